@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Literal
 
 import anyio
@@ -135,3 +135,11 @@ def _classify_conflict(episode_state: EpisodeState, result: EpisodeFinished) -> 
     if episode_state.result is None:
         return "superseded"
     return "stored" if episode_state.result == result else "finished"
+
+
+async def scan_training_results(bus: Bus, subjects: Subjects, *, start: int) -> AsyncIterator[EpisodeFinished]:
+    """Every result of training that stands in the log from ``start`` on, by now."""
+    async for stored in bus.scan([subjects.episodes], start=start):
+        entry = decode_episode_entry(stored)
+        if isinstance(entry, EpisodeFinished) and entry.split == "train":
+            yield entry

@@ -61,6 +61,10 @@ def _check_torch_only(configuration: Configuration) -> None:
     teaches = algorithm.teacher or algorithm.loss or algorithm.advantage or algorithm.entropy_coefficient
     if learner.advantage_estimator == "none" and not teaches:
         raise UserError("learner.advantage_estimator = none: nothing would be learned; name a teacher (algorithm.teacher)")
+    if configuration.reward.judge_mode == "group" and configuration.reward.judge_url and algorithm.dynamic_sampling:
+        raise UserError(
+            "algorithm.dynamic_sampling looks at rewards before reward.judge_mode = group gives them: leave out one of the two"
+        )
     if algorithm.advantage and algorithm.credit_assignment == "turn":
         raise UserError("algorithm.advantage gives one advantage per episode: leave out algorithm.credit_assignment = turn")
 

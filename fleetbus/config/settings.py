@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from fleetbus.config.reward_settings import RewardSettings as RewardSettings
 from fleetbus.config.table import Settings
 from fleetbus.config.training_settings import AlgorithmSettings as AlgorithmSettings
 from fleetbus.config.training_settings import LearnerSettings as LearnerSettings
@@ -304,5 +305,6 @@ class Configuration(Settings, frozen=True, kw_only=True):
     fleet: FleetSettings = FleetSettings()
     tinker: TinkerSettings = TinkerSettings()
     container: ContainerSettings = ContainerSettings()
+    reward: RewardSettings = RewardSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     log: LogSettings = LogSettings()

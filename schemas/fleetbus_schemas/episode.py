@@ -141,6 +141,10 @@ class EpisodeFinished(Message, frozen=True, kw_only=True):
     ``error_location`` is the place in an environment's code that failed, as ``FILE:LINE in FUNCTION``. ``traceback`` stands in
     the first failure of each kind that a worker has, without secrets and of bounded length. ``note`` is what a person should
     know of a graded episode. ``segments`` are those of the trained history by number; empty if there is one only.
+
+    ``reward_components`` are what ``reward`` was made of, by name, before weights: ``verifier``, ``judge`` and what the
+    environment's verdict names; empty from workers that did not record them. ``transcript`` is what a judge of whole groups is
+    shown; empty without one.
     """
 
     episode_id: str
@@ -173,3 +177,5 @@ class EpisodeFinished(Message, frozen=True, kw_only=True):
     traceback: str = ""
     note: str = ""
     segments: tuple[EpisodeSegment, ...] = ()
+    reward_components: dict[str, float] = msgspec.field(default_factory=dict)
+    transcript: str = ""

@@ -41,6 +41,8 @@ class StepTrained(Message, frozen=True, kw_only=True):
 
     ``digests`` has for each of ``episodes`` the BLAKE2b-128 of what the trainer was given of it: token ids, loss mask,
     log-probabilities, versions and advantages; empty from learners that did not publish them.
+
+    ``rewards`` are those of episodes that were judged with their group, by episode: these were trained, not their results'.
     """
 
     lineage: str
@@ -50,6 +52,7 @@ class StepTrained(Message, frozen=True, kw_only=True):
     excluded: tuple[Exclusion, ...] = ()
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     digests: tuple[bytes, ...] = ()
+    rewards: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class CheckpointStored(Message, frozen=True, kw_only=True):

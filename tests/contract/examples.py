@@ -241,6 +241,8 @@ _EXAMPLES: tuple[Message, ...] = (
             EpisodeSegment(origin=None, first_turn=0, turns=2, tokens=8),
             EpisodeSegment(origin=ORIGIN, first_turn=2, turns=1, tokens=9),
         ),
+        reward_components={"judge": 0.25, "verifier": 0.5},
+        transcript="[user]\nCount the crates.",
     ),
     PolicyPublished(
         policy="main",
@@ -275,6 +277,7 @@ _EXAMPLES: tuple[Message, ...] = (
         excluded=(Exclusion(episode_id="s3-g7-k1", reason="env_failed"),),
         metrics={"loss": -0.01, "grad_norm": 0.5},
         digests=(bytes(range(16)), bytes(range(16, 32))),
+        rewards={"s3-g7-k2": 0.75},
     ),
     CheckpointStored(
         lineage="l0002",

@@ -62,6 +62,7 @@ from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplat
 from fleetbus_workers.inference.worker import run_inference
 from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.group_judge import GroupJudge
 from fleetbus_workers.learner.worker import run_learner
 
 RUN = "small"
@@ -192,7 +193,13 @@ class SmallDeployment:
         return self.start("inference", name, work)
 
     def learner(
-        self, name: str, *, trainer: Trainer, curriculum: Curriculum, configuration: Configuration | None = None
+        self,
+        name: str,
+        *,
+        trainer: Trainer,
+        curriculum: Curriculum,
+        configuration: Configuration | None = None,
+        judge: GroupJudge | None = None,
     ) -> Member:
         async def work(member: Member, bus: Bus) -> None:
             await run_learner(
@@ -203,6 +210,7 @@ class SmallDeployment:
                 trainer=trainer,
                 curriculum=curriculum,
                 runtime=self.runtime,
+                judge=judge,
             )
 
         return self.start("learner", name, work)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fleetbus_workers.environment.composed_reward import ComposedRewardFactory
 from fleetbus_workers.environment.isolation.verifier import Policy, Verifier, VerifierLimits
 from fleetbus_workers.environment.keyed_specs import build_keyed_factory
 from fleetbus_workers.environment.specs import build_environment_factory
+from fleetbus_workers.judge.opening import open_judge, read_weights
 
 if TYPE_CHECKING:
     from fleetbus.config.settings import Configuration
+    from fleetbus_workers.environment.composed_reward import AsksJudge
 
 
 @asynccontextmanager
@@ -23,9 +26,11 @@ async def open_environments(
     store_image: Any = None,
     sandbox: Policy = "auto",
     reuse_verifiers: bool = False,
+    recorded_judge: AsksJudge | None = None,
 ) -> AsyncIterator[Any]:
     """A factory of environments by task, of ``specs`` or of those configured. ``store_image`` stores the pictures that they
-    show; ``sandbox`` and ``reuse_verifiers`` are options of `Verifier`. Raises `UserError`."""
+    show; ``sandbox`` and ``reuse_verifiers`` are options of `Verifier`; ``recorded_judge`` stands for the one configured.
+    Raises `UserError`."""
     limits = VerifierLimits(seconds=configuration.limits.verify)
     verifier = Verifier(limits, sandbox=sandbox, reuse_processes=reuse_verifiers)
     style = configuration.environment.prompt
@@ -38,5 +43,12 @@ async def open_environments(
         store_image=store_image if configuration.environment.images else None,
     )
     factory = build_keyed_factory(specs or configuration.run.environment, make_factory)
-    async with verifier.run(), factory.run():
-        yield factory
+    reward = configuration.reward
+    async with open_judge(reward) if recorded_judge is None else nullcontext(recorded_judge) as judge:
+        if judge is not None or reward.weights:
+            weights = read_weights(reward, judged=judge is not None)
+            factory = ComposedRewardFactory(
+                factory, weights, judge, max_chars=reward.judge_max_chars, judges_groups=reward.judge_mode == "group"
+            )
+        async with verifier.run(), factory.run():
+            yield factory

@@ -44,7 +44,7 @@ def _load_work() -> Work:
 
 @click.command("environment", cls=SettingsCommand)
 @role_options
-@settings_options("run", "nats", "environment", "fleet", "container", "limits", "log")
+@settings_options("run", "nats", "environment", "reward", "fleet", "container", "limits", "log")
 def command(**values: Any) -> int:
     """Start an environment worker: it plays requested episodes with the published policy and grades them.
 

@@ -77,7 +77,7 @@ def command() -> None:
 @in_process_option
 @browser_options
 @role_options
-@settings_options("run", "nats", "environment", "fleet", "container", "limits", "log")
+@settings_options("run", "nats", "environment", "reward", "fleet", "container", "limits", "log")
 def gym(host: str, port: int, **values: Any) -> int:
     """Serve the remote-gym protocol (multipart over HTTP) to GymImageEnvClient and similar clients.
 
@@ -108,7 +108,7 @@ def gym(host: str, port: int, **values: Any) -> int:
 @in_process_option
 @browser_options
 @role_options
-@settings_options("run", "nats", "environment", "fleet", "container", "limits", "log")
+@settings_options("run", "nats", "environment", "reward", "fleet", "container", "limits", "log")
 def openenv(host: str, port: int, open_to_others: bool, **values: Any) -> int:
     """Serve the OpenEnv protocol (WebSocket /ws) to EnvClient and similar clients.
 

@@ -23,6 +23,7 @@ def _load_work() -> Work:
     from fleetbus.config.run_folder import run_folder
     from fleetbus_workers.assembly.curriculum import build_curriculum
     from fleetbus_workers.assembly.engines import check_packages
+    from fleetbus_workers.assembly.group_judge import open_group_judge
     from fleetbus_workers.assembly.model import find_model_folder
     from fleetbus_workers.assembly.trainers import build_trainer_settings
     from fleetbus_workers.assembly.vision import check_vision
@@ -49,9 +50,16 @@ def _load_work() -> Work:
         for files in (run_folder(configuration.run).weights, run_folder(configuration.run).checkpoints):
             files.mkdir(parents=True, exist_ok=True)
         try:
-            await run_learner(
-                bus, configuration=configuration, name=name, drain=drain, trainer=leading or trainer, curriculum=curriculum
-            )
+            async with open_group_judge(configuration) as judge:
+                await run_learner(
+                    bus,
+                    configuration=configuration,
+                    name=name,
+                    drain=drain,
+                    trainer=leading or trainer,
+                    curriculum=curriculum,
+                    judge=judge,
+                )
         finally:
             if leading is not None:
                 with anyio.CancelScope(shield=True):
@@ -65,6 +73,7 @@ async def _train_on_tinker(
 ) -> None:
     from fleetbus.config.run_folder import run_folder
     from fleetbus_workers.assembly.engines import check_packages
+    from fleetbus_workers.assembly.group_judge import open_group_judge
     from fleetbus_workers.assembly.model import find_model_folder
     from fleetbus_workers.learner.tinker import TinkerTrainer
     from fleetbus_workers.learner.worker import run_learner
@@ -78,13 +87,16 @@ async def _train_on_tinker(
     )
     for files in (run_folder(configuration.run).weights, run_folder(configuration.run).checkpoints):
         files.mkdir(parents=True, exist_ok=True)
-    await run_learner(bus, configuration=configuration, name=name, drain=drain, trainer=trainer, curriculum=curriculum)
+    async with open_group_judge(configuration) as judge:
+        await run_learner(
+            bus, configuration=configuration, name=name, drain=drain, trainer=trainer, curriculum=curriculum, judge=judge
+        )
 
 
 @click.command("learner", cls=SettingsCommand)
 @role_options
 @settings_options(
-    "run", "nats", "learner", "algorithm", "trainer", "tinker", "weights", "episode", "evaluation", "limits", "log"
+    "run", "nats", "learner", "algorithm", "trainer", "tinker", "weights", "episode", "evaluation", "reward", "limits", "log"
 )
 def command(**values: Any) -> int:
     """Start the learner: it requests episodes, trains on them, publishes the policy and stores checkpoints.

@@ -19,7 +19,7 @@ from fleetbus_workers.cli.options import SettingsCommand, load_settings, setting
 @click.option("--monitor/--no-monitor", default=True, help="Serve a web page about the run while it runs, on loopback")
 @settings_options(
     "run", "nats", "learner", "algorithm", "trainer", "tinker", "weights", "environment", "inference", "episode", "evaluation",
-    "limits", "container", "fleet", "log",
+    "reward", "limits", "container", "fleet", "log",
 )  # fmt: skip
 def command(json_summary: Path | None, fresh: bool, check: bool, monitor: bool, **values: Any) -> int:
     """Train on this machine: start a NATS server, environment and inference workers, and the learner.

@@ -61,11 +61,14 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     ``reward`` is the total of the episode, the rewards of its steps included: what the steps were not rewarded of it is paid
     with the last one, to the learner's turns and through every gateway. An environment that rewards its steps and has nothing
-    to add gives their sum.
+    to add gives their sum. ``components`` are parts of it by name, recorded in the result; `reward.weights` may weigh them.
+    ``transcript`` is for a judge of whole groups.
     """
 
     reward: float | None
     reason: str = ""
+    components: dict[str, float] = msgspec.field(default_factory=dict)
+    transcript: str = ""
 
 
 class EnvironmentFailed(Exception):

@@ -5,12 +5,14 @@ A wrong type that got further would show only where somebody else decodes the me
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast, get_args
 
 import msgspec
 
+from fleetbus.core.reward_components import MAX_COMPONENTS, MAX_NAME_CHARACTERS
 from fleetbus_schemas import ChatMessage, ContextChange, ToolSpec
 from fleetbus_schemas.chat import Role
 from fleetbus_workers.environment.base import Start, Step, Verdict
@@ -76,9 +78,13 @@ def _validate(kind: type[T], value: object, call: str) -> T:
             if value.context is not None:
                 _check_context(value.context, value)
         case Verdict():
-            changed = {"reward": None if value.reward is None else _check_number(value.reward, "Verdict.reward")}
-            if not isinstance(value.reason, str):
-                raise InvalidReturn(f"Verdict.reason must be text, not {_describe(value.reason)}")
+            changed = {
+                "reward": None if value.reward is None else _check_number(value.reward, "Verdict.reward"),
+                "components": _check_components(value.components),
+            }
+            for name in ("reason", "transcript"):
+                if not isinstance(getattr(value, name), str):
+                    raise InvalidReturn(f"Verdict.{name} must be text, not {_describe(getattr(value, name))}")
         case _:
             return value
     return cast("T", msgspec.structs.replace(value, **changed))
@@ -132,6 +138,20 @@ def _check_number(value: Any, where: str) -> float:
         return to_plain_number(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, OverflowError):
         raise InvalidReturn(f"{where} must be a number, not {_describe(value)}") from None
+
+
+def _check_components(components: object) -> dict[str, float]:
+    """A component that is no finite number would reach advantages by its weight."""
+    if not isinstance(components, Mapping) or len(components) > MAX_COMPONENTS:
+        raise InvalidReturn(f"Verdict.components must be at most {MAX_COMPONENTS} numbers by name, not {_describe(components)}")
+    checked = {}
+    for name, value in components.items():
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARACTERS:
+            raise InvalidReturn(f"Verdict.components: a name must be text of at most {MAX_NAME_CHARACTERS} characters")
+        checked[name] = _check_number(value, f"Verdict.components[{name!r}]")
+        if not math.isfinite(checked[name]):
+            raise InvalidReturn(f"Verdict.components[{name!r}] is {checked[name]}; it must be a finite number")
+    return checked
 
 
 def _check_count(value: Any, where: str) -> int:

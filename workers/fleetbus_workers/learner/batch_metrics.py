@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ import structlog
 
 from fleetbus.core.groups import Group
 from fleetbus.core.success import is_success
+from fleetbus_schemas import EpisodeFinished
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.pool import GroupPool
 
@@ -59,7 +61,16 @@ def compute_group_metrics(
         "groups_without_signal": flat,
         "turns": statistics.fmean(result.turns for result in results),
         "tool_errors": sum(result.tool_errors for result in results),
-    }
+    } | measure_components(results)
+
+
+def measure_components(results: Sequence[EpisodeFinished]) -> dict[str, float]:
+    """The mean of each component of rewards, as ``reward_NAME``, over the episodes that have it."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for result in results:
+        for name, value in result.reward_components.items():
+            values[f"reward_{name}"].append(value)
+    return {name: statistics.fmean(found) for name, found in sorted(values.items())}
 
 
 def compute_advantage_metrics(sequences: Sequence[TrainingSequence]) -> dict[str, float]:

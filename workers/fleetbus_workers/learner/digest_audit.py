@@ -137,6 +137,10 @@ class DigestAudit:
         if len(step.digests) != len(step.episodes):
             self._findings.add("digest_missing", f"{step.lineage}/{step.step}", position)
             return
+        for episode, reward in step.rewards.items():  # judged with its group: these were trained
+            if episode in sampled:
+                each = sampled[episode]
+                sampled[episode] = msgspec.structs.replace(each, result=msgspec.structs.replace(each.result, reward=reward))
         right = _compute_digests(sampled, self._steps[position])
         for episode, digest in zip(step.episodes, step.digests, strict=True):
             if right.get(episode) == digest:

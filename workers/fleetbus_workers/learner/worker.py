@@ -19,7 +19,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.control import Control, run_until_drained
 from fleetbus.core.groups import Group
 from fleetbus.core.ledger import Ledger
-from fleetbus.episodes import decode_episode_entry
+from fleetbus.episodes import decode_episode_entry, scan_training_results
 from fleetbus.requests import Requests
 from fleetbus.runtime import Runtime
 from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
@@ -34,6 +34,7 @@ from fleetbus_workers.learner.checkpoints import Checkpoint
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.disk_full import retry_while_disk_full
 from fleetbus_workers.learner.evaluation import Evaluations
+from fleetbus_workers.learner.group_judge import GroupJudge
 from fleetbus_workers.learner.journal import FencedAppender
 from fleetbus_workers.learner.lineage_settings import select_lineage_settings
 from fleetbus_workers.learner.pool import GroupPool, compute_max_replaced
@@ -63,8 +64,10 @@ class Learner:
         curriculum: Curriculum,
         resume_point: ResumePoint,
         runtime: Runtime,
+        judge: GroupJudge | None = None,
     ) -> None:
         self._bus = bus
+        self._judge = judge or GroupJudge()
         self._configuration = configuration
         self._settings = configuration.learner
         self._name = name
@@ -136,13 +139,7 @@ class Learner:
         bus, subjects = self._bus, self._subjects
         lifecycle = WorkerLifecycle(bus, subjects, role="learner", worker=self._name, beat=self._build_heartbeat, lane=None)
         control = Control(
-            bus,
-            subjects,
-            role="learner",
-            worker=self._name,
-            drain=self._drain,
-            cancel=lambda episodes: (),
-            busy_with=lambda: (),
+            bus, subjects, role="learner", worker=self._name, drain=self._drain, cancel=lambda _: (), busy_with=lambda: ()
         )
         await self._start_lineage()
         async with run_lifecycle(lifecycle, bus, None, slots=self._settings.groups), anyio.create_task_group() as group:
@@ -210,7 +207,8 @@ class Learner:
             await run_until_drained(self._drain, self._evaluate_end)
         if self._drain.is_set():
             return
-        await self._read_remaining_results()
+        async for result in scan_training_results(self._bus, self._subjects, start=self._ledger.floor):
+            self._pool.add_result(result)  # a learner that starts at the last step may not have read any yet
         self._pool.discard_all("training_finished")
         while True:
             excluded = tuple(self._pool.take_exclusions())
@@ -222,14 +220,6 @@ class Learner:
             if not self._pool.has_exclusions:
                 break
         log.info("training finished", model=str(self._folder.model))
-
-    async def _read_remaining_results(self) -> None:
-        """Enter every result that stands in the log by now: a learner that starts at the last step may not have read any
-        yet."""
-        async for stored in self._bus.scan([self._subjects.episodes], start=self._ledger.floor):
-            entry = decode_episode_entry(stored)
-            if isinstance(entry, EpisodeFinished) and entry.split == "train":
-                self._pool.add_result(entry)
 
     async def _evaluate_end(self) -> None:
         async with anyio.create_task_group() as group:
@@ -278,6 +268,9 @@ class Learner:
         groups = await self._wait_for_batch()
         if not groups:
             return
+        rewards = await self._judge.grade(groups, self._drain)
+        if not (groups := self._pool.discard_ungraded(groups)) or self._drain.is_set():
+            return
         read = anyio.current_time()
         sequences = await read_sequences(
             self._bus,
@@ -305,7 +298,7 @@ class Learner:
             success_threshold=self._configuration.evaluation.success_threshold,
         )
         metrics |= {"seconds_wait": read - waited, "seconds_read": trained - read, "seconds_train": done - trained}
-        await self._record_step(groups, metrics, digests)
+        await self._record_step(groups, metrics, digests, rewards)
 
     async def _wait_for_batch(self) -> list[Group]:
         """The groups of the next step; [] when drained while waiting."""
@@ -319,7 +312,9 @@ class Learner:
                 await run_until_drained(self._drain, self._pool.changed.wait)
         return []
 
-    async def _record_step(self, groups: list[Group], metrics: dict[str, float], digests: dict[str, bytes]) -> None:
+    async def _record_step(
+        self, groups: list[Group], metrics: dict[str, float], digests: dict[str, bytes], rewards: dict[str, float]
+    ) -> None:
         """The step goes to the log before the version that it made; a checkpoint holds what the log says by then."""
         self._step += 1
         trained, excluded = self._pool.settle(groups)
@@ -341,6 +336,7 @@ class Learner:
             excluded=tuple(excluded),
             metrics={name: float(value) for name, value in metrics.items()},
             digests=tuple(digests[episode] for episode in trained),
+            rewards={episode: rewards[episode] for episode in trained if episode in rewards},
         )
         await self._train.append(done)
         measured = {name: round(done.metrics[name], 3) for name in ("success", "reward") if name in done.metrics}
@@ -378,6 +374,7 @@ async def run_learner(
     trainer: Trainer,
     curriculum: Curriculum,
     runtime: Runtime | None = None,
+    judge: GroupJudge | None = None,
 ) -> None:
     """A learner from where the log says training stands to the last step. Raises `UserError` before anything is stored if the
     policy would be sampled from another distribution than the one that it trains."""
@@ -396,5 +393,6 @@ async def run_learner(
         curriculum=curriculum,
         resume_point=resume_point,
         runtime=runtime,
+        judge=judge,
     )
     await learner.run()

@@ -20,6 +20,7 @@ from fleetbus_workers.replay.compare import Found
 from fleetbus_workers.replay.deduplicate import remove_duplicates
 from fleetbus_workers.replay.driver import Compared, Driver, ReplayContext
 from fleetbus_workers.replay.recorded_episode import RecordedEpisode, read_episodes
+from fleetbus_workers.replay.recorded_judge import is_without_score, take_recorded_score
 from fleetbus_workers.replay.replay_environment import WORKER, ReplayEnvironment, open_replay_environment, translate_positions
 from fleetbus_workers.replay.report import Report
 
@@ -55,6 +56,8 @@ def select_playable(episodes: Iterable[RecordedEpisode], report: Report) -> Iter
             report.skipped["episodes without a request in the recording"] += 1
         elif episode.result is not None and episode.result.outcome in OUTSIDE_CAUSES:
             report.skipped[f"episodes with outcome {episode.result.outcome}"] += 1
+        elif episode.result is not None and is_without_score(episode.result):
+            report.skipped["episodes without the judge's score"] += 1
         elif not episode.turns:
             report.skipped["episodes without a recorded turn"] += 1
         elif episode.is_redacted:
@@ -120,6 +123,7 @@ class EnvironmentDriver(Driver):
             self._note_difference(episode, f"Observation of turn {turn}", "Observation", shown)
         elif episode.result is not None and episode.result_entry is not None:  # else the recording ends before the episode
             translated = translate_positions(result, self.environment.recorded_positions)
+            translated = take_recorded_score(episode.result, translated, self.context.configuration.reward.weights)
             compared = self._compared(episode, "EpisodeFinished", episode.result_entry)
             self.compare(episode.result, translated, compared, entry.subject)
 

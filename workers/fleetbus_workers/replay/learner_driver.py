@@ -35,10 +35,12 @@ from fleetbus_workers.replay.driver import Compared, Driver, ReplayContext
 from fleetbus_workers.replay.options import apply_settings
 from fleetbus_workers.replay.recorded_choices import take_harmless_settings
 from fleetbus_workers.replay.recorded_episode import RecordedEpisode, read_episodes
+from fleetbus_workers.replay.recorded_judge import find_recorded_group_judge
 from fleetbus_workers.replay.recorded_lineages import (
     KINDS,
     Key,
     Lineage,
+    find_optional,
     is_requested_by_learner,
     key_of,
     map_to_steps,
@@ -105,6 +107,7 @@ async def _run_learner(driver: LearnerDriver, trainer: Trainer, tasks: RecordedT
         name=WORKER,
         drain=drain,
         trainer=trainer,
+        judge=find_recorded_group_judge(driver.lineage.steps),
         curriculum=cast(Curriculum, tasks),
         runtime=Runtime(offload=driver.offload),
     )
@@ -196,7 +199,7 @@ class LearnerDriver(Driver):
         open_episodes: list[RecordedEpisode],
     ) -> None:
         super().__init__(context, environment, start=environment.next_sequence)
-        self._lineage = lineage
+        self.lineage = lineage
         self._last_step, self._is_whole = lineage.last_step, lineage.is_whole
         self._episodes = episodes
         self._expected = dict(lineage.published)
@@ -284,7 +287,7 @@ class LearnerDriver(Driver):
                 self._note_difference(key, entry.sequence, Found("type", type(message).__name__, self.silence))
                 return
         if self._optional and not self.report.differences:
-            reason = f"requests of lineage {self._lineage.name} in a step whose end was not recorded"
+            reason = f"requests of lineage {self.lineage.name} in a step whose end was not recorded"
             self.report.skipped[reason] += len(self._optional)
 
     async def _check(self, entry: StreamEntry, message: Message) -> None:
@@ -293,7 +296,7 @@ class LearnerDriver(Driver):
             if self._is_whole:
                 self._note_difference(key, 0, Found("type", "(nothing)", type(message).__name__))
             else:
-                self.report.skipped[f"messages beyond the recorded end of lineage {self._lineage.name}"] += 1
+                self.report.skipped[f"messages beyond the recorded end of lineage {self.lineage.name}"] += 1
             return
         recorded_entry, recorded = self._expected.pop(key)
         self._optional.discard(key)
@@ -360,7 +363,7 @@ class LearnerDriver(Driver):
 
         objects = self.environment.objects
         return RecordedTrainer(
-            self._lineage.start,
+            self.lineage.start,
             {message.step: message for _, message in self._find(StepTrained)},
             {message.version: inline_manifest(message, objects) for _, message in self._find(PolicyPublished)},
             episodes=self._episodes,
@@ -376,8 +379,8 @@ class LearnerDriver(Driver):
 
     def _describe(self) -> tuple[str, ...]:
         steps = f"after {self.report.compared['StepTrained']} steps that were compared"
-        lineage = f"lineage {self._lineage.name}, from step {self._lineage.start} on"
-        return (steps, lineage) if self._lineage.started.parent else (steps,)
+        lineage = f"lineage {self.lineage.name}, from step {self.lineage.start} on"
+        return (steps, lineage) if self.lineage.started.parent else (steps,)
 
 
 def sort_exclusions(message: Message) -> Message:
@@ -385,16 +388,3 @@ def sort_exclusions(message: Message) -> Message:
     if isinstance(message, StepTrained | TrainingFinished):
         return msgspec.structs.replace(message, excluded=tuple(sorted(message.excluded, key=lambda each: each.episode_id)))
     return message
-
-
-def find_optional(lineage: Lineage) -> set[Key]:
-    """Requests after the last recorded step of a lineage that was cut: some follow from what the step after it took, which is
-    unknown."""
-    if lineage.is_whole:
-        return set()
-    last = max((entry.sequence for entry, message in lineage.published.values() if isinstance(message, StepTrained)), default=0)
-    return {
-        key
-        for key, (entry, message) in lineage.published.items()
-        if isinstance(message, EpisodeRequested) and entry.sequence > last
-    }

@@ -25,6 +25,7 @@ HARMLESS_TEXT = {
     "run.pool": re.compile(r"[A-Za-z0-9_-]{1,128}"),
     "run.name": re.compile(r"[A-Za-z0-9_-]{1,128}"),
     "learner.restart_from": re.compile(r"(start|\d{1,9})(/[A-Za-z0-9_]{1,64})?"),
+    "reward.weights": re.compile(r"[A-Za-z0-9_.,=+ -]{0,2000}"),
     "trainer.device": re.compile(r"auto|cpu|cuda(:\d{1,3})?|mps"),
     "trainer.lora_target_modules": re.compile(r"[A-Za-z0-9_.,-]{1,1000}"),
 }

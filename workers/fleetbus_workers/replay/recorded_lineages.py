@@ -135,3 +135,16 @@ def map_to_steps(steps: Sequence[StepTrained]) -> dict[str, int]:
         for episode_id in (*step.episodes, *(each.episode_id for each in step.excluded)):
             consumed.setdefault(episode_id, step.step)
     return consumed
+
+
+def find_optional(lineage: Lineage) -> set[Key]:
+    """Requests after the last recorded step of a lineage that was cut: some follow from what the step after it took, which is
+    unknown."""
+    if lineage.is_whole:
+        return set()
+    last = max((entry.sequence for entry, message in lineage.published.values() if isinstance(message, StepTrained)), default=0)
+    return {
+        key
+        for key, (entry, message) in lineage.published.items()
+        if isinstance(message, EpisodeRequested) and entry.sequence > last
+    }

@@ -67,6 +67,7 @@ async def _replay_environment(context: ReplayContext, folder: Path) -> None:
     from fleetbus_workers.assembly.environments import open_environments
     from fleetbus_workers.environment.images.store import build_image_store
     from fleetbus_workers.replay.environment_driver import replay_environment
+    from fleetbus_workers.replay.recorded_judge import find_recorded_judge
 
     wanted = context.options.environment
     if callable(wanted):
@@ -78,6 +79,7 @@ async def _replay_environment(context: ReplayContext, folder: Path) -> None:
         store_image=build_image_store(MemoryObjectStore({})),
         sandbox="auto" if context.options.trusted else "required",
         reuse_verifiers=True,
+        recorded_judge=find_recorded_judge(context),
     ) as make:
         await replay_environment(context, make)
 

@@ -132,6 +132,7 @@ class EpisodeTrace(Trace):
         about |= {"fleetbus.tool_errors": result.tool_errors, "fleetbus.result.sequence": entry.sequence}
         if result.reward is not None:
             about["fleetbus.reward"] = result.reward
+        about |= {f"fleetbus.reward.{name}": value for name, value in result.reward_components.items()}
         if result.segments:
             about["fleetbus.segments"] = len(result.segments)
         self.ended_ns = entry.time_ns

@@ -17,6 +17,7 @@ from fleetbus.config.load import strip_credentials
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, NatsSettings
 from fleetbus.errors import UserError
+from fleetbus_workers.judge.opening import check_judge
 from fleetbus_workers.up.model_checks import check_model_contents
 from fleetbus_workers.up.placement import find_gpus, place_roles
 
@@ -82,12 +83,13 @@ def check_installed(configuration: Configuration) -> None:
 
 
 def check_algorithm(configuration: Configuration) -> None:
-    """Functions and a teacher that the algorithm names."""
+    """Functions and a teacher that the algorithm names, and a judge."""
     algorithm = configuration.algorithm
     if algorithm.loss or algorithm.advantage:
         from fleetbus_workers.learner.hooks import check_hooks
 
         check_hooks(algorithm)
+    check_judge(configuration.reward)
     if algorithm.teacher and not (Path(algorithm.teacher) / "config.json").is_file():
         raise UserError(f"algorithm.teacher = {algorithm.teacher}: no model folder is there")
 

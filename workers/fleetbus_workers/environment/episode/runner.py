@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, MutableMapping
+from typing import Any
 
 import msgspec
 import structlog
@@ -70,6 +71,8 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
     location: str = ""
     traceback: str = ""
     note: str = ""
+    components: dict[str, float] = {}
+    transcript: str = ""
 
 
 class EpisodeRunner:
@@ -311,12 +314,18 @@ class EpisodeRunner:
                 location = locate_method(environment, "verify")
                 error = f"the verdict is {verdict.reward:g}"
                 return Conclusion(outcome="verifier_unknown", error_class=problem, error=error, location=location)
-            return msgspec.structs.replace(conclusion, reward=verdict.reward)
+            return msgspec.structs.replace(conclusion, reward=verdict.reward, **_take_parts(verdict))
         reason = verdict.reason
         if verdict.reward is not None:
             reason = f"verify: the reward is {verdict.reward}, which is no grade{f'; {reason}' if reason else ''}"
         location = locate_method(environment, "verify")
-        return Conclusion(outcome="verifier_unknown", error_class="no_verdict", error=to_printable(reason), location=location)
+        return Conclusion(
+            outcome="verifier_unknown",
+            error_class="no_verdict",
+            error=to_printable(reason),
+            location=location,
+            **_take_parts(verdict),
+        )
 
     async def _close(self) -> None:
         """Close the environment whatever happened; a close that hangs or raises changes no outcome."""
@@ -363,4 +372,11 @@ class EpisodeRunner:
             traceback=conclusion.traceback,
             note=conclusion.note,
             segments=self._context.segments,
+            reward_components=conclusion.components,
+            transcript=conclusion.transcript,
         )
+
+
+def _take_parts(verdict: Verdict) -> dict[str, Any]:
+    """What a result says of its grade beside the reward."""
+    return {"components": verdict.components, "transcript": verdict.transcript.encode("utf-8", "replace").decode()}

@@ -1,0 +1,145 @@
+"""Rewards out of weighted components: around any environment, after its own verdict, a judge and `reward.weights`.
+
+Above it are the worker and everything else that grades, which see one verdict; below it one environment and the judge. What
+has no value leaves the episode without a reward, and the reason says what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fleetbus.core.reward_components import JUDGE, VERIFIER, combine, find_missing
+from fleetbus_schemas import Action, ChatMessage, Task
+from fleetbus_workers.environment.base import (
+    Environment,
+    HoldsElsewhere,
+    Start,
+    Step,
+    TaskEnvironmentFactory,
+    Verdict,
+)
+from fleetbus_workers.environment.validation import validate_return
+from fleetbus_workers.judge.failure import JudgeFailed
+from fleetbus_workers.judge.prompts import format_transcript
+
+if TYPE_CHECKING:
+    from fleetbus_workers.environment.specs import EnvironmentFactory
+
+
+class AsksJudge(Protocol):
+    """What scores transcripts: a `Judge`, or what stands for it in a replay."""
+
+    async def score(self, transcripts: Sequence[str]) -> list[float]:
+        """One score per transcript, from 0 to 1; raises `JudgeFailed`."""
+
+
+class ComposedRewardFactory:
+    """Makes the environments of another factory with rewards of ``weights``. ``judge`` is asked if it has a weight; with
+    ``judges_groups`` somebody else asks it, of whole groups, and verdicts come without its part and with a transcript."""
+
+    def __init__(
+        self,
+        factory: EnvironmentFactory,
+        weights: Mapping[str, float],
+        judge: AsksJudge | None,
+        *,
+        max_chars: int,
+        judges_groups: bool = False,
+    ) -> None:
+        self._factory = factory
+        self._make_for: Callable[[Task], Environment] = (
+            factory.for_task if isinstance(factory, TaskEnvironmentFactory) else lambda _: factory()
+        )
+        self.weights = {name: weight for name, weight in weights.items() if name != JUDGE or not judges_groups}
+        self.judge = judge if self.weights.get(JUDGE) else None
+        self.judges_groups = judges_groups and bool(weights.get(JUDGE))
+        self.max_chars = max_chars
+
+    def __call__(self) -> Environment:
+        return self._wrap(self._factory())
+
+    def for_task(self, task: Task) -> Environment:
+        return self._wrap(self._make_for(task))
+
+    @asynccontextmanager
+    async def run(self) -> AsyncIterator[None]:
+        async with self._factory.run():
+            yield
+
+    def _wrap(self, inner: Environment) -> Environment:
+        return (_HoldingEnvironment if isinstance(inner, HoldsElsewhere) else ComposedRewardEnvironment)(inner, self)
+
+
+class ComposedRewardEnvironment:
+    """One episode; calls are passed on unchanged, and what the policy saw and said is kept for the judge."""
+
+    def __init__(self, inner: Environment, factory: ComposedRewardFactory) -> None:
+        self.replayable = inner.replayable
+        self._inner: Any = inner
+        self._factory = factory
+        self._seen: list[ChatMessage] = []
+
+    @property
+    def implementation(self) -> Any:
+        """What a failure is located in."""
+        return getattr(self._inner, "implementation", self._inner)
+
+    async def open(self, task: Task) -> None:
+        await self._inner.open(task)
+
+    async def reset(self) -> Start:
+        start = validate_return(Start, await self._inner.reset(), "reset", self._inner)
+        self._seen = list(start.messages) if self._is_judged else []
+        return start
+
+    async def step(self, action: Action) -> Step:
+        step = validate_return(Step, await self._inner.step(action), "step", self._inner)
+        if self._is_judged:
+            self._seen += [ChatMessage(role="assistant", content=action.text), *step.messages]
+        return step
+
+    async def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = await self._inner.state()
+        return state
+
+    async def verify(self) -> Verdict:
+        """The weighted sum; without a reward if a component that counts has no value."""
+        verdict = validate_return(Verdict, await self._inner.verify(), "verify", self._inner)
+        components = dict(verdict.components)
+        if verdict.reward is not None:
+            components[VERIFIER] = verdict.reward
+        weights, reason = self._factory.weights, verdict.reason
+        if (judge := self._factory.judge) is not None and find_missing(components, weights) == [JUDGE]:
+            try:
+                (components[JUDGE],) = await judge.score([self._format_transcript()])
+            except JudgeFailed as error:
+                return Verdict(reward=None, reason=str(error), components=components)
+        if missing := find_missing(components, weights):
+            why = f": {reason}" if reason else ""
+            return Verdict(reward=None, reason=f"no value of {', '.join(missing)}{why}", components=components)
+        transcript = self._format_transcript() if self._factory.judges_groups else ""
+        return Verdict(reward=combine(components, weights), reason=reason, components=components, transcript=transcript)
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    @property
+    def _is_judged(self) -> bool:
+        return self._factory.judge is not None or self._factory.judges_groups
+
+    def _format_transcript(self) -> str:
+        return format_transcript(self._seen, self._factory.max_chars)
+
+
+class _HoldingEnvironment(ComposedRewardEnvironment):
+    """The same around one that holds something which outlives its worker."""
+
+    @property
+    def held(self) -> str:
+        held: str = self._inner.held
+        return held
+
+    async def release(self, task: Task, held: str) -> None:
+        await self._inner.release(task, held)

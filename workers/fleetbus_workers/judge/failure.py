@@ -1,0 +1,5 @@
+"""What a judge raises; apart from the client, so that nobody imports httpx to catch it."""
+
+
+class JudgeFailed(Exception):
+    """There is no score; the message says why, in one line without secrets."""
