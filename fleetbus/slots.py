@@ -17,10 +17,15 @@ log = structlog.get_logger()
 
 
 class Slots:
-    """The slots of one worker. ``work`` handles one delivery to its end; what it leaves un-acked comes again."""
+    """The slots of one worker. ``work`` handles one delivery to its end; what it leaves un-acked comes again. With ``demand``
+    no more are pulled than it says at the moment; call `top_up` when it has risen."""
 
-    def __init__(self, bus: Bus, work: Callable[[Delivery], Awaitable[None]]) -> None:
+    def __init__(
+        self, bus: Bus, work: Callable[[Delivery], Awaitable[None]], *, demand: Callable[[], int] | None = None
+    ) -> None:
         self._bus = bus
+        self._demand = demand
+        self._subscriptions: dict[Subscription, int] = {}
         self._work = work
         self._slot_freed = Notifier()
         self._pulling = True
@@ -41,11 +46,23 @@ class Slots:
             await self._slot_freed.wait()
 
     async def _pull(self, consumer: str, slots: int, working: TaskGroup | TaskPool) -> None:
-        async with self._bus.pull(consumer, credits=slots) as subscription:
+        async with self._bus.pull(consumer, credits=slots if self._demand is None else 0) as subscription:
+            self._subscriptions[subscription] = slots
+            self.top_up()
             while True:
                 delivery = await subscription.receive()
                 self.in_flight += 1
                 working.start_soon(self._run_delivery, delivery, subscription)
+
+    def top_up(self) -> None:
+        """Pull as much as is in demand now, into slots that are free."""
+        if self._demand is None or not self._pulling:
+            return
+        for subscription, slots in self._subscriptions.items():
+            free = slots - self.in_flight - subscription.credits
+            wanted = min(self._demand() - subscription.credits, free)
+            if wanted > 0:
+                subscription.grant(wanted)
 
     async def _run_delivery(self, delivery: Delivery, subscription: Subscription) -> None:
         """One delivery, one slot, one task; the slot is free again when this returns."""
@@ -62,5 +79,7 @@ class Slots:
         finally:
             self.in_flight -= 1
             self._slot_freed.notify()
-            if self._pulling:
+            if self._demand is not None:
+                self.top_up()
+            elif self._pulling:
                 subscription.grant(1)

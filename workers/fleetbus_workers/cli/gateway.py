@@ -130,6 +130,38 @@ def openenv(host: str, port: int, open_to_others: bool, **values: Any) -> int:
     return run_role("gateway", partial(_load_openenv, host, port, given, in_process), values)
 
 
+@command.command("agents", cls=SettingsCommand)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on")
+@click.option("--public-url", default="", metavar="URL", help="How agents reach this gateway (default: http://HOST:PORT)")
+@browser_options
+@role_options
+@settings_options("run", "nats", "environment", "limits", "log")
+def agents(host: str, port: int, public_url: str, **values: Any) -> int:
+    """Give the run's episodes to agents that run elsewhere, and serve their model calls (OpenAI's and Anthropic's protocols).
+
+    It takes the place of the run's environment workers: --environment-slots agents may play at a time. If the variable
+    AGENTS_TOKEN is set, its value is needed to open sessions; gateways of one run need the same.
+    """
+    guard = _pop_guard(host, values)
+    token = os.environ.get("AGENTS_TOKEN", "")
+    from fleetbus_workers.serving.listeners import is_loopback
+
+    if not is_loopback(host) and not token:
+        raise UserError(f"--host {host} is reachable from other machines: set AGENTS_TOKEN to the token that opens sessions")
+    return run_role("environment", partial(_load_agents, host, port, public_url.rstrip("/"), token, guard), values)
+
+
+def _load_agents(host: str, port: int, public_url: str, token: str, guard: GuardSettings) -> Work:
+    from fleetbus_workers.gateway.agent_gateway import AgentGatewaySettings, run_agent_gateway
+    from fleetbus_workers.serving.listeners import bind, format_host
+
+    listener = bind(host, port)
+    url = public_url or f"http://{format_host(host)}:{listener.getsockname()[1]}"
+    settings = AgentGatewaySettings(url=url, find_server=resolve_server_url, token=token, guard=guard)
+    return partial(run_agent_gateway, listener=listener, settings=settings)
+
+
 def _load_gym(host: str, port: int, given: dict[str, Any], image: list[Any], in_process: bool) -> Work:
     from fleetbus_workers.gateway.gym_app import GymGateway, GymSettings
     from fleetbus_workers.gateway.gym_methods import GymCalls

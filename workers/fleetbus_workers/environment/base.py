@@ -7,11 +7,20 @@ one outside system. `close` is called exactly once, in every case, even after a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from fleetbus_schemas import Action, ChatMessage, ContextChange, Task, ToolOutput, ToolSpec
+from fleetbus_schemas import (
+    Action,
+    ChatMessage,
+    ContextChange,
+    EpisodeRequested,
+    Observation,
+    Task,
+    ToolOutput,
+    ToolSpec,
+)
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +128,22 @@ class HoldsElsewhere(Protocol):
     async def release(self, task: Task, held: str) -> None:
         """Release what another environment of this kind held for ``task``; never raises for what is already gone. Called before
         `open`, on an environment that may never be opened."""
+
+
+class RecordedTurn(NamedTuple):
+    """A turn of an earlier attempt: what the policy was shown, and its answer."""
+
+    observed: Observation
+    action: Action
+
+
+@runtime_checkable
+class LivesElsewhere(Protocol):
+    """An environment whose other side does not end with its worker, as an agent on another machine: it is replayable, but by
+    what the log has of it, for the other side has done its part."""
+
+    def assign(self, request: EpisodeRequested, attempt: int, recorded: Sequence[RecordedTurn]) -> None:
+        """The episode that it is for, and the turns that were played before this attempt. Called once, before `open`."""
 
 
 @runtime_checkable

@@ -7,7 +7,8 @@ nothing new, lets episodes finish, and returns those that do not finish in time.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import anyio
 import structlog
@@ -30,6 +31,19 @@ from fleetbus_workers.environment.worker_context import WorkerContext
 log = structlog.get_logger()
 
 
+class Intake(Protocol):
+    """Who decides which requests a worker takes, where not each will do. ``on_wanted`` is the worker's, to be called when more
+    are wanted."""
+
+    on_wanted: Callable[[], None]
+
+    def count_wanted(self) -> int:
+        """How many requests are wanted at the moment, besides those in work."""
+
+    async def handle(self, delivery: Delivery, play: Callable[[Delivery], Awaitable[None]]) -> None:
+        """Have a delivered request played, or return it."""
+
+
 class EnvironmentWorker:
     """One worker on one lane. ``drain`` set from outside, or by a control request, ends `run` in an orderly way."""
 
@@ -43,6 +57,7 @@ class EnvironmentWorker:
         lane: Lane,
         context: WorkerContext,
         on_hosting: Callable[[SessionHost], None] = lambda _: None,
+        intake: Intake | None = None,
     ) -> None:
         self._bus = bus
         self._slot_count = configuration.environment.slots
@@ -55,7 +70,10 @@ class EnvironmentWorker:
         self._counters: defaultdict[str, float] = defaultdict(float)
         self._leases = Leases(TASK_LEASE_SECONDS / 4, TASK_LEASE_SECONDS)
         self._attempts = Attempts(context, self._leases, self._counters)
-        self._slots = Slots(bus, self._attempts.handle_request)
+        self._intake = intake
+        self._slots = Slots(bus, self._handle_request, demand=intake.count_wanted if intake else None)
+        if intake is not None:
+            intake.on_wanted = self._slots.top_up
         self._session_slots = configuration.environment.session_slots
         self._sessions = SessionHost(context, self._session_slots, self._counters)
         self._on_hosting = on_hosting
@@ -86,6 +104,12 @@ class EnvironmentWorker:
                 await lifecycle.publish_heartbeat()  # clients that wait for a host need not wait for the next heartbeat
             await self._work(lifecycle)
             group.cancel_scope.cancel()
+
+    async def _handle_request(self, delivery: Delivery) -> None:
+        if self._intake is None:
+            await self._attempts.handle_request(delivery)
+        else:
+            await self._intake.handle(delivery, self._attempts.handle_request)
 
     async def _receive_actions(self) -> None:
         """Actions stay in the log, so one is acked as soon as its attempt has it or no attempt waits for it."""
@@ -138,9 +162,10 @@ async def run_environment(
     make: Callable[[], Environment] | TaskEnvironmentFactory,
     runtime: Runtime | None = None,
     on_hosting: Callable[[SessionHost], None] = lambda _: None,
+    intake: Intake | None = None,
 ) -> None:
     """An environment worker from claiming a lane to leaving the run. ``make`` makes one environment per episode; ``on_hosting``
-    is called when step-wise sessions are served."""
+    is called when step-wise sessions are served; ``intake`` says which requests are wanted."""
     make_for = make.for_task if isinstance(make, TaskEnvironmentFactory) else lambda _: make()
     runtime = runtime or Runtime()
     subjects = Subjects(configuration.run.name)
@@ -158,6 +183,13 @@ async def run_environment(
         context_tokens=configuration.inference.max_model_len,
     )
     worker = EnvironmentWorker(
-        bus, configuration=configuration, name=name, drain=drain, lane=lane, context=context, on_hosting=on_hosting
+        bus,
+        configuration=configuration,
+        name=name,
+        drain=drain,
+        lane=lane,
+        context=context,
+        on_hosting=on_hosting,
+        intake=intake,
     )
     await worker.run()

@@ -35,6 +35,7 @@ from fleetbus_schemas import (
     decode,
     encode,
 )
+from fleetbus_workers.environment.base import LivesElsewhere, RecordedTurn
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
@@ -229,13 +230,17 @@ class Attempts:
         if claim_sequence is None or await self._is_refused(running, claim_sequence):
             return
         running.policy_client = await self._build_policy_client(request, claim, recorded)
+        observed = await self._read_observations(request, recorded)
+        if isinstance(environment, LivesElsewhere):
+            turns = [RecordedTurn(observed[turn.action.turn], turn.action) for turn in recorded if turn.action.turn in observed]
+            environment.assign(request, claim.attempt, turns)
         session = EpisodeRunner(
             request=request,
             claim=claim,
             environment=environment,
             policy_client=running.policy_client,
             recorded=recorded,
-            observed=await self._read_observations(request, recorded),
+            observed=observed,
             remaining_seconds=remaining_seconds,
             deadlines=self.deadlines,
             settings=context.settings,

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -28,8 +29,16 @@ from fleetbus.task_groups import open_first_error_task_group
 from fleetbus_workers.bounded_json import TooManyValues, check_values
 from fleetbus_workers.environment.adapters.agent.dialects import DIALECTS
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Dialect, InvalidCall, write_event
-from fleetbus_workers.environment.adapters.agent.sessions import AgentSession, PendingCall, TooManyCalls
-from fleetbus_workers.serving.browser_guard import BrowserGuard, build_guard_settings
+from fleetbus_workers.environment.adapters.agent.sessions import (
+    AgentSession,
+    KeyRefused,
+    LocalSessions,
+    PendingCall,
+    SessionDirectory,
+    SessionMoved,
+    TooManyCalls,
+)
+from fleetbus_workers.serving.browser_guard import BrowserGuard, GuardSettings, build_guard_settings
 from fleetbus_workers.serving.listeners import BACKLOG, bind
 from fleetbus_workers.serving.request_body import BodyRefused, read_body
 from fleetbus_workers.serving.serve import serve
@@ -42,7 +51,6 @@ BODY_BYTES = 4 << 20
 """Most of a request: about a million tokens."""
 
 REWARD_BYTES = 1 << 16
-UNKNOWN_KEY = "this key belongs to no running session"
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +61,8 @@ class AgentEndpoint:
     def __init__(self) -> None:
         self.url = ""
         self.port = 0
-        self._sessions: dict[str, AgentSession] = {}
+        self._sessions = LocalSessions()
+        self.open_session = self._sessions.open
 
     @asynccontextmanager
     async def run(self, socket_path: Path | None = None) -> AsyncIterator[None]:
@@ -69,51 +78,42 @@ class AgentEndpoint:
             try:
                 yield
             finally:
-                for session in self._sessions.values():
-                    session.end()
+                self._sessions.end_all()
                 stop.set()
 
-    @contextmanager
-    def open_session(self, *, takes_reward: bool = True) -> Iterator[AgentSession]:
-        """A session whose key is known here until the end."""
-        session = AgentSession(takes_reward=takes_reward)
-        self._sessions[session.key] = session
-        try:
-            yield session
-        finally:
-            session.close()
-            del self._sessions[session.key]
-
     def build_application(self) -> Starlette:
-        routes: list[BaseRoute] = [
+        calls = ModelCalls(self._sessions)
+        routes = [*calls.build_routes(), Route("/v1/reward", calls.grade, methods=["POST"])]
+        settings = build_guard_settings(HOST, (), (), content_types=("application/json",))
+        return build_application([*routes, Mount("/s/{key}", routes=routes)], settings)
+
+
+def build_application(routes: Sequence[BaseRoute], settings: GuardSettings) -> Starlette:
+    """An application of these routes, with what all of them need."""
+    handlers: dict[Any, Any] = {BodyRefused: refuse_body, ClientDisconnect: drop_call}
+    handlers |= dict.fromkeys(REFUSALS, answer_refusal)
+    return Starlette(routes=routes, middleware=[Middleware(BrowserGuard, settings=settings)], exception_handlers=handlers)
+
+
+class ModelCalls:
+    """What agents call, for the sessions that ``sessions`` knows."""
+
+    def __init__(self, sessions: SessionDirectory) -> None:
+        self._sessions = sessions
+
+    def build_routes(self) -> list[BaseRoute]:
+        calls: list[BaseRoute] = [
             Route(path, partial(self._call, dialect), methods=["POST"]) for path, dialect in DIALECTS.items()
         ]
-        routes += [
+        return [
+            *calls,
             Route("/v1/models", self._list_models, methods=["GET"]),
             Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
-            Route("/v1/reward", self._grade, methods=["POST"]),
         ]
-        settings = build_guard_settings(HOST, (), (), content_types=("application/json",))
-        return Starlette(
-            routes=[*routes, Mount("/s/{key}", routes=routes)],
-            middleware=[Middleware(BrowserGuard, settings=settings)],
-            exception_handlers={BodyRefused: refuse_body, ClientDisconnect: drop_call},
-        )
-
-    def _find_session(self, request: Request) -> AgentSession | None:
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        keys = (
-            request.path_params.get("key", ""),
-            request.headers.get("x-api-key", ""),
-            token.strip() if scheme.lower() == "bearer" else "",
-        )
-        return next((self._sessions[key] for key in keys if key in self._sessions), None)
 
     async def _call(self, dialect: Dialect, request: Request) -> Response:
-        session = self._find_session(request)
-        if session is None:
-            return refuse(dialect, 401, UNKNOWN_KEY)
         try:
+            session = await self._sessions.find(read_keys(request))
             with session.one_request():
                 body = await read_body(request, limit=BODY_BYTES)
                 call = parse_call(dialect, body)
@@ -127,34 +127,40 @@ class AgentEndpoint:
         except InvalidCall as invalid:
             log.warning("agent call is invalid; refusing it", reason=str(invalid))
             return refuse(dialect, 400, str(invalid))
-        except TooManyCalls as many:
-            return refuse(dialect, 429, str(many))
+        except REFUSALS as refused:
+            return refuse(dialect, get_status(refused), str(refused))
 
     async def _list_models(self, request: Request) -> Response:
         model = {"id": MODEL, "object": "model", "type": "model", "display_name": MODEL, "created": 0, "owned_by": "fleetbus"}
         listing = {"object": "list", "data": [model], "has_more": False, "first_id": MODEL, "last_id": MODEL}
-        return JSONResponse(listing) if self._find_session(request) else JSONResponse({"detail": UNKNOWN_KEY}, 401)
+        await self._sessions.find(read_keys(request))
+        return JSONResponse(listing)
 
     async def _count_tokens(self, request: Request) -> Response:
         """An estimate: clients decide by it when to shorten their history, and it is no turn."""
-        if self._find_session(request) is None:
-            return refuse(DIALECTS["/v1/messages"], 401, UNKNOWN_KEY)
+        try:
+            await self._sessions.find(read_keys(request))
+        except REFUSALS as refused:
+            return refuse(DIALECTS["/v1/messages"], get_status(refused), str(refused))
         return JSONResponse({"input_tokens": len(await read_body(request, limit=BODY_BYTES)) // 4})
 
-    async def _grade(self, request: Request) -> Response:
+    async def grade(self, request: Request) -> Response:
         """``{"reward": NUMBER or null, "reason": TEXT}``, once; null excludes the episode from training."""
-        session = self._find_session(request)
-        if session is None:
-            return JSONResponse({"detail": UNKNOWN_KEY}, 401)
-        try:
-            body = msgspec.json.decode(await read_body(request, limit=REWARD_BYTES), type=PostedReward)
-        except (msgspec.DecodeError, RecursionError) as error:
-            return JSONResponse({"detail": f"the body is no reward: {error}"}, 400)
-        if not session.takes_reward:
-            return JSONResponse({"detail": "the task has a verifier, which gives the reward"}, 403)
-        if not session.grade(body.reward, body.reason):
-            return JSONResponse({"detail": "the episode has a reward, or is over"}, 409)
-        return JSONResponse({"accepted": True})
+        session = await self._sessions.find(read_keys(request))
+        return await take_reward(session, request) or JSONResponse({"accepted": True})
+
+
+async def take_reward(session: AgentSession, request: Request) -> Response | None:
+    """Take the reward in a body; what is wrong with it otherwise."""
+    try:
+        body = msgspec.json.decode(await read_body(request, limit=REWARD_BYTES), type=PostedReward)
+    except (msgspec.DecodeError, RecursionError) as error:
+        return JSONResponse({"detail": f"the body is no reward: {error}"}, 400)
+    if not session.takes_reward:
+        return JSONResponse({"detail": "the task has a verifier, which gives the reward"}, 403)
+    if not session.grade(body.reward, body.reason):
+        return JSONResponse({"detail": "the episode has a reward, or is over"}, 409)
+    return None
 
 
 class StreamedAnswer(StreamingResponse):
@@ -222,8 +228,33 @@ def is_repetition(request: Request) -> bool:
     return request.headers.get("x-stainless-retry-count", "0") not in ("", "0") or "idempotency-key" in request.headers
 
 
+def read_keys(request: Request) -> tuple[str, ...]:
+    """The keys that a request brings: in the path, as ``x-api-key``, as bearer token."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    keys = (
+        request.path_params.get("key", ""),
+        request.headers.get("x-api-key", ""),
+        token.strip() if scheme.lower() == "bearer" else "",
+    )
+    return tuple(filter(None, keys))
+
+
+REFUSALS = (KeyRefused, SessionMoved, TooManyCalls)
+
+
+def get_status(refused: Exception) -> int:
+    return next(
+        status for kind, status in ((KeyRefused, 401), (SessionMoved, 503), (TooManyCalls, 429)) if isinstance(refused, kind)
+    )
+
+
+async def answer_refusal(request: Request, refused: Exception) -> Response:
+    status = get_status(refused)
+    return JSONResponse({"detail": str(refused)}, status, headers={"Retry-After": RETRY_SECONDS} if status != 401 else {})
+
+
 def refuse(dialect: Dialect, status: int, message: str) -> Response:
-    headers = {"Retry-After": RETRY_SECONDS} if status == 429 else {}
+    headers = {"Retry-After": RETRY_SECONDS} if status in (429, 503) else {}
     return JSONResponse(dialect.render_error(status, message), status, headers=headers)
 
 
@@ -260,6 +291,9 @@ async def stream_answer(dialect: Dialect, call: AgentCall, pending: PendingCall)
                 break
         except InvalidCall as invalid:
             yield write_event(dialect.render_error(400, str(invalid)), "error")
+            return
+        except SessionMoved as moved:
+            yield write_event(dialect.render_error(503, str(moved)), "error")
             return
         yield dialect.KEEPALIVE
     for event in dialect.stream(answer, call.model or MODEL, usage=call.stream_usage):

@@ -16,18 +16,14 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import msgspec
-import structlog
 
-from fleetbus.core.reasoning import remove_reasoning
-from fleetbus.core.tool_formats import TOOL_FORMATS, build_call_id, parse_response
 from fleetbus.task_groups import open_first_error_task_group
-from fleetbus_schemas import Action, ChatMessage, ContextChange, Task
-from fleetbus_schemas.tokens import count_tokens
-from fleetbus_workers.environment.adapters.agent.dialects.base import Answer, InvalidCall, StopReason
+from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.adapters.agent.conversations import Conversations
 from fleetbus_workers.environment.adapters.agent.host import AgentHost
-from fleetbus_workers.environment.adapters.agent.paths import Attachment, Paths
+from fleetbus_workers.environment.adapters.agent.paths import Attachment
 from fleetbus_workers.environment.adapters.agent.process import AgentProcess
-from fleetbus_workers.environment.adapters.agent.sessions import AgentSession, PendingCall
+from fleetbus_workers.environment.adapters.agent.sessions import AgentSession
 from fleetbus_workers.environment.adapters.harbor.box_files import find_outside, read_regular_file
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
@@ -37,8 +33,6 @@ FILE_BYTES = 1 << 20
 
 FOLDER_SECONDS = 1.0
 """How often the agent's folder is measured while it runs."""
-
-log = structlog.get_logger(__name__)
 
 
 class AgentEnvironment:
@@ -55,18 +49,13 @@ class AgentEnvironment:
         self._session: AgentSession | None = None
         self._process: AgentProcess | None = None
         self._folder = Path()
-        self._paths = Paths()
-        self._pending: PendingCall | None = None
-        self._attached: Attachment | None = None
-        self._segment = 0
-        self._answers = 0
-        self._tool_calls = 0
-        self._conversation: list[ChatMessage] = []
+        self._conversations: Conversations | None = None
 
     async def open(self, task: Task) -> None:
         """Make the session and the working folder, with the task as ``task.json``."""
         self._task = task
         self._session = self._held.enter_context(self._host.endpoint.open_session(takes_reward=not task.verifier))
+        self._conversations = Conversations(self._session)
         self._folder = self._host.make_folder()
         self._held.push_async_callback(self._host.remove_folder, self._folder)
         shown = {"key": task.key, "prompt": task.prompt, "seed": task.seed, "config": task.config, "env": task.env}
@@ -82,52 +71,30 @@ class AgentEnvironment:
 
     async def step(self, action: Action) -> Step:
         """Answer the agent's call and wait for its next one; over when the agent has ended."""
-        assert self._pending is not None and self._attached is not None and self._session is not None
-        answer = self._build_answer(action)
-        self._conversation.append(ChatMessage(role="assistant", content=answer.text, tool_calls=answer.tool_calls))
-        self._paths.add_answer(self._attached.segment, self._conversation[-1])
-        self._pending.set_answer(answer)
-        self._tool_calls += len(answer.tool_calls)
+        assert self._conversations is not None
+        called = len(self._conversations.answer(action).tool_calls)
         attached = await self._next_call()
-        called = len(answer.tool_calls)
         if attached is None:
             self._raise_if_failed()
-            return Step(terminated=True, tool_calls=called, info=self._describe_paths())
-        return Step(messages=attached.messages, tool_calls=called, context=self._follow(attached))
+            return Step(terminated=True, tool_calls=called, info=self._conversations.describe())
+        return Step(messages=attached.messages, tool_calls=called, context=self._conversations.follow(attached))
 
     async def _next_call(self) -> Attachment | None:
         """Where the next call belongs; None when the agent has ended. Raises `EnvironmentFailed` if it fills the disk."""
-        assert self._session is not None and self._process is not None
+        assert self._conversations is not None and self._process is not None
+        conversations = self._conversations
         found: list[Attachment] = []
         async with open_first_error_task_group() as group:
 
             async def receive() -> None:
-                found.append(await self._receive_call())
+                found.append(await conversations.receive_call())
                 group.cancel_scope.cancel()
 
             group.start_soon(receive)
             group.start_soon(self._watch_folder)
             await self._process.wait()
             group.cancel_scope.cancel()
-        if not found:
-            return None
-        self._attached = attached = found[0]
-        self._conversation += attached.messages
-        return attached
-
-    async def _receive_call(self) -> Attachment:
-        """The next call that can be played; others are refused."""
-        assert self._session is not None
-        while True:
-            pending = await self._session.next_call()
-            try:
-                attached = self._paths.attach(pending.call.messages, pending.call.tools)
-            except InvalidCall as invalid:
-                log.warning("agent call is invalid; refusing it", reason=str(invalid))
-                pending.set_answer(invalid)
-                continue
-            self._pending = pending
-            return attached
+        return found[0] if found else None
 
     async def _watch_folder(self) -> None:
         """No limit of a process bounds how many files it writes."""
@@ -137,34 +104,6 @@ class AgentEnvironment:
             used = await self._host.measure_folder(self._folder)
             if used > limit:
                 raise EnvironmentFailed(f"the agent's working folder has {used >> 20} MiB, more than {limit >> 20}")
-
-    def _follow(self, attached: Attachment) -> ContextChange | None:
-        """How the policy's context goes on from the segment of the turn before."""
-        before, self._segment = self._segment, attached.segment
-        if attached.reason is not None:
-            return ContextChange(reason=attached.reason, tools=attached.tools)
-        return None if attached.segment == before else ContextChange(resume=attached.segment)
-
-    def _build_answer(self, action: Action) -> Answer:
-        """The action as a model's answer. Ids that the policy's format lacks are made, unique in the session. An agent that
-        offers no tools reads calls, if it does, from the text."""
-        assert self._pending is not None
-        if not self._pending.call.tools:
-            action = msgspec.structs.replace(action, tool_calls=(), tool_call_errors=())
-        calls = tuple(
-            call if call.id else msgspec.structs.replace(call, id=build_call_id(self._tool_calls + number))
-            for number, call in enumerate(action.tool_calls)
-        )
-        reason: StopReason = "tool_calls" if calls else "length" if action.finish_reason == "length" else "stop"
-        self._answers += 1
-        return Answer(
-            number=self._answers,
-            text=read_content(action),
-            tool_calls=calls,
-            stop_reason=reason,
-            prompt_tokens=count_tokens(action.prompt_delta),
-            sampled_tokens=count_tokens(action.sampled),
-        )
 
     def _build_variables(self) -> dict[str, str]:
         assert self._session is not None
@@ -187,25 +126,26 @@ class AgentEnvironment:
         if status and not self._session.is_graded:
             raise EnvironmentFailed(f"the agent ended with status {status}{self._process.read_last_line()}")
 
-    def _describe_paths(self) -> dict[str, Any]:
-        return {"calls_extending": self._paths.extended, "segments_begun": dict(self._paths.reasons)}
-
     async def state(self) -> dict[str, Any]:
         task = self._task.key if self._task else ""
-        return {"task": task, "calls": self._answers, "tool_calls": self._tool_calls, **self._describe_paths()}
+        return {"task": task, **(self._conversations.describe_state() if self._conversations else {})}
 
     async def verify(self) -> Verdict:
         """Ask the agent to stop, end it, then take its own reward or the verifier's: nothing of it runs while it is graded."""
-        assert self._session is not None and self._process is not None
+        assert self._session is not None and self._process is not None and self._conversations is not None
         self._session.end()
         with anyio.move_on_after(self._exit_seconds):
             await self._process.wait()
         await self._process.end_all()
         if self._session.is_graded:
             return Verdict(reward=self._session.reward, reason=self._session.reward_reason or "the agent gave none")
-        answer = next((str(said.content) for said in reversed(self._conversation) if said.role == "assistant"), None)
+        said = self._conversations
         return await grade(
-            self._grader, self._task, final_answer=answer, conversation=self._conversation, tools=FolderTools(self._folder)
+            self._grader,
+            self._task,
+            final_answer=said.final_answer,
+            conversation=said.messages,
+            tools=FolderTools(self._folder),
         )
 
     async def close(self) -> None:
@@ -237,14 +177,3 @@ class FolderTools:
 
     async def query(self, sql: str, params: Sequence[Any]) -> Any:
         raise LookupError("this environment has no database")
-
-
-def read_content(action: Action) -> str:
-    """The text of an action without reasoning and calls, whichever format the model writes."""
-    if not action.tool_calls and not action.tool_call_errors:
-        return remove_reasoning(action.text).strip()
-    for tool_format in TOOL_FORMATS:
-        parsed = parse_response(remove_reasoning(action.text), tool_format)
-        if len(parsed.calls) == len(action.tool_calls):
-            return parsed.content
-    return ""

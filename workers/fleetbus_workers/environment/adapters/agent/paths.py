@@ -57,7 +57,7 @@ class Paths:
     def attach(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> Attachment:
         """The longest path that this conversation begins with, or a new one. Follow it with `add_answer`. Raises `InvalidCall`,
         with nothing changed, for more than a turn can hold."""
-        said, offered = [identify(message) for message in messages], _digest(msgspec.json.encode(tools))
+        said, offered = [identify(message) for message in messages], digest_tools(tools)
         segment = self._find_path(said, offered)
         known = 0 if segment is None else len(self._paths[segment].messages)
         check_size(messages[known:], () if segment is not None else tools)
@@ -72,9 +72,23 @@ class Paths:
         self._open = said
         return Attachment(segment=len(self._paths) - 1, messages=tuple(messages), tools=tuple(tools), reason=reason)
 
-    def add_answer(self, segment: int, answer: ChatMessage) -> None:
-        """The policy's answer to the call that was attached last."""
-        self._paths[segment].messages = [*self._open, identify(answer)]
+    def restore(self, attached: Attachment, *, tools: Sequence[ToolSpec]) -> None:
+        """Attach again what was attached in an earlier process; ``tools`` are those of its segment."""
+        said = [identify(message) for message in attached.messages]
+        if attached.segment < len(self._paths):
+            self.extended += 1
+            self._open = [*self._paths[attached.segment].messages, *said]
+            return
+        if attached.reason is not None:
+            self.reasons[attached.reason] = self.reasons.get(attached.reason, 0) + 1
+        self._paths.append(_Path(tools=digest_tools(tools), messages=[]))
+        self._open = said
+
+    def add_answer(self, segment: int, answer: ChatMessage) -> str:
+        """The policy's answer to the call that was attached last; what that call asked, as `digest_question` names it."""
+        path, asked = self._paths[segment], self._open
+        path.messages = [*asked, identify(answer)]
+        return _name_question(asked, path.tools)
 
     def _find_path(self, said: list[bytes], offered: bytes) -> int | None:
         lengths = {
@@ -120,6 +134,19 @@ def identify(message: ChatMessage) -> bytes:
     calls = [[call.name, call.arguments_text or call.arguments] for call in message.tool_calls]
     said = [message.role, text.strip(), calls, message.tool_call_id if message.role == "tool" else ""]
     return _digest(json.dumps(said, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+
+
+def digest_question(messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> str:
+    """What a call asks, whatever its bytes are."""
+    return _name_question([identify(message) for message in messages], digest_tools(tools))
+
+
+def digest_tools(tools: Sequence[ToolSpec]) -> bytes:
+    return _digest(msgspec.json.encode(tools))
+
+
+def _name_question(said: Sequence[bytes], tools: bytes) -> str:
+    return _digest(b"".join((tools, *said))).hex()
 
 
 def _digest(data: bytes) -> bytes:

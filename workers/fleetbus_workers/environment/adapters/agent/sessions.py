@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from typing import Protocol
 
 import anyio
 
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer, InvalidCall
+from fleetbus_workers.environment.adapters.agent.paths import digest_question
 
 MAX_WAITING = 64
 """Calls of one session that wait at a time; a further one is answered 429."""
@@ -32,11 +34,28 @@ DISCONNECTED_SECONDS = 5.0
 OVERTAKEN_SECONDS = 5.0
 """How long a request may be on its way after its own repetition came."""
 
+MOVED = "the session is not served here at the moment: repeat the call"
+UNKNOWN_KEY = "this key belongs to no running session"
 SESSION_OVER = "The session is over: no further turns. Stop now."
 
 
 class TooManyCalls(Exception):
     """HTTP 429."""
+
+
+class SessionMoved(Exception):
+    """HTTP 503: the episode is played elsewhere, or will be; a repetition finds it."""
+
+
+class KeyRefused(Exception):
+    """HTTP 401: no key of a session."""
+
+
+class SessionDirectory(Protocol):
+    """Who knows which session a key is of."""
+
+    async def find(self, keys: Sequence[str]) -> AgentSession:
+        """The session of the first of these keys that is one. Raises `KeyRefused`, `SessionMoved`, `TooManyCalls`."""
 
 
 class PendingCall:
@@ -45,18 +64,18 @@ class PendingCall:
     def __init__(self, call: AgentCall, digest: str = "") -> None:
         self.call = call
         self.digest = digest
-        self.answer: Answer | InvalidCall | None = None
+        self.answer: Answer | InvalidCall | SessionMoved | None = None
         self.waiters = 0
         self.first_request_until = -math.inf
         """Until when the request that this one repeats may still come, overtaken on its way."""
         self._answered = anyio.Event()
 
     async def wait(self) -> Answer:
-        """Raises `InvalidCall` if it was refused."""
+        """Raises `InvalidCall` if it was refused, `SessionMoved` if it is to be repeated."""
         await self._answered.wait()
         assert self.answer is not None
-        if isinstance(self.answer, InvalidCall):
-            raise InvalidCall(str(self.answer))
+        if isinstance(self.answer, Exception):
+            raise type(self.answer)(str(self.answer))
         return self.answer
 
     def takes_first_request(self) -> bool:
@@ -76,7 +95,7 @@ class PendingCall:
                     await self._answered.wait()
             self.waiters -= 1
 
-    def set_answer(self, answer: Answer | InvalidCall) -> None:
+    def set_answer(self, answer: Answer | InvalidCall | SessionMoved) -> None:
         """The first answer counts. What was asked is not kept: it may be large, and many are remembered."""
         if self.answer is None:
             self.answer = answer
@@ -88,22 +107,36 @@ class AgentSession:
     """One episode's calls. ``key`` is its secret: who has it speaks for the agent until the session ends. ``takes_reward``: the
     agent may grade itself, for there is nobody else."""
 
-    def __init__(self, *, takes_reward: bool = True) -> None:
-        self.key = f"fbs-{secrets.token_hex(24)}"
+    def __init__(self, *, takes_reward: bool = True, key: str = "") -> None:
+        self.key = key or f"fbs-{secrets.token_hex(24)}"
         self.takes_reward = takes_reward
+        self.takes_late_reward = False
+        """Whether the agent may still grade itself when its calls are answered with a request to stop."""
         self.requests = 0
         self.reward: float | None = None
         self.reward_reason = ""
         self.is_graded = False
         self.over = False
+        self.moved = False
+        self.concluded = anyio.Event()
+        """Set when the agent says itself that it has ended."""
+        self.closed = anyio.Event()
         self.repeated = 0
         """Repetitions that joined a call or got its answer."""
         self._send, self._receive = anyio.create_memory_object_stream[PendingCall](MAX_WAITING)
         self._remembered: OrderedDict[str, PendingCall] = OrderedDict()
+        self._restored: dict[str, Answer] = {}
         self._taken: PendingCall | None = None
 
+    def remember(self, asked: str, answer: Answer) -> None:
+        """An answer that was given by another process, for repetitions of what was asked (`digest_question`)."""
+        self._restored[asked] = answer
+
     def enter(self, call: AgentCall, digest: str, *, repetition: bool) -> PendingCall:
-        """The call in its queue, or the one that it repeats; played while it is `PendingCall.wanted`. Raises `TooManyCalls`."""
+        """The call in its queue, or the one that it repeats; played while it is `PendingCall.wanted`. Raises `TooManyCalls`,
+        `SessionMoved`."""
+        if self.moved:
+            raise SessionMoved(MOVED)
         known = self._remembered.get(digest)
         if known is not None and (repetition or known.takes_first_request()):
             self.repeated += 1
@@ -111,6 +144,10 @@ class AgentSession:
         pending = PendingCall(call, digest)
         if repetition:
             pending.first_request_until = anyio.current_time() + OVERTAKEN_SECONDS
+            if self._restored and (answered := self._restored.get(digest_question(call.messages, call.tools))) is not None:
+                self.repeated += 1
+                pending.set_answer(answered)
+                return pending
         if self.over:
             pending.set_answer(build_last_answer())
             return pending
@@ -147,7 +184,13 @@ class AgentSession:
     def grade(self, reward: float | None, reason: str = "") -> bool:
         """The agent's own reward, once; None excludes the episode. False if there is one already, it is no number, or it is a
         verifier's."""
-        if not self.takes_reward or self.is_graded or self.over or (reward is not None and not math.isfinite(reward)):
+        if (
+            not self.takes_reward
+            or self.is_graded
+            or self.over
+            or self.moved
+            or (reward is not None and not math.isfinite(reward))
+        ):
             return False
         self.is_graded, self.reward, self.reward_reason = True, reward, reason
         return True
@@ -155,18 +198,57 @@ class AgentSession:
     def end(self) -> None:
         """Answer every call that waits, and all that come, with a message that asks the agent to stop."""
         self.over = True
+        self._answer_all(build_last_answer())
+
+    def move(self) -> None:
+        """Have every call that waits repeated, and all that come: the episode is not over, but no longer played here."""
+        if not self.over:
+            self.moved = True
+            self._answer_all(SessionMoved(MOVED))
+
+    def _answer_all(self, answer: Answer | SessionMoved) -> None:
         if self._taken is not None:
-            self._taken.set_answer(build_last_answer())
+            self._taken.set_answer(answer)
         while True:
             try:
-                self._receive.receive_nowait().set_answer(build_last_answer())
+                self._receive.receive_nowait().set_answer(answer)
             except (anyio.WouldBlock, anyio.EndOfStream):
                 return
 
     def close(self) -> None:
-        self.end()
+        if not self.moved:
+            self.end()
+        self.closed.set()
         self._send.close()
         self._receive.close()
+
+
+class LocalSessions:
+    """The sessions of one process, known while they run."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, AgentSession] = {}
+
+    async def find(self, keys: Sequence[str]) -> AgentSession:
+        found = next((self._sessions[key] for key in keys if key in self._sessions), None)
+        if found is None:
+            raise KeyRefused(UNKNOWN_KEY)
+        return found
+
+    @contextmanager
+    def open(self, *, takes_reward: bool = True) -> Iterator[AgentSession]:
+        """A session whose key is known here until the end."""
+        session = AgentSession(takes_reward=takes_reward)
+        self._sessions[session.key] = session
+        try:
+            yield session
+        finally:
+            session.close()
+            del self._sessions[session.key]
+
+    def end_all(self) -> None:
+        for session in self._sessions.values():
+            session.end()
 
 
 def build_last_answer() -> Answer:

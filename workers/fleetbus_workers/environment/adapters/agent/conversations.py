@@ -1,0 +1,137 @@
+"""The turns of one agent: which call is played next, where it belongs, what the policy's action answers.
+
+Above it are the environments of agents that are started here and of those that run elsewhere; below it the calls of a session
+and the paths of its conversations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import structlog
+
+from fleetbus.core.reasoning import remove_reasoning
+from fleetbus.core.tool_formats import TOOL_FORMATS, build_call_id, parse_response
+from fleetbus_schemas import Action, ChatMessage, ContextChange, Observation, ToolSpec
+from fleetbus_schemas.tokens import count_tokens
+from fleetbus_workers.environment.adapters.agent.dialects.base import Answer, InvalidCall, StopReason
+from fleetbus_workers.environment.adapters.agent.paths import Attachment, Paths
+from fleetbus_workers.environment.adapters.agent.sessions import AgentSession, PendingCall
+
+log = structlog.get_logger(__name__)
+
+
+class Conversations:
+    """All that one agent said and was answered; strictly a call, then its answer."""
+
+    def __init__(self, session: AgentSession) -> None:
+        self._session = session
+        self._paths = Paths()
+        self._pending: PendingCall | None = None
+        self._attached: Attachment | None = None
+        self._tools: dict[int, tuple[ToolSpec, ...]] = {}
+        self._segment = 0
+        self._answers = 0
+        self._tool_calls = 0
+        self.messages: list[ChatMessage] = []
+        """In the order in which they were said, as a verifier sees them."""
+
+    @property
+    def final_answer(self) -> str | None:
+        return next((str(said.content) for said in reversed(self.messages) if said.role == "assistant"), None)
+
+    @property
+    def segment_tools(self) -> tuple[ToolSpec, ...]:
+        """The tools that the call in play offers."""
+        return self._tools.get(self._attached.segment, ()) if self._attached is not None else ()
+
+    async def receive_call(self) -> Attachment:
+        """The next call that can be played; others are refused. Answer it with `answer`."""
+        while True:
+            pending = await self._session.next_call()
+            try:
+                attached = self._paths.attach(pending.call.messages, pending.call.tools)
+            except InvalidCall as invalid:
+                log.warning("agent call is invalid; refusing it", reason=str(invalid))
+                pending.set_answer(invalid)
+                continue
+            self._pending = pending
+            self._enter(attached)
+            return attached
+
+    def restore_call(self, observed: Observation) -> Attachment:
+        """The same for a call of which only the log is left: it is where its observation says."""
+        begins = observed.origin is not None or not self._tools
+        attached = Attachment(
+            segment=observed.segment,
+            messages=observed.messages,
+            tools=observed.tools if begins else (),
+            reason=observed.origin.reason if observed.origin is not None else None,
+        )
+        self._pending = None
+        self._paths.restore(attached, tools=self._tools.get(observed.segment, observed.tools))
+        self._enter(attached)
+        return attached
+
+    def _enter(self, attached: Attachment) -> None:
+        self._attached = attached
+        self._tools.setdefault(attached.segment, attached.tools)
+        self.messages += attached.messages
+
+    def answer(self, action: Action) -> Answer:
+        """The policy's turn, told to whoever waits for it."""
+        assert self._attached is not None
+        answer = self._build_answer(action)
+        self.messages.append(ChatMessage(role="assistant", content=answer.text, tool_calls=answer.tool_calls))
+        asked = self._paths.add_answer(self._attached.segment, self.messages[-1])
+        self._tool_calls += len(answer.tool_calls)
+        if self._pending is not None:
+            self._pending.set_answer(answer)
+        else:
+            self._session.remember(asked, answer)
+        return answer
+
+    def follow(self, attached: Attachment) -> ContextChange | None:
+        """How the policy's context goes on from the segment of the turn before."""
+        before, self._segment = self._segment, attached.segment
+        if attached.reason is not None:
+            return ContextChange(reason=attached.reason, tools=attached.tools)
+        return None if attached.segment == before else ContextChange(resume=attached.segment)
+
+    def describe(self) -> dict[str, Any]:
+        return {"calls_extending": self._paths.extended, "segments_begun": dict(self._paths.reasons)}
+
+    def describe_state(self) -> dict[str, Any]:
+        return {"calls": self._answers, "tool_calls": self._tool_calls, **self.describe()}
+
+    def _build_answer(self, action: Action) -> Answer:
+        """The action as a model's answer. Ids that the policy's format lacks are made, unique in the session. An agent that
+        offers no tools reads calls, if it does, from the text."""
+        if not self.segment_tools:
+            action = msgspec.structs.replace(action, tool_calls=(), tool_call_errors=())
+        calls = tuple(
+            call if call.id else msgspec.structs.replace(call, id=build_call_id(self._tool_calls + number))
+            for number, call in enumerate(action.tool_calls)
+        )
+        reason: StopReason = "tool_calls" if calls else "length" if action.finish_reason == "length" else "stop"
+        self._answers += 1
+        return Answer(
+            number=self._answers,
+            text=read_content(action),
+            tool_calls=calls,
+            stop_reason=reason,
+            prompt_tokens=count_tokens(action.prompt_delta),
+            sampled_tokens=count_tokens(action.sampled),
+        )
+
+
+def read_content(action: Action) -> str:
+    """The text of an action without reasoning and calls, whichever format the model writes."""
+    if not action.tool_calls and not action.tool_call_errors:
+        return remove_reasoning(action.text).strip()
+    for tool_format in TOOL_FORMATS:
+        parsed = parse_response(remove_reasoning(action.text), tool_format)
+        if len(parsed.calls) == len(action.tool_calls):
+            return parsed.content
+    return ""

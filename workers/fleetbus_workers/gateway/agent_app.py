@@ -1,0 +1,228 @@
+"""The HTTP interface of ``fleetbus gateway agents``: sessions for agents that run elsewhere, and what these agents call.
+
+Who opens sessions brings the token, where there is one; what concerns one session is asked with its key.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Literal
+
+import anyio
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+
+from fleetbus.errors import UserError
+from fleetbus.tasks import build_tasks
+from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Task
+from fleetbus_workers.bounded_json import TooManyValues, check_values
+from fleetbus_workers.environment.adapters.agent.endpoint import (
+    ModelCalls,
+    build_application,
+    cancel_when_disconnected,
+    read_keys,
+    take_reward,
+)
+from fleetbus_workers.environment.adapters.agent.sessions import MOVED, AgentSession, KeyRefused, SessionMoved, TooManyCalls
+from fleetbus_workers.gateway.agent_sessions import AgentSessions, Offer
+from fleetbus_workers.serving.browser_guard import GuardSettings
+from fleetbus_workers.serving.request_body import read_body
+
+MAX_WAIT_SECONDS = 300.0
+WAIT_SECONDS = 30.0
+BODY_BYTES = 1 << 19
+"""Most of a session's task."""
+
+
+class WantedSession(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A session that is asked for: an evaluation of ``task``, or of the run's task of the key ``task_key``, with ``version`` of
+    the policy (None: the newest); or whatever the learner trains next."""
+
+    purpose: Literal["evaluate", "train"] = "evaluate"
+    task: dict[str, Any] | None = None
+    task_key: str = ""
+    version: int | None = None
+    temperature: float | None = None
+    wait: float = WAIT_SECONDS
+
+
+class Gateway(msgspec.Struct, frozen=True, kw_only=True):
+    """What the interface stands on. ``ask`` asks for an evaluation; ``read`` reads an episode's turns; ``is_full``: no slot is
+    free; ``tasks`` are the run's, by key."""
+
+    sessions: AgentSessions
+    url: str
+    token: str
+    tasks: Mapping[str, Task]
+    ask: Callable[[Task, int | None, float | None], Awaitable[EpisodeRequested]]
+    read: Callable[[str], Awaitable[dict[str, Any] | None]]
+    is_full: Callable[[], bool]
+    drain: anyio.Event
+
+
+def build_agent_application(gateway: Gateway, guard: GuardSettings) -> Starlette:
+    """The whole application."""
+    service = _Service(gateway)
+    calls = ModelCalls(gateway.sessions).build_routes()
+    sessions = [
+        Route("/sessions", service.open, methods=["POST"]),
+        Route("/sessions/next", service.give_next, methods=["GET"]),
+        Route("/sessions/{session}/reward", service.reward, methods=["POST"]),
+        Route("/sessions/{session}/end", service.end, methods=["POST"]),
+        Route("/sessions/{session}/trajectory", service.show, methods=["GET"]),
+    ]
+    return build_application([*calls, *sessions, Mount("/s/{key}", routes=calls)], guard)
+
+
+class _Service:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._sessions = gateway.sessions
+
+    async def open(self, request: Request) -> Response:
+        """An evaluation, or the next of the learner's episodes."""
+        self._check_token(request)
+        try:
+            wanted = parse_body(await read_body(request, limit=BODY_BYTES))
+            if wanted.purpose == "train":
+                if wanted.task is not None or wanted.task_key or wanted.version is not None:
+                    raise ValueError("what is trained is the learner's to choose: leave out task, task_key and version")
+                return await self._give(request, wanted.wait)
+            task = self._find_task(wanted)
+        except ValueError as error:
+            return JSONResponse({"detail": str(error)}, 400)
+        except LookupError as error:
+            return JSONResponse({"detail": str(error.args[0])}, 404)
+        if self._gateway.is_full():
+            raise TooManyCalls("as many sessions are open as this gateway has slots: end one, or repeat the call")
+        asked = await self._gateway.ask(task, wanted.version, wanted.temperature)
+        return self._describe(Offer(self._sessions.make_key(asked), asked), 201)
+
+    async def give_next(self, request: Request) -> Response:
+        """The next of the learner's episodes; 204 if none comes within ``wait`` seconds."""
+        self._check_token(request)
+        try:
+            seconds = float(request.query_params.get("wait", WAIT_SECONDS))
+        except ValueError:
+            return JSONResponse({"detail": "wait is a number of seconds"}, 400)
+        return await self._give(request, seconds)
+
+    async def _give(self, request: Request, seconds: float) -> Response:
+        if self._gateway.drain.is_set():
+            raise SessionMoved("the gateway is stopping: ask another one")
+        if not 0 <= seconds <= MAX_WAIT_SECONDS:
+            return JSONResponse({"detail": f"wait is a number of seconds, at most {MAX_WAIT_SECONDS:g}"}, 400)
+        offer: Offer | None = None
+        async with anyio.create_task_group() as group:
+            group.start_soon(cancel_when_disconnected, request, group.cancel_scope)
+            group.start_soon(self._cancel_when_drained, group.cancel_scope)
+            offer = await self._sessions.next_offer(seconds)
+            group.cancel_scope.cancel()
+        if offer is None:
+            return Response(status_code=204)
+        return self._describe(offer, 200)
+
+    async def _cancel_when_drained(self, scope: anyio.CancelScope) -> None:
+        await self._gateway.drain.wait()
+        scope.cancel()
+
+    async def reward(self, request: Request) -> Response:
+        """``{"reward": NUMBER or null, "reason": TEXT}``: the end of the session. Answered when it is in the log."""
+        episode, session = await self._find(request)
+        refused = await take_reward(session, request)
+        if refused is not None:
+            result = await self._sessions.read_result(episode) if refused.status_code == 409 else None
+            return (
+                refused if result is None else JSONResponse({"detail": "the episode has ended"} | describe_result(result), 409)
+            )
+        return await self._conclude(episode, session)
+
+    async def end(self, request: Request) -> Response:
+        """The end of a session without a reward of the agent's: the verifier's, or none."""
+        episode, session = await self._find(request)
+        if session.over and (result := await self._sessions.read_result(episode)) is not None:
+            return JSONResponse(describe_result(result))
+        return await self._conclude(episode, session)
+
+    async def _conclude(self, episode: str, session: AgentSession) -> Response:
+        session.concluded.set()
+        result = await self._sessions.wait_for_result(episode, session)
+        if result is None:
+            raise SessionMoved(MOVED)
+        return JSONResponse(describe_result(result))
+
+    async def show(self, request: Request) -> Response:
+        """What the log has of a session: its turns with token ids, and how it ended."""
+        episode = self._read_episode(request)
+        trajectory = await self._gateway.read(episode)
+        return JSONResponse({"detail": "there is no such session"}, 404) if trajectory is None else JSONResponse(trajectory)
+
+    async def _find(self, request: Request) -> tuple[str, AgentSession]:
+        episode = self._read_episode(request)
+        return episode, await self._sessions.find_episode(episode)
+
+    def _read_episode(self, request: Request) -> str:
+        """The session that is named. Raises `KeyRefused` if the key is another's."""
+        named = str(request.path_params["session"])
+        if self._sessions.read_episode(read_keys(request)) != named:
+            raise KeyRefused("this key is of another session")
+        return named
+
+    def _check_token(self, request: Request) -> None:
+        token = self._gateway.token.encode()
+        if token and not any(hmac.compare_digest(key.encode("utf-8", "replace"), token) for key in read_keys(request)):
+            raise KeyRefused("sessions are opened with the token of this gateway (AGENTS_TOKEN), as bearer")
+
+    def _find_task(self, wanted: WantedSession) -> Task:
+        """Raises `LookupError`, and `ValueError` for what is no task."""
+        if (wanted.task is None) == (not wanted.task_key):
+            raise ValueError("give either task or task_key")
+        if wanted.task is None:
+            if wanted.task_key not in self._gateway.tasks:
+                raise LookupError(f"the run has no task with the key {wanted.task_key!r}")
+            return self._gateway.tasks[wanted.task_key]
+        try:
+            (task,) = build_tasks([wanted.task], "task")
+        except UserError as error:
+            raise ValueError(str(error)) from error
+        return task
+
+    def _describe(self, offer: Offer, status: int) -> Response:
+        """A session as its opener gets it."""
+        request, url, key = offer.request, self._gateway.url, offer.key
+        task = request.task
+        shown = {
+            "id": request.episode_id,
+            "key": key,
+            "expires": request.deadline_ns // 10**9,
+            "purpose": "train" if request.split == "train" else "evaluate",
+            "task": {"key": task.key, "prompt": task.prompt, "seed": task.seed, "config": task.config, "env": task.env},
+            "takes_reward": not task.verifier,
+            "max_turns": request.max_turns,
+            "openai_base_url": f"{url}/v1",
+            "anthropic_base_url": url,
+            "url": f"{url}/sessions/{request.episode_id}",
+        }
+        return JSONResponse(shown, status, headers={"Cache-Control": "no-store"})
+
+
+def parse_body(body: bytes) -> WantedSession:
+    """Raises `ValueError`."""
+    try:
+        check_values(body)
+        wanted = msgspec.json.decode(body, type=WantedSession)
+        msgspec.msgpack.encode(wanted)
+    except (msgspec.DecodeError, TooManyValues, RecursionError, OverflowError, UnicodeEncodeError) as error:
+        raise ValueError(f"the body asks for no session: {error}") from None
+    if wanted.temperature is not None and not 0 <= wanted.temperature <= 10:
+        raise ValueError("temperature is a number from 0 to 10")
+    return wanted
+
+
+def describe_result(result: EpisodeFinished) -> dict[str, Any]:
+    """How an episode ended."""
+    return {"outcome": result.outcome, "reward": result.reward, "error_class": result.error_class, "error": result.error}

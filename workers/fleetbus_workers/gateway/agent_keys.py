@@ -1,0 +1,66 @@
+"""Keys of agents' sessions: each names its episode and proves that this run made it, so that any replica knows it by itself.
+
+A key is ``fbs-EPISODE.EXPIRY.PROOF``: the deadline of the episode in Unix seconds (hexadecimal), and a keyed hash of both. What
+makes keys is derived from the token that opens sessions, or lies in the run's folder; nothing of either enters the log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+
+from fleetbus.config.run_folder import run_folder
+from fleetbus.config.settings import RunSettings
+from fleetbus_workers.environment.adapters.agent.sessions import UNKNOWN_KEY, KeyRefused
+
+PREFIX = "fbs-"
+SECRET_FILE = "agents-secret"
+EXPIRED_KEY = "this key has expired"
+
+
+class SessionKeys:
+    """Makes and reads the keys of one run."""
+
+    def __init__(self, secret: bytes, run: str) -> None:
+        self._secret = hmac.digest(secret, f"fleetbus agents of {run}".encode(), "sha256")
+
+    def make(self, episode: str, deadline_ns: int) -> str:
+        """The key of an episode's session, which ends with it."""
+        said = f"{episode}.{deadline_ns // 10**9:x}"
+        return f"{PREFIX}{said}.{self._prove(said)}"
+
+    def read(self, key: str, now_ns: int) -> str:
+        """The episode that a key is of. Raises `KeyRefused` for one that is not of this run, and one that has expired."""
+        said, _, proof = key.removeprefix(PREFIX).rpartition(".")
+        if not key.startswith(PREFIX) or not hmac.compare_digest(proof.encode(), self._prove(said).encode()):
+            raise KeyRefused(UNKNOWN_KEY)
+        episode, _, expiry = said.rpartition(".")
+        if int(expiry, 16) * 10**9 <= now_ns:
+            raise KeyRefused(EXPIRED_KEY)
+        return episode
+
+    def _prove(self, said: str) -> str:
+        return hmac.digest(self._secret, said.encode("utf-8", "surrogatepass"), "sha256").hex()[:40]
+
+
+def read_secret(token: str, run: RunSettings) -> bytes:
+    """What the keys of a run are made with: the token where there is one, which all replicas have; else a file that those on
+    this machine share, made by the first of them. Raises `OSError` where it cannot be written."""
+    if token:
+        return hashlib.sha256(token.encode()).digest()
+    file = run_folder(run).path / SECRET_FILE
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(f"{file}.{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as opened:
+            opened.write(secrets.token_bytes(32))
+        os.link(temporary, file)
+    except FileExistsError:
+        pass
+    finally:
+        temporary.unlink()
+    return file.read_bytes()
