@@ -7,8 +7,7 @@ task writes down and clears; one task for all of them sleeps until the earliest,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 import anyio
 
@@ -19,21 +18,31 @@ from fleetbus.notifier import Notifier
 class Deadline:
     """The limits of one task, one after another, within `Deadlines.open`. What is late is cancelled for good."""
 
-    __slots__ = ("_deadlines", "_end", "at", "is_over", "is_whole_over", "scope")
+    __slots__ = ("_deadlines", "_end", "_scope", "at", "is_over", "is_whole_over")
 
     def __init__(self, deadlines: Deadlines, end: float) -> None:
         self._deadlines = deadlines
         self._end = self.at = end
-        self.scope = anyio.CancelScope()
+        self._scope = anyio.CancelScope()
         self.is_over = False
         """Whether a limit has passed: then everything in the scope is cancelled."""
         self.is_whole_over = False
         """Whether it was that of the whole."""
 
+    def __enter__(self) -> Deadline:
+        self._deadlines.add(self)
+        self._scope.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        self._deadlines.remove(self)
+        return bool(self._scope.__exit__(kind, error, trace))
+
     def move(self, at: float) -> None:
         """Cancel what runs from now on once the loop's clock says ``at``, or at the end of the whole if that is earlier."""
         self.at = min(at, self._end)
-        self._deadlines.watch(self.at)
+        if self.at < self._deadlines.wakes_at:
+            self._deadlines.wake_at(self.at)
 
     def clear(self) -> None:
         """Only the limit of the whole remains."""
@@ -43,7 +52,7 @@ class Deadline:
         """The time of the limit that holds now has come."""
         self.is_over, self.is_whole_over = True, self.at == self._end
         self._end = self.at = math.inf
-        self.scope.cancel()
+        self._scope.cancel()
 
 
 class Deadlines:
@@ -51,34 +60,33 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._open: set[Deadline] = set()
-        self._wakes_at = math.inf
+        self.wakes_at = math.inf
         self._earlier = Notifier()
 
-    @contextmanager
-    def open(self, end: float = math.inf) -> Iterator[Deadline]:
-        """A scope for the length of the block, which ends at ``end`` (of the loop's clock) or at a limit within it."""
-        deadline = Deadline(self, end)
-        self._open.add(deadline)
-        self.watch(end)
-        try:
-            with deadline.scope:
-                yield deadline
-        finally:
-            self._open.remove(deadline)
+    def open(self, end: float = math.inf) -> Deadline:
+        """A scope for the length of a ``with`` block, which ends at ``end`` (of the loop's clock) or at a limit within it."""
+        return Deadline(self, end)
 
-    def watch(self, at: float) -> None:
-        """There is a deadline at that time: wake up earlier if need be."""
-        if at < self._wakes_at:
-            self._wakes_at = at
-            self._earlier.notify()
+    def add(self, deadline: Deadline) -> None:
+        self._open.add(deadline)
+        if deadline.at < self.wakes_at:
+            self.wake_at(deadline.at)
+
+    def remove(self, deadline: Deadline) -> None:
+        self._open.remove(deadline)
+
+    def wake_at(self, at: float) -> None:
+        """There is a deadline before that for which the timer waits."""
+        self.wakes_at = at
+        self._earlier.notify()
 
     async def run(self) -> None:
         """Cancel what is late until cancelled."""
         now = get_clock()
         while True:
-            self._wakes_at = min((each.at for each in self._open), default=math.inf)
-            if self._wakes_at > now():
-                with anyio.move_on_after(self._wakes_at - now()):
+            self.wakes_at = min((each.at for each in self._open), default=math.inf)
+            if self.wakes_at > now():
+                with anyio.move_on_after(self.wakes_at - now()):
                     await self._earlier.wait()
                 continue
             for deadline in [each for each in self._open if each.at <= now()]:

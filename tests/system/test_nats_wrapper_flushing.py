@@ -114,3 +114,33 @@ async def test_whoever_serves_on_the_bus_has_its_subscription_at_the_server(serv
         async with bus.serve(SUBJECTS.rpc("w", "s")):
             assert relay.heard.startswith(b"SUB fbrpc.traps.w.s")
             assert b"PUB _INBOX_" in relay.heard  # the round trip behind it, which has come back
+
+
+# What the wire joins: a peer that takes nothing gets no second signal for its flusher.
+
+
+class StuckTransport:
+    """Holds what was written before and takes nothing more."""
+
+    _io_writer = property(lambda self: self)
+    transport = property(lambda self: self)
+
+    def get_write_buffer_size(self) -> int:
+        return 100
+
+    def is_closing(self) -> bool:
+        return False
+
+
+async def test_a_peer_that_takes_nothing_fills_no_queue_with_signals() -> None:
+    failures: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
+    wire = WireClient(failures.append)
+    wire._transport, wire._status, wire._flush_queue = StuckTransport(), Client.CONNECTED, asyncio.Queue(maxsize=4)
+    for _ in range(20):
+        wire.send(b"PING\r\n")
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert wire._flush_queue.qsize() == 1
+    assert wire.unwritten_bytes == 100 + 20 * 6
+    assert not failures

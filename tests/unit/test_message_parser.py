@@ -11,7 +11,7 @@ import pytest
 from nats.errors import ProtocolError
 from nats.protocol.parser import Parser
 
-from fleetbus.bus.nats.message_parser import MessageParser
+from fleetbus.bus.nats.message_parser import MAX_LINE_BYTES, MessageParser
 
 STREAM = (
     b"MSG a.b 1 5\r\nhello\r\n"
@@ -74,9 +74,68 @@ def test_what_nats_py_finds_is_found_wherever_the_stream_is_cut() -> None:
         assert client.seen == expected.seen, places
 
 
-@pytest.mark.parametrize("line", [b"MSG a b c\r\n", b"MSG a 1\r\n", b"HMSG a 1 5\r\n", b"NONSENSE 1\r\n"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"MSG a b c\r\n",
+        b"MSG a 1\r\n",
+        b"HMSG a 1 5\r\n",
+        b"NONSENSE 1\r\n",
+        b"MSG a 1 -15\r\n",  # taken for a size, it would be read again and again
+        b"HMSG a 1 30 20\r\n",
+        b"HMSG a 1 -2 20\r\n",
+        b"MSG a 1 999999999999\r\n",
+        b"MSG\ta 1 20\r\n",
+    ],
+)
 def test_what_is_no_protocol_is_an_error(line: bytes) -> None:
     client = Client()
     with pytest.raises(ProtocolError):
         parse(MessageParser(client, client.dispatch), [line + b"x" * 20])
     assert client.seen == []
+
+
+@pytest.mark.parametrize("beginning", [b"", b"MSG ", b"INFO {"])
+def test_a_line_without_end_is_not_kept_for_ever(beginning: bytes) -> None:
+    client = Client()
+    with pytest.raises(ProtocolError):
+        parse(MessageParser(client, client.dispatch), [beginning, *[b"x" * (MAX_LINE_BYTES // 4)] * 5])
+
+
+def test_an_error_of_the_server_between_messages_is_told_in_its_place() -> None:
+    client = Client()
+    stream = b"MSG a 1 1\r\nx\r\n-ERR 'Permissions Violation for Publish to \"b\"'\r\nMSG a 1 1\r\ny\r\n"
+    for cut in range(len(stream)):
+        client.seen.clear()
+        parse(MessageParser(client, client.dispatch), [stream[:cut], stream[cut:]])
+        kinds = [seen if isinstance(seen, str) else seen[3] for seen in client.seen]
+        assert kinds == [b"x", "'permissions violation for publish to \"b\"'", b"y"], cut
+
+
+def test_of_a_connection_that_an_error_ended_nothing_more_is_read() -> None:
+    client = Client()
+    parser = MessageParser(client, client.dispatch)
+
+    async def reconnect(error: str) -> None:
+        parser.reset()
+
+    client._process_err = reconnect  # type: ignore[method-assign]
+    parse(parser, [b"MSG a 1 1\r\nx\r\n-ERR 'Slow Consumer'\r\nMSG a 1 1\r\ny\r\nMSG a 1 9\r\nhal", b"MSG a 1 1\r\nz\r\n"])
+    assert [message[3] for message in client.seen] == [b"x", b"z"]
+
+
+def test_a_frame_that_its_connection_did_not_finish_is_forgotten_with_it() -> None:
+    client = Client()
+    parser = MessageParser(client, client.dispatch)
+    parse(parser, [b"MSG a 1 900000\r\n" + b"x" * 1000])
+    parser.reset()
+    parse(parser, [b"MSG a 1 1\r\nz\r\n"])
+    assert [message[3] for message in client.seen] == [b"z"]
+
+
+def test_a_large_message_in_many_pieces_is_read_once_it_is_there() -> None:
+    client = Client()
+    parser, payload = MessageParser(client, client.dispatch), bytes(range(256)) * 4000
+    stream = b"MSG a 1 %d\r\n%b\r\nPING\r\n" % (len(payload), payload)
+    parse(parser, [stream[start : start + 1000] for start in range(0, len(stream), 1000)])
+    assert [seen if isinstance(seen, str) else seen[3] for seen in client.seen] == [payload, "ping"]

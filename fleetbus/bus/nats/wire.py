@@ -37,7 +37,10 @@ MAX_BUFFERED_BYTES = 32 << 20
 
 STALLED_BYTES = 1 << 20
 
-DIRECT_BYTES = 64 << 10
+FLUSH_BYTES = 64 << 10
+"""So much is written without waiting for more."""
+
+DIRECT_BYTES = 1 << 20
 """Up to so many bytes are written in one piece; more is left to nats-py's flusher, which waits for the peer to read."""
 
 FLUSH_TURNS = 8
@@ -105,7 +108,7 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
         self._turns_to_flush -= 1
         self._quiet_turns = self._quiet_turns + 1 if self._pending_data_size == self._size_seen else 0
         self._size_seen = self._pending_data_size
-        if self._turns_to_flush and self._quiet_turns < QUIET_TURNS and self._pending_data_size <= DIRECT_BYTES:
+        if self._turns_to_flush and self._quiet_turns < QUIET_TURNS and self._pending_data_size <= FLUSH_BYTES:
             self._loop.call_soon(self._flush)
             return
         self._turns_to_flush = self._quiet_turns = self._size_seen = 0
@@ -113,7 +116,8 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
         if not self._pending or not self.ready or (writer is not None and writer.transport.is_closing()):
             return
         if writer is None or writer.transport.get_write_buffer_size() or self._pending_data_size > DIRECT_BYTES:
-            self._flush_queue.put_nowait(_FLUSH_SIGNAL)
+            if self._flush_queue.empty():  # the flusher waits for the peer to read; what is sent meanwhile it writes as well
+                self._flush_queue.put_nowait(_FLUSH_SIGNAL)
             return
         commands, self._pending, self._pending_data_size = self._pending, [], 0
         writer.transport.write(b"".join(commands))

@@ -16,9 +16,11 @@ import structlog
 
 from fleetbus.bus.base import Bus, Delivery
 from fleetbus.core.history import shift_images
+from fleetbus.deadlines import Deadlines
 from fleetbus.episodes import RETRY_SECONDS, decode_entries
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
 from fleetbus.leases import Leases
+from fleetbus.loop_clock import get_clock
 from fleetbus_schemas import (
     NEW_ROOT,
     Action,
@@ -94,6 +96,9 @@ class ObservationHandler:
         """By turn in work its observations by lease, in order: one, and those that were routed again."""
         self._expected_sequence = math.inf
         self._version_loaded = anyio.Event()
+        self._now = get_clock()
+        self.deadlines = Deadlines()
+        """Of the observations in work; its `Deadlines.run` runs beside them."""
         self.problem = ""
         """Why the engine answered nothing the last time it was asked, in one line; empty if it did."""
 
@@ -167,7 +172,7 @@ class ObservationHandler:
         """Answer it, and say whether the log refused the answer. Past the deadline no answer is needed: the episode's worker
         records the timeout."""
         remaining_seconds = (observation.deadline_ns - self._bus.now_ns()) / 1e9
-        with anyio.move_on_after(max(remaining_seconds, 0)) as scope:
+        with self.deadlines.open(self._now() + remaining_seconds) as deadline:
             try:
                 action = await self._build_action(observation, delivery)
                 sequence = delivery.message.sequence
@@ -175,7 +180,7 @@ class ObservationHandler:
             except StaleObservation as stale:
                 self._counters["stale"] += 1
                 log.info("observation is stale; dropping it", reason=str(stale))
-        if scope.cancelled_caught:
+        if deadline.is_over:
             self._counters["expired"] += 1
         return False
 
@@ -197,7 +202,7 @@ class ObservationHandler:
             raise EngineFailed(str(unread)) from unread
 
     async def _sample_action(self, observation: Observation, history: History) -> Action:
-        received = anyio.current_time()
+        received = self._now()
         repeated = History(digest=b"", ids=[])
         conversation = (*history.messages, *observation.messages) if self._template.renders_history else ()
         try:
@@ -228,7 +233,7 @@ class ObservationHandler:
         if observation.request_sequence > self._expected_sequence:
             await self._version_loaded.wait()
         await self._wait_for_version(observation.pinned_version)
-        started = anyio.current_time()
+        started = self._now()
         generation = await self._sampler.generate(await self._build_request(observation, ids, images, room))
         check_pinned_version(observation.pinned_version, generation)
         prompt_delta, sampled = pack_ids(delta.ids), pack_ids(generation.ids)
@@ -260,7 +265,7 @@ class ObservationHandler:
             versions=generation.versions,
             history_hash=digest,
             seconds_queued=round(started - received, 6),
-            seconds_generating=round(anyio.current_time() - started, 6),
+            seconds_generating=round(self._now() - started, 6),
         )
 
     def _render_conversation(
@@ -297,12 +302,15 @@ class ObservationHandler:
     async def _build_request(
         self, observation: Observation, ids: list[int], images: tuple[ShownImage, ...], room: int
     ) -> GenerationRequest:
-        stops = (self._template.token_to_id(token) for token in observation.sampling.stop)
+        stop_ids = self._template.stop_ids
+        if observation.sampling.stop:
+            stops = (self._template.token_to_id(token) for token in observation.sampling.stop)
+            stop_ids |= {stop for stop in stops if stop is not None}
         return GenerationRequest(
             cache_key=observation.episode_id,
             ids=ids,
             sampling=observation.sampling,
-            stop_ids=self._template.stop_ids | {stop for stop in stops if stop is not None},
+            stop_ids=stop_ids,
             max_tokens=room,
             seed=compute_turn_seed(observation),
             trained=observation.pinned_version is None,

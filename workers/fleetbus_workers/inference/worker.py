@@ -104,6 +104,7 @@ class InferenceWorker:
             anyio.create_task_group() as group,
         ):
             group.start_soon(self._leases.run)
+            group.start_soon(self._handler.deadlines.run)
             group.start_soon(control.run)
             group.start_soon(self._follow_policy)
             await self._answer_observations(lifecycle)
