@@ -18,6 +18,10 @@ UNMEASURED_BYTES = 64 << 10
 """What an episode is taken to store before one has: more than most do, so a small log is not filled by what nobody measured."""
 
 
+ASSUMED_EPISODES = 16
+"""For how many measured ones counts what was there before."""
+
+
 class LogRoom:
     """``admission`` is the share of the log above which no work is admitted, whatever is still on its way."""
 
@@ -33,12 +37,13 @@ class LogRoom:
         return self._measured_bytes / self._measured_episodes if self._measured_episodes else UNMEASURED_BYTES
 
     def assume(self, used: int, episodes: int) -> None:
-        """What the log holds before anything was measured; counts as one episode."""
+        """What the log holds before anything was measured."""
         if episodes and not self._measured_episodes:
-            self._measured_bytes, self._measured_episodes = used / episodes, 1.0
+            self._measured_episodes = float(min(episodes, ASSUMED_EPISODES))
+            self._measured_bytes = used / episodes * self._measured_episodes
 
     def record_end(self) -> None:
-        """An episode has its result."""
+        """An episode has its result, whoever asked for it."""
         self._ended += 1
 
     def is_short(self, used: int, limit: int, *, admitted: int, others: int = 0, wanted: int = 0) -> bool:
@@ -56,11 +61,13 @@ class LogRoom:
         return may_fill and (is_over or others > 0)
 
     def _measure(self, used: int) -> None:
+        """All growth counts, also while nothing ended: most of an episode is stored before it ends."""
         before, self._used = self._used, used
-        if before is not None and used > before and self._ended:
+        if before is None:
+            self._ended = 0
+        elif used > before:
             if self._measured_episodes > MEASURED_EPISODES:
                 self._measured_bytes, self._measured_episodes = self._measured_bytes / 2, self._measured_episodes / 2
             self._measured_bytes += used - before
             self._measured_episodes += self._ended
-        if before is None or used != before:
             self._ended = 0

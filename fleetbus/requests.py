@@ -55,6 +55,8 @@ class Requests:
         self._next_sequence = 0
         """The first log position at which what is made now can stand, as far as is known."""
         self._room = LogRoom(configuration.nats.admission)
+        self._measured_from: int | None = None
+        """The first log position that came after the log's size was looked at for the first time."""
         self._consumer = tasks_consumer(configuration.run.pool)
         self.full = False
         """True while new work waits for room in the log."""
@@ -66,6 +68,7 @@ class Requests:
             try:
                 backlog = await self._bus.backlog(self._consumer)
                 self._next_sequence = await self._bus.last_sequence() + 1
+                self._measured_from = self._measured_from or self._next_sequence
             except RequestUnanswered as unanswered:
                 log.warning("log read failed; retrying", reason=str(unanswered))
             else:
@@ -187,8 +190,13 @@ class Requests:
         self._open[request.episode_id] = (request, sequence)
 
     def mark_answered(self, episode_id: str) -> None:
-        if self._open.pop(episode_id, None) is not None:
+        self._open.pop(episode_id, None)
+
+    def record_result(self, sequence: int, episode_id: str) -> None:
+        """A result was read at that position, of whoever's episode: those of others made the log grow, too."""
+        if self._measured_from is not None and sequence >= self._measured_from:
             self._room.record_end()
+        self.mark_answered(episode_id)
 
     async def close_expired(self, found: Callable[[EpisodeFinished], None] = lambda result: None) -> None:
         """Until cancelled, store a ``timeout`` result for every request whose deadline and grace have passed (rule 9).

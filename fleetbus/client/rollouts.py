@@ -200,8 +200,10 @@ class _GroupRunner:
         """Pass results on to the waiting groups until cancelled."""
         async with self._bus.read([self._subjects.episodes], start=start) as reader:
             while True:
-                entry = decode_episode_entry(await reader.receive())
+                stored = await reader.receive()
+                entry = decode_episode_entry(stored)
                 if isinstance(entry, EpisodeFinished):
+                    self._requests.record_result(stored.sequence, entry.episode_id)
                     self.enter(entry)
 
     def enter(self, result: EpisodeFinished) -> None:
@@ -243,7 +245,6 @@ class _GroupRunner:
             if result is None:
                 await event.wait()
                 result = results[0]
-            self._requests.mark_answered(request.episode_id)
             return await self._read_episode(task, result)
         finally:
             del self._waiting[request.episode_id]

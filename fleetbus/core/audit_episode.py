@@ -94,7 +94,7 @@ class EpisodeAudit(msgspec.Struct, kw_only=True):
         self.claims.append(claim)
 
     def on_release(self, sequence: int, goodbye: AttemptReleased, findings: Findings) -> None:
-        if not self.holding or goodbye.attempt != self.claims[-1].attempt:
+        if self.result_sequence or not self.holding or goodbye.attempt != self.claims[-1].attempt:
             findings.add("release_not_newest", self.episode_id, sequence)
             return
         self.holding = False

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from fleetbus.core.audit_findings import Findings
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.simulation.run import run_seed
 from fleetbus_workers.simulation.scenario import FaultSet, Scenario
@@ -78,12 +79,28 @@ def test_many_seeds_with_all_faults_keep_all_invariants(faults: FaultSet, seeds:
     assert failures(seeds, faults) == {}
 
 
-@pytest.mark.parametrize(("faults", "seed"), [("usual", 736), ("usual", 903), ("all", 148), ("all", 200), ("all", 245)])
+@pytest.mark.parametrize("kind", ["claim_after_result", "logprobs_missing", "trained_twice", "lineage_unfounded"])
+def test_an_audit_that_is_blind_to_something_is_found(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    add = Findings.add
+
+    def look_away(self: Findings, found: str, identifier: str, sequence: int = 0) -> None:
+        if found != kind:
+            add(self, found, identifier, sequence)
+
+    monkeypatch.setattr(Findings, "add", look_away)
+    (violation,) = run_seed(1).violations
+    assert violation.invariant == "the audit names what was forged"
+    assert violation.detail.startswith(kind)
+
+
+@pytest.mark.parametrize(
+    ("faults", "seed"), [("usual", 736), ("usual", 903), ("all", 148), ("all", 200), ("all", 245), ("all", 399)]
+)
 def test_seeds_that_failed_once_hold(faults: FaultSet, seed: int) -> None:
     """Of the usual: a learner that began at the last step finished before it had read the results of what was still open.
 
     Of all: a takeover from a worker that had lost its lane was taken for one from a healthy worker; a session that was handed
-    on in the midst of a reset ended as failed; rollouts and a learner filled one log together.
+    on in the midst of a reset ended as failed; rollouts, or a learner before, filled one log together with a learner.
     """
     assert run_seed(seed, faults=faults).passed
 

@@ -88,6 +88,11 @@ def release_not_newest(log_builder: LogBuilder) -> None:
     log_builder.release("a", 1)
 
 
+def release_after_result(log_builder: LogBuilder) -> None:
+    log_builder.play("a")
+    log_builder.release("a", 1)
+
+
 def result_not_newest(log_builder: LogBuilder) -> None:
     log_builder.request("a")
     log_builder.claim("a", 1)
@@ -302,6 +307,7 @@ FORGERIES: list[tuple[Callable[[LogBuilder], None], str, str]] = [
     (claim_after_result, "claim_after_result", "a"),
     (claim_out_of_order, "claim_out_of_order", "a"),
     (release_not_newest, "release_not_newest", "a"),
+    (release_after_result, "release_not_newest", "a"),
     (result_not_newest, "result_not_newest", "a"),
     (observed_unclaimed, "observed_unclaimed", "a"),
     (action_unobserved, "action_unobserved", "a"),

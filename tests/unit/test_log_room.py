@@ -29,7 +29,7 @@ def test_work_waits_above_the_share_for_admission_while_any_is_on_its_way() -> N
 def test_above_it_one_group_is_admitted_where_nothing_is_on_its_way_and_it_fits() -> None:
     """Nothing would ever leave a log in which a batch is half complete."""
     room = LogRoom(0.7)
-    measure(room, used=0, bytes_per_episode=20_000, episodes=16)
+    measure(room, used=480_000, bytes_per_episode=20_000, episodes=16)
     assert not room.is_short(800_000, LIMIT, admitted=0, wanted=4)
     assert room.is_short(821_000, LIMIT, admitted=0, wanted=4)
 
@@ -59,8 +59,19 @@ def test_work_waits_for_what_others_asked_for_and_may_still_store() -> None:
 
 def test_above_the_share_for_admission_who_has_nothing_out_is_not_held_up_by_others_as_long_as_all_of_it_fits() -> None:
     room = LogRoom(0.7)
-    measure(room, used=0, bytes_per_episode=20_000, episodes=16)
+    measure(room, used=430_000, bytes_per_episode=20_000, episodes=16)
     assert not room.is_short(750_000, LIMIT, admitted=0, others=2, wanted=3)
+
+
+def test_what_was_stored_while_nothing_ended_counts_for_those_that_end_later() -> None:
+    """Looked at often, the log grows by little between an episode's last look and its end."""
+    room = LogRoom(0.7)
+    for used in range(0, 80_001, 1_000):
+        room.is_short(used, LIMIT, admitted=4)
+    for _ in range(4):
+        room.record_end()
+    room.is_short(81_000, LIMIT, admitted=0)
+    assert room.bytes_per_episode == 81_000 / 4
 
 
 def test_what_was_removed_meanwhile_measures_nothing() -> None:

@@ -165,6 +165,21 @@ async def test_what_others_asked_for_and_may_still_store_is_waited_for() -> None
                 await here.requests.wait_for_room(4)
 
 
+async def test_an_episode_is_measured_by_the_results_of_all_that_came_since_the_log_was_looked_at() -> None:
+    """A learner that takes over reads old results, and the log grows by what others play as well."""
+    async with world() as here:
+        for number in range(20):
+            await here.bus.publish(SUBJECTS.life("learner", f"w{number}"), b"x" * 1000)
+        await here.requests.wait_for_room()
+        for number in range(1, 21):
+            here.requests.record_result(number, f"old{number}")
+        for number in range(21, 25):
+            await here.bus.publish(SUBJECTS.life("learner", f"w{number}"), b"x" * 9000)
+            here.requests.record_result(number, f"other{number}")
+        await here.requests.wait_for_room()
+        assert 9000 < here.requests._room.bytes_per_episode < 9500
+
+
 async def test_a_server_that_is_away_when_a_request_was_there_before_ends_nobody() -> None:
     async with world() as here:
         request, publish = here.request(), here.bus.publish

@@ -94,7 +94,6 @@ async def play(
                 places.release()
             if isinstance(entry, EpisodeFinished):
                 open_ids.remove(entry.episode_id)
-                requests.mark_answered(entry.episode_id)
                 results.append(entry)
                 on_progress(len(results), len(tasks) * samples)
                 if entry.error_class == UNANSWERED and not entry.attempt:
@@ -105,7 +104,10 @@ async def play(
         group.start_soon(requests.close_expired, enter)
         group.start_soon(request_episodes)
         while remaining or open_ids:
-            entry = decode_episode_entry(await reader.receive())
+            stored = await reader.receive()
+            entry = decode_episode_entry(stored)
+            if isinstance(entry, EpisodeFinished):
+                requests.record_result(stored.sequence, entry.episode_id)
             if entry is not None:
                 enter(entry)
         group.cancel_scope.cancel()

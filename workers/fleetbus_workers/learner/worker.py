@@ -249,9 +249,10 @@ class Learner:
         """Read results from the floor on, for ever; claims and goodbyes stand on the same subjects."""
         async with self._bus.read([self._subjects.episodes], start=self._resume_point.floor) as reader:
             while True:
-                entry = decode_episode_entry(await reader.receive())
+                stored = await reader.receive()
+                entry = decode_episode_entry(stored)
                 if isinstance(entry, EpisodeFinished):
-                    self._requests.mark_answered(entry.episode_id)
+                    self._requests.record_result(stored.sequence, entry.episode_id)
                     self._counters["results"] += 1
                     self._enter_result(entry)
 

@@ -15,6 +15,7 @@ from fleetbus.core.audit import Audit
 from fleetbus_workers.simulation.deployment import CLIENTS, Deployment
 from fleetbus_workers.simulation.fault_schedule import FaultInjector
 from fleetbus_workers.simulation.fixtures import build_fixtures
+from fleetbus_workers.simulation.forgeries import check_forgeries
 from fleetbus_workers.simulation.late_copies import LateCopies
 from fleetbus_workers.simulation.liveness_checker import LivenessChecker
 from fleetbus_workers.simulation.observer import Observer
@@ -127,6 +128,7 @@ class World:
         self.log_checker.training.check_settled()
         self._check_audit()
         self._check_archive()
+        check_forgeries(self._observer, self.log_checker.entries, self._fixtures.scenario.seed)
         left = trio.lowlevel.current_statistics().tasks_living - tasks_before
         self._observer.require(left == 0, "no task is left behind", f"{left} tasks")
 

@@ -1,0 +1,173 @@
+"""A log that is right, forged: whatever its audit is to find is put into a copy of it, and has to be named with its id.
+
+An audit that balances says something only if it would not balance otherwise. Each kind of forgery has an episode of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from fleetbus.bus.base import StreamEntry
+from fleetbus.core.audit import Audit
+from fleetbus_schemas import (
+    Action,
+    AttemptReleased,
+    AttemptStarted,
+    EpisodeFinished,
+    EpisodeRequested,
+    EpisodeSegment,
+    Exclusion,
+    FloorRaised,
+    LineageStarted,
+    Message,
+    Observation,
+    PolicyPublished,
+    StepTrained,
+    VersionSpan,
+)
+from fleetbus_schemas.message import decode_any
+from fleetbus_schemas.stored import STORED
+from fleetbus_workers.simulation.observer import Observer
+
+FAR = 1000
+"""Added to a number it makes one that stands nowhere else in a log."""
+
+JUDGED = ("task", "obs", "act", "episode", "policy", "train", "floor")
+
+Pages = dict[type[Message], list[tuple[int, Any]]]
+"""The messages of one episode by type, each with its position."""
+
+
+def _other(**fields: Any) -> Callable[[Any], Any]:
+    return lambda message: msgspec.structs.replace(message, **fields)
+
+
+def _release(claim: AttemptStarted) -> AttemptReleased:
+    return AttemptReleased(episode_id=claim.episode_id, attempt=claim.attempt, worker=claim.worker)
+
+
+def _unpublish(action: Action) -> Action:
+    versions = tuple(VersionSpan(version=span.version + FAR, start=span.start, stop=span.stop) for span in action.versions)
+    return msgspec.structs.replace(action, versions=versions)
+
+
+INSTEAD: tuple[tuple[str, type[Message], Callable[[Any], Any]], ...] = (
+    ("never_requested", EpisodeRequested, lambda request: None),
+    ("claim_out_of_order", AttemptStarted, lambda claim: msgspec.structs.replace(claim, attempt=claim.attempt + FAR)),
+    ("observed_unclaimed", Observation, lambda shown: msgspec.structs.replace(shown, attempt=shown.attempt + FAR)),
+    ("action_unobserved", Observation, lambda shown: None),
+    ("action_unobserved", Action, lambda action: msgspec.structs.replace(action, turn=-1)),
+    ("version_unpublished", Action, _unpublish),
+    ("action_missing", Action, lambda action: None),
+    ("history_hash_wrong", Action, _other(history_hash=b"forged")),
+    ("logprobs_missing", Action, _other(logprobs=b"")),
+    ("versions_missing", Action, _other(versions=())),
+    ("result_not_newest", EpisodeFinished, lambda result: msgspec.structs.replace(result, attempt=result.attempt + FAR)),
+    ("actions_not_history", EpisodeFinished, lambda result: msgspec.structs.replace(result, actions=result.actions * 2)),
+    ("segments_wrong", EpisodeFinished, _other(segments=(EpisodeSegment(origin=None, first_turn=0, turns=FAR, tokens=0),))),
+    ("loss_mask_length", EpisodeFinished, lambda result: msgspec.structs.replace(result, tokens=result.tokens + FAR)),
+    ("loss_mask_unsampled", EpisodeFinished, lambda result: _other(loss_mask=b"\xff" * len(result.loss_mask))(result)),
+    ("reward_not_of_outcome", EpisodeFinished, _other(reward=None)),
+    ("reward_not_finite", EpisodeFinished, _other(reward=math.inf)),
+    ("result_not_of_request", EpisodeFinished, _other(group_id="forged")),
+)
+"""What is put in the place of an episode's first message of a type (None: nothing that an audit looks into)."""
+
+AGAIN: tuple[tuple[str, type[Message], Callable[[Any], Any]], ...] = (
+    ("requested_twice", EpisodeRequested, lambda request: request),
+    ("claim_after_result", AttemptStarted, lambda claim: claim),
+    ("release_not_newest", AttemptStarted, _release),
+    ("second_result", EpisodeFinished, lambda result: result),
+)
+"""What is stored once more, at the end."""
+
+
+def check_forgeries(observer: Observer, entries: Sequence[StreamEntry], seed: int) -> None:
+    """Report every forgery that the audit does not name. Logs from which something has left are not forged: what comes late is
+    refused there."""
+    log: dict[int, tuple[str, Message | None]] = {entry.sequence: (entry.subject, _decode(entry)) for entry in entries}
+    episodes = _list_plain_episodes(log)
+    if any(isinstance(message, FloorRaised) for _, message in log.values()) or len(episodes) < len(INSTEAD) + len(AGAIN) + 4:
+        return
+    random.Random(f"forgeries/{seed}").shuffle(episodes)
+    expected: list[tuple[str, str]] = []
+    for kind, message_type, forge in INSTEAD:
+        pages = episodes.pop()
+        sequence, message = pages[message_type][0]
+        log[sequence] = (log[sequence][0], forge(message))
+        expected.append((kind, pages[EpisodeFinished][0][1].episode_id))
+    for kind, message_type, forge in AGAIN:
+        sequence, message = episodes.pop()[message_type][0]
+        log[max(log) + 1] = (log[sequence][0], forge(message))
+        expected.append((kind, message.episode_id))
+    expected += _forge_training(log, [pages[EpisodeFinished][0][1].episode_id for pages in episodes])
+    audit = Audit()
+    for sequence, (subject, message) in sorted(log.items()):
+        audit.enter(sequence, subject, message)
+    found = {finding.kind: finding for finding in audit.report().findings}
+    for kind, name in expected:
+        named = kind in found and name in found[kind].ids
+        observer.require(named, "the audit names what was forged", f"{kind}: {name}")
+
+
+def _decode(entry: StreamEntry) -> Message | None:
+    kind = entry.subject.split(".", 3)[2]
+    return decode_any(STORED[kind], entry.payload, subject=entry.subject) if kind in JUDGED else None
+
+
+def _list_plain_episodes(log: dict[int, tuple[str, Message | None]]) -> list[Pages]:
+    """Episodes that were completed at the first attempt, with one observation and one Action per turn, and a prompt."""
+    found: dict[str, Pages] = {}
+    for sequence, (_, message) in log.items():
+        if isinstance(message, EpisodeRequested | AttemptStarted | Observation | Action | EpisodeFinished):
+            found.setdefault(message.episode_id, {}).setdefault(type(message), []).append((sequence, message))
+    return [pages for _, pages in sorted(found.items()) if _is_plain(pages)]
+
+
+def _is_plain(pages: Pages) -> bool:
+    counts = [len(pages.get(kind, ())) for kind in (EpisodeRequested, AttemptStarted, Observation, Action, EpisodeFinished)]
+    if counts[:2] != [1, 1] or counts[4] != 1 or counts[2] != counts[3] or not counts[3]:
+        return False
+    first, result = pages[Action][0][1], pages[EpisodeFinished][0][1]
+    sampled = all(action.sampled and action.prompt_delta and action.turn == at for at, (_, action) in enumerate(pages[Action]))
+    return sampled and result.outcome == "completed" and len(result.actions) == counts[3] and first.attempt == 1
+
+
+def _forge_training(log: dict[int, tuple[str, Message | None]], untouched: list[str]) -> list[tuple[str, str]]:
+    """A step, versions and a lineage that no learner would have stored, at the end of the log."""
+    steps = [(subject, message) for subject, message in log.values() if isinstance(message, StepTrained)]
+    lineages = [(subject, message) for subject, message in log.values() if isinstance(message, LineageStarted)]
+    policies = [(subject, message) for subject, message in log.values() if isinstance(message, PolicyPublished)]
+    splits = {message.episode_id: message.split for _, message in log.values() if isinstance(message, EpisodeRequested)}
+    subject, last = steps[-1]
+    trained = [episode for episode in last.episodes if episode in untouched]
+    evaluated = [episode for episode in untouched if splits[episode] == "eval"]
+    if len(trained) < 2 or not evaluated or lineages[-1][1].lineage != last.lineage:
+        return []
+    twice, both, nobody, forged = trained[0], trained[1], f"{last.lineage}-forged", msgspec.structs.replace
+    exclusions = (both, nobody, nobody)
+    reasons = ("stale", "", "stale")
+    excluded = tuple(Exclusion(episode_id=name, reason=reason) for name, reason in zip(exclusions, reasons, strict=True))
+    step = forged(last, step=last.step + FAR, episodes=(twice, evaluated[0]), excluded=excluded, digests=())
+    lineage = forged(lineages[-1][1], lineage="l999999", parent=last.lineage, parent_step=last.step + 2 * FAR)
+    for where, message in ((subject, step), (subject, lineage), (subject, last), policies[-1]):
+        log[max(log) + 1] = (where, message)
+    log[max(log) + 2] = (subject, None)
+    return [
+        ("trained_twice", twice),
+        ("evaluation_settled", evaluated[0]),
+        ("trained_and_excluded", both),
+        ("excluded_without_reason", nobody),
+        ("excluded_twice", nobody),
+        ("never_requested", nobody),
+        ("step_out_of_order", f"{step.lineage}/{step.step}"),
+        ("lineage_unfounded", f"{lineage.lineage}/{lineage.parent_step}"),
+        ("lineage_replaced", f"{last.lineage}/{last.step}"),
+        ("version_repeated", f"default/{policies[-1][1].version}"),
+        ("entries_missing", f"{max(log) - 1}-{max(log) - 1}"),
+    ]
