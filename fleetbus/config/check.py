@@ -18,10 +18,10 @@ def check_configuration(configuration: Configuration) -> None:
             f"learner.min_group_size = {learner.min_group_size} exceeds learner.group_size = {learner.group_size}: "
             "no group could be trained"
         )
-    if configuration.algorithm.credit_assignment == "turn" and learner.advantage_estimator not in ("grpo", "dr_grpo"):
+    if configuration.algorithm.credit_assignment == "turn" and learner.advantage_estimator not in ("grpo", "dr_grpo", "gae"):
         raise UserError(
             "algorithm.credit_assignment = turn does not support "
-            f"learner.advantage_estimator = {learner.advantage_estimator}: choose grpo or dr_grpo"
+            f"learner.advantage_estimator = {learner.advantage_estimator}: choose grpo, dr_grpo or gae"
         )
     _check_torch_only(configuration)
     check_training(configuration.algorithm, configuration.trainer)
@@ -54,8 +54,12 @@ def _check_torch_only(configuration: Configuration) -> None:
     learner, algorithm = configuration.learner, configuration.algorithm
     asked = [name for name in ("entropy_coefficient", "teacher", "loss") if getattr(algorithm, name)]
     names = [f"algorithm.{name}" for name in asked]
-    if learner.advantage_estimator == "reinforce_plus_plus":
-        names.append("learner.advantage_estimator = reinforce_plus_plus")
+    if learner.advantage_estimator in ("reinforce_plus_plus", "gae"):
+        names.append(f"learner.advantage_estimator = {learner.advantage_estimator}")
+    if learner.advantage_estimator == "gae" and algorithm.kl_coefficient and algorithm.kl_place == "reward":
+        raise UserError("learner.advantage_estimator = gae takes the KL in the loss: leave out algorithm.kl_place = reward")
+    if learner.advantage_estimator == "gae" and (configuration.environment.images or algorithm.advantage):
+        raise UserError("learner.advantage_estimator = gae takes text alone, and no algorithm.advantage")
     if names and learner.trainer != "torch":
         raise UserError(f"{names[0]} needs learner.trainer = torch")
     teaches = algorithm.teacher or algorithm.loss or algorithm.advantage or algorithm.entropy_coefficient

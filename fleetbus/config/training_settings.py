@@ -21,8 +21,8 @@ class LearnerSettings(Settings, frozen=True, kw_only=True):
     group_size: Annotated[int, Meta(ge=2, description="Episodes per group (per task)")] = 8
     min_group_size: Annotated[int, Meta(ge=2, description="Minimum number of graded episodes for a group to be trained")] = 2
     advantage_estimator: Annotated[
-        Literal["grpo", "dr_grpo", "rloo", "maxrl", "grpo_batch", "reinforce_plus_plus", "none"],
-        Meta(description="Advantage estimator; none: 0 for all, as for distillation alone"),
+        Literal["grpo", "dr_grpo", "rloo", "maxrl", "grpo_batch", "reinforce_plus_plus", "gae", "none"],
+        Meta(description="Advantage estimator; gae: of a critic (PPO); none: 0 for all, as for distillation alone"),
     ] = "grpo"
     max_staleness: Annotated[int, Meta(ge=0, description="Maximum number of versions between sampling and training")] = 1
     stale_groups: Annotated[
@@ -126,6 +126,9 @@ class AlgorithmSettings(Settings, frozen=True, kw_only=True):
         str, Meta(description="Model folder whose log-probabilities are distilled, on the policy's own samples; empty: none")
     ] = ""
     teacher_coefficient: Annotated[float, Meta(gt=0, description="Weight of the distillation beside the rewards")] = 1.0
+    gae_lambda: Annotated[float, Meta(ge=0, le=1, description="Lambda of gae; 1: the return less the critic's value")] = 1.0
+    value_clip: Annotated[float, Meta(ge=0, description="Clipping range of the critic's values; 0: none")] = 0.2
+    critic_rate: Annotated[float, Meta(gt=0, description="Learning rate of the critic, as a multiple of the policy's")] = 1.0
     loss: Annotated[
         str, Meta(description="Your own objective in place of algorithm.objective, as MODULE:FUNCTION; see docs/algorithms.md")
     ] = ""

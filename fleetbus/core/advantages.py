@@ -64,6 +64,11 @@ def reinforce_plus_plus(rewards: Array, groups: Array, *, minimum: int = 2) -> A
     return rewards
 
 
+def gae(rewards: Array, groups: Array, *, minimum: int = 2) -> Array:
+    """``R`` as it is: the trainer's critic makes advantages of it token by token (`fleetbus.core.gae`)."""
+    return rewards
+
+
 def none(rewards: Array, groups: Array, *, minimum: int = 2) -> Array:
     """0 for all: what is learned comes from elsewhere, such as a teacher."""
     return find_namespace(rewards).zeros_like(rewards)
@@ -85,6 +90,7 @@ ADVANTAGES: dict[str, Callable[..., Array]] = {
     "maxrl": maxrl,
     "grpo_batch": grpo_batch,
     "reinforce_plus_plus": reinforce_plus_plus,
+    "gae": gae,
     "none": none,
 }
 """Advantage estimators by the name that a configuration gives."""

@@ -70,6 +70,8 @@ def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]])
     for ours, theirs in zip(found, expected, strict=True):
         for name in ("loss", "grad_norm", "entropy", "kl", "ratio_mean", "ratio_max", "logprob_difference_max", "tokens"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), name
+        for name in ("value_loss", "explained_variance", "value_mean", "return_mean"):
+            assert ours.get(name) == pytest.approx(theirs.get(name), rel=1e-4, abs=1e-5), name
 
 
 def assert_close(first: Path, second: Path) -> None:
@@ -84,6 +86,7 @@ CHOICES = {
     "packed, recomputed, corrected, several updates": trainer_settings(
         packing=True, token_budget=60, gradient_checkpointing=True, rollout_correction="tis", minibatches=2
     ),
+    "with a critic": trainer_settings(micro_batch_size=2, advantage_estimator="gae", gae_lambda=0.9, minibatches=2),
 }
 
 
@@ -101,8 +104,11 @@ def test_two_processes_measure_and_make_what_one_does(folder: Path, tmp_path: Pa
         assert torch.equal(loaded[tensor_name], tensor)
 
 
-def test_a_checkpoint_of_one_process_is_gone_on_from_by_two_and_the_other_way_round(folder: Path, tmp_path: Path) -> None:
-    settings = CHOICES["plain"]
+@pytest.mark.parametrize("name", ["plain", "with a critic"])
+def test_a_checkpoint_of_one_process_is_gone_on_from_by_two_and_the_other_way_round(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    settings = CHOICES[name]
     expected = alone(folder, tmp_path / "one", settings)
     (tmp_path / "two").mkdir()
     shutil.copytree(tmp_path / "one/checkpoint", tmp_path / "two/resume")

@@ -127,6 +127,8 @@ def compute_episode_advantages(groups: Sequence[Group], plan: CreditPlan) -> lis
             )
             for result, reward, count in zip(results, rewards, turns, strict=True)
         ]
+        if plan.advantage_estimator == "gae":
+            return returns
         return compute_turn_advantages(returns, numbers, minimum=plan.minimum, normalise=plan.advantage_estimator == "grpo")
     estimate = load_advantage(plan.advantage) if plan.advantage else ADVANTAGES[plan.advantage_estimator]
     advantages = estimate(np.array(rewards, dtype=np.float64), np.array(numbers), minimum=plan.minimum)

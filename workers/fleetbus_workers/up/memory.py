@@ -146,6 +146,7 @@ def plan_learner(shape: ModelShape, configuration: Configuration, processes: int
         "copy": shape.parameters * computed if processes == 1 and lower else 0,
         "activations": activations,
         "logits": logits,
+        "critic": 4 * own * MASTER_BYTES if configuration.learner.advantage_estimator == "gae" else 0,
         "reference": own * MASTER_BYTES if _needs_reference(configuration) and not trainer.lora_rank else 0,
         "runtime": RUNTIME_BYTES if on_gpu else 0,
     }

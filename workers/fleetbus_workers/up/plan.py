@@ -12,7 +12,7 @@ from fleetbus.errors import UserError
 from fleetbus_workers.up.memory import ModelShape, Parts, plan_engine, plan_learner, read_shape
 from fleetbus_workers.up.placement import Placement
 
-CERTAIN = ("weights", "gradients", "optimizer", "reference")
+CERTAIN = ("weights", "gradients", "optimizer", "critic", "reference")
 """Parts that are arithmetic; the others are estimates, upon which nobody is refused."""
 
 

@@ -49,6 +49,11 @@ class TorchTrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
         """True if the model of the run's start has to be asked too."""
         return bool(self.algorithm.kl_coefficient) and self.algorithm.kl_reference == "start"
 
+    @property
+    def needs_critic(self) -> bool:
+        """True if advantages are those of a critic."""
+        return self.learner.advantage_estimator == "gae"
+
     def check(self) -> None:
         """Raise `UserError` naming the first setting that is wrong."""
         try:

@@ -30,6 +30,7 @@ from fleetbus_workers.learner.torch import model as models
 from fleetbus_workers.learner.torch.advantages import add_teacher, apply_kl_penalty, normalise
 from fleetbus_workers.learner.torch.batches import MicroBatch, find_shared_prefix, split_micro_batches, truncate_sequence
 from fleetbus_workers.learner.torch.checkpoint_files import read_into, start_writing
+from fleetbus_workers.learner.torch.critic import Critic
 from fleetbus_workers.learner.torch.forward import (
     Inputs,
     SharedPrefix,
@@ -44,6 +45,7 @@ from fleetbus_workers.learner.torch.schedule import compute_learning_rate
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.sharding import gather_tensor, init_shards, resolve_device
 from fleetbus_workers.learner.torch.token_scores import Scores
+from fleetbus_workers.learner.torch.training_state import collect_state, prepare_moments
 from fleetbus_workers.weights.companions import copy_companions
 
 if TYPE_CHECKING:
@@ -98,6 +100,7 @@ class TorchTrainer:
         self._images = self._open_images()
         self._reference = self._load_reference(device)
         self._teacher = models.load_teacher(self._model, self.settings, device, self.shards)
+        self._critic = Critic(folder, self.settings, device, self.shards) if self.settings.needs_critic else None
         if self.settings.trainer.lora_rank:
             models.add_adapters(self._model, self.settings.trainer)
         if self.settings.trainer.gradient_checkpointing:
@@ -137,7 +140,10 @@ class TorchTrainer:
                     group["lr"] = rate
                 fresh = version if not norms else None
                 norms.append(self._update(batch, chosen, initial, measured, fresh))
+                if self._critic is not None:
+                    self._critic.update(batch, chosen, rate)
         measured.gather(self.shards)
+        shaped |= self._critic.metrics if self._critic is not None else {}
         metrics = measured.metrics(len(norms), self.settings.trainer.epochs) | shaped
         return metrics | {
             "grad_norm": sum(norms) / len(norms),
@@ -195,10 +201,9 @@ class TorchTrainer:
     def restore(self, folder: Path) -> None:
         """See `Trainer.restore`. Raises `OSError` or, when the names or shapes are not this model's, `UserError`."""
         self.shards.enter_thread()
-        for parameter in self._list_trained():
-            if not self._optimizer.state[parameter]:
-                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                self._optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **moments}
+        prepare_moments(self._optimizer)
+        if self._critic is not None:
+            self._critic.prepare_restore()
         state = self._collect_state() | {"updates": torch.tensor(0)}
         with torch.no_grad():
             read_into(folder, state, self.shards)
@@ -207,24 +212,12 @@ class TorchTrainer:
             self._optimizer.state.clear()
 
     def _collect_state(self) -> dict[str, torch.Tensor]:
-        """Every tensor that training changes, by name: the same for any number of processes. Before the first update the
-        optimizer's are zeros."""
+        """Every tensor that training changes, by name."""
         adapted = self.settings.trainer.lora_rank > 0
-        tensors = {
-            name: tensor.detach()
-            for name, tensor in models.iterate_tensors(self._model, adapters=True)
-            if not adapted or tensor.requires_grad
-        }
-        state = {f"weights.{name}": tensor for name, tensor in tensors.items()}
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad:
-                known = self._optimizer.state.get(parameter) or {
-                    "step": torch.zeros((), dtype=torch.float32),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-                state |= {f"optimizer.{key}.{name}": value.detach() for key, value in known.items()}
-        return state
+        tensors = models.iterate_tensors(self._model, adapters=True)
+        trained = ((name, tensor) for name, tensor in tensors if not adapted or tensor.requires_grad)
+        state = collect_state(trained, self._model.named_parameters(), self._optimizer)
+        return state | (self._critic.collect_state() if self._critic is not None else {})
 
     def _list_trained(self) -> list[torch.nn.Parameter]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -283,7 +276,8 @@ class TorchTrainer:
         self, batch: Sequence[TrainingSequence], initial: InitialLogprobs
     ) -> tuple[Sequence[TrainingSequence], dict[str, float]]:
         """The batch with what settings add to its advantages token by token, and what was measured of that."""
-        algorithm, measured = self.settings.algorithm, {}
+        algorithm = self.settings.algorithm
+        batch, measured = (batch, {}) if self._critic is None else self._critic.estimate(batch)
         if algorithm.kl_coefficient and algorithm.kl_place == "reward":
             assert initial.proximal is not None
             batch = apply_kl_penalty(batch, algorithm, initial.proximal, initial.reference)
