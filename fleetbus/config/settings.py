@@ -115,7 +115,10 @@ class LimitSettings(Settings, frozen=True, kw_only=True):
 class EnvironmentSettings(Settings, frozen=True, kw_only=True):
     """Environment workers."""
 
-    workers: Annotated[int, Meta(ge=1, description="Environment workers that `up` starts")] = 1
+    workers: Annotated[
+        int,
+        Meta(ge=0, description="Environment workers that `up` starts; 0: none, as `fleetbus gateway agents` runs elsewhere"),
+    ] = 1
     slots: Annotated[int, Meta(ge=1, description="Episodes at a time per worker")] = 64
     session_slots: Annotated[int, Meta(ge=0, description="Step-wise sessions at a time per worker, besides episodes")] = 64
     max_attempts: Annotated[int, Meta(ge=1, description="Attempts lost with their workers before an episode ends as lost")] = 3

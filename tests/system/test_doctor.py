@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from fleetbus.errors import UserError
 from fleetbus_workers.cli import diagnosis
 from fleetbus_workers.cli.diagnosis import check_bus, check_disk, check_memory, check_packages, check_run_folder, diagnose
 from fleetbus_workers.cli.model_diagnosis import diagnose_model
+from fleetbus_workers.starter.build import find_starter_folder
 from fleetbus_workers.up.checks import check_everything
 from tests.support.template_folders import write_template_folder
 
@@ -107,7 +109,16 @@ def test_a_template_without_tools_fails_only_where_they_are_its_to_describe(tmp_
     assert "shows no tools" in tools.detail
 
 
-def test_up_refuses_at_once_a_template_that_cannot_describe_tools() -> None:
-    configuration = load_configuration(flags={"environment.prompt": "template"}).configuration
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_up_refuses_at_once_a_template_that_cannot_describe_tools(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(find_starter_folder(), folder)
+    (folder / "chat_template.jinja").write_text(PLAIN_TEMPLATE)
+    configuration = load_configuration(flags={"environment.prompt": "template", "run.model": str(folder)}).configuration
     with pytest.raises(UserError, match=r"shows no tools to the model: set environment\.prompt = fleet or compact"):
         check_everything(configuration)

@@ -9,14 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fleetbus_workers.environment.adapters.warehouse.items import draw_warehouse
+from fleetbus_schemas import ChatMessage
+from fleetbus_workers.environment.adapters.warehouse.items import TOOLS, draw_warehouse
 from fleetbus_workers.environment.adapters.warehouse.tasks import HELD_OUT_BASE, build_held_out_tasks
 from fleetbus_workers.inference.chat_template import ChatTemplate
 from fleetbus_workers.learner.torch.forward import can_share_prefix, has_plain_head
 from fleetbus_workers.starter.build import TEST_SEED, StarterSettings, build_starter, find_starter_folder
 from fleetbus_workers.starter.conversation import TURN_LIMIT, play, play_many
 from fleetbus_workers.starter.local_rollout import compute_success_rate, run_rollouts, step_environment
-from fleetbus_workers.starter.tokenizer import encode_with_mask, render, train_tokenizer
+from fleetbus_workers.starter.tokenizer import TURN_END, encode, encode_with_mask, render, train_tokenizer
 from fleetbus_workers.starter.warm_start import COPY_LENGTH, generate_copy_sequences
 
 FILES = {
@@ -81,6 +82,19 @@ def test_conversations_are_tokenised_turn_by_turn_as_the_inference_worker_does(t
                 ids += template.encode_continuation(sampled, conversation.messages[index + 1 : index + 2])
         assert ids == expected[: len(ids)]
         assert not any(mask[len(ids) :])
+
+
+def test_tools_that_an_agent_offers_are_the_tokens_that_it_was_trained_on(tokenizer):
+    template = ChatTemplate(find_starter_folder())
+    for conversation in play_many(20, seed=4):
+        described, question, first, *rest = conversation.messages
+        assert template.encode_prompt([question], TOOLS) == template.encode_prompt([described, question], ())
+        (call,) = template.parse_text(str(first.content), TOOLS).calls
+        assert call.name == "find_item"
+        shown = str(rest[0].content)
+        result = ChatMessage(role="tool", content=shown.removeprefix("Tool result:\n"), tool_call_id=call.id)
+        sampled = encode(tokenizer, f"{first.content}{TURN_END}")
+        assert template.encode_continuation(sampled, [result]) == template.encode_continuation(sampled, rest[:1])
 
 
 def test_marks_and_digits_are_tokens_of_their_own(tokenizer):

@@ -21,10 +21,32 @@ CONTROL_TOKENS = (PAD, TURN_START, TURN_END)
 MARK_TOKENS = ("<tool_call>", "</tool_call>", "<done>")
 """Text that the environment reads: single tokens, but not special ones, so that decoding keeps them."""
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHAT_TEMPLATE = """{%- macro open(role) %}<|im_start|>{{ role }}
+{% endmacro %}
+{%- if tools %}{{ open('system') }}
+{%- if messages[0].role == 'system' %}{{ messages[0].content }}
+{% endif %}Complete the task by calling tools.
+# Tools
+{% for tool in tools %}{% set said = tool.function %}
+{{- {'name': said.name, 'description': said.description, 'parameters': said.parameters} | tojson }}
+{% endfor %}# Format
+<tool_call>{"name": "tool", "arguments": {...}}</tool_call>
+or the final answer followed by <done>.<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if not (tools and loop.first and message.role == 'system') %}
+{%- if message.role == 'tool' %}{{ open('user') }}{% if not message.content.startswith('Error') %}Tool result:
+{% endif %}{{ message.content }}<|im_end|>
+{% else %}{{ open(message.role) }}{{ message.content }}
+{%- for call in message.tool_calls or [] %}{% set said = call.function -%}
+<tool_call>{"name": {{ said.name | tojson }}, "arguments": {{ said.arguments | tojson }}}</tool_call>
+{%- endfor %}<|im_end|>
+{% endif %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ open('assistant') }}{% endif %}"""
+"""Tools that come with a request, as agents send them, are described and called in the words of `build_compact_system_prompt`:
+the same tokens as where the environment describes them."""
 
 
 def render(messages: Sequence[ChatMessage]) -> str:
