@@ -34,8 +34,7 @@ def fine_tune(
 ) -> None:
     """Train ``epochs`` passes over the sequences, shuffled, and write the model's folder, which is there whole or not at all.
     ``report`` gets step, steps and the mean loss of its tokens. Raises `UserError` if ``output`` is not empty."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} is there already: name a folder that is new or empty")
+    check_output(output)
     trainer = TorchTrainer(model, settings=settings, objective=negative_log_likelihood)
     draw = np.random.default_rng(seed)
     steps = epochs * -(-len(sequences) // batch)
@@ -47,9 +46,20 @@ def fine_tune(
             metrics = trainer.train(chosen, version=-2, progress=step / steps)
             step += 1
             report(step, steps, metrics["loss"])
-    partial = output.with_name(f".{output.name}.part")
+    write_folder(trainer, output)
+
+
+def check_output(folder: Path) -> None:
+    """Raise `UserError` if a model cannot be written there."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there already: name a folder that is new or empty")
+
+
+def write_folder(trainer: TorchTrainer, folder: Path) -> None:
+    """Write the trainer's model into a folder that is there whole or not at all."""
+    partial = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
     trainer.save_model(partial)
-    if output.exists():
-        output.rmdir()
-    partial.rename(output)
+    if folder.exists():
+        folder.rmdir()
+    partial.rename(folder)

@@ -39,15 +39,15 @@ def select_rewarded(files: Sequence[Path], *, min_reward: float, per_task: int =
     selection = Selection()
     taken: Counter[str] = Counter()
     for file in files:
-        results = _read_results(file, selection)
-        actions = _read_actions(file, {reference.sequence for result in results for reference in result.actions})
+        results = read_results(file, selection)
+        actions = read_actions(file, {reference.sequence for result in results for reference in result.actions})
         for result in results:
             if result.reward is None or result.reward < min_reward:
                 selection.left_out["reward below the threshold"] += 1
             elif per_task and taken[result.task_key] >= per_task:
                 selection.left_out["enough episodes of its task"] += 1
             else:
-                found = _build_sequences(result, actions, vocabulary)
+                found = build_sequences(result, actions, vocabulary)
                 if isinstance(found, str):
                     selection.left_out[found] += 1
                     continue
@@ -57,7 +57,8 @@ def select_rewarded(files: Sequence[Path], *, min_reward: float, per_task: int =
     return selection
 
 
-def _read_results(file: Path, selection: Selection) -> list[EpisodeFinished]:
+def read_results(file: Path, selection: Selection) -> list[EpisodeFinished]:
+    """The graded training episodes of a recording."""
     reader = RecordingReader(file)
     found: dict[str, EpisodeFinished] = {}
     for entry in reader.entries():
@@ -70,12 +71,13 @@ def _read_results(file: Path, selection: Selection) -> list[EpisodeFinished]:
     return list(found.values())
 
 
-def _read_actions(file: Path, wanted: set[int]) -> dict[int, Action]:
+def read_actions(file: Path, wanted: set[int]) -> dict[int, Action]:
+    """The Actions at these positions of a recording."""
     entries = (entry for entry in RecordingReader(file).entries() if entry.sequence in wanted)
     return {entry.sequence: action for entry, action in decode_entries(Action, entries)}
 
 
-def _build_sequences(result: EpisodeFinished, known: dict[int, Action], vocabulary: int) -> list[TrainingSequence] | str:
+def build_sequences(result: EpisodeFinished, known: dict[int, Action], vocabulary: int) -> list[TrainingSequence] | str:
     """The leaves of an episode, each sampled token with advantage 1; or why it cannot be trained."""
     actions = [known[reference.sequence] for reference in result.actions if reference.sequence in known]
     if not actions or len(actions) < len(result.actions):

@@ -154,6 +154,12 @@ class TorchTrainer:
             "seconds": time.perf_counter() - started,
         }
 
+    def compute_logprobs(self, batch: Sequence[TrainingSequence]) -> list[torch.Tensor]:
+        """The log-probability of every sampled token of each sequence with the weights as they are, float32 [N]."""
+        self.shards.enter_thread()
+        limit = self.settings.trainer.max_tokens
+        return self._compute_logprobs([truncate_sequence(sequence, limit) for sequence in batch], self._model)
+
     def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
         """See `Trainer.save_weights`. Raises `OSError`."""
         self.shards.enter_thread()
