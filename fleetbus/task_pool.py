@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import anyio
 from anyio.abc import TaskGroup
 
-from fleetbus.loop_clock import renew_event
+from fleetbus.wakeup import Wakeup
 
 KEPT_TASKS = 64
 """Tasks without work that wait for some; more end."""
@@ -23,7 +22,7 @@ class _Place:
     __slots__ = ("arguments", "called", "function")
 
     def __init__(self) -> None:
-        self.called = anyio.Event()
+        self.called = Wakeup()
         self.function: Function | None = None
         self.arguments: tuple[Any, ...] = ()
 
@@ -56,7 +55,7 @@ class TaskPool:
             if len(self._waiting) >= KEPT_TASKS:
                 return
             arguments, place.arguments = (), ()  # nothing of the last call is kept
-            place.called = renew_event(place.called)
+            place.called.clear()
             self._waiting.append(place)
             await place.called.wait()
             function, arguments = place.function, place.arguments

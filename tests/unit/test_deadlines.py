@@ -10,7 +10,7 @@ import anyio.lowlevel
 import pytest
 
 from fleetbus.deadlines import Deadlines
-from fleetbus.loop_clock import get_clock, renew_event
+from fleetbus.loop_clock import get_clock
 
 pytestmark = pytest.mark.anyio
 
@@ -26,14 +26,6 @@ async def run_deadlines() -> AsyncIterator[Deadlines]:
 
 async def test_the_clock_is_that_of_the_loop() -> None:
     assert get_clock()() == pytest.approx(anyio.current_time(), abs=0.1)
-
-
-async def test_a_renewed_event_is_of_the_same_kind_and_not_set() -> None:
-    event = anyio.Event()
-    event.set()
-    renewed = renew_event(event)
-    assert type(renewed) is type(event)
-    assert not renewed.is_set()
 
 
 async def test_who_is_late_is_cancelled_and_goes_on_after_the_scope() -> None:

@@ -145,7 +145,7 @@ class Attempts:
                 self._leases.hold(request.episode_id, delivery)
                 return
             running.scope.cancel()
-            await running.ended.wait()
+            await running.wait_until_ended()
         if self._closed:
             await delivery.nak()
         elif request.episode_id not in self._running:
@@ -187,7 +187,7 @@ class Attempts:
             self._counters["superseded"] += 1
             log.info("attempt is superseded; stopping it", reason=str(superseded))
         finally:
-            running.ended.set()
+            running.mark_ended()
             del self._running[episode]
             held = self._leases.take(episode)
             if held is not None and running.nak_delay_seconds is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 
-import anyio
 import msgspec
 import structlog
 
@@ -19,7 +18,8 @@ from fleetbus.config.settings import EnvironmentSettings, LimitSettings
 from fleetbus.core.history import Turn
 from fleetbus.episodes import decode_entries, read_episode_state, store_message
 from fleetbus.errors import RequestUnanswered
-from fleetbus.loop_clock import get_clock, renew_event
+from fleetbus.loop_clock import get_clock
+from fleetbus.wakeup import Wakeup
 from fleetbus_schemas import ANY_LANE, Action, AttemptStarted, ChatMessage, EpisodeRequested, Observation, Subjects, ToolSpec
 from fleetbus_schemas.tokens import EMPTY_HISTORY
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
@@ -65,7 +65,7 @@ class PolicyClient:
         self._worker = history[-1].action.worker if history else ""
         self._expected = -1
         self._answer: Turn | None = None
-        self._wakeup = anyio.Event()
+        self._wakeup = Wakeup()
         self._check_at = math.inf
         self._observation_sequence = 0
         self._now = get_clock()
@@ -137,7 +137,7 @@ class PolicyClient:
             if self._answer is not None:
                 self._check_at = math.inf
                 return self._answer
-            self._wakeup = renew_event(self._wakeup)
+            self._wakeup.clear()
             checks += 1
             try:
                 await self._check_log(observation)
@@ -150,8 +150,8 @@ class PolicyClient:
 
     async def _send(self, observation: Observation, lane: str) -> None:
         self.lane_in_use = lane
-        if self._answer is None and self._wakeup.is_set():
-            self._wakeup = renew_event(self._wakeup)
+        if self._answer is None:
+            self._wakeup.clear()
         subject = self._subjects.observation(observation.policy, lane, observation.episode_id)
         name = f"obs.{observation.episode_id}.{observation.attempt}.{observation.turn}.{observation.hop}"
         self._observation_sequence = await store_message(self._bus, subject, observation, message_id=name)

@@ -17,12 +17,22 @@ class RunningAttempt:
         self.sequence = sequence
         self.nonce = nonce
         self.scope = anyio.CancelScope()
-        self.ended = anyio.Event()
+        self._ended: anyio.Event | None = None  # hardly any attempt is waited for
         self.claim: AttemptStarted | None = None
         self.policy_client: PolicyClient | None = None
         self.cancelled = False
         self.handed_back = False
         self.nak_delay_seconds: float | None = None
+
+    async def wait_until_ended(self) -> None:
+        """Until `mark_ended`."""
+        if self._ended is None:
+            self._ended = anyio.Event()
+        await self._ended.wait()
+
+    def mark_ended(self) -> None:
+        if self._ended is not None:
+            self._ended.set()
 
 
 def describe_expiry(episode_state: EpisodeState) -> str:
