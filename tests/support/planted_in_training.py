@@ -85,7 +85,7 @@ def versions_read_before_the_fence(patch: pytest.MonkeyPatch) -> None:
 
 
 def trimmed_content_not_looked_for(patch: pytest.MonkeyPatch) -> None:
-    """A learner that resumes behind its newest checkpoint knows of no archive."""
+    """Who reads Actions after the recorder has removed them knows of no archive."""
     patch.setattr(actions, "read_archived_entries", lambda folder, sequences, run: {})
 
 

@@ -64,7 +64,7 @@ PLANTS: dict[Plant, Found] = {
     training.staleness_ignored: Found(7, "staleness is bounded", "usual"),
     training.replaced_learner_not_told: Found(38, "a replaced learner ends", "usual"),
     training.versions_read_before_the_fence: Found(119, "version numbers never repeat", "usual"),
-    training.trimmed_content_not_looked_for: Found(21, "no fault ends a worker", "usual"),
+    training.trimmed_content_not_looked_for: Found(28, "a finished rollout is not lost"),
     training.unreadable_checkpoint_means_the_start: Found(9, "a lineage begins at a stored checkpoint"),
     training.fresh_weights_after_a_restart: Found(9, "an engine loads what was published"),
     training.exclusions_forgotten: Found(2, "nothing unsettled lies below the floor"),

@@ -49,6 +49,10 @@ IMPATIENT_SECONDS = 6.0
 """The limit of an environment's idleness in some seeds: less than its slowest step takes."""
 
 
+LATE_ROLLOUTS_SHARE = 0.4
+LATE_ROLLOUTS_SECONDS = 14.0
+LATE_ROLLOUTS_AT = (3.0, 20.0, 40.0)
+
 ROOMY_LOG_BYTES = 1 << 30
 """More than any run stores."""
 
@@ -173,6 +177,7 @@ def draw_scenario(seed: int, faults: FaultSet = "usual") -> Scenario:
     if faults == "usual":
         return scenario
     scenario = _add_faults(scenario, random.Random(f"all/{seed}"))
+    scenario = _delay_rollouts(scenario, random.Random(f"late/{seed}"))
     if faults == "swarm":
         scenario = _vary_configuration(scenario, random.Random(f"swarm/{seed}"))
     return _limit_log(scenario, random.Random(f"room/{seed}"))
@@ -322,6 +327,19 @@ def _add_faults(scenario: Scenario, draw: random.Random) -> Scenario:
         ),
         fault_schedule=tuple(fault for fault in schedule if fault.at < heals_at),
     )
+
+
+def _delay_rollouts(scenario: Scenario, draw: random.Random) -> Scenario:
+    """In some seeds rollouts are stopped for so long that what they have to read has left the log, and is in the archive."""
+    if not (scenario.rollout_clients and scenario.recorder and scenario.fault_schedule) or draw.random() > LATE_ROLLOUTS_SHARE:
+        return scenario
+    stops = [
+        ScheduledFault(kind="pause", at=at + draw.random(), seconds=LATE_ROLLOUTS_SECONDS, role="rollouts", pick=0)
+        for at in LATE_ROLLOUTS_AT
+        if at + 1 < scenario.heals_at
+    ]
+    schedule = tuple(sorted((*scenario.fault_schedule, *stops), key=lambda fault: fault.at))
+    return msgspec.structs.replace(scenario, settle_seconds=3.0, fault_schedule=schedule)
 
 
 def _draw_fault(draw: random.Random, kind: FaultKind, *, more: tuple[str, ...]) -> ScheduledFault:
