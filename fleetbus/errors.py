@@ -57,12 +57,13 @@ class BusError(FleetbusError):
 
 
 class SequenceConflict(BusError):
-    """A compare-and-set was refused: the last sequence on the subject is not the expected one."""
+    """A compare-and-set was refused: the last sequence on the subject is not the expected one but ``last`` (None: not told)."""
 
-    def __init__(self, subject: str, expected: int) -> None:
+    def __init__(self, subject: str, expected: int, last: int | None = None) -> None:
         super().__init__(f"{subject}: the last sequence is not {expected}")
         self.subject = subject
         self.expected = expected
+        self.last = last
 
 
 class PublishUnanswered(BusError):

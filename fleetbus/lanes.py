@@ -40,12 +40,17 @@ class Lane(msgspec.Struct, kw_only=True):
     sequence: int
 
     async def renew(self, bus: Bus) -> None:
-        """Extend the lease; raises `LaneLost` when another worker holds it, returns without error while the bus does not
-        answer."""
+        """Extend the lease; raises `LaneLost` when another worker holds it, or the log lost what was renewed; returns without
+        error while the bus does not answer."""
         try:
             published = await bus.publish(self.subject, encode(self.lease), expected_last=self.sequence, timeout=ANSWER_SECONDS)
             self.sequence = published.sequence
         except SequenceConflict as conflict:
+            if conflict.last is not None and conflict.last < self.sequence:
+                raise LaneLost(
+                    f"the log lost this worker's last renewals of lane {self.name}: it went back in time, and what this worker "
+                    "knows of it may not be there any more; start it again"
+                ) from conflict
             await self._confirm(bus, conflict)
         except BusError:
             return

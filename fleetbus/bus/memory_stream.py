@@ -42,7 +42,7 @@ class MemoryStream:
     def store(self, subject: str, payload: bytes, message_id: str, expected_last: int | None, now_ns: int) -> PublishAck:
         """Store one message; raises `SequenceConflict` or `LogFull`. Expectation first, then the id, then the room."""
         if expected_last is not None and expected_last != self.last_on(subject):
-            raise SequenceConflict(subject, expected_last)
+            raise SequenceConflict(subject, expected_last, self.last_on(subject))
         self._forget_ids(now_ns)
         known = self._ids.get(message_id)
         if known is not None:

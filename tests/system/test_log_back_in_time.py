@@ -30,6 +30,7 @@ from fleetbus.config.settings import (
 )
 from fleetbus.episodes import decode_entries
 from fleetbus.errors import UserError
+from fleetbus.lanes import LaneLost, claim_lane
 from fleetbus_schemas import CheckpointStored, LineageStarted, PolicyPublished, StepTrained, Subjects, Task, TrainingFinished
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.worker import run_environment
@@ -190,6 +191,24 @@ async def test_after_a_log_went_back_in_time_training_goes_on_from_what_it_knows
             shutil.copytree(copy, store)
             await server.restart()
             await check_that_it_goes_on(server.url, deployment, tmp_path, reached)
+
+
+async def test_a_worker_that_was_there_before_ends_when_it_renews_its_lane(tmp_path: Path) -> None:
+    store, copy = tmp_path / "nats", tmp_path / "copy"
+    with anyio.fail_after(50):
+        async with run_server(store) as server, connect(server.url, run="cut", worker="e") as bus:
+            await bus.declare(plan_run("cut", lanes=1))
+            lane = await claim_lane(bus, S, role="environment", names=("e0",), worker="e", nonce="n")
+            async with stopped([server.pid]):
+                await anyio.to_thread.run_sync(shutil.copytree, store, copy)
+            await lane.renew(bus)
+            await server.kill()
+            shutil.rmtree(store)
+            copy.rename(store)
+            await server.restart()
+            with pytest.raises(LaneLost, match="went back in time"):
+                while True:
+                    await lane.renew(bus)
 
 
 @pytest.mark.slow

@@ -79,6 +79,16 @@ async def test_a_lane_that_another_worker_has_is_lost() -> None:
             await lane.renew(bus)
 
 
+async def test_a_worker_whose_renewals_the_log_has_lost_begins_anew() -> None:
+    """As after a loss of power: positions that it knows are given again, and its claims may stand on those of others."""
+    async with MemoryServer().connect("r") as bus:
+        await bus.declare(plan_run("r", lanes=1))
+        lane = await claimed(bus)
+        lane.sequence += 3
+        with pytest.raises(LaneLost, match="went back in time"):
+            await lane.renew(bus)
+
+
 async def test_a_lease_that_cannot_be_read_is_no_lease() -> None:
     server = MemoryServer()
     async with server.connect("r") as bus:

@@ -46,10 +46,12 @@ class ApiRefused(BusError):
         self.code = code
 
 
-def build_publish_error(subject: str, expected_last: int | None, code: int, description: str) -> BusError:
-    """The error that a refused publish raises."""
+def build_publish_error(
+    subject: str, expected_last: int | None, code: int, description: str, last: int | None = None
+) -> BusError:
+    """The error that a refused publish raises; ``last`` is the sequence that it names."""
     if code in _WRONG_LAST_SEQUENCE:
-        return SequenceConflict(subject, -1 if expected_last is None else expected_last)
+        return SequenceConflict(subject, -1 if expected_last is None else expected_last, last)
     if code in NO_ROOM:
         return LogFull(f"{subject}: {description}")
     return BusError(f"{subject}: the server refused the message: {description} ({code})")

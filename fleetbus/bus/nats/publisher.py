@@ -94,9 +94,11 @@ class Publisher:
             raise BusError(f"{subject}: no stream stores this subject; create the run first (fleetbus init)")
         ack = _decode(payload)
         if ack.error is not None:
-            if (standing := _STANDING.search(ack.error.description)) is not None:
-                self._positions.note(subject, int(standing[1]))
-            raise build_publish_error(subject, expected_last, ack.error.err_code, ack.error.description)
+            standing = _STANDING.search(ack.error.description)
+            last = int(standing[1]) if standing is not None else None
+            if last is not None:
+                self._positions.note(subject, last)
+            raise build_publish_error(subject, expected_last, ack.error.err_code, ack.error.description, last)
         self.mark_stream_known(subject)
         self._positions.note(subject, ack.seq)
         return PublishAck(sequence=ack.seq, duplicate=ack.duplicate)

@@ -146,11 +146,12 @@ class FaultInjector:
             await take_away(folder, seconds)
 
     def _rewind_checkpoints(self, count: int) -> None:
-        learners = self._fleet.alive("learner")
+        """Also while no learner is there: the one before was drained, or has crashed."""
         gone = rewind_checkpoints(run_folder(self._fixtures.configuration.run).checkpoints, count)
-        if gone and learners:
+        if gone:
             self._observer.disturb("rewind_checkpoints", ",".join(gone))
-            learners[-1].crash()
+        for learner in self._fleet.alive("learner")[-1:] if gone else ():
+            learner.crash()
 
     async def _cancel(self, pick: int) -> None:
         """An operator cancels an episode that is being played."""
