@@ -42,10 +42,6 @@ class Journal(msgspec.Struct, kw_only=True):
             case SessionEnded():
                 self.ended = entry
 
-    def is_held_by(self, nonce: str) -> bool:
-        """Whether the newest claim is the one with this nonce."""
-        return self.claim is not None and self.claim.nonce == nonce
-
     def answer(self, call: SessionCall) -> SessionAnswer | None:
         """What this call is answered without executing anything: stored, refused, or None if it is to be executed."""
         record = self.recorded.get(call.key)

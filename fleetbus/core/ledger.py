@@ -63,9 +63,6 @@ class Ledger:
         """Requests that are remembered."""
         return len(self._sequences)
 
-    def is_open(self, episode_id: str) -> bool:
-        return episode_id in self._open
-
     @property
     def open_ids(self) -> tuple[str, ...]:
         return tuple(self._open)
