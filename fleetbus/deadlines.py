@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import math
 from types import TracebackType
+from typing import Protocol
 
 import anyio
 
 from fleetbus.loop_clock import get_clock
 from fleetbus.notifier import Notifier
+
+
+class Timed(Protocol):
+    """Something that is told when its time has come. ``at``: when, by the loop's clock; once told, it has to move that."""
+
+    at: float
+
+    def pass_by(self) -> None: ...
 
 
 class Deadline:
@@ -38,6 +47,16 @@ class Deadline:
         self._deadlines.remove(self)
         return bool(self._scope.__exit__(kind, error, trace))
 
+    @property
+    def cancel_called(self) -> bool:
+        """As of a scope."""
+        return self._scope.cancel_called
+
+    @property
+    def cancelled_caught(self) -> bool:
+        """As of a scope."""
+        return self._scope.cancelled_caught
+
     def move(self, at: float) -> None:
         """Cancel what runs from now on once the loop's clock says ``at``, or at the end of the whole if that is earlier."""
         self.at = min(at, self._end)
@@ -59,7 +78,7 @@ class Deadlines:
     """The deadlines of one worker; `run` has to run beside those who use them."""
 
     def __init__(self) -> None:
-        self._open: set[Deadline] = set()
+        self._open: set[Timed] = set()
         self.wakes_at = math.inf
         self._earlier = Notifier()
 
@@ -67,13 +86,14 @@ class Deadlines:
         """A scope for the length of a ``with`` block, which ends at ``end`` (of the loop's clock) or at a limit within it."""
         return Deadline(self, end)
 
-    def add(self, deadline: Deadline) -> None:
-        self._open.add(deadline)
-        if deadline.at < self.wakes_at:
-            self.wake_at(deadline.at)
+    def add(self, timed: Timed) -> None:
+        """Tell it when its time has come, until it is removed."""
+        self._open.add(timed)
+        if timed.at < self.wakes_at:
+            self.wake_at(timed.at)
 
-    def remove(self, deadline: Deadline) -> None:
-        self._open.remove(deadline)
+    def remove(self, timed: Timed) -> None:
+        self._open.remove(timed)
 
     def wake_at(self, at: float) -> None:
         """There is a deadline before that for which the timer waits."""
@@ -89,5 +109,5 @@ class Deadlines:
                 with anyio.move_on_after(self.wakes_at - now()):
                     await self._earlier.wait()
                 continue
-            for deadline in [each for each in self._open if each.at <= now()]:
-                deadline.pass_by()
+            for timed in [each for each in self._open if each.at <= now()]:
+                timed.pass_by()

@@ -24,6 +24,7 @@ from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.client.session_hosts import SessionHosts
 from fleetbus.episodes import read_entry
 from fleetbus.errors import FleetbusError, NoResponders, RequestUnanswered
+from fleetbus.loop_clock import get_clock
 from fleetbus.task_groups import open_first_error_task_group
 from fleetbus_schemas import (
     ControlAnswered,
@@ -57,8 +58,9 @@ RETRIED_REFUSALS = frozenset({"no_slot", "draining", "moved", "busy", "log"})
 log = structlog.get_logger()
 
 
-AskLocally = Callable[[SessionCall], Awaitable[SessionAnswer | None]]
-"""A host of sessions in this process: the answer to a call, or None if it serves none."""
+AskLocally = Callable[[SessionCall, float], Awaitable[SessionAnswer | None]]
+"""A host of sessions in this process: the answer to a call, or None if it serves none; raises `RequestUnanswered` at the given
+time of the loop's clock."""
 
 
 class SessionFailed(FleetbusError):
@@ -82,6 +84,7 @@ class SessionClient:
         self._hosts = SessionHosts(bus, subjects)
         self._workers: dict[str, str] = {}
         self._local: dict[str, AskLocally] = {}
+        self._now = get_clock()
 
     def add_local_host(self, worker: str, ask: AskLocally) -> None:
         """A worker in this process is asked directly, and chosen before all others."""
@@ -97,14 +100,21 @@ class SessionClient:
         Refusals that name a mistake of the caller's are returned as they are.
         """
         refusal, is_unanswered = "no worker answers", False
-        with anyio.move_on_after(timeout) as scope:
+        until = self._now() + timeout
+        worker = self._workers.get(call.session, "")
+        if worker in self._local and call.call != "open":  # the host ends the wait itself, which costs no scope
+            answer = await self._ask(worker, call, until=until)
+            if answer is not None and answer.refusal not in RETRIED_REFUSALS:
+                self._remember_worker(answer, worker)
+                return answer
+        with anyio.move_on_after(until - self._now()):
             avoid: set[str] = set()
             while True:
                 worker = self._workers.get(call.session) or await self._locate_worker(call.session, avoid)
                 worker = worker or await self._choose_worker(avoid)
                 if call.call == "open" and not is_unanswered:  # no worker has it yet, so it is made anew
                     call = msgspec.structs.replace(call, earliest_sequence=await self._find_next_sequence())
-                answer = await self._ask(worker, call, until=scope.deadline)
+                answer = await self._ask(worker, call, until=until)
                 if answer is None:
                     is_unanswered = True
                     self._forget_worker(call.session, worker)
@@ -176,11 +186,14 @@ class SessionClient:
 
     async def _ask(self, worker: str, call: SessionCall, *, until: float) -> SessionAnswer | None:
         """The answer of one worker, however long the call takes; None when it is gone."""
-        waiting = min(QUEUE_SECONDS, max(until - anyio.current_time(), 0.0))
+        waiting = min(QUEUE_SECONDS, max(until - self._now(), 0.0))
         payload = encode(msgspec.structs.replace(call, wait_seconds=waiting))
         subject = self.subjects.rpc(worker, call.session)
         if worker in self._local:  # what cannot be encoded is refused here too, and nothing is shared with the caller
-            return await self._local[worker](decode(SessionCall, payload, subject=subject))
+            try:
+                return await self._local[worker](decode(SessionCall, payload, subject=subject), until)
+            except RequestUnanswered as unanswered:
+                raise SessionUnavailable(str(unanswered)) from None
         while True:
             try:
                 answer = await self.bus.request(subject, payload, timeout=ANSWER_TIMEOUT_SECONDS)

@@ -66,8 +66,11 @@ def _validate(kind: type[T], value: object, call: str) -> T:
             }
             _check_info(value.info, "Start.info")
         case Step():
+            messages = check_messages(value.messages, "Step.messages")
+            if value.context is None and messages is value.messages and _has_plain_fields(value):
+                return cast("T", value)
             changed = {
-                "messages": check_messages(value.messages, "Step.messages"),
+                "messages": messages,
                 "reward": _check_number(value.reward, "Step.reward"),
                 "terminated": _check_flag(value.terminated, "Step.terminated"),
                 "truncated": _check_flag(value.truncated, "Step.truncated"),
@@ -88,6 +91,16 @@ def _validate(kind: type[T], value: object, call: str) -> T:
         case _:
             return value
     return cast("T", msgspec.structs.replace(value, **changed))
+
+
+def _has_plain_fields(step: Step) -> bool:
+    """Whether there is nothing to change, as with nearly every step."""
+    return (
+        type(step.reward) is float
+        and type(step.terminated) is type(step.truncated) is bool
+        and type(step.tool_calls) is type(step.tool_errors) is int
+        and type(step.info) is dict
+    )
 
 
 def _check_message(message: object, where: str) -> None:

@@ -51,6 +51,7 @@ class OpenEnvEpisode:
         load: LoadImage | None = None,
     ) -> None:
         self.name = name or secrets.token_hex(16)
+        self._key, self._keys = secrets.token_hex(8), 0
         self._client = client
         self._capacity_seconds = capacity_seconds
         self._call_seconds = call_seconds
@@ -101,7 +102,7 @@ class OpenEnvEpisode:
         async with self._lock:
             if self._number < 0 or not self._resets or (not step_id and (not self._is_live or self._is_over)):
                 raise FrameError("EXECUTION_ERROR", NOT_STARTED, status=409)
-            key = _hash_text(f"{self._resets}:{step_id}") if step_id else secrets.token_hex(8)
+            key = _hash_text(f"{self._resets}:{step_id}") if step_id else self._new_key()
             return await self._step_session(key, text, calls, timeout)
 
     async def _step_session(self, key: str, text: str, calls: tuple[ToolCall, ...], timeout: float | None) -> dict[str, Any]:
@@ -135,6 +136,11 @@ class OpenEnvEpisode:
             call = SessionCall(session=self._session, call="close", key="close")
             await self._client.call(call, timeout=CLOSE_SECONDS)
 
+    def _new_key(self) -> str:
+        """A key that no other call has, of whatever gateway."""
+        self._keys += 1
+        return f"{self._key}{self._keys:x}"
+
     @property
     def _session(self) -> str:
         return f"{self.name}-{self._number}"
@@ -151,7 +157,7 @@ class OpenEnvEpisode:
 
     async def _call_session(self, kind: Any, *, key: str = "", timeout: float | None = None, **fields: Any) -> SessionAnswer:
         """An answer that was executed, now or before; raises `FrameError` otherwise."""
-        call = SessionCall(session=self._session, call=kind, key=key or secrets.token_hex(8), **fields)
+        call = SessionCall(session=self._session, call=kind, key=key or self._new_key(), **fields)
         try:
             answer = await self._client.call(call, timeout=timeout or self._call_seconds)
         except MalformedMessage as malformed:

@@ -12,7 +12,7 @@ from types import TracebackType
 
 import anyio
 
-from fleetbus.deadlines import Deadline
+from fleetbus.deadlines import Deadline, Deadlines
 from fleetbus.loop_clock import get_clock
 from fleetbus_schemas import Outcome
 from fleetbus_workers.environment.failure_location import locate_error
@@ -41,7 +41,9 @@ class Stages:
     ``counters`` of the worker get ``begun_<stage>`` and ``ended_<stage>``: their difference is how many are in it now.
     """
 
-    def __init__(self, counters: MutableMapping[str, float] | None = None) -> None:
+    def __init__(self, counters: MutableMapping[str, float] | None = None, deadlines: Deadlines | None = None) -> None:
+        self.deadlines = deadlines
+        """What runs the limits of stages, if they need no timers of their own."""
         self.counters = {} if counters is None else counters
         self.timings: dict[str, float] = {}
         self.ended_at = 0.0
@@ -72,8 +74,10 @@ class _TimeLimit:
         self._stages, self._stage, self._limit, self._seconds = stages, stage, limit, seconds
         self._started = stages.now()
         self._deadline = None if shield else stages.deadline
-        self._scope: anyio.CancelScope | None = None
-        if self._deadline is None:
+        self._scope: anyio.CancelScope | Deadline | None = None
+        if self._deadline is None and stages.deadlines is not None and not shield:
+            self._scope = stages.deadlines.open(self._started + seconds)
+        elif self._deadline is None:
             self._scope = anyio.CancelScope(deadline=self._started + seconds, shield=shield)
 
     def __enter__(self) -> None:

@@ -6,6 +6,7 @@ was done is answered from there, the session of a dead worker is taken over by a
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,10 +20,12 @@ from anyio.abc import TaskGroup, TaskStatus
 from fleetbus.actions import LAG_PAUSES_SECONDS
 from fleetbus.bus.base import Request
 from fleetbus.core.journal import Journal, build_refusal
-from fleetbus.errors import BusClosed, BusError
+from fleetbus.deadlines import Deadlines
+from fleetbus.errors import BusClosed, BusError, RequestUnanswered
 from fleetbus.floor import read_floor_after
 from fleetbus.notifier import Notifier
 from fleetbus.task_pool import TaskPool
+from fleetbus.wakeup import Wakeup
 from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, SessionClaimed, decode, encode
 from fleetbus_schemas.session import SessionEnd
 from fleetbus_workers.environment.episode.stages import Superseded
@@ -41,13 +44,19 @@ log = structlog.get_logger()
 
 
 class _LocalCall:
-    """A call from this process; ``answer`` None at the end: it was not answered here."""
+    """A call from this process; ``answer`` None at the end: it was not answered here, or is not yet if it ``is_late``."""
 
-    __slots__ = ("answer", "done")
+    __slots__ = ("answer", "at", "done", "is_late")
 
-    def __init__(self) -> None:
-        self.done = anyio.Event()
+    def __init__(self, at: float) -> None:
+        self.at = at
+        self.done = Wakeup()
+        self.is_late = False
         self.answer: SessionAnswer | None = None
+
+    def pass_by(self) -> None:
+        self.at, self.is_late = math.inf, True
+        self.done.set()
 
 
 class SessionHost:
@@ -63,6 +72,8 @@ class SessionHost:
         self._calls = 0
         self._draining = False
         self._tasks: TaskPool | None = None
+        self._deadlines = Deadlines()
+        self._local_calls: set[_LocalCall] = set()
         self.serving = False
         """Whether calls arrive here. A worker that says so earlier is asked, and taken for gone."""
         self._session_removed = Notifier()
@@ -91,6 +102,7 @@ class SessionHost:
             try:
                 async with anyio.create_task_group() as group:
                     self._tasks = TaskPool(group)
+                    group.start_soon(self._deadlines.run)
                     group.start_soon(self._end_expired, group)
                     group.start_soon(sweep.run)
                     while True:
@@ -102,20 +114,30 @@ class SessionHost:
                             self._tasks.start_soon(self._handle, request)
             finally:
                 self.serving, self._tasks = False, None
+                for local_call in self._local_calls:  # also those whose task never began
+                    local_call.done.set()
                 with anyio.CancelScope(shield=True):  # each close is bounded by its own limit
                     await self._leave_sessions()
 
-    async def call(self, call: SessionCall) -> SessionAnswer | None:
+    async def call(self, call: SessionCall, until: float = math.inf) -> SessionAnswer | None:
         """A call from this process, as one over the bus: it runs to its end even if its caller does not wait for it. None if
-        nothing is served here, as where no worker responds."""
+        nothing is served here, as where no worker responds; raises `RequestUnanswered` at ``until`` (of the loop's clock)."""
         if self._tasks is None:
             return None
         if self._is_busy:
             return build_refusal(call, "busy", TOO_MANY_CALLS)
         self._calls += 1
-        local_call = _LocalCall()
+        local_call = _LocalCall(until)
         self._tasks.start_soon(self._handle_local, call, local_call)
-        await local_call.done.wait()
+        self._local_calls.add(local_call)
+        self._deadlines.add(local_call)
+        try:
+            await local_call.done.wait()
+        finally:
+            self._deadlines.remove(local_call)
+            self._local_calls.remove(local_call)
+        if local_call.is_late and local_call.answer is None:
+            raise RequestUnanswered(f"session {call.session}: no answer to {call.call} in time")
         return local_call.answer
 
     async def drain(self, seconds: float) -> None:
@@ -241,7 +263,7 @@ class SessionHost:
             await append(context.bus, context.subjects, call.session, journal, claim)
             if not journal.records and await self._is_refused(call, journal.last_sequence):
                 return build_refusal(call, "closed", "the session was opened before, and has left the log: name another")
-            stepwise_session = StepwiseSession(context, journal, session=call.session)
+            stepwise_session = StepwiseSession(context, journal, session=call.session, deadlines=self._deadlines)
             self._sessions[call.session] = stepwise_session
             is_hosted = True
             self._session_admitted.notify()

@@ -9,6 +9,7 @@ from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.core.journal import Journal, JournalEntry, read_journal
 from fleetbus.episodes import read_entry
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
+from fleetbus.loop_clock import get_clock
 from fleetbus_schemas import Subjects, encode
 from fleetbus_schemas.stored import STORED
 from fleetbus_workers.environment.episode.stages import Superseded
@@ -43,16 +44,17 @@ async def append(bus: Bus, subjects: Subjects, session: str, journal: Journal, e
 
     Raises `Superseded` when somebody else wrote first, `LogUnavailable` when the time is up.
     """
-    give_up_at = anyio.current_time() + STORE_SECONDS
+    now = get_clock()
+    give_up_at = now() + STORE_SECONDS
     subject = subjects.session(session)
     payload = encode(entry, subject=subject)
     while True:
         try:
-            left = give_up_at - anyio.current_time()
+            left = give_up_at - now()
             sequence = await _publish_entry(bus, subject, payload, journal.last_sequence, min(left, PUBLISH_SECONDS))
         except (LogFull, PublishUnanswered, RequestUnanswered) as error:
             problem = "the log is full" if isinstance(error, LogFull) else str(error)
-            if anyio.current_time() + RETRY_SECONDS >= give_up_at:
+            if now() + RETRY_SECONDS >= give_up_at:
                 raise LogUnavailable(f"{problem}, for {STORE_SECONDS:g} s") from error
             log.warning("journal write failed; retrying", session=session, reason=str(error))
             await anyio.sleep(RETRY_SECONDS)

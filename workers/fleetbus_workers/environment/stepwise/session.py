@@ -16,6 +16,7 @@ from fleetbus.core.journal import Journal, JournalEntry, build_refusal
 from fleetbus.core.reward_bounds import find_reward_problem
 from fleetbus.core.tool_calls import parse_tool_calls
 from fleetbus.core.turn_credit import unpaid_reward
+from fleetbus.deadlines import Deadlines
 from fleetbus_schemas import Action, MalformedMessage, SessionAnswer, SessionCall, SessionEnded, SessionRecorded, Task
 from fleetbus_schemas.session import SessionEnd
 from fleetbus_workers.environment.base import Environment, HoldsElsewhere, Start, Step, Verdict
@@ -57,14 +58,14 @@ class _PendingCall:
 class StepwiseSession:
     """``journal`` has one's own claim as its last entry. `over` is true once it has ended here."""
 
-    def __init__(self, context: WorkerContext, journal: Journal, *, session: str) -> None:
+    def __init__(self, context: WorkerContext, journal: Journal, *, session: str, deadlines: Deadlines | None = None) -> None:
         assert journal.claim is not None
         self._context = context
         self._journal = journal
         self._session = session
         self._claim = journal.claim
         self._task: Task = journal.claim.task
-        self._stages = Stages()
+        self._stages = Stages(deadlines=deadlines)
         self._environment: Environment | None = None
         self._holder: HoldsElsewhere | None = None
         self._turn = -1
@@ -72,7 +73,7 @@ class StepwiseSession:
         self._is_episode_over = False
         self._pending: dict[str, _PendingCall] = {}
         self._call_lock = anyio.Lock(fast_acquire=True)
-        self._started_at = self._idle_since = anyio.current_time()
+        self._started_at = self._idle_since = self._stages.now()
         self._is_closed = False
         self._endings = 0
         self._close_lock = anyio.Lock(fast_acquire=True)
@@ -113,7 +114,7 @@ class StepwiseSession:
                 return pending.answer
         finally:
             del self._pending[call.key]
-            self._idle_since = anyio.current_time()
+            self._idle_since = self._stages.now()
             pending.finish()
 
     async def restore(self) -> None:
@@ -202,7 +203,7 @@ class StepwiseSession:
         return "the episode is over: reset, or close" if call.call == "step" and self._is_episode_over else ""
 
     async def _perform_and_record(self, call: SessionCall) -> SessionAnswer:
-        started = anyio.current_time()
+        started = self._stages.now()
         try:
             answer = await self._perform(call)
         except EpisodeEnded as ended:
@@ -213,7 +214,7 @@ class StepwiseSession:
                 session=self._session,
                 call=call,
                 answer=answer,
-                seconds=anyio.current_time() - started,
+                seconds=self._stages.now() - started,
                 held=self._holder.held if self._holder is not None else "",
             )
         )
