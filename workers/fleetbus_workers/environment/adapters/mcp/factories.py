@@ -5,6 +5,7 @@ Above it is `specs`, which reads what a user writes; below it the connections.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
@@ -40,6 +41,8 @@ def build_warehouse_factory(context: AdapterContext) -> Factory:
 def build_object_factory(context: AdapterContext) -> Factory:
     """Environments over the server object that a user's function makes for each task."""
     serve = load_callable(f"environment {context.spec!r}", context.rest)
+    # A tool that raises is answered to the policy. The SDK logs a traceback of each as well, up to a second of its event loop.
+    logging.getLogger("mcp.server").setLevel(logging.CRITICAL)
     return _build_in_process_factory(context, serve, "fleet", replayable=bool(getattr(serve, "replayable", False)))
 
 
