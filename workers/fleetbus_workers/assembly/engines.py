@@ -58,17 +58,19 @@ def find_scratch_folder(configuration: Configuration, worker: str) -> Path:
 
 @asynccontextmanager
 async def launch_engine(configuration: Configuration, worker: str) -> AsyncIterator[tuple[Sampler, ChatTemplate]]:
-    """The sampler, ready to be run, and the model's template. Raises `UserError`, or `ModuleNotFoundError` for an extra."""
+    """The sampler, ready to be run, and the model's template. Cancelled while it only reads, it does not wait for its thread.
+    Raises `UserError`, or `ModuleNotFoundError` for an extra."""
     settings, folder = configuration.inference, find_model_folder(configuration.run)
     check_packages(settings.engine)
+    load = partial(anyio.to_thread.run_sync, abandon_on_cancel=True)
     processor: ImageProcessor | None = None
     if configuration.environment.images and settings.engine in ENGINES_WITH_VISION:
-        processor = await anyio.to_thread.run_sync(_load_image_processor, folder)
-    template = await anyio.to_thread.run_sync(partial(_load_template, folder, settings, processor))
+        processor = await load(_load_image_processor, folder)
+    template = await load(_load_template, folder, settings, processor)
     place = find_scratch_folder(configuration, worker) / "served"
     match settings.engine:
         case "torch":
-            yield await anyio.to_thread.run_sync(partial(_open_torch, folder, settings, processor)), template
+            yield await load(_open_torch, folder, settings, processor), template
         case "vllm":
             from fleetbus_workers.inference.vllm import VllmSampler
             from fleetbus_workers.inference.vllm.engine import EngineSettings

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 import anyio
 
+from fleetbus.control import run_until_drained
 from fleetbus_workers.assembly.engines import build_image_source, find_scratch_folder, launch_engine
 from fleetbus_workers.assembly.vision import check_vision, load_local_tasks
 from fleetbus_workers.inference.worker import run_inference
@@ -15,6 +17,8 @@ from fleetbus_workers.weights.store import get_object_store
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
     from fleetbus.config.settings import Configuration
+    from fleetbus_workers.inference.base import Sampler
+    from fleetbus_workers.inference.chat_template import ChatTemplate
 
 
 async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
@@ -22,8 +26,18 @@ async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.E
     check_vision(configuration, load_local_tasks(configuration), role="inference")
     folder = find_scratch_folder(configuration, name)
     fetcher = WeightsFetcher(folder / "fetched", get_object_store(bus, configuration.run.name))
+    engine = launch_engine(configuration, name)
+    loaded: list[tuple[Sampler, ChatTemplate]] = []
+
+    async def load() -> None:
+        loaded.append(await stack.enter_async_context(engine))
+
     try:
-        async with launch_engine(configuration, name) as (sampler, template):
+        async with AsyncExitStack() as stack:
+            await run_until_drained(drain, load)
+            if not loaded:  # asked to stop before it held anything: nothing is to be handed back
+                return
+            sampler, template = loaded[0]
             await run_inference(
                 bus,
                 configuration=configuration,

@@ -8,10 +8,12 @@ ends when `up` is gone, however that happened: see `fleetbus_workers.up.parent_d
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
+import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import anyio
 import click
@@ -57,7 +59,10 @@ def run_role(role: str, load_work: Callable[[], Work], values: dict[str, Any]) -
     work = import_work(load_work)
     _tune_collector()
     try:
-        return anyio.run(_serve, role, work, configuration, name, url, backend_options={"use_uvloop": os.name != "nt"})
+        status = anyio.run(_serve, role, work, configuration, name, url, backend_options={"use_uvloop": os.name != "nt"})
+        if role == "inference" and values.get("supervised"):
+            _exit_at_once(status)
+        return status
     except Exception as error:
         if is_bad_input(error):
             raise
@@ -66,6 +71,15 @@ def run_role(role: str, load_work: Callable[[], Work], values: dict[str, Any]) -
             return FINISHED
         structlog.get_logger().exception("crashed")
         return CRASHED
+
+
+def _exit_at_once(status: int) -> NoReturn:
+    """Everything is closed. What is left would keep `up` waiting: a thread that still imports torch or reads weights, or taking
+    the interpreter apart with torch in it, which are seconds on a busy machine."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _tune_collector() -> None:
