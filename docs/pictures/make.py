@@ -30,7 +30,7 @@ def serve_page(run: str) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-m", "fleetbus_workers.cli", "monitor", run, "--port", str(port)])
+    process = subprocess.Popen([sys.executable, "-m", "fleetbus_workers.cli", "monitor", run, "--no-key", "--port", str(port)])
     url = f"http://127.0.0.1:{port}/"
     try:
         ends = time.monotonic() + START_SECONDS

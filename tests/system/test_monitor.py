@@ -306,10 +306,12 @@ async def test_the_command_tells_its_address_and_stops_on_sigterm(tmp_path: Path
             async with process:
                 assert process.stdout is not None
                 line = (await BufferedByteReceiveStream(process.stdout).receive_until(b"\n", 1000)).decode()
-                address = re.fullmatch(rf"run {RUN}: (http://127\.0\.0\.1:\d+/)", line)
+                address = re.fullmatch(rf"run {RUN}: (http://127\.0\.0\.1:\d+/)\?key=([\w-]{{22}})\n?", line)
                 assert address is not None, line
                 async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
-                    assert (await client.get(f"{address[1]}api/overview")).json()["run"] == RUN
+                    assert (await client.get(f"{address[1]}api/overview")).status_code == 401
+                    headers = {"authorization": f"Bearer {address[2]}"}
+                    assert (await client.get(f"{address[1]}api/overview", headers=headers)).json()["run"] == RUN
                 process.send_signal(signal.SIGTERM)
                 assert await process.wait() == 0
                 rest = b"".join([chunk async for chunk in process.stdout])

@@ -51,7 +51,9 @@ def fetch(url: str) -> tuple[int, Any]:
 
 async def test_the_page_outlives_its_run_and_keeps_nothing_from_others(tmp_path: Path) -> None:
     await run(tmp_path, *ROLES, "up", "--steps", "2")
-    monitor = await anyio.open_process([*FLEETBUS, "monitor", "--port", "0"], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    monitor = await anyio.open_process(
+        [*FLEETBUS, "monitor", "--no-key", "--port", "0"], cwd=tmp_path, stderr=subprocess.DEVNULL
+    )
     try:
         assert monitor.stdout is not None
         address = (await monitor.stdout.receive()).decode().split()[-1]
@@ -107,8 +109,10 @@ async def test_up_serves_a_page_of_its_run_from_its_first_visit_on(tmp_path: Pat
                 pass
             address = line.split()[1]
             if visited:
-                status, overview = await anyio.to_thread.run_sync(fetch, f"{address}api/overview")
+                base, _, key = address.partition("?key=")
+                status, overview = await anyio.to_thread.run_sync(fetch, f"{base}api/overview?key={key}")
                 assert (status, overview["run"]) == (200, "default")
+                assert (await anyio.to_thread.run_sync(fetch, f"{base}api/overview"))[0] == 401
             up.send_signal(signal.SIGINT)
             assert await up.wait() == 130
     with pytest.raises(urllib.error.URLError):

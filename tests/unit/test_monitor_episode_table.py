@@ -40,9 +40,9 @@ def test_rows_are_filtered_and_sorted_with_what_has_no_value_last(query: dict[st
     assert names(**query) == found
 
 
-def test_an_episode_has_those_before_and_after_it_and_the_samples_of_its_group() -> None:
+def test_an_episode_has_those_before_and_after_it_and_the_samples_of_its_task_in_its_group() -> None:
     rows = {each.episode_id: each for each in [*ROWS, row("d", group_id="")]}
-    assert find_neighbours(rows, "b") == {"previous": "a", "next": "c", "siblings": ["a", "c"]}
+    assert find_neighbours(rows, "b") == {"previous": "a", "next": "c", "siblings": ["a"]}
     assert find_neighbours(rows, "d") == {"previous": "c", "next": None, "siblings": []}
     assert find_neighbours(rows, "nobody") == {"previous": None, "next": None, "siblings": []}
 

@@ -29,12 +29,23 @@ DEFAULT_PORT = 8450
 @run_argument
 @click.option("--port", type=click.IntRange(0, 65_535), default=DEFAULT_PORT, metavar="N", help="Port; 0: any [8450]")
 @click.option(
-    "--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on; other than loopback, the page has no login"
+    "--host",
+    default="127.0.0.1",
+    metavar="ADDRESS",
+    help="Address to listen on; other than loopback, no key is asked for without --key",
 )
 @click.option("--allow-host", multiple=True, metavar="NAME", help="Answer under this host name, too (of a proxy, for instance)")
+@click.option(
+    "--key/--no-key",
+    "with_key",
+    default=None,
+    help="Ask for the key in the address that is printed (default: on loopback, which other users of the machine reach, too)",
+)
 @nats_http_option
 @reach_options
-def command(run: str | None, port: int, host: str, allow_host: tuple[str, ...], nats_http: str, **values: Any) -> int:
+def command(
+    run: str | None, port: int, host: str, allow_host: tuple[str, ...], with_key: bool | None, nats_http: str, **values: Any
+) -> int:
     """Serve a web page about a run: workers, curves, groups, episodes token by token, the log.
 
     The page is live during the run; afterwards it shows the run's files. Ctrl-C ends the server. Needs
@@ -47,12 +58,14 @@ def command(run: str | None, port: int, host: str, allow_host: tuple[str, ...], 
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install 'fleetbus[monitor]'") from error
-    from fleetbus_workers.serving.listeners import bind
+    from fleetbus_workers.monitor.access_key import generate_key
+    from fleetbus_workers.serving.listeners import bind, is_loopback
 
     configuration = load_settings({**values, "run__name": run}).configuration
     address = build_address_resolver(configuration, nats_http)
+    key = generate_key() if with_key or (with_key is None and is_loopback(host)) else ""
     with bind(host, port) as bound:
-        work = partial(_serve, configuration, host, bound, address, allow_host)
+        work = partial(_serve, configuration, host, bound, address, allow_host, key)
         anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
     return FINISHED
 
@@ -63,6 +76,7 @@ async def _serve(
     bound: socket.socket,
     nats_http: Callable[[], str | None],
     allowed_hosts: tuple[str, ...],
+    key: str,
 ) -> None:
     from fleetbus.logs import configure_logs
     from fleetbus_workers.monitor.serve import serve
@@ -92,5 +106,6 @@ async def _serve(
                 nats_http=nats_http,
                 driver=driver,
                 allowed_hosts=allowed_hosts,
+                key=key,
             )
         tasks.cancel_scope.cancel()

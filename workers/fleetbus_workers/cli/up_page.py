@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import secrets
 import socket
 from collections.abc import Callable
 
@@ -26,11 +27,12 @@ async def serve_page(configuration: Configuration, show: Callable[[str], None], 
     if missing:
         show("page: not served, it needs pip install 'fleetbus[monitor]' (--no-monitor: do not serve it)")
         return
+    key = secrets.token_urlsafe(16)
     with _listen() as bound:
-        show(f"page: http://{HOST}:{bound.getsockname()[1]}/ (--no-monitor: do not serve it)")
+        show(f"page: http://{HOST}:{bound.getsockname()[1]}/?key={key} (--no-monitor: do not serve it)")
         try:
             if await _is_visited(bound, stop):
-                await _serve(configuration, bound, stop)
+                await _serve(configuration, bound, stop, key)
         except* Exception as errors:  # what is wrong with the page is no reason to end the training
             log.warning("page failed; the run goes on without it", exc_info=errors)
             show(f"page stopped: {_describe(errors)}; `fleetbus monitor {configuration.run.name}` serves it")
@@ -60,7 +62,7 @@ async def _is_visited(bound: socket.socket, stop: anyio.Event) -> bool:
     return not stop.is_set()
 
 
-async def _serve(configuration: Configuration, bound: socket.socket, stop: anyio.Event) -> None:
+async def _serve(configuration: Configuration, bound: socket.socket, stop: anyio.Event, key: str) -> None:
     from fleetbus_workers.monitor.serve import serve
 
     async with open_run(configuration, "monitor") as bus:
@@ -72,6 +74,7 @@ async def _serve(configuration: Configuration, bound: socket.socket, stop: anyio
             stop=stop,
             on_ready=lambda address: None,
             driver=build_driver(configuration),
+            key=key,
         )
 
 

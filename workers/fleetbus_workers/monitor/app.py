@@ -25,6 +25,7 @@ from fleetbus.recording.episodes import build_episode_subjects, read_transcript
 from fleetbus_schemas import Action, Subjects
 from fleetbus_schemas.subjects import InvalidName, check_name
 from fleetbus_schemas.tokens import count_tokens, unpack_ids, unpack_logprobs
+from fleetbus_workers.monitor.access_key import AccessKey
 from fleetbus_workers.monitor.episode_table import build_csv, choose_rows, find_neighbours
 from fleetbus_workers.monitor.other_runs import list_other_runs, read_other_run
 from fleetbus_workers.monitor.reward_histogram import build_reward_histogram
@@ -52,8 +53,8 @@ _HEADERS = {
 
 
 class Site:
-    """One watched run as a web application; ``runs`` is the folder of this machine's runs. Set ``stopping`` to end the streams
-    of events."""
+    """One watched run as a web application; ``runs`` is the folder of this machine's runs; ``key`` is asked for unless empty
+    (see `AccessKey`). Set ``stopping`` to end the streams of events."""
 
     def __init__(
         self,
@@ -64,6 +65,7 @@ class Site:
         guard: GuardSettings,
         admission: float,
         runs: Path,
+        key: str = "",
     ) -> None:
         self._runs = runs
         self._watch = watch
@@ -73,6 +75,8 @@ class Site:
         self._overview: tuple[float, bytes] = (-1.0, b"")
         self.stopping = anyio.Event()
         middleware = [Middleware(_SecurityHeaders), Middleware(BrowserGuard, settings=guard)]
+        if key:
+            middleware.append(Middleware(AccessKey, key=key))
         self.app = Starlette(
             routes=[
                 Route("/", self.page),

@@ -32,16 +32,21 @@ def choose_rows(rows: Iterable[EpisodeRow], describe_state: DescribeState, query
 
 
 def find_neighbours(rows: Mapping[str, EpisodeRow], episode: str) -> dict[str, Any]:
-    """The episodes requested just before and after this one, and the others of its group."""
+    """The episodes requested just before and after this one, and the others of its task in its group, as an evaluation is a
+    group of many tasks."""
     names = list(rows)
     if episode not in rows:
         return {"previous": None, "next": None, "siblings": []}
-    at, group = names.index(episode), rows[episode].group_id
+    at, one = names.index(episode), rows[episode]
     return {
         "previous": names[at - 1] if at else None,
         "next": names[at + 1] if at + 1 < len(names) else None,
-        "siblings": [name for name, row in rows.items() if group and row.group_id == group and name != episode],
+        "siblings": [name for name, row in rows.items() if name != episode and _are_siblings(row, one)],
     }
+
+
+def _are_siblings(row: EpisodeRow, one: EpisodeRow) -> bool:
+    return bool(one.group_id) and (row.group_id, row.task_key) == (one.group_id, one.task_key)
 
 
 def build_csv(rows: Sequence[EpisodeRow], describe_state: DescribeState) -> str:

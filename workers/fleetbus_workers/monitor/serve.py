@@ -13,6 +13,7 @@ from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration
 from fleetbus_schemas import Subjects
 from fleetbus_workers.assembly.model import find_model_folder
+from fleetbus_workers.monitor.access_key import PARAMETER
 from fleetbus_workers.monitor.app import Site
 from fleetbus_workers.monitor.token_decoder import load_token_decoder
 from fleetbus_workers.overview.run_observer import RunObserver
@@ -23,6 +24,11 @@ from fleetbus_workers.serving.connections import Bounds, build_bounded_protocol
 from fleetbus_workers.serving.listeners import SignalFreeServer, format_host
 
 STOP_SECONDS = 3
+
+
+def build_address(host: str, bound: socket.socket, key: str) -> str:
+    """What a person opens."""
+    return f"http://{format_host(host)}:{bound.getsockname()[1]}/{f'?{PARAMETER}={key}' if key else ''}"
 
 
 async def serve(
@@ -36,16 +42,17 @@ async def serve(
     nats_http: Callable[[], str | None] = lambda: None,
     driver: Driver | None = None,
     allowed_hosts: Sequence[str] = (),
+    key: str = "",
 ) -> None:
     """Watch the run and serve its page on ``bound`` until ``stop`` is set. ``on_ready`` gets the address once it answers;
     ``nats_http`` says where the NATS server tells of itself now, as `fleetbus_workers.overview.nats_http` takes it; ``driver``
-    is who drives the run, as far as it is known."""
+    is who drives the run, as far as it is known; ``key`` is asked for, and stands in the address, unless empty."""
     subjects = Subjects(configuration.run.name)
     watch = RunObserver(bus, subjects, RunState(configuration.learner.steps), driver)
     words = await anyio.to_thread.run_sync(load_token_decoder, find_model_folder(configuration.run))
     guard = build_guard_settings(host, allowed_hosts, ())
     runs = run_folder(configuration.run).path.parent
-    site = Site(watch, subjects, words, guard=guard, admission=configuration.nats.admission, runs=runs)
+    site = Site(watch, subjects, words, guard=guard, admission=configuration.nats.admission, runs=runs, key=key)
     protocol = build_bounded_protocol(Bounds())
     settings = uvicorn.Config(
         site.app,
@@ -68,7 +75,7 @@ async def serve(
             server.should_exit = True
 
         tasks.start_soon(wait_until_ready)
-        on_ready(f"http://{format_host(host)}:{bound.getsockname()[1]}/")
+        on_ready(build_address(host, bound, key))
         try:
             await server.serve(sockets=[bound])
         finally:

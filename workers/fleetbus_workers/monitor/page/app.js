@@ -115,5 +115,7 @@ addEventListener("hashchange", () => draw({ fresh: true }));
 document.getElementById("theme").addEventListener("click", theme);
 const chosen = localStorage.getItem("theme");
 if (chosen) document.documentElement.dataset.theme = chosen;
+/* The key in the address is a cookie by now. */
+if (location.search) history.replaceState(null, "", location.pathname + location.hash);
 draw();
 listen();

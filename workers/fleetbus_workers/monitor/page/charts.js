@@ -32,7 +32,26 @@ export function chart(title, series, { stacked = false, floor = 0, ceiling = nul
     series.forEach((each, index) => { const found = each.values.find(([value]) => value === step); legend.children[index].lastChild.textContent = found ? `${number(found[1], digits)}${unit} (${step})` : "–"; });
   });
   svg.addEventListener("pointerleave", () => cursor.setAttribute("visibility", "hidden"));
-  return el("div", {}, svg, legend);
+  return el("div", {}, svg, legend, el("button", { type: "button", class: "link", title: `${title} as a picture`, click: () => savePng(svg, title) }, "PNG"));
+}
+
+const DRAWN = ["fill", "stroke", "stroke-width", "stroke-dasharray", "fill-opacity", "font-size", "font-family", "visibility"];
+
+/** The chart as a file, twice as large: with the styles that it has here, on the ground of the page. */
+function savePng(svg, title) {
+  const copy = svg.cloneNode(true), copied = [copy, ...copy.querySelectorAll("*")];
+  [svg, ...svg.querySelectorAll("*")].forEach((node, index) => { const has = getComputedStyle(node); for (const name of DRAWN) copied[index].setAttribute(name, has.getPropertyValue(name)); });
+  copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
+  copy.setAttribute("width", WIDTH); copy.setAttribute("height", HEIGHT);
+  const image = new Image();
+  image.onload = () => {
+    const canvas = Object.assign(document.createElement("canvas"), { width: 2 * WIDTH, height: 2 * HEIGHT }), context = canvas.getContext("2d");
+    context.fillStyle = getComputedStyle(svg.closest("section")).backgroundColor;
+    context.fillRect(0, 0, canvas.width, canvas.height);
+    context.drawImage(image, 0, 0, canvas.width, canvas.height);
+    el("a", { href: canvas.toDataURL("image/png"), download: `${title.toLowerCase().replace(/[^a-z0-9]+/g, "-")}.png` }).click();
+  };
+  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(new XMLSerializer().serializeToString(copy))}`;
 }
 
 /** Columns of steps by bins of rewards, as `RewardHistogram` says: the stronger a cell, the larger its share of the column. */

@@ -7,7 +7,7 @@ const STATES = { working: "good", draining: "warn", starting: "dim", silent: "ba
 
 export function overview(shown, points, evaluations) {
   const { numbers, workers, log, server, stalls, notes, ending } = shown;
-  return [over(ending), stuck(stalls), worthKnowing(notes), failures(numbers.failures), el("div", { class: "grid" }, section("Reward and success", rewardChart(points, evaluations)), cards(numbers, stalls)), workerTable(workers), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, numbers, ending)), ending && log.problem ? null : natsServer(server)].filter(Boolean);
+  return [over(ending), stuck(stalls), worthKnowing(notes), failures(numbers.failures), el("div", { class: "grid" }, section("Reward and success", rewardChart(points, evaluations)), cards(numbers, stalls)), workerTable(workers, ending), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, numbers, ending)), ending && log.problem ? null : natsServer(server)].filter(Boolean);
 }
 
 /** For a run that has ended: when and how it ended, and how to resume it. */
@@ -41,8 +41,8 @@ function cards(numbers, stalls) {
   return el("section", { "aria-label": "Run" }, el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))));
 }
 
-function workerTable(workers) {
-  if (!workers.length) return section("Workers", el("p", { class: "empty" }, "no heartbeat received yet"));
+function workerTable(workers, ending) {
+  if (!workers.length) return section("Workers", el("p", { class: "empty" }, ending ? "none any more" : "no heartbeat received yet"));
   const columns = [
     ["worker", (row) => row.worker],
     ["role", (row) => row.role],
@@ -101,7 +101,7 @@ function natsServer(server) {
   const consumers = [["consumers", (row) => row.kind], ["number", (row) => number(row.consumers), "number"], ["pending", (row) => number(row.pending), "number"], ["unacked", (row) => number(row.unacked), "number"], ["redelivered", (row) => number(row.redelivered), "number"]];
   const clients = [["connection", (row) => row.worker], ["role", (row) => row.role], ["unread", (row) => el("span", { class: row.pending_bytes ? "warn" : "" }, bytes(row.pending_bytes)), "number"], ["received", (row) => number(row.received), "number"], ["sent", (row) => number(row.sent), "number"], ["idle", (row) => row.idle, "number"]];
   return section("NATS server",
-    server.hint ? el("p", { class: "empty" }, server.hint) : el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
+    !server.version && !server.hint ? null : server.hint ? el("p", { class: "empty" }, server.hint) : el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
     ...server.cut.map((each) => el("p", { class: "bad" }, `${each.worker} was disconnected at ${each.at}: ${each.reason}`)),
     el("div", { class: "grid" },
       server.consumers.length ? table("Durable consumers by content", consumers, server.consumers) : null,
