@@ -14,18 +14,52 @@ import click
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), required=False)
 @click.option("--seed", default=0, metavar="N", help="Seed of conversations and training [0]")
 @click.option("--vision", is_flag=True, help="Build a small vision model for the environment colours")
+@click.option("--environment", "spec", metavar="SPEC", help="Build a policy for this environment (as for `up`)")
+@click.option("--tasks", "location", metavar="FILE", help="Tasks of that environment; those that `up` holds out are not played")
+@click.option(
+    "--episodes", type=click.IntRange(16), default=2000, show_default=True, metavar="N", help="Episodes of random play"
+)
+@click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="TOML file with settings of that environment")
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON")
-def command(folder: Path | None, seed: int, vision: bool, as_json: bool) -> None:
+def command(
+    folder: Path | None,
+    seed: int,
+    vision: bool,
+    spec: str | None,
+    location: str | None,
+    episodes: int,
+    config: Path | None,
+    as_json: bool,
+) -> None:
     """Print the path of the starter policy that comes with fleetbus, or build a new one into FOLDER.
+
+    With --environment it is one for your own tools or texts: a small model that imitates random play in your environment,
+    rewarded play more often, and has everything else to learn. Nothing has to be solved beforehand.
 
     Building takes minutes on one core and needs `pip install 'fleetbus[torch]'`. Use it with `fleetbus up --model FOLDER`.
     """
-    if folder is None and vision:
-        raise click.UsageError("--vision needs a FOLDER: no model that sees is shipped")
+    if folder is None and (vision or spec or location):
+        raise click.UsageError("name a FOLDER for the model that is built")
+    if (spec is None) != (location is None) or (spec and vision):
+        raise click.UsageError("--environment and --tasks belong together, and are not for --vision")
     if folder is None:
         _print_location(as_json)
+        return
+    report = _show_on_stderr if as_json else click.echo
+    if spec and location:
+        facts = _build_for_environment(folder, spec, location, episodes, seed, {"config": config}, report)
+        how = f" --environment {spec} --tasks {location}"
     else:
-        _build(folder, seed, vision, as_json)
+        facts = _build(folder, seed, vision, report)
+        how = " --environment colours --environment-images --tasks FILE" if vision else ""
+    if as_json:
+        print(json.dumps({"folder": str(folder), **facts}))
+    else:
+        print(f"built in {folder}; train it with `fleetbus up --model {folder}{how}`")
+
+
+def _show_on_stderr(line: str) -> None:
+    click.echo(line, err=True)
 
 
 def _print_location(as_json: bool) -> None:
@@ -34,13 +68,19 @@ def _print_location(as_json: bool) -> None:
     print(json.dumps({"folder": str(find_starter_folder())}) if as_json else find_starter_folder())
 
 
-def _build(folder: Path, seed: int, vision: bool, as_json: bool) -> None:
+def _check_new(folder: Path) -> None:
+    from fleetbus.errors import UserError
+
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is not empty: name a new folder")
+
+
+def _build(folder: Path, seed: int, vision: bool, report: Callable[[str], None]) -> dict[str, Any]:
     import msgspec
 
     from fleetbus.errors import UserError
 
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty: name a new folder")
+    _check_new(folder)
     build: Callable[..., Any]
     try:
         if vision:
@@ -54,9 +94,41 @@ def _build(folder: Path, seed: int, vision: bool, as_json: bool) -> None:
     except ModuleNotFoundError as error:
         extras = "torch,vision" if vision else "environment,torch"
         raise UserError(f"{error.name} is not installed: pip install 'fleetbus[{extras}]'") from error
-    report = build(folder, seed=seed, report=lambda line: click.echo(line, err=as_json))
-    if as_json:
-        print(json.dumps({"folder": str(folder), **msgspec.structs.asdict(report)}))
-    else:
-        how = " --environment colours --environment-images --tasks FILE" if vision else ""
-        print(f"built in {folder}; train it with `fleetbus up --model {folder}{how}`")
+    return msgspec.structs.asdict(build(folder, seed=seed, report=report))
+
+
+def _build_for_environment(
+    folder: Path,
+    spec: str,
+    location: str,
+    episodes: int,
+    seed: int,
+    values: dict[str, Any],
+    report: Callable[[str], None],
+) -> dict[str, Any]:
+    import anyio
+    import msgspec
+
+    from fleetbus.core.splits import split_tasks
+    from fleetbus.errors import UserError
+    from fleetbus.tasks import load_dataset
+    from fleetbus_workers.cli.options import load_settings
+
+    _check_new(folder)
+    tasks, _ = split_tasks(load_dataset(location))
+    configuration = load_settings({**values, "run__environment": (spec,)}, earlier=False).configuration
+    try:
+        import torch
+
+        from fleetbus_workers.assembly.environments import open_environments
+        from fleetbus_workers.starter.environment_starter import build_environment_starter, play_guesses
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is not installed: pip install 'fleetbus[environment,torch]'") from error
+
+    async def play() -> Any:
+        async with open_environments(configuration, specs=spec) as factory:
+            return await play_guesses(factory, tasks, configuration, episodes=episodes, seed=seed)
+
+    played = anyio.run(play)
+    torch.set_num_threads(1)  # matrices of a model this small cost less than the threads' waiting for each other
+    return msgspec.structs.asdict(build_environment_starter(folder, played, seed=seed, report=report))

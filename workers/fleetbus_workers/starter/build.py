@@ -5,7 +5,7 @@ The result plays the default task well enough to be rewarded now and then, and b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -72,24 +72,25 @@ def build_starter(
     tokenizer = train_tokenizer(render(played.messages) for played in conversations[:TOKENIZER_CONVERSATIONS])
     report(f"tokenizer: {len(tokenizer)} tokens")
     model = build_model(tokenizer, seed=seed)
-    copy_steps = _train_copying(model, len(tokenizer), seed, settings.copy_steps, report)
+    copy_steps = train_copying(model, len(tokenizer), seed, settings.copy_steps, report)
     fit(
         model,
-        _tokenize(tokenizer, conversations),
+        tokenize(tokenizer, conversations),
         steps=settings.imitation_steps,
         batch_size=BATCH_SIZE,
         seed=seed,
-        after_step=_build_reporter("imitating the expert", settings.imitation_steps, report),
+        after_step=build_reporter("imitating the expert", settings.imitation_steps, report),
     )
     warehouses = [draw_warehouse(TEST_SEED + index) for index in range(settings.test_episodes)]
     result = _evaluate(model, tokenizer, warehouses, copy_steps)
-    _save(model, tokenizer, folder)
+    save_model(model, tokenizer, folder)
     report(f"solves {result.sampled_success:.1%} of the test episodes sampled, {result.greedy_success:.1%} greedily")
     return result
 
 
-def _train_copying(model: PreTrainedModel, tokens: int, seed: int, steps: int, report: Callable[[str], None]) -> int:
-    show = _build_reporter("learning to copy", steps, report)
+def train_copying(model: PreTrainedModel, tokens: int, seed: int, steps: int, report: Callable[[str], None]) -> int:
+    """Train on random tokens that repeat; returns the steps done."""
+    show = build_reporter("learning to copy", steps, report)
 
     def stop_when_copied(step: int, loss: float) -> bool:
         show(step, loss)
@@ -99,7 +100,9 @@ def _train_copying(model: PreTrainedModel, tokens: int, seed: int, steps: int, r
     return fit(model, sequences, steps=steps, batch_size=BATCH_SIZE, seed=seed, decayed_to=1.0, after_step=stop_when_copied)
 
 
-def _build_reporter(what: str, steps: int, report: Callable[[str], None]) -> Callable[[int, float], bool]:
+def build_reporter(what: str, steps: int, report: Callable[[str], None]) -> Callable[[int, float], bool]:
+    """What `fit` calls after each step, to say every 20 steps how far it is."""
+
     def after_step(step: int, loss: float) -> bool:
         if step % 20 == 0 or step == steps:
             report(f"{what}: step {step} of {steps}, loss {loss:.3f}")
@@ -108,7 +111,8 @@ def _build_reporter(what: str, steps: int, report: Callable[[str], None]) -> Cal
     return after_step
 
 
-def _tokenize(tokenizer: Any, conversations: list[Conversation]) -> Sequences:
+def tokenize(tokenizer: Any, conversations: Sequence[Conversation]) -> Sequences:
+    """Token ids and masks of what the policy said, one array each per conversation."""
     encoded = [encode_with_mask(tokenizer, played.messages) for played in conversations]
     return [np.array(ids, np.int32) for ids, _ in encoded], [np.array(mask, np.bool_) for _, mask in encoded]
 
@@ -123,7 +127,8 @@ def _evaluate(model: PreTrainedModel, tokenizer: Any, warehouses: list[Warehouse
     )
 
 
-def _save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """Write a folder that `from_pretrained` loads and that samples at temperature 1."""
     # Made from the tokenizer, because the configuration's own defaults (greedy, no pad token) are not what a policy needs.
     model.generation_config = GenerationConfig(
         do_sample=True,

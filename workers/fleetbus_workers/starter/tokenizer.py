@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from fleetbus_schemas import ChatMessage
@@ -54,12 +54,15 @@ def render(messages: Sequence[ChatMessage]) -> str:
     return "".join(f"{TURN_START}{message.role}\n{message.content}{TURN_END}\n" for message in messages)
 
 
-def train_tokenizer(texts: Iterable[str]) -> Any:
-    """A `PreTrainedTokenizerFast` trained on rendered conversations, with the chat template."""
+def train_tokenizer(texts: Iterable[str], *, whole_words: bool = False) -> Any:
+    """A `PreTrainedTokenizerFast` trained on rendered conversations, with the chat template. With ``whole_words`` no token has
+    letters and something else, so that a word is the same tokens in a question, in quotes and in JSON."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    split: list[Any] = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    if whole_words:
+        pieces = pre_tokenizers.Split(Regex(r"\p{L}+|\p{N}|[^\p{L}\p{N}]+"), "isolated")
+        split = [pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY_SIZE - len(MARK_TOKENS),

@@ -34,7 +34,7 @@ def build_random_policy(seed: int) -> Policy:
             tool = choose.choice(list(tools))
             call = {"name": tool.name, "arguments": _fill_object(tool.parameters, choose)}
             return f"<tool_call>{json.dumps(call)}</tool_call>"
-        words = [word for message in messages for word in _WORD.findall(_read_text(message))]
+        words = [word for message in messages for word in _WORD.findall(read_text(message))]
         said: str = choose.choice([*words, "1"])
         return said
 
@@ -49,7 +49,8 @@ def find_oracle(task: Task) -> Sequence[str] | None:
     return told if isinstance(told, list) and told and all(isinstance(text, str) for text in told) else None
 
 
-def _read_text(message: ChatMessage) -> str:
+def read_text(message: ChatMessage) -> str:
+    """The text of a message, without its images."""
     content = message.content
     return content if isinstance(content, str) else " ".join(getattr(part, "text", "") for part in content)
 
@@ -58,10 +59,11 @@ def _fill_object(schema: Mapping[str, Any], choose: random.Random) -> dict[str, 
     """Arguments: all that are required, and each other one half of the time."""
     required = schema.get("required", ())
     properties = schema.get("properties", {})
-    return {name: _fill(inner, choose) for name, inner in properties.items() if name in required or choose.random() < 0.5}
+    return {name: fill_schema(inner, choose) for name, inner in properties.items() if name in required or choose.random() < 0.5}
 
 
-def _fill(schema: Any, choose: random.Random) -> Any:
+def fill_schema(schema: Any, choose: random.Random) -> Any:
+    """A random value that a JSON schema of a tool's argument allows."""
     if not isinstance(schema, Mapping):
         return ""
     if schema.get("enum"):
@@ -75,7 +77,7 @@ def _fill(schema: Any, choose: random.Random) -> Any:
         case "boolean":
             return choose.random() < 0.5
         case "array":
-            return [_fill(schema.get("items", {}), choose) for _ in range(choose.randint(0, 2))]
+            return [fill_schema(schema.get("items", {}), choose) for _ in range(choose.randint(0, 2))]
         case "object":
             return _fill_object(schema, choose)
         case "null":

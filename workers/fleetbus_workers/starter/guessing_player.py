@@ -1,0 +1,117 @@
+"""A player that knows no environment: it takes names, numbers and formats from what it is shown, mostly the wrong ones. Pure.
+
+What it plays in an environment of somebody's own is what a small policy imitates before it is trained there: calls that the
+tools accept and answers in the form that is asked for. It is never told what is right.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fleetbus.core.prompts import TOOL_RESULT
+from fleetbus_schemas import ChatMessage, ToolSpec
+from fleetbus_workers.environment.check.policies import Policy, fill_schema, read_text
+from fleetbus_workers.starter.conversation import DONE
+
+MOST_IN_RANGE = 1000
+LARGEST_GUESS = 20
+
+_QUOTED = re.compile(r'"([^"\n]{1,60})"|`([^`\n]{1,60})`|(?<!\w)\'([^\'\n]{1,60})\'(?!\w)')
+_NUMBER = re.compile(r"-?\d+")
+_WORD = re.compile(r"[^\W\d_][\w-]*")
+_RANGE = re.compile(r"(-?\d+)\s*(?:and|to|through|\.\.|-)\s*(-?\d+)")
+_BRACKETED = re.compile(r"\[([^\[\]\n]{1,40})\]")
+_LISTED = re.compile(r"[:(]\s*([^\n:().?]+(?:(?:,| or )\s*[^\n:().?,]+)+)")
+_TAG = re.compile(r"<(answer|action|move|guess)>")
+
+
+def build_guessing_player(seed: int) -> Policy:
+    """The player with the random numbers of a seed."""
+    draw = random.Random(seed)
+
+    def act(messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> str:
+        shown = [read_text(message) for message in messages if message.role != "assistant"]
+        asked = read_text(next((message for message in messages if message.role == "user"), messages[0]))
+        return _use_tools(draw, asked, shown[-1], tools) if tools else _answer(draw, asked, shown)
+
+    return act
+
+
+def _use_tools(draw: random.Random, asked: str, last: str, tools: Sequence[ToolSpec]) -> str:
+    """A call of a tool; after a result, half of the time one of its values as the answer."""
+    found = list(_find_values(last)) if last != asked and not last.startswith("Error") else []
+    if found and draw.random() < 0.5:
+        return f"{draw.choice(found)} {DONE}"
+    tool = draw.choice(list(tools))
+    properties = tool.parameters.get("properties", {})
+    required = tool.parameters.get("required", ())
+    chosen = [name for name in properties if name in required or draw.random() < 0.5]
+    arguments = {name: _choose_argument(draw, properties[name], asked, found) for name in chosen}
+    return f"<tool_call>{json.dumps({'name': tool.name, 'arguments': arguments})}</tool_call>"
+
+
+def _choose_argument(draw: random.Random, schema: Any, asked: str, found: Sequence[str]) -> Any:
+    kind = schema.get("type") if isinstance(schema, Mapping) and not schema.get("enum") else None
+    if kind in ("integer", "number"):
+        numbers = [text for text in found if _NUMBER.fullmatch(text)] or _NUMBER.findall(asked)
+        return int(draw.choice(numbers)) if numbers else fill_schema(schema, draw)
+    if kind == "string":
+        texts = _find_quoted(asked) or _WORD.findall(asked)
+        texts += [text for text in found if not _NUMBER.fullmatch(text)]
+        return draw.choice(texts) if texts else fill_schema(schema, draw)
+    return fill_schema(schema, draw)
+
+
+def _find_values(result: str) -> Iterator[str]:
+    """Numbers and texts of a tool's result: the leaves of its JSON, else its words."""
+    text = result.removeprefix(TOOL_RESULT)
+    try:
+        yield from _list_leaves(json.loads(text))
+    except ValueError:
+        yield from _NUMBER.findall(text) or _WORD.findall(text)
+
+
+def _list_leaves(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for inner in value:
+            yield from _list_leaves(inner)
+    elif value is not None:
+        yield str(value)
+
+
+def _answer(draw: random.Random, asked: str, shown: Sequence[str]) -> str:
+    """Something that may be said here, in the form that the first message asks for."""
+    pools = [pool for pool in _list_pools(draw, asked, shown[-1]) if pool]
+    return _write(draw, draw.choice(draw.choice(pools)), "\n".join(shown[:2]))
+
+
+def _list_pools(draw: random.Random, asked: str, last: str) -> Iterator[list[str]]:
+    limits = [(int(low), int(high)) for low, high in _RANGE.findall(asked)]
+    inside = [str(draw.randint(low, high)) for low, high in limits if 0 <= high - low <= MOST_IN_RANGE]
+    yield inside
+    yield inside
+    yield _find_quoted(asked) + _BRACKETED.findall(asked)
+    yield [option.strip() for listed in _LISTED.findall(asked) for option in re.split(r",| or ", listed) if option.strip()]
+    yield _WORD.findall(last)
+    yield _NUMBER.findall(last)
+    yield [str(draw.randint(0, LARGEST_GUESS))]
+
+
+def _write(draw: random.Random, text: str, asked: str) -> str:
+    if tag := _TAG.search(asked):
+        return f"<{tag[1]}>{text}</{tag[1]}>"
+    if "\\boxed" in asked:
+        return f"\\boxed{{{text}}}"
+    if _BRACKETED.search(asked) or "bracket" in asked:
+        return f"[{text}]"
+    return f"{text} {DONE}" if DONE in asked else text
+
+
+def _find_quoted(text: str) -> list[str]:
+    return ["".join(groups) for groups in _QUOTED.findall(text)]
