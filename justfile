@@ -116,9 +116,14 @@ chaos *seeds="1":
 chaos-segments *seeds="1 2 3":
     for seed in {{seeds}}; do .venv/bin/python benchmarks/chaos.py --segments --seconds 40 --quiet 15 --evaluate 0 --json --seed "$seed" || exit 1; done
 
-# Run one benchmark by name and print its figures: `just bench step_loop`
+# Run one benchmark by name and print its figures: `just bench step_loop`; `just bench all --page benchmarks.md` runs those that
+# need nothing but this repository, into one JSON file
 bench name *arguments:
     .venv/bin/python benchmarks/{{name}}.py {{arguments}}
+
+# Compare the CPU of a step with that of a checkout of another commit, in turns: fails above 1.1 times
+bench-gate base *arguments:
+    .venv/bin/python benchmarks/loop_cpu.py --base {{base}} --most 1.1 {{arguments}}
 
 # Add golden bytes and defaults of new messages and fields; existing ones are never changed
 golden:

@@ -41,9 +41,10 @@ _POLL_SECONDS = 0.01
 
 _HEALTH = b"GET /healthz?js-enabled-only=true HTTP/1.0\r\n\r\n"
 
-GARBAGE_COLLECTION = {"GOGC": "400"}
-"""For a server with accounts. Each message that crosses from one to another leaves some garbage behind; collected a quarter as
-often, that costs some ten megabytes, and a server with a small heap saves a sixth of its time."""
+GO_RUNTIME = {"GOGC": "400", "GOMAXPROCS": str(max((os.cpu_count() or 1) // 2, 1))}
+"""For the server beside the workers of one machine, unless its environment says otherwise. Garbage that is collected a quarter
+as often costs some ten megabytes; with as many threads as cores it wakes them, and the workers wait, for work that one does.
+Both together save a fifth of its time (64 sessions, two cores)."""
 
 
 def find_server() -> Path:
@@ -170,7 +171,7 @@ class NatsServerProcess:
             command += ["-m", str(self._monitor_port or -1)]
         if self._ends_with_parent:
             command = build_parent_death_command(command, sent=signal.SIGTERM)
-        environment = {**GARBAGE_COLLECTION, **os.environ} if self._config is not None else None
+        environment = {**GO_RUNTIME, **os.environ}
         return await anyio.open_process(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=environment
         )
