@@ -145,11 +145,18 @@ def test_a_new_environment_is_short_and_passes_its_own_test(
     assert "3 passed" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["My-Game", "class", "../x", "2fast"])
+@pytest.mark.parametrize("name", ["My-Game", "class", "../x", "2fast", "x" * 300])
 def test_a_name_that_is_no_module_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert run_program(["new", "environment", name, "--folder", str(tmp_path)]) == 2
     assert "is not a module name" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_what_could_not_be_written_whole_is_not_written_in_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "test_my_game.py").symlink_to(tmp_path / "nowhere" / "file")
+    assert run_program(["new", "environment", "my_game", "--folder", str(tmp_path)]) == 2
+    assert "cannot be written to" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["test_my_game.py"]
 
 
 @pytest.mark.parametrize("name", ["json", "random", "fleetbus_schemas", "anyio"])

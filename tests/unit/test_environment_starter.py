@@ -14,6 +14,7 @@ from fleetbus.core.prompts import TOOL_RESULT
 from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
 from fleetbus.errors import UserError
 from fleetbus_schemas import ToolSpec
+from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.starter.conversation import Conversation
 from fleetbus_workers.starter.environment_starter import (
     REWARDED_SHARE,
@@ -176,3 +177,30 @@ def test_nothing_that_was_graded_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no episode was graded"):
         build_environment_starter(tmp_path / "none", [], report=print)
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--environment", "a:B", "--tasks", "t.json"], "name a FOLDER"),
+        (["new", "--environment", "a:B"], "belong together"),
+        (["new", "--tasks", "t.json"], "belong together"),
+        (["new", "--vision", "--environment", "a:B", "--tasks", "t.json"], "not for --vision"),
+        (["new", "--environment", "a:B", "--tasks", "missing.json"], "there is no such file"),
+        (["new", "--environment", "nowhere_at_all:B", "--tasks", "tasks.json"], "cannot import nowhere_at_all"),
+        (["full", "--environment", "a:B", "--tasks", "tasks.json"], "full is not empty"),
+        (["tasks.json", "--environment", "a:B", "--tasks", "tasks.json"], "tasks.json"),
+        (["new", "--environment", "a:B", "--tasks", "tasks.json", "--episodes", "3"], "--episodes"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tasks.json").write_text('{"tasks": [{"key": "a", "prompt": "p"}, {"key": "b", "prompt": "q"}]}')
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert run_program(["starter", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"tasks.json", "full"}

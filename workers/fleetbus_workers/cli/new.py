@@ -10,6 +10,8 @@ from pathlib import Path
 
 import click
 
+MOST_CHARS = 64
+
 
 @click.group("new")
 def command() -> None:
@@ -28,20 +30,27 @@ def environment(name: str, sync: bool, folder: Path) -> int:
     from fleetbus.errors import UserError
     from fleetbus_workers.cli.new_environment import build_files
 
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise UserError(f"{name!r} is not a module name; use lower-case letters, digits and _, as in my_game")
+    if not re.fullmatch(rf"[a-z][a-z0-9_]{{0,{MOST_CHARS - 1}}}", name) or keyword.iskeyword(name):
+        shown = name if len(name) <= MOST_CHARS else f"{name[:MOST_CHARS]}..."
+        raise UserError(
+            f"{shown!r} is not a module name; use at most {MOST_CHARS} lower-case letters, digits and _, as in my_game"
+        )
     files = {folder / file: text for file, text in build_files(name, asynchronous=not sync).items()}
     present = [str(path) for path in files if path.exists()]
     if present:
         raise UserError(f"already exists: {', '.join(present)}; choose another name or --folder")
     if importlib.util.find_spec(name):
         raise UserError(f"Python already has a module {name}, which yours would hide; choose another name")
+    written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
             with path.open("x", encoding="utf-8") as file:
+                written.append(path)
                 file.write(text)
     except OSError as error:
+        for path in written:
+            path.unlink(missing_ok=True)
         raise UserError(f"{folder}: cannot be written to ({error.strerror}); choose another folder with --folder") from error
     kind = "".join(part.capitalize() for part in name.split("_"))
     for path in files:
