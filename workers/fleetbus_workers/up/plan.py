@@ -11,6 +11,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_workers.up.memory import ModelShape, Parts, plan_engine, plan_learner, read_shape
 from fleetbus_workers.up.placement import Placement
+from fleetbus_workers.up.step_time import Device, StepTime, estimate_step, format_step
 
 CERTAIN = ("weights", "gradients", "optimizer", "critic", "reference")
 """Parts that are arithmetic; the others are estimates, upon which nobody is refused."""
@@ -23,6 +24,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     placement: Placement
     memory: int
     roles: tuple[Parts, ...]
+    step: StepTime | None = None
 
     @property
     def shortages(self) -> tuple[str, ...]:
@@ -49,14 +51,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
 
-def build_plan(shape: ModelShape, configuration: Configuration, placement: Placement, memory: int) -> Plan:
-    """The plan of a placement that was decided."""
-    roles = []
+def build_plan(
+    shape: ModelShape, configuration: Configuration, placement: Placement, memory: int, device: Device | None = None
+) -> Plan:
+    """The plan of a placement that was decided; with the time of a step on GPUs of one kind if ``device`` says which."""
+    engine = plan_engine(shape, configuration, memory) if any(placement.inference) else None
+    roles = [engine] if engine is not None else []
     if placement.learner:
-        roles.append(plan_learner(shape, configuration, placement.processes))
-    if any(placement.inference):
-        roles.append(plan_engine(shape, configuration, memory))
-    return Plan(shape=shape, placement=placement, memory=memory, roles=tuple(roles))
+        roles.insert(0, plan_learner(shape, configuration, placement.processes))
+    step = None
+    if device is not None:
+        processes, engines = placement.processes if placement.learner else 0, sum(map(bool, placement.inference))
+        step = estimate_step(shape, configuration, processes=processes, engines=engines, engine=engine, device=device)
+    return Plan(shape=shape, placement=placement, memory=memory, roles=tuple(roles), step=step)
 
 
 def format_plan(plan: Plan, name: str) -> list[str]:
@@ -72,6 +79,7 @@ def format_plan(plan: Plan, name: str) -> list[str]:
         lines.append(f"  {role.note}")
     if plan.placement.learner:
         lines.append(f"CPU memory while a checkpoint is written: {_format_gb(_count_checkpoint(plan))} GB on the machine")
+    lines += format_step(plan.step) if plan.step is not None and not plan.shortages else []
     return lines + [f"does not fit: {line}" for line in plan.shortages]
 
 
