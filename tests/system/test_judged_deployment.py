@@ -16,7 +16,7 @@ from fleetbus.recording import Recording, RecordingHeader
 from fleetbus_schemas import EpisodeFinished, StepTrained, Task
 from fleetbus_schemas.stored import STORED
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
-from fleetbus_workers.environment.base import Verdict
+from fleetbus_workers.environment.base import HoldsElsewhere, LivesElsewhere, Verdict
 from fleetbus_workers.environment.composed_reward import ComposedRewardFactory
 from fleetbus_workers.environment.specs import Factory
 from fleetbus_workers.judge.client import Judge
@@ -117,11 +117,18 @@ async def test_a_missing_component_costs_no_question() -> None:
 
 
 def test_what_outlives_a_worker_is_still_told_through_the_wrapper() -> None:
-    from fleetbus_workers.environment.base import HoldsElsewhere
-
     assert isinstance(wrap(None)(), HoldsElsewhere)
     plain = ComposedRewardFactory(Factory(ScriptedEnvironment), {}, None, max_chars=9000)
-    assert not isinstance(plain(), HoldsElsewhere)
+    assert not isinstance(plain(), HoldsElsewhere | LivesElsewhere)
+
+    class Distant(Named):
+        def assign(self, request: object, attempt: int, recorded: object) -> None:
+            self.attempt = attempt
+
+    distant = ComposedRewardFactory(Factory(Distant), {}, None, max_chars=9000)()
+    assert isinstance(distant, LivesElsewhere) and isinstance(distant, HoldsElsewhere)
+    distant.assign(None, 3, ())  # type: ignore[arg-type]
+    assert distant.implementation.attempt == 3  # type: ignore[attr-defined]
 
 
 class RememberingTrainer(ScriptedTrainer):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from fleetbus_workers.assembly.environments import open_environments
+from fleetbus_workers.assembly.environments import compose_rewards, open_environments
 from fleetbus_workers.environment.images.store import build_run_image_store
 from fleetbus_workers.environment.specs import EnvironmentFactory
 from fleetbus_workers.environment.worker import run_environment
@@ -42,5 +42,5 @@ async def work(
 
 async def work_with(factory: EnvironmentFactory, bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
     """The same with a factory of the caller's."""
-    async with factory.run():
-        await run_environment(bus, configuration=configuration, name=name, drain=drain, make=factory)
+    async with compose_rewards(factory, configuration) as composed, composed.run():
+        await run_environment(bus, configuration=configuration, name=name, drain=drain, make=composed)

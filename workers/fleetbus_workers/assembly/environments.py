@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fleetbus_workers.environment.composed_reward import ComposedRewardFactory
 from fleetbus_workers.environment.isolation.verifier import Policy, Verifier, VerifierLimits
 from fleetbus_workers.environment.keyed_specs import build_keyed_factory
-from fleetbus_workers.environment.specs import build_environment_factory
+from fleetbus_workers.environment.specs import EnvironmentFactory, build_environment_factory
 from fleetbus_workers.judge.opening import open_judge, read_weights
 
 if TYPE_CHECKING:
@@ -43,12 +43,21 @@ async def open_environments(
         store_image=store_image if configuration.environment.images else None,
     )
     factory = build_keyed_factory(specs or configuration.run.environment, make_factory)
+    async with verifier.run(), compose_rewards(factory, configuration, recorded_judge) as composed, composed.run():
+        yield composed
+
+
+@asynccontextmanager
+async def compose_rewards(
+    factory: EnvironmentFactory, configuration: Configuration, recorded_judge: AsksJudge | None = None
+) -> AsyncIterator[EnvironmentFactory]:
+    """The factory with rewards as ``reward`` says; itself where nothing is set. Raises `UserError`."""
     reward = configuration.reward
     async with open_judge(reward) if recorded_judge is None else nullcontext(recorded_judge) as judge:
-        if judge is not None or reward.weights:
-            weights = read_weights(reward, judged=judge is not None)
-            factory = ComposedRewardFactory(
-                factory, weights, judge, max_chars=reward.judge_max_chars, judges_groups=reward.judge_mode == "group"
-            )
-        async with verifier.run(), factory.run():
+        if judge is None and not reward.weights:
             yield factory
+            return
+        weights = read_weights(reward, judged=judge is not None)
+        yield ComposedRewardFactory(
+            factory, weights, judge, max_chars=reward.judge_max_chars, judges_groups=reward.judge_mode == "group"
+        )

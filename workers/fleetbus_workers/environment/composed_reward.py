@@ -11,10 +11,12 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fleetbus.core.reward_components import JUDGE, VERIFIER, combine, find_missing
-from fleetbus_schemas import Action, ChatMessage, Task
+from fleetbus_schemas import Action, ChatMessage, EpisodeRequested, Task
 from fleetbus_workers.environment.base import (
     Environment,
     HoldsElsewhere,
+    LivesElsewhere,
+    RecordedTurn,
     Start,
     Step,
     TaskEnvironmentFactory,
@@ -69,7 +71,7 @@ class ComposedRewardFactory:
             yield
 
     def _wrap(self, inner: Environment) -> Environment:
-        return (_HoldingEnvironment if isinstance(inner, HoldsElsewhere) else ComposedRewardEnvironment)(inner, self)
+        return _KINDS[isinstance(inner, HoldsElsewhere), isinstance(inner, LivesElsewhere)](inner, self)
 
 
 class ComposedRewardEnvironment:
@@ -143,3 +145,23 @@ class _HoldingEnvironment(ComposedRewardEnvironment):
 
     async def release(self, task: Task, held: str) -> None:
         await self._inner.release(task, held)
+
+
+class _LivingElsewhere(ComposedRewardEnvironment):
+    """The same around one whose other side does not end with its worker."""
+
+    def assign(self, request: EpisodeRequested, attempt: int, recorded: Sequence[RecordedTurn]) -> None:
+        self._inner.assign(request, attempt, recorded)
+
+
+class _Both(_HoldingEnvironment, _LivingElsewhere):
+    pass
+
+
+_KINDS: dict[tuple[bool, bool], type[ComposedRewardEnvironment]] = {
+    (False, False): ComposedRewardEnvironment,
+    (True, False): _HoldingEnvironment,
+    (False, True): _LivingElsewhere,
+    (True, True): _Both,
+}
+"""By what the inner one is asked for: a worker tells them by their methods."""
