@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleetbus.config.settings import AlgorithmSettings, Configuration, EpisodeSettings, TrainerSettings
+from fleetbus.config.settings import AlgorithmSettings, Configuration, EpisodeSettings, LearnerSettings, TrainerSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas.episode import DISTORTING
 from fleetbus_schemas.subjects import InvalidName, check_name
@@ -24,6 +24,7 @@ def check_configuration(configuration: Configuration) -> None:
             f"learner.advantage_estimator = {learner.advantage_estimator}: choose grpo, dr_grpo or gae"
         )
     _check_torch_only(configuration)
+    _check_clips(configuration)
     check_training(configuration.algorithm, configuration.trainer)
     store = configuration.weights.store
     if store not in ("folder", "nats") and "://" not in store:
@@ -71,6 +72,32 @@ def _check_torch_only(configuration: Configuration) -> None:
         )
     if algorithm.advantage and algorithm.credit_assignment == "turn":
         raise UserError("algorithm.advantage gives one advantage per episode: leave out algorithm.credit_assignment = turn")
+
+
+OTHER_CLIPS = {
+    "gspo": "about 0.0003 and 0.0004, of the whole sequence's mean ratio (arXiv 2507.18071)",
+    "cispo": "1 and 4, which bounds the weight by 5 alone (arXiv 2510.13786)",
+}
+"""Objectives whose clips are of another size than the defaults, which are `ppo_clip`'s."""
+
+
+def _check_clips(configuration: Configuration) -> None:
+    learner, objective = configuration.learner, configuration.algorithm.objective
+    default = LearnerSettings()
+    given = (learner.clip_ratio_low, learner.clip_ratio_high)
+    if (
+        objective in OTHER_CLIPS
+        and not configuration.algorithm.loss
+        and given
+        == (
+            default.clip_ratio_low,
+            default.clip_ratio_high,
+        )
+    ):
+        raise UserError(
+            f"learner.clip_ratio_low = {given[0]:g} and clip_ratio_high = {given[1]:g} are ppo_clip's: algorithm.objective = "
+            f"{objective} takes {OTHER_CLIPS[objective]}; set both"
+        )
 
 
 def _check_names(configuration: Configuration) -> None:

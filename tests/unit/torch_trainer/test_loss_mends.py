@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
+from fleetbus.config.check import check_configuration
+from fleetbus.config.settings import AlgorithmSettings, Configuration, LearnerSettings
 from fleetbus.core.corrections import CORRECTIONS, KL_ESTIMATORS
 from fleetbus.core.objectives import OBJECTIVES, Clip, find_clipped
+from fleetbus.errors import UserError
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
 from tests.support.trainable_model import VOCABULARY, make_sequence
@@ -82,3 +86,11 @@ def test_one_sequence_with_a_nan_leaves_the_update_of_the_others_as_it_is(folder
     assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
     with pytest.raises(ValueError, match="e2"):
         one.train([spoilt[2]], version=0, progress=0.0)
+
+
+@pytest.mark.parametrize("objective", ["gspo", "cispo"])
+def test_an_objective_with_clips_of_another_size_does_not_inherit_those_of_ppo(objective: Any) -> None:
+    algorithm = AlgorithmSettings(objective=objective)
+    with pytest.raises(UserError, match=rf"algorithm.objective = {objective} takes"):
+        check_configuration(Configuration(algorithm=algorithm))
+    check_configuration(Configuration(algorithm=algorithm, learner=LearnerSettings(clip_ratio_low=3e-4, clip_ratio_high=4e-4)))
