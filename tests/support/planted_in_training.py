@@ -13,11 +13,11 @@ import fleetbus_workers.learner.journal as book
 import fleetbus_workers.learner.pool as pool
 import fleetbus_workers.learner.publication as publication
 import fleetbus_workers.learner.resume as resume
-import fleetbus_workers.learner.worker as learner
 from fleetbus.archive_writer import ArchiveWriter
 from fleetbus.core.ledger import Ledger
 from fleetbus.core.retention import Retention
 from fleetbus_workers.learner.checkpoint_choice import CheckpointUnread, Choice, choose_checkpoint
+from fleetbus_workers.learner.checkpoint_storage import CheckpointStorage
 from fleetbus_workers.learner.checkpoints import Checkpoint, list_checkpoints, read_checkpoint
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.weights.store import BusStore, FolderStore
@@ -25,18 +25,19 @@ from fleetbus_workers.weights.store import BusStore, FolderStore
 
 def settled_as_of_the_checkpoint_instead_of_the_step(patch: pytest.MonkeyPatch) -> None:
     """What was discarded since the step is settled in the checkpoint, although no step has recorded it."""
-    settle, used = pool.GroupPool.settle, list[pool.GroupPool]()
+    settle, take, used = pool.GroupPool.settle, CheckpointStorage._take_pending, list[pool.GroupPool]()
 
     def faulty(self: pool.GroupPool, groups: Any) -> Any:
         used[:] = [self]
         return settle(self, groups)
 
-    def build(**fields: Any) -> Checkpoint:
+    def take_later(self: CheckpointStorage) -> Checkpoint:
+        pending = take(self)
         discarded = tuple(exclusion.episode_id for group in used[0]._excluded for exclusion in group)
-        return Checkpoint(**fields | {"settled": fields["settled"] + discarded})
+        return msgspec.structs.replace(pending, settled=pending.settled + discarded)
 
     patch.setattr(pool.GroupPool, "settle", faulty)
-    patch.setattr(learner, "Checkpoint", build)
+    patch.setattr(CheckpointStorage, "_take_pending", take_later)
 
 
 def newest_file_instead_of_the_log(patch: pytest.MonkeyPatch) -> None:

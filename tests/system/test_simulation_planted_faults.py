@@ -58,7 +58,7 @@ PLANTS: dict[Plant, Found] = {
     episodes.deadline_ignored: Found(23, "an outcome by deadline and grace", "swarm"),
     episodes.drain_ignored: Found(1, "a drained worker leaves"),
     episodes.seed_of_the_first_turn: Found(1, "tokens are sampled upon the recorded history"),
-    training.settled_as_of_the_checkpoint_instead_of_the_step: Found(3, "a checkpoint says what is settled", "usual"),
+    training.settled_as_of_the_checkpoint_instead_of_the_step: Found(5, "a checkpoint says what is settled", "usual"),
     training.newest_file_instead_of_the_log: Found(58, "a lineage begins at a stored checkpoint", "usual"),
     training.no_compare_and_set_of_steps: Found(7, "version numbers never repeat", "usual"),
     training.staleness_ignored: Found(7, "staleness is bounded", "usual"),
