@@ -280,6 +280,10 @@ async def test_an_episode_leads_to_its_neighbours_and_is_compared_with_another_s
         await page.get_by_role("link", name="e00015").click()
         await page.get_by_text("Alike up to turn 0, token 19").wait_for()
         assert await page.locator("mark").count() == 2
+        drawn = await page.locator("mark").first.evaluate(
+            "m => [getComputedStyle(m).color, getComputedStyle(m).backgroundColor]"
+        )
+        assert drawn == ["rgb(28, 31, 37)", "rgb(240, 181, 74)"], "the token that differs stands out"
         await shot(page, "16-compare-dark")
         await page.keyboard.press("Escape")
         await page.get_by_role("heading", name="Episode e00014").wait_for()
@@ -306,6 +310,12 @@ async def test_the_reward_is_drawn_beside_another_runs_and_as_a_histogram(tmp_pa
         assert "beside=first" in page.url
         assert await reward.locator("path.line").count() == 4
         await shot(page, "320-beside-light")
+        async with page.expect_download() as saved:
+            await reward.get_by_role("button", name="PNG").click()
+        file = await saved.value
+        assert file.suggested_filename == "reward-and-success.png"
+        picture = await anyio.Path(await file.path()).read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 4000, "more than an empty ground"
         await page.goto(f"{address}#/curves?beside=gone")
         await page.get_by_text("run gone has no summary that can be read").wait_for()
         assert len(errors) == 1 and "404" in errors.pop()

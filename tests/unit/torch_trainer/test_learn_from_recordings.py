@@ -141,3 +141,19 @@ def test_a_recording_without_rewarded_episodes_and_a_file_that_is_none_are_refus
     (tmp_path / "none.fbrec").write_bytes(b"nothing")
     assert isinstance(learn(tmp_path / "none.fbrec", folder, tmp_path / "made").exception, UserError)
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("output", "more", "said"),
+    [
+        ("/proc/made", (), "cannot write below /proc"),
+        ("made", ("--min-reward", "nan"), "--min-reward must be a number"),
+        ("made", ("--min-reward", "inf"), "--min-reward must be a number"),
+    ],
+)
+def test_what_cannot_end_well_is_refused_before_anything_is_trained(
+    folder: Path, tmp_path: Path, output: str, more: tuple[str, ...], said: str
+) -> None:
+    result = learn(record(tmp_path / "r.fbrec", played(a=1.0)), folder, tmp_path / output, *more)
+    assert isinstance(result.exception, UserError) and said in str(result.exception)
+    assert "step" not in result.output and not (tmp_path / "made").exists()

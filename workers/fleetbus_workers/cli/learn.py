@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from pathlib import Path
@@ -71,10 +72,13 @@ def command(recordings: tuple[Path, ...], output: Path, method: str, **values: A
 
 
 def _check_options(method: str) -> None:
-    """Refuse an option of the other method."""
+    """Refuse an option of the other method, and numbers that nothing can be compared with."""
     from fleetbus.errors import UserError
 
     context = click.get_current_context()
+    for name in ("min_reward", "beta", "min_gap"):
+        if not math.isfinite(context.params[name]):
+            raise UserError(f"--{name.replace('_', '-')} must be a number, not {context.params[name]:g}")
     for name in ("min_reward", "per_task") if method == "dpo" else ("beta", "min_gap"):
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             raise UserError(f"--{name.replace('_', '-')} does not go with --method {method}")

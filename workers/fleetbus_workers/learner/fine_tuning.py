@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -53,6 +54,12 @@ def check_output(folder: Path) -> None:
     """Raise `UserError` if a model cannot be written there."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there already: name a folder that is new or empty")
+    existing = next(path for path in folder.absolute().parents if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write below {existing} ({error.strerror}): name another folder") from error
 
 
 def write_folder(trainer: TorchTrainer, folder: Path) -> None:
