@@ -103,3 +103,23 @@ async def test_nothing_is_shared_with_the_caller() -> None:
             journal = await read_session_journal(here.fleet.bus, here.fleet.subjects, session.name)
             assert journal.claim is not None
             assert journal.claim.task.config == {"list": [1]}
+
+
+async def test_a_call_that_waits_when_its_host_ends_goes_on_elsewhere() -> None:
+    first, second = World(step_seconds=1000), World()
+    async with session_fixture() as here:
+        member = await start_local(here, "e1", first)
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            here.worker("e2", second)
+            async with anyio.create_task_group() as group:
+                answers = []
+
+                async def step() -> None:
+                    answers.append(await session.step("one"))
+
+                group.start_soon(step)
+                await anyio.sleep(1)
+                member.kill()
+            assert read_text(answers[0]) == "1: one"
+    assert second.steps == ["one"]
