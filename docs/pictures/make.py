@@ -52,10 +52,10 @@ def is_served(url: str) -> bool:
 
 
 def list_views(page: Any, url: str) -> dict[str, str]:
-    """Names and addresses of the views; the last episode stands for all."""
+    """Names and addresses of the views; an episode without reward stands for all, whose group has others."""
     while page.request.get(f"{url}api/overview").json()["log"]["is_behind"]:
         page.wait_for_timeout(500)
-    found = page.request.get(f"{url}api/episodes?state=completed").json()["rows"]
+    found = page.request.get(f"{url}api/episodes?state=completed&split=train&sort=reward").json()["rows"]
     sibling = page.request.get(f"{url}api/episodes/{found[0]['episode_id']}").json()["siblings"][0]
     places = {
         "overview": "",
