@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import cache
 from typing import Any
 
 import httpx
@@ -22,7 +23,13 @@ RETRIES = 8
 """Of an SDK, for one call: with its pauses that covers a gateway that is started again."""
 
 
-async def openai_agents(session: dict[str, Any], http: httpx.AsyncClient, tools: Client) -> str:
+@cache
+def connect(sdk: Any, url: str) -> Any:
+    """An SDK's client: one, with its connections, for all sessions."""
+    return sdk(base_url=url, api_key="none", max_retries=RETRIES, timeout=CALL_SECONDS)
+
+
+async def openai_agents(session: dict[str, Any], tools: Client) -> str:
     from agents import Agent, AgentsException, OpenAIResponsesModel, Runner, set_tracing_disabled
     from agents.mcp import MCPServer
     from openai import AsyncOpenAI
@@ -44,8 +51,8 @@ async def openai_agents(session: dict[str, Any], http: httpx.AsyncClient, tools:
             return await tools.call_tool(tool_name, arguments or {})
 
     set_tracing_disabled(True)
-    openai = AsyncOpenAI(base_url=session["openai_base_url"], api_key=session["key"], http_client=http, max_retries=RETRIES)
-    model = OpenAIResponsesModel("policy", openai_client=openai)
+    client = connect(AsyncOpenAI, session["openai_base_url"]).with_options(api_key=session["key"])
+    model = OpenAIResponsesModel("policy", openai_client=client)
     agent = Agent(name="reader", model=model, mcp_servers=[Warehouse()])
     try:
         return str((await Runner.run(agent, session["task"]["prompt"], max_turns=MAX_TURNS)).final_output)
@@ -53,13 +60,11 @@ async def openai_agents(session: dict[str, Any], http: httpx.AsyncClient, tools:
         return ""
 
 
-async def anthropic(session: dict[str, Any], http: httpx.AsyncClient, tools: Client) -> str:
+async def anthropic(session: dict[str, Any], tools: Client) -> str:
     from anthropic import AsyncAnthropic
     from anthropic.lib.tools.mcp import async_mcp_tool
 
-    client = AsyncAnthropic(
-        base_url=session["anthropic_base_url"], api_key=session["key"], http_client=http, max_retries=RETRIES
-    )
+    client = connect(AsyncAnthropic, session["anthropic_base_url"]).with_options(api_key=session["key"])
     runner = client.beta.messages.tool_runner(
         model="policy",
         max_tokens=64,
@@ -80,7 +85,7 @@ async def play(name: str, session: dict[str, Any], http: httpx.AsyncClient) -> N
     reward: dict[str, Any]
     try:
         async with Client(WarehouseServer(warehouse)) as tools:
-            answer = await AGENTS[name](session, http, tools)
+            answer = await AGENTS[name](session, tools)
         reward = {"reward": float(answer.partition("<done>")[0].strip() == str(warehouse.answer))}
     except Exception as error:
         print(f"{session['id']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

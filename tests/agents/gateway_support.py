@@ -91,7 +91,7 @@ async def wait_for(client: httpx.AsyncClient) -> None:
 
 
 @asynccontextmanager
-async def running(folder: Path, sampler: Any = None) -> AsyncIterator[Run]:
+async def running(folder: Path, sampler: Any = None, template: Any = None) -> AsyncIterator[Run]:
     """A run with an inference worker of a scripted engine."""
     configuration = Configuration(run=RunSettings(name=RUN), inference=InferenceSettings(max_model_len=1 << 16))
     async with run_server(folder / "store") as server, connect(server.url, run=RUN, role="up", worker="driver") as bus:
@@ -101,7 +101,7 @@ async def running(folder: Path, sampler: Any = None) -> AsyncIterator[Run]:
         async with anyio.create_task_group() as group:
 
             async def infer() -> None:
-                engine: dict[str, Any] = {"sampler": sampler or ScriptedSampler(), "template": ScriptedTemplate()}
+                engine: dict[str, Any] = {"sampler": sampler or ScriptedSampler(), "template": template or ScriptedTemplate()}
                 async with connect(server.url, run=RUN, role="inference", worker="i0") as own:
                     await run_inference(own, configuration=configuration, name="i0", drain=anyio.Event(), **engine)
 

@@ -113,12 +113,19 @@ async def test_without_the_key_of_a_session_nothing_is_answered(path: str) -> No
         (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'"),
         (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice is not supported"),
         (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only custom tools"),
+        (MESSAGES, {"thread": {"type": "create"}}, "thread is not supported"),
     ],
 )
 async def test_what_cannot_be_trained_on_is_refused_by_name(path: str, field: dict[str, Any], named: str) -> None:
     async with serving() as (client, _):
         response = await client.post(path, json=BODIES[path] | field)
         assert response.status_code == 400 and named in response.json()["error"]["message"]
+
+
+async def test_a_client_that_sends_only_what_is_new_is_told_so_by_a_code_that_it_knows() -> None:
+    async with serving() as (client, _):
+        response = await client.post(MESSAGES, json=BODIES[MESSAGES] | {"thread": {"type": "create"}})
+        assert response.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"nul", b'"x"', b"[" * 300_000, b"[" + b"[]," * 300_000])

@@ -42,8 +42,30 @@ async def test_a_request_is_pulled_for_an_agent_alone(tmp_path: Path) -> None:
         assert empty.status_code in (204, 200)
         if empty.status_code == 204:
             assert (await take(client))["id"] == "e1"
+        with anyio.move_on_after(0.3):
+            await client.get("/sessions/next", params={"wait": 60})
         waiting = await client.get("/sessions/next", params={"wait": 0.2})
         assert waiting.status_code == 204
+        await run.request("e2")
+        assert (await take(client))["id"] == "e2", "who went away gets nothing"
+
+
+async def test_a_session_that_ends_before_a_call_trains_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path) as run, run.gateway() as client:
+        await run.request("e1")
+        session = await take(client)
+        ended = (await client.post("/sessions/e1/end", headers=bearer(session))).json()
+        assert ended["outcome"] == "env_failed" and "before its agent called" in ended["error"]
+
+
+async def test_an_agent_is_asked_to_stop_when_its_turns_are_used_up_and_its_reward_is_taken_then(tmp_path: Path) -> None:
+    async with running(tmp_path) as run, run.gateway() as client:
+        await run.request("e1", max_turns=1)
+        session = await take(client)
+        first = read_text(await say(client, session, "one"))
+        assert "over" in read_text(await say(client, session, "one", first, "two"))
+        done = await client.post("/sessions/e1/reward", json={"reward": 0.5}, headers=bearer(session))
+        assert done.json() | {"outcome": "truncated", "reward": 0.5} == done.json()
 
 
 async def test_what_is_wrong_with_a_key_is_said_in_the_callers_protocol(tmp_path: Path) -> None:
@@ -58,6 +80,9 @@ async def test_what_is_wrong_with_a_key_is_said_in_the_callers_protocol(tmp_path
         assert (wrong.status_code, wrong.json()["error"]["type"]) == (401, "invalid_request_error")
         messages = await client.post("/v1/messages", json={}, headers={"x-api-key": forged["key"]})
         assert messages.json()["error"]["type"] == "authentication_error"
+        for key in ("fbs-", "fbs-..", f"{one['key']}.", "fbs-e1.zz.\u00e9", "x"):
+            strange = await client.post(f"/s/{key}/v1/chat/completions", json={})
+            assert strange.status_code == 401, key
         assert (await client.get("/sessions/nobody/trajectory", headers=bearer(one))).status_code == 401
         await run.request("e3", seconds=2)
         brief = await take(client)
@@ -92,6 +117,9 @@ async def test_evaluations_are_opened_by_whoever_has_the_token_and_given_to_nobo
         assert (await client.post("/sessions", json=asked)).status_code == 401
         assert (await client.post("/sessions", json={"task_key": "none"}, headers=token)).status_code == 404
         assert (await client.post("/sessions", json={"purpose": "train", "task_key": "k"}, headers=token)).status_code == 400
+        code = {"task": {"key": "k", "prompt": "p", "verifier_code": "def verify(env):\n    return 1.0\n"}}
+        refused = await client.post("/sessions", json=code, headers=token)
+        assert refused.status_code == 400 and "code that runs here" in refused.json()["detail"]
         opened = await client.post("/sessions", json=asked, headers=token)
         assert opened.status_code == 201 and opened.json()["purpose"] == "evaluate"
         session = opened.json()

@@ -34,7 +34,7 @@ from fleetbus_schemas import (
 )
 from tests.support.processes import children
 
-RUN, AT_ONCE, KILL_SECONDS = "kills", 64, 5.0
+RUN = "kills"
 AGENT = Path(__file__).with_name("impatient_agent.py")
 SUBJECTS = Subjects(RUN)
 
@@ -82,7 +82,7 @@ def worker(role: str, name: str, url: str) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-async def kill_in_turn(url: str, seconds: float) -> int:
+async def kill_in_turn(url: str, seconds: float, pause: float) -> int:
     """Two environment workers, one of them killed every few seconds and another started for it; then both are let be until
     cancelled."""
     names = (f"e{number}" for number in range(1000))
@@ -91,7 +91,7 @@ async def kill_in_turn(url: str, seconds: float) -> int:
     kills, until = 0, time.monotonic() + seconds
     try:
         while time.monotonic() < until:
-            await anyio.sleep(KILL_SECONDS)
+            await anyio.sleep(pause)
             place = kills % 2
             running[place].send_signal(signal.SIGKILL)
             await anyio.to_thread.run_sync(running[place].wait)
@@ -105,13 +105,13 @@ async def kill_in_turn(url: str, seconds: float) -> int:
     return kills
 
 
-async def ask_for_episodes(bus: Bus, seconds: float) -> int:
+async def ask_for_episodes(bus: Bus, seconds: float, at_once: int) -> int:
     """Keep so many out until time is up; how many there were, when all have ended."""
     asked, until = 0, time.monotonic() + seconds
     out: set[str] = set()
     async with bus.read([SUBJECTS.episodes]) as reader:
         while out or time.monotonic() < until:
-            while len(out) < AT_ONCE and time.monotonic() < until:
+            while len(out) < at_once and time.monotonic() < until:
                 episode = f"a{asked}"
                 await bus.publish(SUBJECTS.task("default", episode), encode(build_request(bus, episode)), expected_last=0)
                 out.add(episode)
@@ -146,16 +146,26 @@ async def fleet(store: Path) -> AsyncIterator[tuple[str, Bus]]:
             yield server.url, bus
 
 
+LONG = pytest.mark.skipif(not os.environ.get("LONG"), reason="LONG")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "seconds", [20, pytest.param(120, marks=pytest.mark.skipif(not os.environ.get("LONG"), reason="LONG"))]
+    ("seconds", "at_once", "pause"),
+    [
+        pytest.param(20, 64, 5, id="more than a worker plays in its life"),
+        pytest.param(45, 8, 12, id="episodes end between the kills"),
+        pytest.param(120, 64, 5, id="two minutes", marks=LONG),
+    ],
 )
 @pytest.mark.timeout(600)
-async def test_no_call_is_played_twice_while_workers_are_killed(seconds: float, tmp_path: Path) -> None:
+async def test_no_call_is_played_twice_while_workers_are_killed(
+    seconds: float, at_once: int, pause: float, tmp_path: Path
+) -> None:
     async with fleet(tmp_path) as (url, bus):
         async with anyio.create_task_group() as group:
-            group.start_soon(kill_in_turn, url, seconds)
-            asked = await ask_for_episodes(bus, seconds)
+            group.start_soon(kill_in_turn, url, seconds, pause)
+            asked = await ask_for_episodes(bus, seconds, at_once)
             group.cancel_scope.cancel()
         report = await audit_run(bus, SUBJECTS)
         assert report.balanced, report.findings
@@ -167,8 +177,10 @@ async def test_no_call_is_played_twice_while_workers_are_killed(seconds: float, 
     assert not wrong, "what an agent saw was covered by its own repetitions"
     assert not any(result.segments for result in results), "a repetition that is sampled again would begin a segment"
     taken_over = sum(result.attempt > 1 for result in results)
-    print(f"{asked} episodes, {taken_over} of them taken over, {sum(seen.values())} calls played")
+    ended = asked - at_once
+    print(f"{asked} episodes, {taken_over} taken over, {ended} ended while kills went on, {sum(seen.values())} calls played")
     assert max(seen.values()) == 1 and taken_over
+    assert ended > 0 or pause < 10, "who lives longer than a lease gets on"
     assert not children()
 
 

@@ -38,6 +38,9 @@ BODY_BYTES = 1 << 19
 """Most of a session's task."""
 
 
+STOPPING = "the gateway is stopping: ask another one"
+
+
 class WantedSession(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A session that is asked for: an evaluation of ``task``, or of the run's task of the key ``task_key``, with ``version`` of
     the policy (None: the newest); or whatever the learner trains next."""
@@ -97,6 +100,8 @@ class _Service:
             return JSONResponse({"detail": str(error)}, 400)
         except LookupError as error:
             return JSONResponse({"detail": str(error.args[0])}, 404)
+        if self._gateway.drain.is_set():
+            raise SessionMoved(STOPPING)
         if self._gateway.is_full():
             raise TooManyCalls("as many sessions are open as this gateway has slots: end one, or repeat the call")
         asked = await self._gateway.ask(task, wanted.version, wanted.temperature)
@@ -113,7 +118,7 @@ class _Service:
 
     async def _give(self, request: Request, seconds: float) -> Response:
         if self._gateway.drain.is_set():
-            raise SessionMoved("the gateway is stopping: ask another one")
+            raise SessionMoved(STOPPING)
         if not 0 <= seconds <= MAX_WAIT_SECONDS:
             return JSONResponse({"detail": f"wait is a number of seconds, at most {MAX_WAIT_SECONDS:g}"}, 400)
         offer: Offer | None = None
@@ -189,6 +194,8 @@ class _Service:
             (task,) = build_tasks([wanted.task], "task")
         except UserError as error:
             raise ValueError(str(error)) from error
+        if task.verifier:
+            raise ValueError("a verifier is code that runs here: give a task of the run by its task_key, or grade it yourself")
         return task
 
     def _describe(self, offer: Offer, status: int) -> Response:

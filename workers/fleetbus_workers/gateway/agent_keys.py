@@ -35,7 +35,7 @@ class SessionKeys:
     def read(self, key: str, now_ns: int) -> str:
         """The episode that a key is of. Raises `KeyRefused` for one that is not of this run, and one that has expired."""
         said, _, proof = key.removeprefix(PREFIX).rpartition(".")
-        if not key.startswith(PREFIX) or not hmac.compare_digest(proof.encode(), self._prove(said).encode()):
+        if not key.startswith(PREFIX) or not hmac.compare_digest(proof.encode("utf-8", "replace"), self._prove(said).encode()):
             raise KeyRefused(UNKNOWN_KEY)
         episode, _, expiry = said.rpartition(".")
         if int(expiry, 16) * 10**9 <= now_ns:

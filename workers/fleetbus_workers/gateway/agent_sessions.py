@@ -33,6 +33,9 @@ OWN_PREFIX = "session-"
 HANDOVER_SECONDS = 30.0
 """How long a call waits for its episode to come here: a dead gateway's lease, and some."""
 
+RESULT_SECONDS = 10.0
+"""How long the result of a session that has closed is waited for; without one, its episode is another gateway's."""
+
 LOOK_SECONDS = 0.5
 HELD_SECONDS = 0.25
 RETURN_SECONDS = 1.0
@@ -149,15 +152,15 @@ class AgentSessions:
         try:
             with anyio.move_on_after(seconds):
                 await waiter.given.wait()
+        except BaseException:  # the agent went away in the very moment
+            if waiter.offer is not None:
+                self._unclaimed.appendleft(waiter.offer)
+                self._match()
+            raise
         finally:
             if waiter.offer is None:
                 self._waiters.remove(waiter)
         return waiter.offer
-
-    def return_offer(self, offer: Offer) -> None:
-        """Nobody took it."""
-        self._unclaimed.appendleft(offer)
-        self._match()
 
     def make_key(self, request: EpisodeRequested) -> str:
         """The key of an episode that was asked for here."""
@@ -213,8 +216,8 @@ class AgentSessions:
     async def wait_for_result(self, episode: str, session: AgentSession) -> EpisodeFinished | None:
         """How the episode ended whose session has just concluded; None if another worker has to say it."""
         await session.closed.wait()
-        with anyio.move_on_after(HANDOVER_SECONDS):
-            while (result := await self.read_result(episode)) is None and not session.moved:
+        with anyio.move_on_after(RESULT_SECONDS):
+            while (result := await self.read_result(episode)) is None:
                 with anyio.move_on_after(LOOK_SECONDS):
                     await self._changed.wait()
             return result

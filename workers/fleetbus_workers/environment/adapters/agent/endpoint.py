@@ -126,7 +126,7 @@ class ModelCalls:
             return refuse(dialect, refused.status, str(refused))
         except InvalidCall as invalid:
             log.warning("agent call is invalid; refusing it", reason=str(invalid))
-            return refuse(dialect, 400, str(invalid))
+            return refuse(dialect, 400, str(invalid), invalid.code)
         except REFUSALS as refused:
             return refuse(dialect, get_status(refused), str(refused))
 
@@ -253,9 +253,9 @@ async def answer_refusal(request: Request, refused: Exception) -> Response:
     return JSONResponse({"detail": str(refused)}, status, headers={"Retry-After": RETRY_SECONDS} if status != 401 else {})
 
 
-def refuse(dialect: Dialect, status: int, message: str) -> Response:
+def refuse(dialect: Dialect, status: int, message: str, code: str = "") -> Response:
     headers = {"Retry-After": RETRY_SECONDS} if status in (429, 503) else {}
-    return JSONResponse(dialect.render_error(status, message), status, headers=headers)
+    return JSONResponse(dialect.render_error(status, message, code), status, headers=headers)
 
 
 async def refuse_body(request: Request, refused: Exception) -> Response:

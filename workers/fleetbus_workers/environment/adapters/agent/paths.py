@@ -51,13 +51,14 @@ class Paths:
     def __init__(self) -> None:
         self._paths: list[_Path] = []
         self._open: list[bytes] = []
+        self._last_said: tuple[Sequence[ChatMessage], list[bytes]] = ((), [])
         self.extended = 0
         self.reasons: dict[str, int] = {}
 
     def attach(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> Attachment:
         """The longest path that this conversation begins with, or a new one. Follow it with `add_answer`. Raises `InvalidCall`,
         with nothing changed, for more than a turn can hold."""
-        said, offered = [identify(message) for message in messages], digest_tools(tools)
+        said, offered = self._identify_all(messages), digest_tools(tools)
         segment = self._find_path(said, offered)
         known = 0 if segment is None else len(self._paths[segment].messages)
         check_size(messages[known:], () if segment is not None else tools)
@@ -71,6 +72,18 @@ class Paths:
         self._paths.append(_Path(tools=offered, messages=[]))
         self._open = said
         return Attachment(segment=len(self._paths) - 1, messages=tuple(messages), tools=tuple(tools), reason=reason)
+
+    def _identify_all(self, messages: Sequence[ChatMessage]) -> list[bytes]:
+        """Mostly what was said in the call before, and a little more; calls are compared by what JSON tells apart, as 1 and
+        true."""
+        known, identities = self._last_said
+        said = [
+            identity if not message.tool_calls and message == before else identify(message)
+            for message, before, identity in zip(messages, known, identities, strict=False)
+        ]
+        said += map(identify, messages[len(said) :])
+        self._last_said = messages, said
+        return said
 
     def restore(self, attached: Attachment, *, tools: Sequence[ToolSpec]) -> None:
         """Attach again what was attached in an earlier process; ``tools`` are those of its segment."""

@@ -184,13 +184,8 @@ class AgentSession:
     def grade(self, reward: float | None, reason: str = "") -> bool:
         """The agent's own reward, once; None excludes the episode. False if there is one already, it is no number, or it is a
         verifier's."""
-        if (
-            not self.takes_reward
-            or self.is_graded
-            or self.over
-            or self.moved
-            or (reward is not None and not math.isfinite(reward))
-        ):
+        too_late = self.moved or self.closed.is_set() or (self.over and not self.takes_late_reward)
+        if not self.takes_reward or self.is_graded or too_late or (reward is not None and not math.isfinite(reward)):
             return False
         self.is_graded, self.reward, self.reward_reason = True, reward, reason
         return True

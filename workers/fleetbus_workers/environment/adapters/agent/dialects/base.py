@@ -16,6 +16,10 @@ StopReason = Literal["stop", "length", "tool_calls"]
 class InvalidCall(Exception):
     """The body is none that this endpoint can train on: HTTP 400, its text says what to change."""
 
+    def __init__(self, text: str, *, code: str = "") -> None:
+        super().__init__(text)
+        self.code = code
+
 
 class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call of an agent: the whole conversation and the tools, as every protocol sends them. ``stream``: the answer is
@@ -51,7 +55,7 @@ class Dialect(Protocol):
     def stream(self, answer: Answer, model: str, *, usage: bool) -> Iterator[bytes]:
         """The answer as server-sent events, the last one included."""
 
-    def render_error(self, status: int, message: str) -> dict[str, Any]:
+    def render_error(self, status: int, message: str, code: str = "") -> dict[str, Any]:
         """An error as this protocol's clients read it."""
 
     KEEPALIVE: bytes
@@ -59,11 +63,13 @@ class Dialect(Protocol):
 
 
 class Forbidden(NamedTuple):
-    """A field that changes what is sampled, or asks for what a session does not have; these of its values are harmless."""
+    """A field that changes what is sampled, or asks for what a session does not have; these of its values are harmless.
+    ``code`` is what clients know the refusal by, where they go on without the field."""
 
     name: str
     harmless: tuple[Any, ...]
     reason: str
+    code: str = ""
 
 
 CHANGES_SAMPLING = "it changes what is sampled, and the session's own sampling settings are what is trained"
@@ -73,7 +79,7 @@ def refuse_fields(body: dict[str, Any], forbidden: tuple[Forbidden, ...]) -> Non
     """Raise `InvalidCall` for a field that is there and says more than nothing."""
     for field in forbidden:
         if body.get(field.name) not in (None, *field.harmless):
-            raise InvalidCall(f"{field.name} is not supported here: {field.reason}")
+            raise InvalidCall(f"{field.name} is not supported here: {field.reason}", code=field.code)
 
 
 def read_list(value: Any, name: str) -> list[dict[str, Any]]:

@@ -107,9 +107,9 @@ def stream(answer: Answer, model: str, *, usage: bool) -> Iterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
-def render_error(status: int, message: str) -> dict[str, Any]:
+def render_error(status: int, message: str, code: str = "") -> dict[str, Any]:
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    return {"error": {"message": message, "type": kind, "param": None, "code": code or None}}
 
 
 def _envelope(answer: Answer, model: str, kind: str) -> dict[str, Any]:

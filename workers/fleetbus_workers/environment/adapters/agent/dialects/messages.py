@@ -27,6 +27,7 @@ NOT_SAMPLED = ("thinking", "redacted_thinking")
 FORBIDDEN = (
     Forbidden("tool_choice", ({"type": "auto"}, {"type": "none"}), CHANGES_SAMPLING),
     Forbidden("output_format", (), CHANGES_SAMPLING),
+    Forbidden("thread", (), "conversations are not stored; send all messages", "thread_unsupported_request"),
     Forbidden("mcp_servers", ([],), "the agent calls its servers itself"),
 )
 
@@ -110,9 +111,10 @@ def stream(answer: Answer, model: str, *, usage: bool) -> Iterator[bytes]:
     yield write_event({"type": "message_stop"}, "message_stop")
 
 
-def render_error(status: int, message: str) -> dict[str, Any]:
+def render_error(status: int, message: str, code: str = "") -> dict[str, Any]:
     kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-    return {"type": "error", "error": {"type": kinds.get(status, "api_error"), "message": message}}
+    details = {"details": {"error_code": code}} if code else {}
+    return {"type": "error", "error": {"type": kinds.get(status, "api_error"), "message": message, **details}}
 
 
 def _envelope(answer: Answer, model: str) -> dict[str, Any]:
