@@ -47,6 +47,8 @@ class LivenessChecker:
             if self._has_free_slots():
                 self._require(now, record.requested_at, CLAIM_SECONDS, "a request is claimed", episode)
             return
+        if self._oracle.waits_for_last_attempt(record):
+            return
         attempt = len(record.claims)
         observed = max((turn for number, turn in record.observations if number == attempt), default=-1)
         if observed >= 0 and (attempt, observed) not in record.turns:

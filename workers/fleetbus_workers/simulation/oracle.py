@@ -151,6 +151,11 @@ class FaultOracle:
             if process.is_alive and now - max(at, self._observer.disturbed_until(name)) > REPLACED_SECONDS:
                 self._observer.violate("a replaced learner ends", f"{name}: since {at:.1f} s")
 
+    def waits_for_last_attempt(self, record: EpisodeRecord) -> bool:
+        """Its worker is gone, and one more loss would make it poison: of such episodes a worker plays few at a time."""
+        is_gone = not self.processes[record.claims[-1][1].worker].is_alive
+        return is_gone and len(record.claims) - record.releases >= self._max_attempts - 1
+
     def check_versions(self) -> None:
         """An engine that rejected the newest weights is given them again: they may have been on their way."""
         now = anyio.current_time()
