@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from fleetbus_workers.monitor.access_key import AccessKey, generate_key
 
-KEY = generate_key()
+KEY = "aKeyThatOnePageHas0123"
 
 
 async def answer(_: Request) -> PlainTextResponse:
@@ -54,6 +54,10 @@ async def test_without_the_key_nothing_is_read(query: str, headers: dict[str, st
             assert refused.status_code == 401
             assert "transcripts" not in refused.text
             assert "set-cookie" not in refused.headers
+
+
+def test_every_page_has_a_key_of_its_own() -> None:
+    assert len({generate_key() for _ in range(100)}) == 100
 
 
 @pytest.mark.anyio
