@@ -133,8 +133,8 @@ def test_a_command_gets_no_variable_that_is_not_listed() -> None:
 
 
 async def test_a_started_server_has_no_secret_in_its_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    from fleetbus_workers.environment.adapters.providers.base import Labels
     from fleetbus_workers.environment.adapters.providers.process import ProcessProvider
+    from fleetbus_workers.environment.ownership import Labels
 
     for name, value in ENVIRONMENT.items():
         if name != "PATH":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from fleetbus_workers.environment.adapters.providers.base import Labels, build_process_owner
+from fleetbus_workers.environment.ownership import Labels, build_process_owner
 
 GONE = "somewhere_999999999_1"
 """An owner that is on no machine."""

@@ -24,10 +24,10 @@ from fleetbus_workers.environment.adapters.harbor.docker_box import DockerBoxes
 from fleetbus_workers.environment.adapters.harbor.environment import HarborEnvironment
 from fleetbus_workers.environment.adapters.harbor.factory import HarborEnvironments
 from fleetbus_workers.environment.adapters.harbor.sandbox_box import PREFIX, SandboxBox, SandboxBoxes, sweep_folders
-from fleetbus_workers.environment.adapters.providers.base import build_process_owner
 from fleetbus_workers.environment.base import EnvironmentFailed, Step
 from fleetbus_workers.environment.isolation.sandbox import IsolationUnavailable, find_isolation
 from fleetbus_workers.environment.isolation.sandbox.backends import require_isolation
+from fleetbus_workers.environment.ownership import build_process_owner
 from tests.support.processes import children, until
 
 OURS = Path(__file__).parents[2] / "docs/examples/harbor"

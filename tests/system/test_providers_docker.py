@@ -9,8 +9,9 @@ import anyio
 import httpx
 import pytest
 
-from fleetbus_workers.environment.adapters.providers.base import ProvidedServer, build_process_owner, wait_until_ready
+from fleetbus_workers.environment.adapters.providers.base import ProvidedServer, wait_until_ready
 from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.ownership import build_process_owner
 from tests.support.processes import until
 from tests.support.server_labels import labels
 

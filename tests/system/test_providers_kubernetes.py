@@ -12,9 +12,9 @@ from typing import Any
 import anyio
 import pytest
 
-from fleetbus_workers.environment.adapters.providers.base import Labels
 from fleetbus_workers.environment.adapters.providers.kubernetes import KubernetesProvider
 from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.ownership import Labels
 from tests.support.processes import until
 from tests.support.server_labels import GONE, labels
 

@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -29,7 +30,9 @@ from fleetbus_workers.environment.isolation.sandbox.inside import confine
 from fleetbus_workers.environment.isolation.sandbox.memory import MemoryWatch
 from fleetbus_workers.environment.isolation.sandbox.session import SandboxFailed
 from fleetbus_workers.environment.isolation.verifier.zygote import read_only  # type: ignore[attr-defined]
+from fleetbus_workers.environment.ownership import build_label_variables, build_process_owner, sweep_abandoned_processes
 from tests.support.processes import children, until, wait_for_output
+from tests.support.server_labels import labels
 
 LIMITS = SandboxLimits(
     seconds=20.0,
@@ -165,7 +168,7 @@ async def test_secret_files_and_variables_are_out_of_sight(
     finally:
         await session.close()
     assert seen.exit_code == 0, seen.stderr
-    assert "s3cret" not in seen.stdout and "SECRET" not in seen.stdout
+    assert "s3cret" not in seen.stdout and "FLEETBUS" not in seen.stdout
     assert all(f"{path} False" in seen.stdout for path in paths)
     assert "[]\n" in seen.stdout and seen.stdout.endswith(" True\n")
 
@@ -295,9 +298,31 @@ async def test_a_killed_worker_takes_its_sandboxes_with_it(isolation: Isolation)
     async with await anyio.open_process([sys.executable, "-c", code], stderr=None) as worker:
         await wait_for_output(worker.stdout, b"running")
         processes = psutil.Process(worker.pid).children(recursive=True)
+        assert any("FLEETBUS_SERVER_OWNER" in process.environ() for process in processes)
         worker.kill()
-    assert processes
     await until(lambda: not any(process.is_running() for process in processes))
+
+
+async def test_a_sandbox_that_its_killed_worker_left_is_found_by_its_owner(isolation: Isolation) -> None:
+    """bubblewrap's first process waits without end if its starter is killed while it sets up the users."""
+    mine = build_process_owner()
+    gone = f"{mine.rpartition('_')[0]}_1"
+    command = isolation.command(["/bin/sleep", "600"], tools=True)
+    started = [
+        await anyio.open_process(command, env=build_label_variables(labels(owner=owner)), cwd="/") for owner in (gone, mine)
+    ]
+    left, kept = (psutil.Process(process.pid) for process in started)
+    try:
+        await until(lambda: bool(left.children(recursive=True)))
+        inside = left.children(recursive=True)
+        assert str(left.pid) in sweep_abandoned_processes()
+        await until(lambda: not any(process.is_running() for process in (left, *inside)))
+        assert kept.is_running() and kept.status() != psutil.STATUS_ZOMBIE
+    finally:
+        for process in started:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.aclose()
 
 
 async def test_where_nothing_isolates_one_line_says_what_to_do() -> None:

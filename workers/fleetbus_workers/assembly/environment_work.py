@@ -7,9 +7,11 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.to_thread
 
 from fleetbus_workers.assembly.environments import compose_rewards, open_environments
 from fleetbus_workers.environment.images.store import build_run_image_store
+from fleetbus_workers.environment.ownership import sweep_abandoned_processes
 from fleetbus_workers.environment.specs import EnvironmentFactory
 from fleetbus_workers.environment.worker import run_environment
 
@@ -30,11 +32,13 @@ async def work(
     keep_image: Callable[[StoreImage], StoreImage] = lambda store: store,
     on_hosting: Callable[[SessionHost], None] = lambda _: None,
 ) -> None:
-    """Play episodes in the environments that ``run.environment`` names, until drained; ``watch`` is entered around the play,
-    ``keep_image`` is put before the store of images, ``on_hosting`` is called when step-wise sessions are served."""
+    """Play episodes in the environments that ``run.environment`` names, until drained; what earlier workers left is ended
+    first. ``watch`` is entered around the play, ``keep_image`` is put before the store of images, ``on_hosting`` is called when
+    step-wise sessions are served."""
     store_image = build_run_image_store(bus, configuration) if configuration.environment.images else None
     if store_image is not None:
         store_image = keep_image(store_image)
+    await anyio.to_thread.run_sync(sweep_abandoned_processes)
     environments = open_environments(configuration, store_image=store_image, sandbox=configuration.environment.sandbox)
     async with environments as factory, watch or nullcontext():
         await run_environment(bus, configuration=configuration, name=name, drain=drain, make=factory, on_hosting=on_hosting)

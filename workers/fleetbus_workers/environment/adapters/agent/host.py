@@ -28,16 +28,12 @@ from fleetbus_workers.environment.adapters.agent.process import (
 )
 from fleetbus_workers.environment.adapters.agent.visible import list_hidden, list_visible
 from fleetbus_workers.environment.adapters.harbor.box_files import give_tree, measure_tree, remove_tree
-from fleetbus_workers.environment.adapters.providers.base import Labels, build_process_owner, is_abandoned
-from fleetbus_workers.environment.adapters.providers.process import (
-    NEVER,
-    select_variables,
-    sweep_processes,
-)
+from fleetbus_workers.environment.adapters.providers.process import select_variables
 from fleetbus_workers.environment.isolation.sandbox import Isolation, IsolationUnavailable
 from fleetbus_workers.environment.isolation.sandbox.backends import require_isolation
 from fleetbus_workers.environment.isolation.sandbox.memory import MemoryWatch
 from fleetbus_workers.environment.isolation.sandbox.session import allocate_user
+from fleetbus_workers.environment.ownership import NEVER, Labels, build_process_owner, is_abandoned, sweep_abandoned_processes
 
 IsolationPolicy = Literal["auto", "required", "off"]
 PREFIX = "fleetbus-agent-"
@@ -140,7 +136,7 @@ def find_agent_isolation(policy: IsolationPolicy) -> Isolation | None:
 
 def sweep() -> None:
     """End what agents of workers that have exited left running, and remove their working folders."""
-    sweep_processes(lambda labels: is_abandoned(labels.owner, str(labels.expires)))
+    sweep_abandoned_processes()
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*_*_*-*"):
         owner = folder.name.removeprefix(PREFIX).rpartition("-")[0]
         if folder.is_dir() and not folder.is_symlink() and is_abandoned(owner, ""):

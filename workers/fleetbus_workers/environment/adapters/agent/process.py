@@ -14,11 +14,10 @@ import msgspec
 from anyio.abc import Process
 
 from fleetbus_workers.environment.adapters.common.process_group import ProcessGroup
-from fleetbus_workers.environment.adapters.providers.base import Labels
-from fleetbus_workers.environment.adapters.providers.process import build_label_variables, sweep_processes
 from fleetbus_workers.environment.isolation.sandbox import Isolation
 from fleetbus_workers.environment.isolation.sandbox.backends import INSIDE, build_python_command
 from fleetbus_workers.environment.isolation.sandbox.memory import MemoryWatch
+from fleetbus_workers.environment.ownership import Labels, build_label_variables, build_owner_variables, sweep_processes
 
 
 class AgentLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +124,12 @@ async def start_in_sandbox(
             loopback=True,
         )
         agent = await AgentProcess.start(
-            sandbox, called="the agent", variables={}, folder=Path("/"), file_bytes=limits.file_bytes, pass_fds=(told, inside)
+            sandbox,
+            called="the agent",
+            variables=build_owner_variables(),
+            folder=Path("/"),
+            file_bytes=limits.file_bytes,
+            pass_fds=(told, inside),
         )
     except BaseException:
         os.close(lifeline)

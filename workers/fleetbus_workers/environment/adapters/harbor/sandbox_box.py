@@ -30,11 +30,11 @@ from fleetbus_workers.environment.adapters.harbor.box_files import (
     remove_tree,
 )
 from fleetbus_workers.environment.adapters.harbor.dockerfile import Build, read_dockerfile
-from fleetbus_workers.environment.adapters.providers.base import build_process_owner, is_abandoned
 from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.isolation.sandbox import Isolation, SandboxLimits, SandboxSession
 from fleetbus_workers.environment.isolation.sandbox.memory import MemoryWatch
 from fleetbus_workers.environment.isolation.sandbox.session import SandboxFailed, allocate_user
+from fleetbus_workers.environment.ownership import build_process_owner, is_abandoned
 
 PREFIX = "fleetbus-harbor-"
 STAGE = "/stage"

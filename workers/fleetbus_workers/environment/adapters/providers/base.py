@@ -6,11 +6,7 @@ that say whose it is and until when it may live, so that a sweep finds what a cr
 
 from __future__ import annotations
 
-import os
-import re
 import secrets
-import socket
-import time
 from typing import Protocol
 
 import anyio
@@ -18,24 +14,9 @@ import httpx
 import msgspec
 
 from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.ownership import PREFIX, Labels
 
-PREFIX = "fleetbus"
 POLL_SECONDS = 0.1
-_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
-
-
-class Labels(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose something is: ``owner`` is this process (see `owner_of_this_process`), ``expires`` Unix seconds."""
-
-    run: str
-    episode: str
-    owner: str
-    expires: int
-
-    def to_mapping(self) -> dict[str, str]:
-        """As a container carries them; every value is one that all systems accept."""
-        values = {"run": self.run, "episode": self.episode, "owner": self.owner, "expires": str(self.expires)}
-        return {f"{PREFIX}.{name}": sanitize_label(value) for name, value in values.items()}
 
 
 class ProvidedServer(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,43 +71,3 @@ async def wait_until_ready(provider: Provider, server: ProvidedServer, *, path: 
 def generate_server_name() -> str:
     """A name that no other server has."""
     return f"{PREFIX}-{secrets.token_hex(6)}"
-
-
-def sanitize_label(value: str) -> str:
-    """The value, reduced to the characters and length that labels permit."""
-    if not value or _LABEL.fullmatch(value):
-        return value
-    return re.sub(r"[^A-Za-z0-9._-]", "-", value)[:63].strip("._-")
-
-
-def build_process_owner() -> str:
-    """This host and process; with its time of start, because process ids come again."""
-    return f"{sanitize_label(socket.gethostname())[:24]}_{os.getpid()}_{_read_start_time(os.getpid())}"
-
-
-def is_abandoned(owner: str, expires: str, *, now: float | None = None) -> bool:
-    """Whether a server with these labels is unused: it has expired, or its process on this host has exited."""
-    if expires.isdecimal() and int(expires) < (time.time() if now is None else now):
-        return True
-    host, _, rest = owner.rpartition("_")[0].rpartition("_")
-    started = owner.rpartition("_")[2]
-    if not host or not rest.isdecimal() or host != sanitize_label(socket.gethostname())[:24]:
-        return False
-    return _read_start_time(int(rest)) != started
-
-
-def _read_start_time(process: int) -> str:
-    """When a process of this machine started, in ticks since the machine did; ``0`` where there is none, or no telling."""
-    try:
-        with open(f"/proc/{process}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[19].decode()
-    except (OSError, IndexError):
-        if os.path.isdir("/proc/self"):
-            return "0"
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return "gone"
-    except OSError:
-        pass
-    return "0"

@@ -11,14 +11,9 @@ import anyio
 import anyio.to_thread
 
 from fleetbus.errors import UserError
-from fleetbus_workers.environment.adapters.providers.base import (
-    PREFIX,
-    Labels,
-    ProvidedServer,
-    generate_server_name,
-    is_abandoned,
-)
+from fleetbus_workers.environment.adapters.providers.base import ProvidedServer, generate_server_name
 from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.ownership import PREFIX, Labels, is_abandoned
 
 CALL_SECONDS = 60
 CALLS_AT_A_TIME = 16

@@ -12,14 +12,9 @@ from typing import Any, TypeVar
 import anyio
 
 from fleetbus.errors import UserError
-from fleetbus_workers.environment.adapters.providers.base import (
-    PREFIX,
-    Labels,
-    ProvidedServer,
-    generate_server_name,
-    is_abandoned,
-)
+from fleetbus_workers.environment.adapters.providers.base import ProvidedServer, generate_server_name
 from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.ownership import PREFIX, Labels, is_abandoned
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 30.0

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import signal
 import socket
-from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
 
 import anyio
 import anyio.to_thread
 
 from fleetbus.errors import UserError
 from fleetbus_workers.environment.adapters.common.process_group import ProcessGroup
-from fleetbus_workers.environment.adapters.providers.base import Labels, ProvidedServer, generate_server_name, is_abandoned
+from fleetbus_workers.environment.adapters.providers.base import ProvidedServer, generate_server_name
+from fleetbus_workers.environment.ownership import Labels, build_label_variables, sweep_abandoned_processes
 
 PASSED = frozenset(
     (
@@ -28,11 +27,6 @@ PASSED = frozenset(
 """Variables of the worker that every command gets; further ones if `environment.pass_variables` lists them."""
 
 PASSED_PREFIXES = ("LC_", "XDG_", "OMP_", "MKL_", "PYTHONUNBUFFERED", "PYTHONUTF8")
-
-NEVER = 1 << 40
-"""Unix seconds after which nothing expires any more."""
-
-_OWNER = "FLEETBUS_SERVER_OWNER"
 
 
 def select_variables(variables: Mapping[str, str], listed: Collection[str]) -> dict[str, str]:
@@ -77,45 +71,12 @@ class ProcessProvider:
 
     async def sweep(self) -> list[str]:
         """Kill commands whose worker is gone. Only where /proc shows the variables of processes."""
-        return await anyio.to_thread.run_sync(sweep_processes, lambda labels: is_abandoned(labels.owner, str(labels.expires)))
+        return await anyio.to_thread.run_sync(sweep_abandoned_processes)
 
     async def close(self) -> None:
         """Stop whatever was not stopped."""
         for name in tuple(self._running):
             await self.stop(ProvidedServer(name=name, url=""))
-
-
-def build_label_variables(labels: Labels) -> dict[str, str]:
-    """The labels as variables, by which a process and all that it starts are found again."""
-    return {f"FLEETBUS_SERVER_{name.partition('.')[2].upper()}": value for name, value in labels.to_mapping().items()}
-
-
-def sweep_processes(is_wanted: Callable[[Labels], bool]) -> list[str]:
-    """Kill processes of this machine whose labels are wanted; the ids of those that were. A process may have hidden them."""
-    removed = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            entries = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue  # it has ended, or belongs to somebody else
-        variables = dict(entry.decode(errors="replace").partition("=")[::2] for entry in entries if entry)
-        if _OWNER in variables and is_wanted(_read_labels(variables)):
-            try:
-                os.kill(int(folder.name), signal.SIGKILL)
-            except OSError:
-                continue
-            removed.append(folder.name)
-    return removed
-
-
-def _read_labels(variables: Mapping[str, str]) -> Labels:
-    expires = variables.get("FLEETBUS_SERVER_EXPIRES", "")
-    return Labels(
-        run=variables.get("FLEETBUS_SERVER_RUN", ""),
-        episode=variables.get("FLEETBUS_SERVER_EPISODE", ""),
-        owner=variables[_OWNER],
-        expires=int(expires) if expires.isdecimal() else NEVER,
-    )
 
 
 def _find_free_port() -> int:

@@ -12,14 +12,9 @@ import structlog
 from anyio.abc import TaskGroup, TaskStatus
 
 from fleetbus_schemas import Action, Task
-from fleetbus_workers.environment.adapters.providers.base import (
-    Labels,
-    ProvidedServer,
-    Provider,
-    build_process_owner,
-    wait_until_ready,
-)
+from fleetbus_workers.environment.adapters.providers.base import ProvidedServer, Provider, wait_until_ready
 from fleetbus_workers.environment.base import Environment, EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.ownership import Labels, build_process_owner
 from fleetbus_workers.environment.specs import EnvironmentFactory
 
 READY_PATH = "/health"

@@ -24,6 +24,7 @@ from fleetbus_workers.environment.isolation.sandbox.backends import INSIDE, Isol
 from fleetbus_workers.environment.isolation.sandbox.channel import Channel, ChannelBroken, ChannelEnded
 from fleetbus_workers.environment.isolation.sandbox.inside.confine import FIRST_USER
 from fleetbus_workers.environment.isolation.sandbox.memory import MemoryWatch
+from fleetbus_workers.environment.ownership import build_owner_variables
 
 Ended = Literal["", "time", "memory", "exit"]
 _ENDS: dict[str, Literal["time", "exit"]] = {"time": "time", "exit": "exit"}
@@ -309,7 +310,7 @@ async def _start(
             stdout=streams[0],
             stderr=streams[1],
             cwd="/",
-            env={},
+            env=build_owner_variables(),
             start_new_session=True,
             pass_fds=(theirs.fileno(),),
         )

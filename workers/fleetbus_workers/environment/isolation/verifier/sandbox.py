@@ -42,6 +42,7 @@ from fleetbus_workers.environment.isolation.sandbox.backends import (
 from fleetbus_workers.environment.isolation.sandbox.channel import Channel, ChannelBroken
 from fleetbus_workers.environment.isolation.verifier.base import HasDatabases, Policy, VerifierLimits, VerifierTools
 from fleetbus_workers.environment.isolation.verifier.own import is_own_verifier
+from fleetbus_workers.environment.ownership import build_owner_variables
 
 START_SECONDS = 10.0
 MAX_STARTS = 3
@@ -281,7 +282,7 @@ async def _start_zygote(limits: VerifierLimits, isolation: Isolation | None, pro
             stdout=subprocess.DEVNULL,
             stderr=None,
             cwd="/",
-            env={},
+            env=build_owner_variables() if isolation else {},
             start_new_session=True,  # Ctrl-C is for the worker, which still wants verdicts while it drains
             pass_fds=(theirs.fileno(),),
         )
