@@ -141,7 +141,7 @@ def test_credit_per_turn_refuses_estimators_that_have_no_form_for_it() -> None:
         learner=LearnerSettings(advantage_estimator="maxrl"), algorithm=AlgorithmSettings(credit_assignment="turn")
     )
 
-    with pytest.raises(UserError, match=r"algorithm\.credit_assignment = turn .* choose grpo or dr_grpo"):
+    with pytest.raises(UserError, match=r"algorithm\.credit_assignment = turn .* choose grpo, dr_grpo or gae"):
         check_configuration(configuration)
 
 
