@@ -32,6 +32,10 @@ layers:
 test *arguments:
     .venv/bin/pytest -q {{arguments}}
 
+# Tests of whole deployments and of many processes: seconds each, minutes together; CI runs them beside the others
+test-integration *arguments:
+    .venv/bin/pytest -q -m 'integration and not slow and not docker' {{arguments}}
+
 # Tests that take minutes
 test-slow *arguments:
     .venv/bin/pytest -q -m slow {{arguments}}

@@ -12,7 +12,7 @@ from fleetbus.audit import audit_run
 from fleetbus_schemas import Task
 from tests.agents.gateway_support import SUBJECTS, bearer, find_port, read_text, running, say, take, wait_for
 
-pytestmark = [pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.integration]
 
 
 async def test_an_agent_outside_plays_the_learners_episode_and_posts_its_reward_once(tmp_path: Path) -> None:

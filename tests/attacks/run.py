@@ -53,7 +53,19 @@ def attack(user: int, isolation: str, *, whole: bool) -> tuple[dict[str, int], i
     files = ["tests/attacks"] if whole else [f"tests/attacks/{name}.py" for name in BY_ISOLATION]
     with tempfile.TemporaryDirectory(prefix="fleetbus-attacks-") as home:
         os.chown(home, user, -1)
-        command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", f"--basetemp={home}/pytest", *files]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-n0",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not slow",
+            f"--basetemp={home}/pytest",
+            *files,
+        ]
         print(f"== user {user}, {isolation}", flush=True)
         process = subprocess.Popen(
             [*command, *sys.argv[1:]],

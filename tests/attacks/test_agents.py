@@ -34,7 +34,11 @@ AGENT = Path(__file__).with_name("hostile_agent.py")
 SPEC = f"agent:{sys.executable} {AGENT}"
 ACTION = Action(episode_id="e", attempt=1, turn=0, text="go on")
 
-pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="agents are confined on Linux"), pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="agents are confined on Linux"),
+    pytest.mark.timeout(120),
+    pytest.mark.integration,
+]
 
 
 @pytest.fixture

@@ -26,6 +26,8 @@ from fleetbus_workers.environment.adapters.remote_gym.environment import RemoteG
 from fleetbus_workers.environment.base import EnvironmentFailed
 from tests.support.processes import children, until
 
+pytestmark = pytest.mark.integration
+
 OTHERS = 32
 P99_SECONDS = 1.0
 

@@ -14,6 +14,8 @@ from tests.support.gym_service import Handler, fields_of, new_boundary, running,
 from tests.support.paying import PayingEnvironment, gym_gateway, paying_configuration
 from tests.support.small_deployment import small_deployment
 
+pytestmark = pytest.mark.integration
+
 
 async def test_an_episode_is_played_from_connect_to_close() -> None:
     handler = Handler()

@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.gym_service import Handler, serve_gym
 
+pytestmark = pytest.mark.integration
+
 
 async def test_the_key_is_asked_for_by_header_or_query() -> None:
     async with serve_gym(Handler(), api_key="secret") as wire:

@@ -18,6 +18,8 @@ from fleetbus_workers.gateway.gym_wire import Request
 from fleetbus_workers.replay.fixtures import memory_bus
 from tests.support.gym_service import Handler, new_boundary, serve_gym
 
+pytestmark = pytest.mark.integration
+
 
 async def test_connecting_while_no_worker_is_there_holds_no_place() -> None:
     request = Request(fields={"env_config": {}}, key="0" * 32)

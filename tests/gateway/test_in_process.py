@@ -16,6 +16,8 @@ from tests.support.gateway_processes import RUN, SUBJECTS, free_port, repeat_unt
 from tests.support.gym_service import Wire
 from tests.support.showing import painted
 
+pytestmark = pytest.mark.integration
+
 
 async def test_an_episode_with_images_is_played_and_recorded(tmp_path: Path) -> None:
     async with start_processes(tmp_path) as fleet, httpx.AsyncClient() as client:

@@ -16,6 +16,8 @@ from anyio.abc import SocketAttribute, SocketStream
 from fleetbus_workers.serving.connections import Bounds
 from tests.support.openenv_gateway import GatewayFixtures, gateway
 
+pytestmark = pytest.mark.integration
+
 IDLE_SOCKETS = 150
 HANDSHAKE = (
     b"GET /ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"

@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.openenv_gateway import GatewayFixtures, gateway
 
+pytestmark = pytest.mark.integration
+
 ROUTES = {
     ("POST", "/reset"), ("POST", "/step"), ("GET", "/state"), ("GET", "/metadata"), ("GET", "/health"), ("GET", "/schema"),
     ("POST", "/mcp"), ("WS", "/mcp"), ("WS", "/ws"), ("GET", "/list_environments"), ("GET", "/{env_name}/splits"),

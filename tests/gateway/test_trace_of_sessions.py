@@ -28,6 +28,8 @@ from tests.support.gym_service import Wire, new_boundary, running
 from tests.support.otlp_receiver import Receiver, spans_in_file
 from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[2]
 
 

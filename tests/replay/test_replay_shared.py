@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 GUESSING = HERE / "recordings" / "guessing.fbrec"
 WAREHOUSE = HERE / "recordings" / "warehouse.fbrec"
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.integration]
 
 SENTENCE = "worth {worth}"
 

@@ -24,7 +24,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLE = DOCS / "examples" / "vowels.py"
 BLOCKS = re.findall(r"```python\n(.*?)```", (DOCS / "api.md").read_text(), re.DOTALL)
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.integration]
 
 
 @pytest.fixture

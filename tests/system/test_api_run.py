@@ -22,7 +22,7 @@ from fleetbus_workers.api import run_thread
 from fleetbus_workers.up.run import Run as UpRun
 from tests.system.scripted_roles import scripted_command
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.integration]
 
 TASKS = [{"key": f"t{number}", "prompt": "Say something.", "seed": number} for number in range(4)]
 

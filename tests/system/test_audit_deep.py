@@ -22,6 +22,8 @@ from fleetbus_workers.learner.digest_audit import DigestReport, audit_digests
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_deployment import RUN, build_configuration, small_deployment
 
+pytestmark = pytest.mark.integration
+
 STEPS, GROUPS, GROUP_SIZE = 3, 2, 4
 TRAINED = STEPS * GROUPS * GROUP_SIZE
 TASKS = [Task(key=f"task-{index}", prompt="play") for index in range(4)]

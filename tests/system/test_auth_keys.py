@@ -28,6 +28,8 @@ from fleetbus_workers.up.checks import check_rights
 from tests.support.secured_server import TRUST, SecuredServer, secured_server
 from tests.support.small_deployment import RUN
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[SecuredServer]:

@@ -19,6 +19,8 @@ from tests.support.bare_client import BareClient, bare_client
 from tests.support.secured_server import TRUST, SecuredServer, secured_server
 from tests.support.small_deployment import LANES
 
+pytestmark = pytest.mark.integration
+
 HEARD_SECONDS = 1.0
 OPERATIONS = operations(TRUST)
 PLAN = plan_run(TRUST, lanes=LANES)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.integration
+
 CASES = {
     "raise": ("step", "raise KeyError('no such room')", "KeyError", "FAILED"),
     "nothing": ("step", "return None", "step returned None; it must return Step", "FAILED"),

@@ -18,6 +18,8 @@ from fleetbus.bus.nats.server import find_server, run_server
 from fleetbus_schemas import Subjects, WorkerStarted, decode
 from fleetbus_workers.cli.program import COMMANDS
 
+pytestmark = pytest.mark.integration
+
 HEAVY = ("torch", "transformers", "numpy", "mcp", "nats", "rich", "structlog", "matplotlib", "httpx", "asyncio.runners")
 """Nothing of this is needed to show help."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import pytest
 import structlog
 from rich.console import Console
 
@@ -37,6 +38,8 @@ from fleetbus_workers.top.view import build_facts, screen
 from fleetbus_workers.watchdog import Stall, find_notes, find_stalls
 from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 from tests.support.virtual_time import virtual_time
+
+pytestmark = pytest.mark.integration
 
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 1}) for index in range(20)]
 GROUPS, SIZE = 8, 4

@@ -21,6 +21,8 @@ from fleetbus_workers.starter.build import find_starter_folder
 from fleetbus_workers.up.checks import check_everything
 from tests.support.template_folders import write_template_folder
 
+pytestmark = pytest.mark.integration
+
 
 def test_here_it_finds_all_that_up_needs(tmp_path: Path) -> None:
     configuration = load_configuration(flags={"run.folder": str(tmp_path)}).configuration

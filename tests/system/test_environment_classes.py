@@ -23,6 +23,8 @@ from fleetbus_workers.environment.specs import EnvironmentFactory, build_environ
 from tests.support.processes import children, until, wait_for_output
 from tests.support.tool_calls import NoGrader
 
+pytestmark = pytest.mark.integration
+
 MODULE = '''
 import os
 import signal

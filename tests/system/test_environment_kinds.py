@@ -41,6 +41,8 @@ from tests.support.rule_policy import RuleSampler, RuleTemplate
 from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 from tests.support.tool_calls import ConstantGrader
 
+pytestmark = pytest.mark.integration
+
 WORLDS = {
     "shelves": "warehouse",
     "shop": "shop",

@@ -23,6 +23,8 @@ from fleetbus_workers.weights.file import write_weights
 from tests.support.small_deployment import Member, SmallDeployment, build_configuration, small_deployment
 from tests.support.tool_calls import ConstantGrader
 
+pytestmark = pytest.mark.integration
+
 Tensors = dict[str, torch.Tensor]
 SAMPLING = SamplingSettings(seed=3, max_tokens=24)
 

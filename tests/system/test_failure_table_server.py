@@ -18,6 +18,8 @@ from fleetbus_schemas import Observation, Task
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 
+pytestmark = pytest.mark.integration
+
 EPISODES = 24
 TURNS = 5
 RECOVERY_SECONDS = 30.0

@@ -19,6 +19,8 @@ from tests.support.fleet_platform.instance import SCREEN
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
 from tests.support.tool_calls import NoGrader, call, read_step_text
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(autouse=True)
 def prepared(monkeypatch: pytest.MonkeyPatch) -> None:

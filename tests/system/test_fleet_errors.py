@@ -14,6 +14,8 @@ from tests.support.fleet_platform.episodes import TASK, begun, environments, pla
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
 from tests.support.tool_calls import call, read_step_text
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(autouse=True)
 def prepared(monkeypatch: pytest.MonkeyPatch) -> None:

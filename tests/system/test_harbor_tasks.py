@@ -33,7 +33,7 @@ from tests.support.processes import children, until
 OURS = Path(__file__).parents[2] / "docs/examples/harbor"
 TASKS = ("log-report", "repair-inventory", "roman-numerals")
 SECONDS = 100
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.integration]
 
 
 @pytest.fixture

@@ -42,6 +42,8 @@ from fleetbus_workers.learner.worker import run_learner
 from fleetbus_workers.recorder.worker import run_recorder
 from tests.support.cluster import Cluster, cluster, declare_streams
 
+pytestmark = pytest.mark.integration
+
 S = Subjects("cut")
 CUTS = 20
 STEPS = 1000

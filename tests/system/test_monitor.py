@@ -55,6 +55,8 @@ from fleetbus_workers.serving.listeners import bind
 from fleetbus_workers.watchdog import find_notes, find_stalls
 from tests.support.monitor_page import open_empty_run, open_page
 
+pytestmark = pytest.mark.integration
+
 SUBJECTS = Subjects(RUN)
 PAGE_FILES = [*(Path(__file__).parents[2] / "workers/fleetbus_workers/monitor/page").iterdir()]
 

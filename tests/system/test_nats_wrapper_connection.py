@@ -22,6 +22,8 @@ from fleetbus.errors import BusClosed, BusError, NotPermitted, UserError
 from fleetbus_schemas import Subjects
 from tests.support.bare_nats import RUN, SUBJECTS, ready_bus
 
+pytestmark = pytest.mark.integration
+
 CONSUMER = tasks_consumer("default")
 
 

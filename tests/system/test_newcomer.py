@@ -20,7 +20,7 @@ import anyio.abc
 import psutil
 import pytest
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.integration]
 
 WITHOUT_MODEL = [sys.executable, str(Path(__file__).with_name("newcomer_roles.py"))]
 REAL = [sys.executable, "-m", "fleetbus_workers.cli"]

@@ -45,6 +45,8 @@ from fleetbus_workers.starter.warm_start import build_model, fit
 from tests.support.small_deployment import build_configuration, small_deployment
 from tests.support.trainer_settings import trainer_settings
 
+pytestmark = pytest.mark.integration
+
 TEMPLATE = Path(__file__).parents[1] / "unit" / "chat_templates" / "qwen3.jinja"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 WORDS = ("red", "green", "blue", "bolt", "nut", "one", "two")

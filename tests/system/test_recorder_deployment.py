@@ -39,6 +39,8 @@ from fleetbus_workers.learner.worker import run_learner
 from fleetbus_workers.recorder.worker import RecorderSettings, run_recorder
 from tests.support.connections import Connect, connections_to
 
+pytestmark = pytest.mark.integration
+
 LOG_BYTES = 1 << 20
 STEPS, GROUPS, GROUP_SIZE, TURNS = 12, 2, 4, 12
 """A step's episodes take about an eighth of the log."""

@@ -19,6 +19,8 @@ from fleetbus.errors import UserError
 from fleetbus_schemas import Heartbeat, Subjects, encode
 from fleetbus_workers.cli.program import run_program
 
+pytestmark = pytest.mark.integration
+
 STORAGE = 9 * SMALLEST_LOG + (1 << 20)
 
 Said = Callable[..., str]

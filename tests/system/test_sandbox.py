@@ -34,6 +34,8 @@ from fleetbus_workers.environment.ownership import build_label_variables, build_
 from tests.support.processes import children, until, wait_for_output
 from tests.support.server_labels import labels
 
+pytestmark = pytest.mark.integration
+
 LIMITS = SandboxLimits(
     seconds=20.0,
     memory_bytes=512 << 20,

@@ -27,6 +27,8 @@ from tests.support.interrupted_deployment import PATIENT, check_one_action_per_t
 from tests.support.small_deployment import RUN, Connect, SmallDeployment, build_configuration, small_deployment
 from tests.support.virtual_time import virtual_time
 
+pytestmark = pytest.mark.integration
+
 anyio_backend = virtual_time
 
 ENVIRONMENTS = ("environment-0", "environment-1")

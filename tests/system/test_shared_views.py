@@ -27,7 +27,7 @@ from tests.support.processes import until
 
 ROLES = [sys.executable, str(Path(__file__).with_name("scripted_roles.py"))]
 FLEETBUS = [sys.executable, "-m", "fleetbus_workers.cli"]
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.integration]
 
 
 def call(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:

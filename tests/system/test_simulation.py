@@ -17,6 +17,8 @@ from fleetbus_workers.simulation.run import run_seed
 from fleetbus_workers.simulation.scenario import FaultSet, Scenario
 from fleetbus_workers.simulation.seed_pool import run_safely, run_seeds
 
+pytestmark = pytest.mark.integration
+
 ORDINARY_SEEDS = range(10)
 ALL_SEEDS = range(1000)
 CORPUS = Path(__file__).with_name("simulation_corpus.txt")

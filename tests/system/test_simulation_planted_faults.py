@@ -21,6 +21,8 @@ from tests.support import planted_in_segments as segments
 from tests.support import planted_in_sessions as sessions
 from tests.support import planted_in_training as training
 
+pytestmark = pytest.mark.integration
+
 SEEDS = range(1, 301)
 COMPARED_SEEDS = 10
 """How many seeds tell whether a plant that was not found changes anything."""

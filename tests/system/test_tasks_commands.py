@@ -14,6 +14,8 @@ from fleetbus.tasks import dump_tasks, load_tasks
 from fleetbus_schemas import Task
 from fleetbus_workers.cli.program import run_program
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[2]
 
 

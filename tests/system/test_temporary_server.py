@@ -17,6 +17,8 @@ from fleetbus.bus.streams import plan_run
 from fleetbus_workers.up.lock import lock_run
 from tests.support.processes import until, wait_for_output
 
+pytestmark = pytest.mark.integration
+
 RUN = "stopped"
 
 

@@ -29,6 +29,8 @@ from fleetbus_workers.tracing.span import SpansRefused
 from tests.support.otlp_receiver import Receiver, spans_in_file
 from tests.support.processes import until, wait_for_output
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[2]
 GUESSING = ROOT / "tests" / "replay" / "recordings" / "guessing.fbrec"
 RUN = "small"

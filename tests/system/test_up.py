@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 SCRIPT = Path(__file__).with_name("scripted_roles.py")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.integration]
 
 PROCESSES = 5
 """Server holder, nats-server, learner, environment, inference."""

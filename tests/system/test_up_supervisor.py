@@ -20,6 +20,8 @@ from fleetbus_workers.up.process import ProcessPlan
 from fleetbus_workers.up.server import end_stray_server
 from fleetbus_workers.up.supervisor import Supervisor, WorkerUnrecoverable
 
+pytestmark = pytest.mark.integration
+
 ROLE = """
 import os, signal, sys, time
 name, behaviour, folder = sys.argv[1:4]

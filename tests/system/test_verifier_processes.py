@@ -16,6 +16,8 @@ from fleetbus_workers.environment.isolation.verifier.sandbox import MAX_STARTS
 from tests.support.grading import LIMITS, Tools, grade
 from tests.support.processes import children, until, wait_for_output
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> str:

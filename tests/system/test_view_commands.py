@@ -19,7 +19,7 @@ from fleetbus_workers.cli.program import run_program
 GUESSING = Path(__file__).parents[1] / "replay" / "recordings" / "guessing.fbrec"
 RUN = "small"
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.integration]
 
 
 @pytest.fixture(scope="module")

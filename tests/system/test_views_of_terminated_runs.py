@@ -32,6 +32,8 @@ from fleetbus_workers.run_access.log_access import build_driver
 from fleetbus_workers.run_access.sources import build_address_resolver
 from fleetbus_workers.up.lock import lock_run
 
+pytestmark = pytest.mark.integration
+
 RUN = "ended"
 SUBJECTS = Subjects(RUN)
 

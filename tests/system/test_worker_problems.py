@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import anyio
+import pytest
 
 from fleetbus_schemas import PolicyPublished
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, WeightsRejected
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from tests.support.small_deployment import small_deployment
+
+pytestmark = pytest.mark.integration
 
 
 class Refusing(ScriptedSampler):
