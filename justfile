@@ -81,7 +81,7 @@ test-sinks *arguments:
 test-api *arguments:
     test -d .venv-api || python3 -m venv .venv-api
     .venv-api/bin/pip install -q -c constraints.txt -e '.[test]' ipykernel nbclient nbformat pandas pyarrow
-    .venv-api/bin/pytest -n0 -q -m 'slow or not slow' tests/system/test_api_examples.py tests/system/test_api_reader.py {{arguments}}
+    .venv-api/bin/pytest -n0 -q -m 'slow or not slow' tests/system/test_api_examples.py tests/system/test_api_reader.py tests/unit/test_datasets.py {{arguments}}
 
 # Agents with their own loops, by the clients that people use, in a separate environment: minutes
 test-agents *arguments:

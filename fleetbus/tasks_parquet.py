@@ -35,7 +35,7 @@ def write_parquet(entries: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _build_row(entry: dict[str, Any], variables: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    environment = str(entry.get("env_id", ""))
+    environment = str(entry.get("env_key", ""))
     known = entry.get("env_variables") or variables.get(environment, {})
     return {
         "prompt": [{"role": "user", "content": entry["prompt"]}],
@@ -56,7 +56,7 @@ def _collect_first_variables(entries: Sequence[dict[str, Any]]) -> dict[str, dic
     found: dict[str, dict[str, Any]] = {}
     for entry in entries:
         if entry.get("env_variables"):
-            found.setdefault(str(entry.get("env_id", "")), entry["env_variables"])
+            found.setdefault(str(entry.get("env_key", "")), entry["env_variables"])
     return found
 
 

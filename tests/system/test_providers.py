@@ -86,8 +86,9 @@ async def test_servers_that_were_not_stopped_are_stopped_with_the_worker() -> No
 
 WORKER = """
 import anyio, sys
-from fleetbus_workers.environment.adapters.providers.base import *
+from fleetbus_workers.environment.adapters.providers.base import wait_until_ready
 from fleetbus_workers.environment.adapters.providers.process import ProcessProvider
+from fleetbus_workers.environment.ownership import Labels, build_process_owner
 
 async def main():
     provider = ProcessProvider(f"{sys.executable} -m http.server --bind 127.0.0.1 {{port}}")

@@ -18,7 +18,7 @@ import structlog
 from anyio.abc import TaskGroup, TaskStatus
 
 from fleetbus.actions import LAG_PAUSES_SECONDS
-from fleetbus.bus.base import Request
+from fleetbus.bus.base import Request, RequestServer
 from fleetbus.core.journal import Journal, build_refusal
 from fleetbus.deadlines import Deadlines
 from fleetbus.errors import BusClosed, BusError, RequestUnanswered
@@ -101,23 +101,29 @@ class SessionHost:
             task_status.started()
             try:
                 async with anyio.create_task_group() as group:
-                    self._tasks = TaskPool(group)
                     group.start_soon(self._deadlines.run)
                     group.start_soon(self._end_expired, group)
                     group.start_soon(sweep.run)
-                    while True:
-                        request = await server.receive()
-                        if self._is_busy:
-                            group.start_soon(self._reject, request)
-                        else:
-                            self._calls += 1
-                            self._tasks.start_soon(self._handle, request)
+                    await self._serve(server, group)
             finally:
-                self.serving, self._tasks = False, None
                 for local_call in self._local_calls:  # also those whose task never began
                     local_call.done.set()
                 with anyio.CancelScope(shield=True):  # each close is bounded by its own limit
                     await self._leave_sessions()
+
+    async def _serve(self, server: RequestServer, group: TaskGroup) -> None:
+        """Until cancelled: from then on nothing is begun in a group that waits for its last tasks."""
+        tasks = self._tasks = TaskPool(group)
+        try:
+            while True:
+                request = await server.receive()
+                if self._is_busy:
+                    group.start_soon(self._reject, request)
+                else:
+                    self._calls += 1
+                    tasks.start_soon(self._handle, request)
+        finally:
+            self.serving, self._tasks = False, None
 
     async def call(self, call: SessionCall, until: float = math.inf) -> SessionAnswer | None:
         """A call from this process, as one over the bus: it runs to its end even if its caller does not wait for it. None if
