@@ -3,6 +3,8 @@
 An episode is settled when training consumed or excluded it by a step that the newest surviving checkpoint covers, so that a
 learner that resumes there never asks for it; an episode that no learner trains (an evaluation, or asked for by somebody else),
 when it has a result. What is settled leaves with all that comes before it; what a learner may begin from stays.
+
+Until the floor in the log has passed it, what training settled can be open again: a learner may begin before the step.
 """
 
 from __future__ import annotations
@@ -40,48 +42,6 @@ class _Step(msgspec.Struct, frozen=True, kw_only=True):
     episodes: tuple[str, ...]
 
 
-class _Training:
-    """Steps of one ``train.<name>`` that no checkpoint covers yet."""
-
-    def __init__(self) -> None:
-        self._lineages: list[LineageStarted] = []
-        self._steps: list[_Step] = []
-        self._checkpoints: list[tuple[int, CheckpointStored]] = []
-        self.first_open_group = 0
-        """No learner asks for a group below it, except of those that the log holds unsettled."""
-
-    def find_first_needed(self) -> int:
-        """Where a learner has to read its journal from; 0: all of it."""
-        return self._checkpoints[0][0] if len(self._checkpoints) == KEPT_CHECKPOINTS else 0
-
-    def on_lineage(self, started: LineageStarted) -> None:
-        """What the lineage before trained after its parent step is void: those episodes will be asked for again."""
-        self._lineages.append(started)
-        surviving = compute_surviving_steps(self._lineages)
-        self._steps = [step for step in self._steps if is_surviving(surviving, step.lineage, step.step)]
-        self._checkpoints = [each for each in self._checkpoints if is_surviving(surviving, each[1].lineage, each[1].step)]
-
-    def on_step(self, step: StepTrained) -> None:
-        self._lineages = complete_lineages(self._lineages, step.lineage)
-        ids = step.episodes + tuple(exclusion.episode_id for exclusion in step.excluded)
-        self._steps.append(_Step(lineage=step.lineage, step=step.step, episodes=ids))
-
-    def on_checkpoint(self, sequence: int, checkpoint: CheckpointStored) -> list[str]:
-        """The episodes that are settled from now on."""
-        self._lineages = complete_lineages(self._lineages, checkpoint.lineage)
-        surviving = compute_surviving_steps(self._lineages)
-        if not is_surviving(surviving, checkpoint.lineage, checkpoint.step):
-            return []
-        self._checkpoints = [*self._checkpoints[1 - KEPT_CHECKPOINTS :], (sequence, checkpoint)]
-        self.first_open_group = max(self.first_open_group, checkpoint.first_open_group)
-        covered = [step for step in self._steps if self._covers(checkpoint, step, surviving)]
-        self._steps = [step for step in self._steps if step not in covered]
-        return [episode for step in covered for episode in step.episodes]
-
-    def _covers(self, checkpoint: CheckpointStored, step: _Step, surviving: dict[str, float]) -> bool:
-        return step.step <= checkpoint.step and is_surviving(surviving, step.lineage, step.step)
-
-
 class _OpenEpisode(msgspec.Struct, kw_only=True):
     """``number`` is the lowest by which its request could be refused; ``content`` where its first observation or action stands,
     negative while there is none: then behind its request."""
@@ -92,9 +52,71 @@ class _OpenEpisode(msgspec.Struct, kw_only=True):
     group: int = 0
     by_learner: bool = True
 
+    def is_passed(self, floor: FloorRaised) -> bool:
+        """True if no learner asks for it any more, wherever it begins."""
+        return self.by_learner and self.group < floor.groups.get(self.policy, 0)
+
+
+class _Training:
+    """Steps of one ``train.<name>`` that no checkpoint covers yet, and what covered steps settled above the floor."""
+
+    def __init__(self) -> None:
+        self._lineages: list[LineageStarted] = []
+        self._steps: list[_Step] = []
+        self._checkpoints: list[tuple[int, CheckpointStored]] = []
+        self._settled: dict[str, tuple[_Step, _OpenEpisode]] = {}
+
+    @property
+    def first_open_group(self) -> int:
+        """No learner asks for a group below it, except of those that the log holds unsettled."""
+        return max((checkpoint.first_open_group for _, checkpoint in self._checkpoints), default=0)
+
+    def find_first_needed(self) -> int:
+        """Where a learner has to read its journal from; 0: all of it."""
+        return self._checkpoints[0][0] if len(self._checkpoints) == KEPT_CHECKPOINTS else 0
+
+    def on_lineage(self, started: LineageStarted) -> dict[str, _OpenEpisode]:
+        """What the lineage before trained after its parent step is void: those episodes will be asked for again. Returns those
+        that were settled."""
+        self._lineages.append(started)
+        surviving = compute_surviving_steps(self._lineages)
+        self._steps = [step for step in self._steps if is_surviving(surviving, step.lineage, step.step)]
+        self._checkpoints = [each for each in self._checkpoints if is_surviving(surviving, each[1].lineage, each[1].step)]
+        reopened = {
+            episode: found
+            for episode, (step, found) in self._settled.items()
+            if not is_surviving(surviving, step.lineage, step.step)
+        }
+        self._settled = {episode: entry for episode, entry in self._settled.items() if episode not in reopened}
+        return reopened
+
+    def on_step(self, step: StepTrained) -> None:
+        self._lineages = complete_lineages(self._lineages, step.lineage)
+        ids = step.episodes + tuple(exclusion.episode_id for exclusion in step.excluded)
+        self._steps.append(_Step(lineage=step.lineage, step=step.step, episodes=ids))
+
+    def on_checkpoint(self, sequence: int, checkpoint: CheckpointStored, opened: dict[str, _OpenEpisode]) -> None:
+        """Takes the episodes that are settled from now on out of ``opened``."""
+        self._lineages = complete_lineages(self._lineages, checkpoint.lineage)
+        surviving = compute_surviving_steps(self._lineages)
+        if not is_surviving(surviving, checkpoint.lineage, checkpoint.step):
+            return
+        self._checkpoints = [*self._checkpoints[1 - KEPT_CHECKPOINTS :], (sequence, checkpoint)]
+        covered = [step for step in self._steps if self._covers(checkpoint, step, surviving)]
+        self._steps = [step for step in self._steps if step not in covered]
+        for step in covered:
+            self._settled |= {each: (step, opened.pop(each)) for each in step.episodes if each in opened}
+
+    def on_floor(self, floor: FloorRaised) -> None:
+        """What it passed stays settled."""
+        self._settled = {each: entry for each, entry in self._settled.items() if not entry[1].is_passed(floor)}
+
+    def _covers(self, checkpoint: CheckpointStored, step: _Step, surviving: dict[str, float]) -> bool:
+        return step.step <= checkpoint.step and is_surviving(surviving, step.lineage, step.step)
+
 
 class Retention:
-    """Enter every entry of the log in order; memory grows with the episodes that are not settled."""
+    """Enter every entry of the log in order; memory grows with the episodes that are not settled, or not below the floor."""
 
     def __init__(self) -> None:
         self._open: dict[str, _OpenEpisode] = {}
@@ -123,16 +145,25 @@ class Retention:
             case EpisodeFinished() if (found := self._open.get(message.episode_id)) is not None and not found.by_learner:
                 del self._open[message.episode_id]
             case LineageStarted() if tokens[2] == "train":
-                self._get_training(tokens[-1]).on_lineage(message)
+                self._open |= self._get_training(tokens[-1]).on_lineage(message)
             case StepTrained():
                 self._get_training(tokens[-1]).on_step(message)
             case CheckpointStored():
-                for episode in self._get_training(tokens[-1]).on_checkpoint(sequence, message):
-                    self._open.pop(episode, None)
+                self._get_training(tokens[-1]).on_checkpoint(sequence, message, self._open)
             case PolicyPublished():
                 self._versions.setdefault(tokens[-1], []).append(sequence)
             case FloorRaised():
-                self.floor = message
+                self._enter_floor(message)
+
+    def _enter_floor(self, floor: FloorRaised) -> None:
+        self.floor = floor
+        self._open = {each: episode for each, episode in self._open.items() if not episode.is_passed(floor)}
+        for training in self._training.values():
+            training.on_floor(floor)
+        for policy, first in floor.groups.items():
+            requested = self._groups.get(policy, {})
+            for number in [number for number in requested if number < first]:
+                del requested[number]
 
     def _enter_request(self, sequence: int, request: EpisodeRequested) -> None:
         if request.episode_id in self._open or refuses_request(self.floor, request):
@@ -172,9 +203,8 @@ class Retention:
         for policy, requested in self._groups.items():
             mine = (episode.group for episode in self._open.values() if episode.policy == policy and episode.by_learner)
             first = groups[policy] = min(self._get_training(policy).first_open_group, *mine, 1 << 62)
-            for number in [number for number in requested if number < first]:
-                del requested[number]
-            sequence = min(sequence, *requested.values(), last_sequence + 1)
+            open_groups = (at for number, at in requested.items() if number >= first)
+            sequence = min(sequence, *open_groups, last_sequence + 1)
         raised = {policy: max(self.floor.groups.get(policy, 0), number) for policy, number in groups.items()}
         return FloorRaised(
             sequence=max(self.floor.sequence, min(sequence, last_sequence + 1)), groups={**self.floor.groups, **raised}

@@ -103,6 +103,7 @@ FAILED_ONCE: dict[tuple[FaultSet, int], str] = {
     ("all", 245): "rollouts and a learner filled one log together",
     ("all", 399): "a learner filled the log behind the one before it",
     ("all", 771): "checkpoints were removed while no learner was there, and no disturbance was noted",
+    ("all", 1122): "a recorder that was behind raised the floor over what a new lineage was about to train again",
 }
 """Seeds, and what they found."""
 

@@ -96,6 +96,29 @@ def test_the_floor_stays_below_the_number_of_an_open_evaluation_and_never_sinks(
     assert log.retention.is_settled(S.episode("l1-late-0"))
 
 
+def test_what_a_lineage_voids_before_the_floor_has_passed_it_is_open_again() -> None:
+    """A checkpoint is damaged after it settled episodes, and before what it settled has left."""
+    log = Log()
+    log.request("g000000-0")
+    log.settle(1, "g000000-0", first_open=1)
+    second = log.request("g000001-0")
+    log.settle(2, "g000001-0", first_open=2)
+    assert log.floor.groups == {"p": 2}
+    log.enter(S.train("p"), LineageStarted(lineage="l2", worker="w", parent="l1", parent_step=1))
+    assert log.floor == FloorRaised(sequence=second, groups={"p": 1})
+    assert not log.retention.is_settled(S.action("e0", "g000001-0"))
+
+
+def test_what_the_stored_floor_has_passed_stays_settled_whatever_a_lineage_voids() -> None:
+    log = Log()
+    log.request("g000000-0")
+    log.settle(1, "g000000-0", first_open=1)
+    log.enter(S.floor, log.floor)
+    log.enter(S.train("p"), LineageStarted(lineage="l2", worker="w", parent="l1", parent_step=0))
+    assert len(log.retention) == 0
+    assert log.floor == FloorRaised(sequence=log.last + 1, groups={"p": 1})
+
+
 @pytest.mark.parametrize(
     ("request_message", "refused"),
     [

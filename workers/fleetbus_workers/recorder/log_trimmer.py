@@ -22,7 +22,16 @@ from fleetbus.episodes import read_entry
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
 from fleetbus.runtime import Runtime
 from fleetbus.trim_limit import compute_trim_limit
-from fleetbus_schemas import EpisodeFinished, FloorRaised, Message, SessionEnded, SessionRecorded, Subjects, encode
+from fleetbus_schemas import (
+    EpisodeFinished,
+    FloorRaised,
+    LineageStarted,
+    Message,
+    SessionEnded,
+    SessionRecorded,
+    Subjects,
+    encode,
+)
 from fleetbus_schemas.stored import STORED
 
 SAMPLES_PER_WINDOW = 64
@@ -182,6 +191,8 @@ class LogTrimmer:
         """Store it before anything that it concerns leaves; False if that was not possible now."""
         if raised == self._retention.floor:
             return True
+        if await self._find_unread_lineage():
+            return False
         subject = self._subjects.floor
         stored = await self._bus.last(subject)
         raised = merge_floors(raised, read_entry(STORED["floor"], stored) if stored is not None else None)
@@ -195,6 +206,14 @@ class LogTrimmer:
             return False
         self._retention.enter(published.sequence, subject, raised)
         return True
+
+    async def _find_unread_lineage(self) -> bool:
+        """True if a lineage has begun behind what was entered so far: it may train again what seems to be settled."""
+        async for entry in self._bus.scan([self._subjects.train("*")], start=self.last_entered + 1):
+            if isinstance(_decode_entry(entry), LineageStarted):
+                log.info("lineage began behind the archive; raising the floor later", sequence=entry.sequence)
+                return True
+        return False
 
     async def _shorten_journals(self, over: dict[str, int]) -> None:
         """A log without room even for the floor: of journals that ended only the end is needed to refuse what comes late."""
