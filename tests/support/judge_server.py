@@ -28,6 +28,7 @@ class JudgeServer:
         self.held: anyio.Event | None = None
         self.at_once = self.most_at_once = 0
         self.url = ""
+        self.finish_reason = "stop"
 
     async def complete(self, request: Request) -> Response:
         self.asked.append(await request.json())
@@ -41,7 +42,9 @@ class JudgeServer:
                 status = self.statuses.popleft()
                 return JSONResponse({"error": f"refused {request.headers.get('authorization')}"}, status)
             text = self.answer(self.asked[-1]["messages"])
-            return JSONResponse({"choices": [{"message": {"role": "assistant", "content": text}}]})
+            return JSONResponse(
+                {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": self.finish_reason}]}
+            )
         finally:
             self.at_once -= 1
 

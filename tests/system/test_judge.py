@@ -64,6 +64,15 @@ async def test_a_busy_server_is_asked_again_and_a_refusal_is_not() -> None:
         await judge.close()
 
 
+async def test_an_answer_that_was_cut_is_no_score() -> None:
+    async with serve_judge(lambda messages: 'It writes {"scores": [10]}') as server:
+        server.finish_reason = "length"
+        judge = build_judge(server)
+        with pytest.raises(JudgeFailed, match="judge_max_tokens"):
+            await judge.score(["a"])
+        await judge.close()
+
+
 async def test_a_server_that_does_not_answer_costs_the_time_that_is_set() -> None:
     async with serve_judge(lambda messages: scores(5)) as server:
         server.held = anyio.Event()

@@ -108,9 +108,12 @@ class Judge:
         body = {"model": self._model, "messages": messages, "temperature": 0, "max_tokens": settings.judge_max_tokens}
         answer = await self._request("POST", "/v1/chat/completions", json=body)
         try:
-            content = answer["choices"][0]["message"]["content"]
-        except (KeyError, IndexError, TypeError):
-            content = None
+            choice = answer["choices"][0]
+            content, ending = choice["message"]["content"], choice.get("finish_reason")
+        except (KeyError, IndexError, TypeError, AttributeError):
+            content = ending = None
+        if ending == "length":  # the last scores may be some that it quotes
+            raise JudgeFailed("judge: its answer was cut: raise reward.judge_max_tokens")
         if not isinstance(content, str):
             raise JudgeFailed("judge: its answer has no text")
         return content
