@@ -76,6 +76,13 @@ async def test_programs_send_the_key_as_a_bearer_token() -> None:
 
 
 @pytest.mark.anyio
+async def test_a_cookie_of_another_program_on_this_host_keeps_nobody_out() -> None:
+    async with client() as browser:
+        cookies = f'settings={{"a": 1, "b c": [2]}}; fleetbus-8450={KEY}'
+        assert (await browser.get("/api/overview", headers={"cookie": cookies})).status_code == 200
+
+
+@pytest.mark.anyio
 async def test_two_pages_of_one_machine_do_not_take_each_others_cookie() -> None:
     async with client(8450) as browser:
         await browser.get(f"/?key={KEY}")

@@ -7,9 +7,9 @@ send it as ``Authorization: Bearer``. As with Jupyter, the key is new with each 
 from __future__ import annotations
 
 import secrets
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
 
+from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 PARAMETER = "key"
@@ -54,17 +54,9 @@ class AccessKey:
         for name, value in scope["headers"]:
             if name == b"authorization" and value[:7].lower() == b"bearer " and self._is_key(value[7:].decode("latin-1")):
                 return True
-            if name == b"cookie" and self._is_key(_read_cookie(value.decode("latin-1"), cookie)):
+            if name == b"cookie" and self._is_key(cookie_parser(value.decode("latin-1")).get(cookie, "")):
                 return True
         return False
 
     def _is_key(self, text: str) -> bool:
         return secrets.compare_digest(text.encode(), self._key)
-
-
-def _read_cookie(header: str, name: str) -> str:
-    try:
-        found = SimpleCookie(header).get(name)
-    except CookieError:
-        return ""
-    return found.value if found is not None else ""
