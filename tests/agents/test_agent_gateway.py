@@ -9,7 +9,9 @@ import httpx
 import pytest
 
 from fleetbus.audit import audit_run
+from fleetbus.config.settings import RunSettings
 from fleetbus_schemas import Task
+from fleetbus_workers.gateway.agent_keys import SECRET_FILE, read_secret
 from tests.agents.gateway_support import SUBJECTS, bearer, find_port, read_text, running, say, take, wait_for
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.integration]
@@ -24,6 +26,8 @@ async def test_an_agent_outside_plays_the_learners_episode_and_posts_its_reward_
         second = read_text(await say(client, session, "one", first, "two"))
         rewarded = await client.post("/sessions/e1/reward", json={"reward": 0.5}, headers=bearer(session))
         assert rewarded.json() | {"outcome": "completed", "reward": 0.5} == rewarded.json(), "it is in the log by then"
+        repeated = await client.post("/sessions/e1/reward", json={"reward": 0.5}, headers=bearer(session))
+        assert (repeated.status_code, repeated.json()) == (200, rewarded.json()), "its answer may have been lost"
         again = await client.post("/sessions/e1/reward", json={"reward": 1.0}, headers=bearer(session))
         assert (again.status_code, again.json()["reward"]) == (409, 0.5)
         late = read_text(await say(client, session, "one", first, "two", second, "three"))
@@ -132,6 +136,31 @@ async def test_evaluations_are_opened_by_whoever_has_the_token_and_given_to_nobo
         assert (full.status_code, "retry-after" in full.headers) == (429, True)
         done = await client.post(f"/sessions/{session['id']}/reward", json={"reward": 1.0}, headers=bearer(session))
         assert done.json()["reward"] == 1.0
+
+
+async def test_an_evaluation_is_found_behind_requests_that_no_agent_asks_for(tmp_path: Path) -> None:
+    async with running(tmp_path) as run, run.gateway() as client:
+        for number in range(80):
+            await run.request(f"e{number}")
+        session = (await client.post("/sessions", json={"task": {"key": "mine", "prompt": "p"}})).json()
+        read_text(await say(client, session, "one"))
+
+
+async def test_a_page_of_another_site_is_given_no_session(tmp_path: Path) -> None:
+    async with running(tmp_path) as run, run.gateway() as client:
+        await run.request("e1")
+        asked = await client.get("/sessions/next", headers={"sec-fetch-site": "cross-site"})
+        assert asked.status_code == 403
+        assert (await take(client))["id"] == "e1"
+
+
+def test_a_secret_that_is_not_whole_makes_no_keys(tmp_path: Path) -> None:
+    run = RunSettings(name="r", folder=str(tmp_path))
+    read_secret("", run)
+    (file,) = tmp_path.rglob(SECRET_FILE)
+    file.write_bytes(b"")
+    with pytest.raises(OSError, match="not whole"):
+        read_secret("", run)
 
 
 async def test_a_killed_gateway_is_replaced_in_the_middle_of_a_session(tmp_path: Path) -> None:

@@ -16,14 +16,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
+from fleetbus.core.reward_components import VERIFIER
 from fleetbus.errors import UserError
 from fleetbus.tasks import build_tasks
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Task
 from fleetbus_workers.bounded_json import TooManyValues, check_values
 from fleetbus_workers.environment.adapters.agent.endpoint import (
+    REWARD_BYTES,
     ModelCalls,
+    PostedReward,
     build_application,
     cancel_when_disconnected,
+    parse_reward,
     read_keys,
     take_reward,
 )
@@ -108,8 +112,11 @@ class _Service:
         return self._describe(Offer(self._sessions.make_key(asked), asked), 201)
 
     async def give_next(self, request: Request) -> Response:
-        """The next of the learner's episodes; 204 if none comes within ``wait`` seconds."""
+        """The next of the learner's episodes; 204 if none comes within ``wait`` seconds. Not for a page of another site, which
+        may send any GET: what it were given would be lost."""
         self._check_token(request)
+        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            return JSONResponse({"detail": "sessions are not given to pages of another site"}, 403)
         try:
             seconds = float(request.query_params.get("wait", WAIT_SECONDS))
         except ValueError:
@@ -138,13 +145,16 @@ class _Service:
     async def reward(self, request: Request) -> Response:
         """``{"reward": NUMBER or null, "reason": TEXT}``: the end of the session. Answered when it is in the log."""
         episode, session = await self._find(request)
-        refused = await take_reward(session, request)
-        if refused is not None:
-            result = await self._sessions.read_result(episode) if refused.status_code == 409 else None
-            return (
-                refused if result is None else JSONResponse({"detail": "the episode has ended"} | describe_result(result), 409)
-            )
-        return await self._conclude(episode, session)
+        posted = parse_reward(await read_body(request, limit=REWARD_BYTES))
+        refused = posted if isinstance(posted, Response) else take_reward(session, posted)
+        if refused is None or (isinstance(posted, PostedReward) and session.has_taken(posted.reward)):
+            return await self._conclude(episode, session)
+        result = await self._sessions.read_result(episode) if refused.status_code == 409 else None
+        if result is None:
+            return refused
+        if isinstance(posted, PostedReward) and is_reward_of(result, posted.reward):
+            return JSONResponse(describe_result(result))  # a repetition whose first answer was lost
+        return JSONResponse({"detail": "the episode has ended"} | describe_result(result), 409)
 
     async def end(self, request: Request) -> Response:
         """The end of a session without a reward of the agent's: the verifier's, or none."""
@@ -228,6 +238,13 @@ def parse_body(body: bytes) -> WantedSession:
     if wanted.temperature is not None and not 0 <= wanted.temperature <= 10:
         raise ValueError("temperature is a number from 0 to 10")
     return wanted
+
+
+def is_reward_of(result: EpisodeFinished, reward: float | None) -> bool:
+    """Whether an episode ended with this reward of its agent's, by itself or as a component."""
+    if reward is None:
+        return result.outcome == "verifier_unknown"
+    return reward in (result.reward, result.reward_components.get(VERIFIER))
 
 
 def describe_result(result: EpisodeFinished) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from fleetbus_workers.environment.adapters.agent.sessions import UNKNOWN_KEY, Ke
 
 PREFIX = "fbs-"
 SECRET_FILE = "agents-secret"
+SECRET_BYTES = 32
 EXPIRED_KEY = "this key has expired"
 
 
@@ -57,10 +58,13 @@ def read_secret(token: str, run: RunSettings) -> bytes:
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as opened:
-            opened.write(secrets.token_bytes(32))
+            opened.write(secrets.token_bytes(SECRET_BYTES))
         os.link(temporary, file)
     except FileExistsError:
         pass
     finally:
         temporary.unlink()
-    return file.read_bytes()
+    secret = file.read_bytes()
+    if len(secret) != SECRET_BYTES:  # anybody could guess the rest
+        raise OSError(f"{file} is not whole: remove it")
+    return secret

@@ -41,6 +41,11 @@ HELD_SECONDS = 0.25
 RETURN_SECONDS = 1.0
 """A request that nobody here wants is returned after so long, and given out again after that."""
 
+SEARCH_HELD_SECONDS = 0.01
+SEARCH_RETURN_SECONDS = 5.0
+"""The same for a learner's request while a call waits for its episode. What returns comes before what was not looked at
+yet: some hundred requests are looked through in between, on the way to the one that is wanted."""
+
 MAX_WAITING = 1024
 """Agents that ask for an episode, and calls whose episode is not here, at a time."""
 
@@ -93,8 +98,10 @@ class AgentSessions:
         episode = request.episode_id
         is_known = episode in self._sessions or episode in self._wanted or request.deadline_ns <= self._bus.now_ns()
         if not is_known and (episode.startswith(OWN_PREFIX) or len(self._waiters) <= len(self._reserved)):
-            await anyio.sleep(HELD_SECONDS)
-            await delivery.nak(RETURN_SECONDS)
+            searches = bool(self._wanted)
+            await anyio.sleep(SEARCH_HELD_SECONDS if searches else HELD_SECONDS)
+            is_learners = searches and not episode.startswith(OWN_PREFIX)
+            await delivery.nak(SEARCH_RETURN_SECONDS if is_learners else RETURN_SECONDS)
             return
         if not is_known:
             self._reserved.add(episode)

@@ -147,15 +147,21 @@ class ModelCalls:
     async def grade(self, request: Request) -> Response:
         """``{"reward": NUMBER or null, "reason": TEXT}``, once; null excludes the episode from training."""
         session = await self._sessions.find(read_keys(request))
-        return await take_reward(session, request) or JSONResponse({"accepted": True})
+        posted = parse_reward(await read_body(request, limit=REWARD_BYTES))
+        refused = posted if isinstance(posted, Response) else take_reward(session, posted)
+        return refused or JSONResponse({"accepted": True})
 
 
-async def take_reward(session: AgentSession, request: Request) -> Response | None:
-    """Take the reward in a body; what is wrong with it otherwise."""
+def parse_reward(body: bytes) -> PostedReward | Response:
+    """The reward in a body; what is wrong with it otherwise."""
     try:
-        body = msgspec.json.decode(await read_body(request, limit=REWARD_BYTES), type=PostedReward)
+        return msgspec.json.decode(body, type=PostedReward)
     except (msgspec.DecodeError, RecursionError) as error:
         return JSONResponse({"detail": f"the body is no reward: {error}"}, 400)
+
+
+def take_reward(session: AgentSession, body: PostedReward) -> Response | None:
+    """Grade the session; why not otherwise."""
     if not session.takes_reward:
         return JSONResponse({"detail": "the task has a verifier, which gives the reward"}, 403)
     if not session.grade(body.reward, body.reason):

@@ -190,6 +190,10 @@ class AgentSession:
         self.is_graded, self.reward, self.reward_reason = True, reward, reason
         return True
 
+    def has_taken(self, reward: float | None) -> bool:
+        """Whether this is the reward that was given here: one that is posted again was taken."""
+        return self.is_graded and self.reward == reward
+
     def end(self) -> None:
         """Answer every call that waits, and all that come, with a message that asks the agent to stop."""
         self.over = True
