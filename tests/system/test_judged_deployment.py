@@ -76,7 +76,7 @@ async def test_a_reward_is_made_of_verdict_judge_and_named_parts_and_replays_wit
         assert result.reward_components == {"verifier": 0.5, "style": 2.0, "judge": 0.4}
         assert result.reward == pytest.approx(0.5 + 2 * 0.4 - 0.1 * 2)
         (asked,) = server.asked
-        assert "[user]\nplay" in asked["messages"][1]["content"] and "[assistant]" in asked["messages"][1]["content"]
+        assert "[user]\n  play" in asked["messages"][1]["content"] and "[assistant]" in asked["messages"][1]["content"]
 
     configuration = build_configuration(reward=RewardSettings(weights="verifier=1,judge=2,style=-0.1"))
     context = ReplayContext(recording, Replay(role="environment", patience_seconds=30), configuration=configuration)
@@ -99,7 +99,7 @@ async def test_an_episode_that_the_judge_does_not_score_has_no_reward_and_says_w
             recording = await record(fleet)
             await judge.close()
     assert (result.outcome, result.reward, result.error_class) == ("verifier_unknown", None, "no_verdict")
-    assert result.error == "judge: its answer has no JSON object with scores"
+    assert result.error == "judge: its answer does not end with a JSON object with scores"
     assert result.reward_components == {"verifier": 0.5, "style": 2.0}
     context = ReplayContext(recording, Replay(role="environment"), configuration=build_configuration())
     await replay_environment(context, wrap(RecordedJudge(), verifier=1.0, judge=1.0))
