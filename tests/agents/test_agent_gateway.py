@@ -121,6 +121,7 @@ async def test_evaluations_are_opened_by_whoever_has_the_token_and_given_to_nobo
         assert (await client.post("/sessions", json=asked)).status_code == 401
         assert (await client.post("/sessions", json={"task_key": "none"}, headers=token)).status_code == 404
         assert (await client.post("/sessions", json={"purpose": "train", "task_key": "k"}, headers=token)).status_code == 400
+        assert (await client.post("/sessions", json=asked | {"version": -1}, headers=token)).status_code == 400
         code = {"task": {"key": "k", "prompt": "p", "verifier_code": "def verify(env):\n    return 1.0\n"}}
         refused = await client.post("/sessions", json=code, headers=token)
         assert refused.status_code == 400 and "code that runs here" in refused.json()["detail"]

@@ -118,6 +118,17 @@ def test_a_judge_that_could_never_answer_is_refused_in_one_line(
     assert "secret" not in str(raised.value)
 
 
+@pytest.mark.parametrize("key", ["sk-\u201chidden\u201d", "sk-hidden\n", "sk hidden"])
+def test_a_key_that_no_header_may_have_is_refused_and_not_shown(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", key)
+    (tmp_path / "rubric.md").write_text("Be strict.")
+    with pytest.raises(UserError, match="JUDGE_API_KEY") as raised:
+        check_judge(RewardSettings(judge_url="http://host:8000", judge_rubric=str(tmp_path / "rubric.md")))
+    assert "hidden" not in str(raised.value)
+
+
 async def test_without_a_judge_nothing_is_opened() -> None:
     async with open_judge(RewardSettings()) as judge:
         assert judge is None

@@ -237,6 +237,8 @@ def parse_body(body: bytes) -> WantedSession:
         raise ValueError(f"the body asks for no session: {error}") from None
     if wanted.temperature is not None and not 0 <= wanted.temperature <= 10:
         raise ValueError("temperature is a number from 0 to 10")
+    if wanted.version is not None and wanted.version < 0:
+        raise ValueError("version is a number from 0")
     return wanted
 
 

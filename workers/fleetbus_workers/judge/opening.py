@@ -43,6 +43,9 @@ def check_judge(settings: RewardSettings) -> str:
         raise UserError("reward.judge_url must be the base URL of a server, such as http://host:8000")
     if "@" in parts.netloc:
         raise UserError(f"reward.judge_url must not contain a password, as settings are written to files: set {KEY} instead")
+    key = os.environ.get(KEY, "")
+    if not key.isascii() or any(not character.isprintable() or character.isspace() for character in key):
+        raise UserError(f"{KEY} has a character that no header may have: a line break, a space or a quotation mark of a text")
     if importlib.util.find_spec("httpx") is None:
         raise UserError("a judge needs httpx: pip install 'fleetbus[environment]'")
     if settings.judge_cache and not Path(settings.judge_cache).is_dir():
