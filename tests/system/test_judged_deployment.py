@@ -61,18 +61,23 @@ async def record(fleet: SmallDeployment) -> Recording:
     return Recording(path=Path("in-memory"), header=RecordingHeader(run=RUN, configuration=configuration), entries=entries)
 
 
+async def play_one(judge: Judge, /, **weights: float) -> tuple[EpisodeFinished, Recording]:
+    """The result of one episode that the judge grades, and what was recorded of it."""
+    with anyio.fail_after(60):
+        async with small_deployment() as fleet:
+            fleet.environment("environment-1", make=wrap(judge, **weights))
+            fleet.inference("inference-1")
+            await fleet.request("e1")
+            result = await fleet.result("e1")
+            await fleet.drain_members()
+            recording = await record(fleet)
+            await judge.close()
+    return result, recording
+
+
 async def test_a_reward_is_made_of_verdict_judge_and_named_parts_and_replays_without_the_judge() -> None:
     async with serve_judge(lambda messages: scores(4)) as server:
-        judge = build_judge(server)
-        with anyio.fail_after(60):
-            async with small_deployment() as fleet:
-                fleet.environment("environment-1", make=wrap(judge, verifier=1.0, judge=2.0, style=-0.1))
-                fleet.inference("inference-1")
-                await fleet.request("e1")
-                result = await fleet.result("e1")
-                await fleet.drain_members()
-                recording = await record(fleet)
-                await judge.close()
+        result, recording = await play_one(build_judge(server), verifier=1.0, judge=2.0, style=-0.1)
         assert result.reward_components == {"verifier": 0.5, "style": 2.0, "judge": 0.4}
         assert result.reward == pytest.approx(0.5 + 2 * 0.4 - 0.1 * 2)
         (asked,) = server.asked
@@ -89,15 +94,7 @@ async def test_a_reward_is_made_of_verdict_judge_and_named_parts_and_replays_wit
 
 async def test_an_episode_that_the_judge_does_not_score_has_no_reward_and_says_why() -> None:
     async with serve_judge(lambda messages: "I like it.") as server:
-        judge = build_judge(server)
-        async with small_deployment() as fleet:
-            fleet.environment("environment-1", make=wrap(judge, verifier=1.0, judge=1.0))
-            fleet.inference("inference-1")
-            await fleet.request("e1")
-            result = await fleet.result("e1")
-            await fleet.drain_members()
-            recording = await record(fleet)
-            await judge.close()
+        result, recording = await play_one(build_judge(server), verifier=1.0, judge=1.0)
     assert (result.outcome, result.reward, result.error_class) == ("verifier_unknown", None, "no_verdict")
     assert result.error == "judge: its answer does not end with a JSON object with scores"
     assert result.reward_components == {"verifier": 0.5, "style": 2.0}
