@@ -65,7 +65,7 @@ async def play_one(judge: Judge, /, **weights: float) -> tuple[EpisodeFinished, 
     """The result of one episode that the judge grades, and what was recorded of it."""
     with anyio.fail_after(60):
         async with small_deployment() as fleet:
-            fleet.environment("environment-1", make=wrap(judge, **weights))
+            fleet.environment("environment-1", make=wrap(judge, groups=False, **weights))
             fleet.inference("inference-1")
             await fleet.request("e1")
             result = await fleet.result("e1")
