@@ -147,3 +147,14 @@ def test_the_quick_part_is_given_up_after_a_second() -> None:
     began = time.monotonic()
     check_quickly(Factory(Slow), "slow:Slow", Task(key="t"), Configuration())
     assert time.monotonic() - began < QUICK_SECONDS + 0.5
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("spec", ["http:http://127.0.0.1:9/mcp", "openenv:http://127.0.0.1:9"])
+def test_a_server_that_does_not_answer_is_one_line_and_bad_input(tmp_path: Path, spec: str) -> None:
+    (tmp_path / "tasks.json").write_text('{"tasks": [{"key": "a", "prompt": "hi", "env_key": "x"}]}')
+    found = fleetbus(tmp_path, "check", spec, "--tasks", "tasks.json", "--json")
+    assert (found.returncode, found.stdout) == (2, ""), found
+    (line,) = [line for line in found.stderr.splitlines() if line.startswith("fleetbus: ")]
+    assert f"environment {spec} does not open: no connection to the " in line and "check its address" in line
+    assert "Traceback" not in found.stderr

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,14 @@ def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: P
 
 
 def run_line(line: str, folder: Path) -> None:
-    """One command line, in bash, with the commands of this environment."""
+    """One command line, in bash, with the commands of this environment; `pytest -s` shows the seconds of each."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("FLEETBUS_", "PYTEST_"))}
     variables["PATH"] = f"{Path(sys.executable).parent}:{variables['PATH']}"
+    began = time.monotonic()
     done = subprocess.run(
         ["bash", "-c", line], cwd=folder, env=variables, capture_output=True, text=True, timeout=2400, check=False
     )
+    print(f"{time.monotonic() - began:6.1f} s  {line}")
     assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 

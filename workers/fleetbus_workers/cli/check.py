@@ -60,15 +60,23 @@ def command(
     Checks types, roles, rewards, tool schemas, times, whether the event loop was blocked, whether the same actions lead to the
     same observations, what the task's oracle gets, and what doing nothing gets. Needs no server and no model.
 
-    Exit status 0: no failure (there may be warnings); 1: an episode would not be trained, with FILE:LINE; 2: bad input.
+    Exit status 0: no failure (there may be warnings); 1: an episode would not be trained, with FILE:LINE; 2: bad input, or a
+    server that does not answer.
     """
+    from fleetbus.errors import UserError
+    from fleetbus.logs import configure_logs
     from fleetbus_workers.cli.options import load_settings
 
     configuration = load_settings({**values, "run__environment": (spec,)}, earlier=False).configuration
+    configure_logs(configuration.log, role="check")
     task = _choose_task(location, key)
     chosen = _build_policy(policy, actions, task, seed)
     work = partial(_check, configuration, spec, task, chosen, turns or configuration.episode.max_turns)
     report = anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
+    if report.episode.unopened:
+        raise UserError(
+            f"environment {spec} does not open: {report.episode.unopened}: check its address, and that its server runs"
+        )
     _print_json(report) if as_json else _print(report)
     return CRASHED if report.has_failed else FINISHED
 

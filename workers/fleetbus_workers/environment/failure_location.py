@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sysconfig
 import traceback
 from functools import cache
 from pathlib import Path
@@ -22,6 +21,8 @@ TRACEBACK_CHARS = 4000
 """A longer traceback loses its middle: its ends say most."""
 
 _HEAD_CHARS = 800
+_LIBRARY = str(Path(os.__file__).resolve().parent) + os.sep
+"""The standard library: not asked of `sysconfig`, which a thread must not do while another one imports."""
 _RUNTIME = frozenset({"anyio", "trio", "outcome", "uvloop", "msgspec", "pytest", "_pytest", "pluggy"})
 """What workers and tests run on: installed packages that hold no environment."""
 
@@ -104,8 +105,7 @@ def _is_ours(file: str) -> bool:
 @cache
 def _is_installed(file: str) -> bool:
     """Of the standard library, an installed package, or no file at all."""
-    library = str(Path(sysconfig.get_path("stdlib")).resolve()) + os.sep
-    return file.startswith("<") or str(Path(file).resolve()).startswith(library) or bool(_find_package(file))
+    return file.startswith("<") or str(Path(file).resolve()).startswith(_LIBRARY) or bool(_find_package(file))
 
 
 @cache

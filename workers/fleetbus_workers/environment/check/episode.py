@@ -48,7 +48,8 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlayedEpisode(msgspec.Struct, kw_only=True):
-    """All of one episode. ``seconds`` are by stage, ``longest_step`` in seconds; ``last`` is what the last step showed."""
+    """All of one episode. ``seconds`` are by stage, ``longest_step`` in seconds; ``last`` is what the last step showed;
+    ``unopened`` says why it could not begin if that is not the fault of any code of the user's: a server does not answer."""
 
     tools: tuple[ToolSpec, ...] = ()
     exchanges: list[Exchange] = []
@@ -58,6 +59,7 @@ class PlayedEpisode(msgspec.Struct, kw_only=True):
     problems: list[Problem] = []
     seconds: dict[str, float] = {}
     longest_step: float = 0.0
+    unopened: str = ""
 
     @property
     def has_failed(self) -> bool:
@@ -97,6 +99,8 @@ class _Player:
                 await self._run(environment)
             except EpisodeEnded as ended:
                 self._fail(f"{ended.error_class}: {ended.error}", ended.location, ended)
+                if not ended.location and self._stages.timings.keys() == {"open"}:
+                    self.episode.unopened = ended.error.removeprefix("open: ")
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._close(environment)
