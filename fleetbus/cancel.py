@@ -1,11 +1,12 @@
-"""Cancelling episodes and draining workers: a running episode is cancelled at its worker, any other is closed in the log.
+"""What an operator does to a run: cancel episodes, drain workers, pause admission. Above it are the command line and the page.
 
-The log says who holds an episode, so exactly that worker is asked. Whatever else happens meanwhile, compare-and-set leaves an
-episode with one result. Above it is the command line.
+A running episode is cancelled at its worker, any other is closed in the log. The log says who holds an episode, so exactly that
+worker is asked. Whatever else happens meanwhile, compare-and-set leaves an episode with one result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import anyio
@@ -30,6 +31,8 @@ from fleetbus_schemas import (
 ANSWER_SECONDS = 2.5
 TRIES = 8
 """Claims may come in between as often as that."""
+
+AT_A_TIME = 16
 
 State = Literal["cancelled", "over", "closing", "open", "unknown"]
 
@@ -62,6 +65,46 @@ async def cancel_episode(bus: Bus, subjects: Subjects, episode_id: str, *, autho
         if await store_result(bus, subjects, result, expected_last=episode_state.last_sequence) == "stored":
             return CancelResult(episode_id=episode_id, state="cancelled", worker=author, outcome="cancelled")
     return CancelResult(episode_id=episode_id, state="open")
+
+
+async def cancel_episodes(
+    bus: Bus, subjects: Subjects, episodes: Sequence[str], *, author: str, close_seconds: float
+) -> list[CancelResult]:
+    """`cancel_episode` for several at a time; the results in the order of ``episodes``."""
+    found: dict[str, CancelResult] = {}
+    limiter = anyio.CapacityLimiter(AT_A_TIME)
+
+    async def cancel(episode: str) -> None:
+        async with limiter:
+            found[episode] = await cancel_episode(bus, subjects, episode, author=author, close_seconds=close_seconds)
+
+    async with anyio.create_task_group() as group:
+        for episode in dict.fromkeys(episodes):
+            group.start_soon(cancel, episode)
+    return [found[episode] for episode in episodes]
+
+
+async def drain_workers(bus: Bus, subjects: Subjects, workers: Sequence[str]) -> dict[str, str]:
+    """Ask workers to drain; the role of each, or ``unknown`` or ``unanswered``."""
+    states: dict[str, str] = {}
+    for worker in workers:
+        try:
+            states[worker] = await drain_worker(bus, subjects, worker) or "unknown"
+        except RequestUnanswered:
+            states[worker] = "unanswered"
+    return states
+
+
+async def pause_admission(bus: Bus, subjects: Subjects, *, is_paused: bool) -> str | None:
+    """Ask the learner to request no new groups, or to go on; returns its name, None without a learner. Raises
+    `RequestUnanswered` if it does not answer, as one of an earlier version."""
+    subject = subjects.control("learner", "all")
+    question = encode(ControlRequested(command="pause" if is_paused else "resume"))
+    try:
+        answer = await bus.request(subject, question, timeout=ANSWER_SECONDS)
+    except NoResponders:
+        return None
+    return decode(ControlAnswered, answer, subject=subject).worker
 
 
 async def drain_worker(bus: Bus, subjects: Subjects, worker: str) -> WorkerRole | None:

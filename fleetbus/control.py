@@ -1,4 +1,4 @@
-"""Control of workers by request: drain, cancel episodes, and the question whether a worker lives and what it holds."""
+"""Control of workers by request: drain, cancel episodes, pause, and the question whether a worker lives and what it holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ log = structlog.get_logger()
 class Control:
     """Serves ``fbctl`` for one worker, under its own name and under ``all``.
 
-    ``cancel`` gets episode ids and returns those that it cancelled; ``busy_with`` lists what is in work.
+    ``cancel`` gets episode ids and returns those that it cancelled; ``busy_with`` lists what is in work; ``pause`` gets whether
+    to pause, for a role that can.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Control:
         drain: anyio.Event,
         cancel: Callable[[Sequence[str]], Sequence[str]],
         busy_with: Callable[[], Sequence[str]],
+        pause: Callable[[bool], None] | None = None,
     ) -> None:
         self._bus = bus
         self._role = role
@@ -37,6 +39,7 @@ class Control:
         self._drain = drain
         self._cancel = cancel
         self._busy_with = busy_with
+        self._pause = pause
 
     async def run(self) -> None:
         async with anyio.create_task_group() as group:
@@ -60,10 +63,13 @@ class Control:
             self._drain.set()
         elif wanted.command == "cancel":
             detail = ",".join(self._cancel(wanted.episodes))
+        elif wanted.command in ("pause", "resume") and self._pause is not None:
+            self._pause(wanted.command == "pause")
+        done = {"cancel": bool(detail), "pause": self._pause is not None, "resume": self._pause is not None}
         answer = ControlAnswered(
             worker=self._worker,
             role=self._role,
-            done=wanted.command != "cancel" or bool(detail),
+            done=done.get(wanted.command, True),
             detail=detail,
             busy_with=busy if wanted.command == "ping" else (),
         )

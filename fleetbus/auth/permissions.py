@@ -25,6 +25,7 @@ USER_OF: dict[str, str] = {
     "up": "admin",
     "cancel": "operator",
     "drain": "operator",
+    "pause": "operator",
     "evaluate": "operator",
     **{user: user for user in USERS},
 }
@@ -233,7 +234,7 @@ def _build_gateway_rights(run: _RunSubjects) -> Rights:
 
 
 def _build_operator_rights(run: _RunSubjects) -> Rights:
-    """Requests, cancels, drains: `evaluate`, `cancel`, `drain`."""
+    """Requests, cancels, drains, pauses: `evaluate`, `cancel`, `drain`, `pause`."""
     own = (*run.stream_info, *_needs(run.subjects.task("*", "*"), run.subjects.episode("*")))
     calls = (run.sessions, *run.control(*WORKERS))
     list_subscriptions = run.heartbeats(*WORKERS)

@@ -52,7 +52,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
     ``policy_version`` is what an inference worker samples from or a learner published last; ``counters`` only ever grow.
     An environment worker hosts ``sessions`` of at most ``session_slots`` step-wise sessions. ``problem`` is what keeps the
-    worker from its work at the moment, in one line; empty while it works.
+    worker from its work at the moment, in one line; empty while it works. ``paused``: a learner that was asked to request no
+    new groups.
     """
 
     role: WorkerRole
@@ -66,6 +67,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     session_slots: int = 0
     sessions: int = 0
     problem: str = ""
+    paused: bool = False
 
 
 class LaneLease(Message, frozen=True, kw_only=True):
@@ -80,9 +82,10 @@ class LaneLease(Message, frozen=True, kw_only=True):
 
 
 class ControlRequested(Message, frozen=True, kw_only=True):
-    """Operator or requester → workers, on ``fbctl.<run>.<role>.<worker|all>``."""
+    """Operator or requester → workers, on ``fbctl.<run>.<role>.<worker|all>``. ``pause`` and ``resume`` are for the
+    learner: that it requests no new groups, and that it does again."""
 
-    command: Literal["drain", "cancel", "ping"]
+    command: Literal["drain", "cancel", "ping", "pause", "resume"]
     episodes: tuple[str, ...] = ()
 
 

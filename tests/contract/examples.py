@@ -324,6 +324,7 @@ _EXAMPLES: tuple[Message, ...] = (
         session_slots=64,
         sessions=3,
         problem="weights of version 14 were rejected: sha256 differs",
+        paused=True,
     ),
     LaneLease(worker="env-1", nonce="b7d0c1", lease_seconds=10.0),
     ControlRequested(command="cancel", episodes=("s3-g7-k2",)),

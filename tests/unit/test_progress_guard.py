@@ -139,3 +139,14 @@ def test_episodes_whose_prompt_leaves_no_room_for_a_turn_are_a_failure_though_th
     (line,) = guard.take_lines(1.5)
     assert line.startswith("8 episodes ended truncated tokens: the prompt leaves no room") and "5,012" in line
     assert "the prompt has 5,012 tokens" in str(guard.find_stall(1.5))
+
+
+def test_a_run_that_somebody_paused_is_not_ended_for_want_of_progress_and_the_pause_is_said() -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    for second in range(0, 300, 2):
+        guard.record_heartbeat(Heartbeat(role="learner", worker="l", paused=True), float(second))
+    assert guard.find_stall(300.0) is None
+    assert guard.take_lines(300.0) == ["admission is paused by request"]
+    guard.record_heartbeat(Heartbeat(role="learner", worker="l"), 300.0)
+    assert guard.take_lines(301.0) == ["admission is resumed"]
+    assert guard.find_stall(401.0) is not None

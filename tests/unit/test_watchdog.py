@@ -12,7 +12,7 @@ from fleetbus_schemas import PolicyPublished, StepTrained, TrainingFinished, Wor
 from fleetbus_workers.environment.episode.stages import Stages
 from fleetbus_workers.overview.run_observer import RunObserver
 from fleetbus_workers.overview.state import RunState
-from fleetbus_workers.watchdog import MANY_BATCHES, MANY_WITHOUT_VERDICT, find_notes, find_stalls
+from fleetbus_workers.watchdog import MANY_BATCHES, MANY_WITHOUT_VERDICT, PAUSED, find_notes, find_stalls
 from tests.support.scripted_run import SECOND, START, SUBJECTS, ScriptedRun
 
 
@@ -306,3 +306,12 @@ def test_a_run_whose_groups_end_and_are_never_trained_is_named_with_why() -> Non
     assert "no step was trained, though 64 groups ended since the last one: 54 had equal rewards, 10 fewer" in stall.reason
     run.train(67, 1)
     assert run.stalls(68) == []
+
+
+def test_a_learner_that_was_paused_is_no_trouble_and_worth_a_note() -> None:
+    run = ScriptedRun()
+    run.begin()
+    run.fleet()
+    run.alive("learner", slots=2, in_flight=0, paused=True)
+    assert run.stalls(75) == []
+    assert find_notes(run.state, now_ns=75 * 10**9) == [PAUSED]

@@ -31,6 +31,8 @@ MANY_BATCHES = 32
 
 ALIVE = ("working", "draining")
 
+PAUSED = "admission is paused: no new episodes are requested until `fleetbus pause --resume`"
+
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
     """One reason why a run stands. ``where`` is a role, ``log`` or ``policy``; ``seconds`` how long it has been so."""
@@ -83,9 +85,12 @@ def find_stalls(
 
 
 def find_notes(state: RunState, *, now_ns: int, patience_seconds: float = STALL_SECONDS) -> list[str]:
-    """Informational notes: that the policy has nothing left to learn."""
-    found = None if state.training.is_finished else state.progress.signal.diagnose(now_ns, patience_seconds=patience_seconds)
-    return [found.line] if found is not None and found.kind == "solved" else []
+    """Informational notes: that admission is paused, or that the policy has nothing left to learn."""
+    if state.training.is_finished:
+        return []
+    found = state.progress.signal.diagnose(now_ns, patience_seconds=patience_seconds)
+    solved = [found.line] if found is not None and found.kind == "solved" else []
+    return [PAUSED, *solved] if state.worker_registry.is_paused else solved
 
 
 class StallDetector:
@@ -203,6 +208,8 @@ class StallDetector:
         if not alive:
             reason = f"no learner is alive{self._describe_last_worker('learner')}"
             return [self._stall("learner", reason, "start `fleetbus learner`; it resumes from its checkpoint")]
+        if self._state.worker_registry.is_paused:
+            return []
         groups, batch = alive[0].in_flight, alive[0].slots
         if groups >= batch > 0:
             reason = f"no episode is open; it has {groups} groups, so it should train, publish or store a checkpoint"

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from fleetbus.cancel import CancelResult
     from fleetbus.config.settings import Configuration
 
-AT_A_TIME = 16
 ALL_OVER, NOT_ALL = 0, 1
 
 
@@ -47,22 +46,12 @@ def command(episodes: tuple[str, ...], as_json: bool, **values: Any) -> int:
 
 
 async def _cancel(configuration: Configuration, episodes: Sequence[str]) -> list[CancelResult]:
-    from fleetbus.cancel import cancel_episode
+    from fleetbus.cancel import cancel_episodes
     from fleetbus_schemas import Subjects
 
     subjects, author = Subjects(configuration.run.name), generate_worker_name("cancel")
-    found: dict[str, CancelResult] = {}
-    limiter = anyio.CapacityLimiter(AT_A_TIME)
-
-    async def cancel(episode: str) -> None:
-        async with limiter:
-            close_seconds = configuration.limits.close + 5
-            found[episode] = await cancel_episode(bus, subjects, episode, author=author, close_seconds=close_seconds)
-
-    async with open_run(configuration, "cancel") as bus, anyio.create_task_group() as group:
-        for episode in episodes:
-            group.start_soon(cancel, episode)
-    return [found[episode] for episode in episodes]
+    async with open_run(configuration, "cancel") as bus:
+        return await cancel_episodes(bus, subjects, episodes, author=author, close_seconds=configuration.limits.close + 5)
 
 
 def _print(done: Sequence[CancelResult], as_json: bool) -> None:

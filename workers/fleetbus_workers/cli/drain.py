@@ -42,19 +42,11 @@ def command(workers: tuple[str, ...], as_json: bool, **values: Any) -> int:
 
 
 async def _drain(configuration: Configuration, workers: Sequence[str]) -> dict[str, str]:
-    from fleetbus.cancel import drain_worker
-    from fleetbus.errors import RequestUnanswered
+    from fleetbus.cancel import drain_workers
     from fleetbus_schemas import Subjects
 
-    states: dict[str, str] = {}
     async with open_run(configuration, "drain") as bus:
-        for worker in workers:
-            try:
-                role = await drain_worker(bus, Subjects(configuration.run.name), worker)
-                states[worker] = role or "unknown"
-            except RequestUnanswered:
-                states[worker] = "unanswered"
-    return states
+        return await drain_workers(bus, Subjects(configuration.run.name), workers)
 
 
 def _print(states: dict[str, str], as_json: bool) -> None:

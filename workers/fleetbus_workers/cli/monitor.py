@@ -1,4 +1,4 @@
-"""``fleetbus monitor [RUN]``: one web page about a run, on a port of this machine. Read-only; it does not affect the run."""
+"""``fleetbus monitor [RUN]``: one web page about a run, on a port of this machine. It changes nothing without --actions."""
 
 from __future__ import annotations
 
@@ -41,10 +41,22 @@ DEFAULT_PORT = 8450
     default=None,
     help="Ask for the key in the address that is printed (default: on loopback, which other users of the machine reach, too)",
 )
+@click.option(
+    "--actions",
+    is_flag=True,
+    help="Let the page cancel episodes, drain workers and pause admission; only with a key and on loopback [read-only]",
+)
 @nats_http_option
 @reach_options
 def command(
-    run: str | None, port: int, host: str, allow_host: tuple[str, ...], with_key: bool | None, nats_http: str, **values: Any
+    run: str | None,
+    port: int,
+    host: str,
+    allow_host: tuple[str, ...],
+    with_key: bool | None,
+    actions: bool,
+    nats_http: str,
+    **values: Any,
 ) -> int:
     """Serve a web page about a run: workers, curves, groups, episodes token by token, the log.
 
@@ -61,11 +73,13 @@ def command(
     from fleetbus_workers.monitor.access_key import generate_key
     from fleetbus_workers.serving.listeners import bind, is_loopback
 
+    if actions and (with_key is False or not is_loopback(host)):
+        raise UserError("--actions needs a key and an address of loopback: leave out --no-key and --host")
     configuration = load_settings({**values, "run__name": run}).configuration
     address = build_address_resolver(configuration, nats_http)
     key = generate_key() if with_key or (with_key is None and is_loopback(host)) else ""
     with bind(host, port) as bound:
-        work = partial(_serve, configuration, host, bound, address, allow_host, key)
+        work = partial(_serve, configuration, host, bound, address, allow_host, key, actions)
         anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
     return FINISHED
 
@@ -77,6 +91,7 @@ async def _serve(
     nats_http: Callable[[], str | None],
     allowed_hosts: tuple[str, ...],
     key: str,
+    has_actions: bool,
 ) -> None:
     from fleetbus.logs import configure_logs
     from fleetbus_workers.monitor.serve import serve
@@ -107,5 +122,6 @@ async def _serve(
                 driver=driver,
                 allowed_hosts=allowed_hosts,
                 key=key,
+                open_operator=partial(open_run, configuration, "cancel") if has_actions else None,
             )
         tasks.cancel_scope.cancel()

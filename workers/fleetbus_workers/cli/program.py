@@ -68,6 +68,7 @@ COMMANDS: dict[str, Entry] = {
     ),
     "cancel": Entry("Act", "fleetbus_workers.cli.cancel", "End episodes as cancelled, wherever they run"),
     "drain": Entry("Act", "fleetbus_workers.cli.drain", "Let workers finish or hand back what they have, and stop"),
+    "pause": Entry("Act", "fleetbus_workers.cli.pause", "Let the learner request no new episodes, until it is resumed"),
     "completion": Entry("Set up", "fleetbus_workers.cli.completion", "Complete commands and flags in bash, zsh or fish"),
     "schema": Entry("Look", "fleetbus_workers.cli.schema", "JSON Schema of every message"),
 }

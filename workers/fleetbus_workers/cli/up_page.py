@@ -6,6 +6,7 @@ import importlib.util
 import secrets
 import socket
 from collections.abc import Callable
+from functools import partial
 
 import anyio
 import structlog
@@ -75,6 +76,7 @@ async def _serve(configuration: Configuration, bound: socket.socket, stop: anyio
             on_ready=lambda address: None,
             driver=build_driver(configuration),
             key=key,
+            open_operator=partial(open_run, configuration, "cancel"),
         )
 
 

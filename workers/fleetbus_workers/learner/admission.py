@@ -46,6 +46,22 @@ class Admission:
         self._floor = floor
         self._first_new_group = next_group
         self.next_group = next_group
+        self._resumed = anyio.Event()
+        self._resumed.set()
+
+    def pause(self, is_paused: bool) -> None:
+        """Request no new groups from now on, or go on: what was requested before is played and trained."""
+        if is_paused == self.is_paused:
+            return
+        log.info("admission paused by request" if is_paused else "admission resumed by request")
+        if is_paused:
+            self._resumed = anyio.Event()
+        else:
+            self._resumed.set()
+
+    @property
+    def is_paused(self) -> bool:
+        return not self._resumed.is_set()
 
     @property
     def first_open_group(self) -> int:
@@ -83,8 +99,11 @@ class Admission:
                 await changed.wait()
                 continue
             for _ in range(admissible):
+                await self._resumed.wait()
                 await self._wait_while_failing()
                 await self._requests.wait_for_room(self._settings.group_size)
+                if self.is_paused:
+                    break
                 group_id = f"g{self.next_group:06d}"
                 self.next_group += 1
                 await self._request_group(group_id, range(self._settings.group_size))

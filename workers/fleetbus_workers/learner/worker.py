@@ -139,7 +139,14 @@ class Learner:
         bus, subjects = self._bus, self._subjects
         lifecycle = WorkerLifecycle(bus, subjects, role="learner", worker=self._name, beat=self._build_heartbeat, lane=None)
         control = Control(
-            bus, subjects, role="learner", worker=self._name, drain=self._drain, cancel=lambda _: (), busy_with=lambda: ()
+            bus,
+            subjects,
+            role="learner",
+            worker=self._name,
+            drain=self._drain,
+            cancel=lambda _: (),
+            busy_with=lambda: (),
+            pause=self._admission.pause,
         )
         await self._start_lineage()
         async with run_lifecycle(lifecycle, bus, None, slots=self._settings.groups), anyio.create_task_group() as group:
@@ -362,6 +369,7 @@ class Learner:
             in_flight=len(self._pool),
             policy_version=self._publication.version,
             draining=self._drain.is_set(),
+            paused=self._admission.is_paused,
             counters=dict(self._counters) | {"step": float(self._step), "seconds_checkpoint": self._checkpoints.seconds},
         )
 

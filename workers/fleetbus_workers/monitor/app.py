@@ -26,6 +26,7 @@ from fleetbus_schemas import Action, Subjects
 from fleetbus_schemas.subjects import InvalidName, check_name
 from fleetbus_schemas.tokens import count_tokens, unpack_ids, unpack_logprobs
 from fleetbus_workers.monitor.access_key import AccessKey
+from fleetbus_workers.monitor.actions import Actions
 from fleetbus_workers.monitor.episode_table import build_csv, choose_rows, find_neighbours
 from fleetbus_workers.monitor.other_runs import list_other_runs, read_other_run
 from fleetbus_workers.monitor.reward_histogram import build_reward_histogram
@@ -45,7 +46,8 @@ MAX_TOKENS_SHOWN = 20_000
 NOT_SERVED = "the run has ended and its log is no longer served: start `fleetbus monitor` again to read it from its files"
 
 _HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:",
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
@@ -54,7 +56,8 @@ _HEADERS = {
 
 class Site:
     """One watched run as a web application; ``runs`` is the folder of this machine's runs; ``key`` is asked for unless empty
-    (see `AccessKey`). Set ``stopping`` to end the streams of events."""
+    (see `AccessKey`). ``actions`` are what the page may do to the run, behind a key alone. Set ``stopping`` to end the streams
+    of events."""
 
     def __init__(
         self,
@@ -66,7 +69,9 @@ class Site:
         admission: float,
         runs: Path,
         key: str = "",
+        actions: Actions | None = None,
     ) -> None:
+        self._has_actions = bool(actions and key)
         self._runs = runs
         self._watch = watch
         self._subjects = subjects
@@ -90,6 +95,7 @@ class Site:
                 Route("/api/runs", self.other_runs),
                 Route("/api/runs/{run}", self.other_run),
                 Mount("/page", StaticFiles(directory=PAGE)),
+                *(actions.build_routes() if actions and key else ()),
             ],
             middleware=middleware,
         )
@@ -133,6 +139,8 @@ class Site:
             facts = {
                 "run": self._subjects.run,
                 "ending": ending,
+                "actions": self._has_actions,
+                "paused": state.worker_registry.is_paused,
                 "numbers": state.numbers(bus.now_ns()),
                 "workers": state.worker_registry.rows(now),
                 "log": usage
@@ -237,6 +245,7 @@ class Site:
         row = self._watch.state.episodes.rows.get(episode)
         facts = {
             "episode": episode,
+            "actions": self._has_actions,
             "row": row and {**msgspec.structs.asdict(row), "state": self._watch.state.describe_state(row)},
             "trained_in": self._watch.state.trained_in.get(episode, 0),
             **find_neighbours(self._watch.state.episodes.rows, episode),

@@ -14,6 +14,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus_schemas import Subjects
 from fleetbus_workers.assembly.model import find_model_folder
 from fleetbus_workers.monitor.access_key import PARAMETER
+from fleetbus_workers.monitor.actions import Actions, OpenBus
 from fleetbus_workers.monitor.app import Site
 from fleetbus_workers.monitor.token_decoder import load_token_decoder
 from fleetbus_workers.overview.run_observer import RunObserver
@@ -43,16 +44,21 @@ async def serve(
     driver: Driver | None = None,
     allowed_hosts: Sequence[str] = (),
     key: str = "",
+    open_operator: OpenBus | None = None,
 ) -> None:
     """Watch the run and serve its page on ``bound`` until ``stop`` is set. ``on_ready`` gets the address once it answers;
     ``nats_http`` says where the NATS server tells of itself now, as `fleetbus_workers.overview.nats_http` takes it; ``driver``
-    is who drives the run, as far as it is known; ``key`` is asked for, and stands in the address, unless empty."""
+    is who drives the run, as far as it is known; ``key`` is asked for, and stands in the address, unless empty;
+    ``open_operator`` connects with an operator's rights, for what the page may do to the run: without it nothing."""
     subjects = Subjects(configuration.run.name)
     watch = RunObserver(bus, subjects, RunState(configuration.learner.steps), driver)
     words = await anyio.to_thread.run_sync(load_token_decoder, find_model_folder(configuration.run))
     guard = build_guard_settings(host, allowed_hosts, ())
     runs = run_folder(configuration.run).path.parent
-    site = Site(watch, subjects, words, guard=guard, admission=configuration.nats.admission, runs=runs, key=key)
+    close_seconds = configuration.limits.close + 5
+    actions = None if open_operator is None else Actions(open_operator, subjects, close_seconds=close_seconds)
+    admission = configuration.nats.admission
+    site = Site(watch, subjects, words, guard=guard, admission=admission, runs=runs, key=key, actions=actions)
     protocol = build_bounded_protocol(Bounds())
     settings = uvicorn.Config(
         site.app,

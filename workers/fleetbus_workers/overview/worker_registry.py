@@ -87,6 +87,11 @@ class WorkerRegistry:
         """The newest heartbeat of every worker that has not ended, by name."""
         return [seen.beat for _, seen in sorted(self._records.items()) if seen.beat is not None and not seen.ended]
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether the learner was asked to request no new groups."""
+        return any(beat.paused for beat in self.list_heartbeats())
+
     def list_live(self, now: float) -> list[Heartbeat]:
         """The newest heartbeat of every worker that is neither silent nor at its end, by role and name."""
         heard = [seen for seen in self._records.values() if not seen.ended and now - seen.at <= SILENT_AFTER_SECONDS]

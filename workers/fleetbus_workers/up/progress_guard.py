@@ -47,6 +47,7 @@ class _HeardWorker(msgspec.Struct, kw_only=True):
     episodes: int = 0
     problem: str = ""
     is_silence_said: bool = False
+    paused: bool = False
 
 
 class ProgressGuard:
@@ -83,13 +84,16 @@ class ProgressGuard:
             self._workers.pop(message.worker, None)
 
     def record_heartbeat(self, beat: Heartbeat, now: float) -> None:
-        """Take in a heartbeat: actions that were sampled are progress, and so is a learner that has its batch."""
+        """Take in a heartbeat: actions that were sampled are progress, a learner that has its batch, and one that is paused."""
         seen = self._workers.setdefault(beat.worker, _HeardWorker(heard_at=now))
         seen.heard_at, seen.problem, seen.is_silence_said = now, beat.problem, False
         seen.episodes = beat.in_flight if beat.role == "environment" else 0
         actions = beat.counters.get("actions", 0.0)
-        if actions > seen.actions or self._is_training(beat):
+        if actions > seen.actions or beat.paused or self._is_training(beat):
             self._progressed_at = now
+        if beat.paused != seen.paused:
+            seen.paused = beat.paused
+            self._problems.append("admission is paused by request" if beat.paused else "admission is resumed")
         seen.actions = max(actions, seen.actions)
         if beat.problem:
             self._add_problem(f"{beat.worker}: {beat.problem}")

@@ -42,6 +42,7 @@ async function draw({ fresh = false } = {}) {
   const field = main.contains(document.activeElement) && document.activeElement.name ? document.activeElement : null;
   main.replaceChildren(...nodes);
   main.dataset.view = now.view;
+  if (fresh) document.getElementById("said").textContent = "";
   if (fresh) { scrollTo(0, 0); main.focus({ preventScroll: true }); return; }
   [...main.querySelectorAll("details")].forEach((each, index) => { each.open = open[index] ?? false; });
   if (field) keepTyping(field);
@@ -52,12 +53,14 @@ async function draw({ fresh = false } = {}) {
 function keepTyping(field) {
   const now = main.querySelector(`[name="${field.name}"]`);
   if (!now) return;
-  now.value = field.value;
+  if (field.tagName !== "BUTTON") now.value = field.value;
   now.focus({ preventScroll: true });
   if (field.type === "search") now.setSelectionRange(field.selectionStart, field.selectionEnd);
 }
 
 const typing = () => ["INPUT", "SELECT", "TEXTAREA"].includes(document.activeElement?.tagName);
+/** A button that is pressed now would lose its click if it was replaced. */
+const pressing = () => !!main.querySelector("button:active");
 const pointing = () => main.matches(":hover") && !!main.querySelector("svg:hover");
 
 /** How far a long log is read; what is shown until then is of some time ago. */
@@ -73,7 +76,7 @@ function listen() {
     const { ending, log } = seen.overview;
     if (ending) say("over", "over");
     else say(log.problem || reading(seen.overview) || "live", log.problem ? "lost" : "live");
-    if (route().view === "overview") draw();
+    if (route().view === "overview" && !pressing()) draw();
   });
   source.addEventListener("curves", (event) => {
     const { start, points, evaluations } = JSON.parse(event.data);

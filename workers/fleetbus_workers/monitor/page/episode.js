@@ -1,4 +1,5 @@
 // One episode: its timeline, then what was said, the sampled tokens colored by log-probability.
+import { cancelButton } from "./actions.js";
 import { el, number, seconds, section, table } from "./dom.js";
 import { stateOf, toEpisode } from "./episodes.js";
 
@@ -12,7 +13,7 @@ export async function episode(id) {
   return [head(found), comparison(found), timeline(found.spans), transcript(found)].filter(Boolean);
 }
 
-function head({ episode, row, task, claims, result, trained_in, previous, next }) {
+function head({ episode, actions, row, task, claims, result, trained_in, previous, next }) {
   const facts = [
     ["state", row ? stateOf(row) : "–"], ["reward", number(result?.reward, 3)], ["turns", result?.turns ?? "–"], ["tokens", number(result?.tokens)],
     ["attempts", claims.length], ["trained in step", trained_in || "–"], ["policy versions", result?.policy_versions.join(" ") || "–"],
@@ -23,13 +24,13 @@ function head({ episode, row, task, claims, result, trained_in, previous, next }
   const taken = claims.length > 1 ? el("p", { class: "warn" }, claims.map((claim) => `attempt ${claim.attempt} by ${claim.worker} (${(claim.reason ?? "fresh").replaceAll("_", " ")}, from turn ${claim.resumed_at_turn ?? 0})`).join(" · ")) : null;
   const said = [result?.note, ...Object.entries(result?.info ?? {}).map(([name, value]) => `${name}: ${typeof value === "string" ? value : JSON.stringify(value)}`)].filter(Boolean);
   const explained = said.length ? el("details", { open: true }, el("summary", {}, "what the environment and its verifier say"), el("pre", {}, said.join("\n"))) : null;
-  return section(`Episode ${episode}`, steps({ previous, next }), el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))), error, traceback, explained, taken);
+  return section(`Episode ${episode}`, steps({ previous, next }, actions && !result ? cancelButton(episode) : null), el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))), error, traceback, explained, taken);
 }
 
 /** Buttons to the episodes requested just before and after this one. */
-function steps({ previous, next }) {
+function steps({ previous, next }, cancel) {
   const button = (name, key, to) => el("button", { type: "button", "data-key": key, disabled: !to, click: () => toEpisode(to) }, name);
-  return el("form", { submit: (event) => event.preventDefault() }, button("previous", "[", previous), button("next", "]", next));
+  return el("form", { submit: (event) => event.preventDefault() }, button("previous", "[", previous), button("next", "]", next), cancel);
 }
 
 /** Another sample of the same group beside this one. */

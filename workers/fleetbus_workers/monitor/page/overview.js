@@ -1,4 +1,5 @@
 // The first view: counters, workers, failures, and the state of the log.
+import { drainButton, pauseButton } from "./actions.js";
 import { rewardChart } from "./curves.js";
 import { bytes, el, number, percent, seconds, section, table } from "./dom.js";
 
@@ -7,7 +8,8 @@ const STATES = { working: "good", draining: "warn", starting: "dim", silent: "ba
 
 export function overview(shown, points, evaluations) {
   const { numbers, workers, log, server, stalls, notes, ending } = shown;
-  return [over(ending), stuck(stalls), worthKnowing(notes), failures(numbers.failures), el("div", { class: "grid" }, section("Reward and success", rewardChart(points, evaluations)), cards(numbers, stalls)), workerTable(workers, ending), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, numbers, ending)), ending && log.problem ? null : natsServer(server)].filter(Boolean);
+  const acts = shown.actions && !ending;
+  return [over(ending), stuck(stalls), worthKnowing(notes), failures(numbers.failures), el("div", { class: "grid" }, section("Reward and success", rewardChart(points, evaluations)), cards(numbers, stalls, acts && !numbers.finished ? pauseButton(shown.paused) : null)), workerTable(workers, ending, acts), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, numbers, ending)), ending && log.problem ? null : natsServer(server)].filter(Boolean);
 }
 
 /** For a run that has ended: when and how it ended, and how to resume it. */
@@ -22,7 +24,7 @@ const worthKnowing = (notes) => notes.length ? el("section", { "aria-label": "No
 /** Why episodes have no grade: each kind with its count, its place and its first traceback. */
 const failures = (kinds) => kinds.length ? section("Failures", ...kinds.map((kind) => el("div", { class: "failure" }, el("p", { class: "bad" }, kind.line, " · ", el("a", { href: `#/episode/${encodeURIComponent(kind.episode_id)}` }, kind.episode_id)), kind.traceback ? el("details", {}, el("summary", {}, "traceback"), el("pre", {}, kind.traceback)) : null))) : null;
 
-function cards(numbers, stalls) {
+function cards(numbers, stalls, button) {
   const facts = [
     ["step", `${numbers.step}/${numbers.steps}${numbers.finished ? " · finished" : ""}`],
     ["policy version", numbers.version],
@@ -38,10 +40,10 @@ function cards(numbers, stalls) {
     ["oldest open episode", seconds(numbers.oldest_open_seconds || null)],
     ["last progress", numbers.since_progress_seconds === null ? "–" : el("span", { class: stalls.length ? "bad" : "" }, `${seconds(numbers.since_progress_seconds)} ago`)],
   ];
-  return el("section", { "aria-label": "Run" }, el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))));
+  return el("section", { "aria-label": "Run" }, el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))), button);
 }
 
-function workerTable(workers, ending) {
+function workerTable(workers, ending, acts) {
   if (!workers.length) return section("Workers", el("p", { class: "empty" }, ending ? "none any more" : "no heartbeat received yet"));
   const columns = [
     ["worker", (row) => row.worker],
@@ -52,6 +54,7 @@ function workerTable(workers, ending) {
     ["lane", (row) => row.lane],
     ["last heartbeat", (row) => `${seconds(row.seconds)} ago`, "number"],
     ["note", (row) => row.note, "wide"],
+    ...(acts ? [["", (row) => (row.state === "working" ? drainButton(row.worker) : "")]] : []),
   ];
   const isLost = (row) => row.state === "silent" || row.state === "failed";
   const lost = workers.filter(isLost);

@@ -1,0 +1,56 @@
+"""``fleetbus pause [RUN]``: let the learner request no new episodes, or go on. 0: done; 1: no answer; 2: bad input."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import click
+
+from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.run_options import reach_options, run_argument
+from fleetbus_workers.exit_status import REFUSED
+from fleetbus_workers.run_access.log_access import open_run
+
+if TYPE_CHECKING:
+    from fleetbus.config.settings import Configuration
+
+DONE, UNANSWERED = 0, 1
+
+
+@click.command("pause")
+@run_argument
+@click.option("--resume", is_flag=True, help="Request episodes again")
+@reach_options
+def command(run: str | None, resume: bool, **values: Any) -> int:
+    """Let the learner of a run request no new episodes, until --resume: what was requested is played and trained.
+
+    For maintenance of what environments or engines need. Evaluations that are due are still played. A learner that is started
+    anew is not paused.
+
+    Exit status 0: done; 1: the learner does not answer; 2: bad input, or no learner works on the run.
+    """
+    from fleetbus.errors import RequestUnanswered
+
+    configuration = load_settings({**values, "run__name": run}).configuration
+    name = configuration.run.name
+    try:
+        learner = anyio.run(partial(_pause, configuration, not resume), backend_options={"use_uvloop": os.name != "nt"})
+    except RequestUnanswered:
+        print(f"run {name}: the learner does not answer")
+        return UNANSWERED
+    if learner is None:
+        print(f"run {name}: no learner works on it")
+        return REFUSED
+    print(f"{learner}: admission {'resumed' if resume else f'paused, until `fleetbus pause {name} --resume`'}")
+    return DONE
+
+
+async def _pause(configuration: Configuration, is_paused: bool) -> str | None:
+    from fleetbus.cancel import pause_admission
+    from fleetbus_schemas import Subjects
+
+    async with open_run(configuration, "pause") as bus:
+        return await pause_admission(bus, Subjects(configuration.run.name), is_paused=is_paused)
