@@ -6,8 +6,10 @@ A call that raises is made again under its ``request_id``, as a trainer would: i
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from openenv.core.generic_client import GenericEnvClient
@@ -39,13 +41,13 @@ async def play(url: str, name: str, steps: int) -> dict[str, Any]:
 
 
 async def main(facts: dict[str, Any]) -> None:
-    places = asyncio.Semaphore(facts["parallel"])
+    numbers = itertools.count()
 
-    async def episode(number: int) -> None:
-        async with places:
+    async def play_on() -> None:
+        while (number := next(numbers)) < facts["episodes"] or not Path(facts["enough"]).exists():
             print(json.dumps(await play(facts["url"], f"trial{number}", facts["steps"])), flush=True)
 
-    await asyncio.gather(*map(episode, range(facts["episodes"])))
+    await asyncio.gather(*(play_on() for _ in range(facts["parallel"])))
 
 
 asyncio.run(main(json.loads(sys.argv[1])))

@@ -5,9 +5,11 @@ Episodes run in threads, as in SkyRL's generators.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import skyrl_gym
@@ -29,9 +31,14 @@ def play(facts: dict[str, Any]) -> dict[str, Any]:
 
 def main(facts: dict[str, Any]) -> None:
     skyrl_gym.register(id="fleetbus", entry_point="fleetbus.skyrl:FleetbusEnv")
+    numbers = itertools.count()
+
+    def play_on(_: int) -> None:
+        while next(numbers) < facts["episodes"] or not Path(facts["enough"]).exists():
+            print(json.dumps(play(facts)), flush=True)
+
     with ThreadPoolExecutor(facts["parallel"]) as threads:
-        for played in threads.map(play, [facts] * facts["episodes"]):
-            print(json.dumps(played), flush=True)
+        list(threads.map(play_on, range(facts["parallel"])))
 
 
 main(json.loads(sys.argv[1]))

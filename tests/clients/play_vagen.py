@@ -6,6 +6,7 @@ The client comes out of the checkout of VAGEN that ``VAGEN_CHECKOUT`` names, wit
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -38,16 +39,16 @@ async def play(client: Any, steps: int) -> dict[str, Any]:
 
 async def main(facts: dict[str, Any]) -> None:
     client_class = load_client(Path(os.environ["VAGEN_CHECKOUT"]))
-    places = asyncio.Semaphore(facts["parallel"])
+    numbers = itertools.count()
     waiting = {"retries": 300, "backoff_jitter_min": 1.0, "backoff_jitter_range": 0.0, "log_retries": False}
 
-    async def episode(number: int) -> None:
-        async with places:
+    async def play_on() -> None:
+        while next(numbers) < facts["episodes"] or not Path(facts["enough"]).exists():
             client = client_class({"base_urls": facts["url"], "steps": facts["steps"], **waiting})
             client.backoff = Steady(0.1)
             print(json.dumps(await play(client, facts["steps"])), flush=True)
 
-    await asyncio.gather(*map(episode, range(facts["episodes"])))
+    await asyncio.gather(*(play_on() for _ in range(facts["parallel"])))
 
 
 class Steady(float):
