@@ -1,7 +1,9 @@
 """``gateway.py --real-clients``: other projects' own clients against our gateways and their own servers, taking turns.
 
 Both servers run all the time, each with as many clients connected; per round each has ``SECONDS`` of play, so that a slow
-machine slows both. Figures are medians over the rounds. CPU is that of all serving processes, nats-server included.
+machine slows both. Figures are medians over the rounds. CPU is that of all serving processes, nats-server included. With
+VAGEN's client a third server takes turns, which answers with the same bytes at once (`null_server.py`): its ratio to the
+original, ``ceiling``, is what the client leaves to any server.
 """
 
 from __future__ import annotations
@@ -73,6 +75,14 @@ async def serve_original(kind: str, python: str) -> AsyncIterator[tuple[str, Ser
         yield await wait_until_answering(port), {"server": process.pid}
 
 
+@asynccontextmanager
+async def serve_nothing(size: int) -> AsyncIterator[tuple[str, Serving]]:
+    """The upper bound of servers of VAGEN's protocol."""
+    port = free_port()
+    with running(str(FOLDER / "null_server.py"), str(port), str(size)) as process:
+        yield await wait_until_answering(port), {"server": process.pid}
+
+
 class Load:
     """One process of clients, connected to one server."""
 
@@ -87,13 +97,14 @@ class Load:
         print(seconds, file=self._process.stdin, flush=True)
         told = json.loads(await self._read())
         steps, ordered = len(told["latencies"]), sorted(told["latencies"])
-        serving = sum(measure_cpu(self._serving).values()) - sum(before.values())
+        spent = {name: (used - before[name]) / steps * 1e6 for name, used in measure_cpu(self._serving).items()}
         return {
             "steps_per_second": steps / told["seconds"],
             "p50_ms": ordered[steps // 2] * 1e3,
             "p99_ms": ordered[int(steps * 0.99)] * 1e3,
-            "serving_cpu_us": serving / steps * 1e6,
+            "serving_cpu_us": sum(spent.values()),
             "client_cpu_us": told["cpu"] / steps * 1e6,
+            **{f"{name}_cpu_us": used for name, used in spent.items() if len(spent) > 1},
         }
 
     async def _read(self) -> str:
@@ -124,7 +135,10 @@ async def compare(case: Case, python: str, rounds: int, *, in_process: bool) -> 
     async with AsyncExitStack() as stack:
         loads = {}
         ours = serve_bus_environment(case.gateway, ENVIRONMENT, in_process=in_process)
-        for name, entered in (("original", serve_original(case.kind, python)), ("fleetbus", ours)):
+        servers = {"original": serve_original(case.kind, python), "fleetbus": ours}
+        if case.kind == "vagen":
+            servers["nothing"] = serve_nothing(case.settings.get("size", 0))
+        for name, entered in servers.items():
             url, serving = await stack.enter_async_context(entered)
             loads[name] = await stack.enter_async_context(load(case, python, url, serving))
         played: dict[str, list[dict[str, float]]] = {name: [] for name in loads}
@@ -132,21 +146,23 @@ async def compare(case: Case, python: str, rounds: int, *, in_process: bool) -> 
             for name, clients in loads.items():
                 played[name].append(await clients.play(SECONDS))
     medians = {name: {key: statistics.median(one[key] for one in each) for key in each[0]} for name, each in played.items()}
-    ratios = {key: _compare_rounds(played, key) for key in ("steps_per_second", "p50_ms", "serving_cpu_us")}
+    keys = ("steps_per_second", "p50_ms", "serving_cpu_us")
+    ratios = {name: {key: round(_compare_rounds(played, name, key), 3) for key in keys} for name in loads if name != "original"}
     figures = {name: {key: round(value, 2) for key, value in each.items()} for name, each in medians.items()}
     return {
         "case": case.name,
         "in_process": in_process,
         "rounds": rounds,
         **figures,
-        "ratio": {key: round(value, 3) for key, value in ratios.items()},
+        "ratio": ratios["fleetbus"],
+        **({"ceiling": ratios["nothing"]} if "nothing" in ratios else {}),
         "load": round(os.getloadavg()[0], 1),
     }
 
 
-def _compare_rounds(played: dict[str, list[dict[str, float]]], key: str) -> float:
-    """The median of the rounds' ratios, ours to theirs."""
-    pairs = zip(played["fleetbus"], played["original"], strict=True)
+def _compare_rounds(played: dict[str, list[dict[str, float]]], name: str, key: str) -> float:
+    """The median of the rounds' ratios, those of ``name`` to the original's."""
+    pairs = zip(played[name], played["original"], strict=True)
     return statistics.median(ours[key] / theirs[key] for ours, theirs in pairs)
 
 

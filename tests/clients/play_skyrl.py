@@ -35,7 +35,8 @@ def main(facts: dict[str, Any]) -> None:
 
     def play_on(_: int) -> None:
         while next(numbers) < facts["episodes"] or not Path(facts["enough"]).exists():
-            print(json.dumps(play(facts)), flush=True)
+            sys.stdout.write(json.dumps(play(facts)) + "\n")  # in one piece: print writes the end of the line on its own
+            sys.stdout.flush()
 
     with ThreadPoolExecutor(facts["parallel"]) as threads:
         list(threads.map(play_on, range(facts["parallel"])))

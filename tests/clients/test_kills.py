@@ -44,8 +44,8 @@ def find_python(name: str) -> str:
 
 
 class Faults:
-    """Kills and cuts in turn, each after `STEPS_PER_FAULT` further recorded steps, until cancelled. The file ``enough`` is there
-    once there were `MIN_FAULTS`: a slow machine takes longer to start what was killed than the first episodes last."""
+    """Kills and cuts in turn, each after `STEPS_PER_FAULT` further recorded steps, until cancelled. The file ``enough`` is
+    there once there were `MIN_FAULTS`: a slow machine takes longer to start what was killed than the first episodes last."""
 
     def __init__(self, fleet: ProcessDeployment, relay: Relay, *, gateway: tuple[str, ...], enough: Path) -> None:
         self._fleet = fleet

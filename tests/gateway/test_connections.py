@@ -17,11 +17,20 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from fleetbus_workers.serving.connections import OTHER_FILES, Bounds, reserve_descriptors
+from fleetbus_workers.serving import connections
+from fleetbus_workers.serving.connections import OTHER_FILES, Bounds, H11BoundedProtocol, reserve_descriptors
 from tests.support.gym_service import Wire, running
 
 LARGE = 64 << 20
 PARTIAL = b"GET / HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.fixture(params=["h11", "httptools"], autouse=True)
+def _parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "h11":
+        monkeypatch.setattr(connections, "find_protocol", lambda: H11BoundedProtocol)
+    else:
+        pytest.importorskip("httptools")
 
 
 async def answer_small(request: Request) -> Response:
@@ -156,6 +165,7 @@ async def test_an_answer_that_is_taken_is_not_cut() -> None:
     "sent",
     [
         b"GET / HTTP/1.1\r\nHost: x\r\nX-Large: " + b"x" * (1 << 20),
+        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X-Large: 1\r\n" * 30_000 + b"\r\n",
         b"GET /" + b"x" * (1 << 20),
         b"".join(b"X-%d: 1\r\n" % number for number in range(100_000)),
         b"\x16\x03\x01\x02\x00" + bytes(512),
@@ -164,7 +174,17 @@ async def test_an_answer_that_is_taken_is_not_cut() -> None:
         b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
         b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n12345",
     ],
-    ids=["long header", "long target", "many headers", "TLS", "blank lines", "bad chunk", "bad length", "two lengths"],
+    ids=[
+        "long header",
+        "long head",
+        "long target",
+        "many headers",
+        "TLS",
+        "blank lines",
+        "bad chunk",
+        "bad length",
+        "two lengths",
+    ],
 )
 async def test_what_is_no_request_is_refused_and_closed(sent: bytes) -> None:
     async with server(head_seconds=2) as here, await here.connect_raw() as stream:
@@ -194,6 +214,35 @@ async def test_requests_in_one_piece_are_answered_in_order_and_all() -> None:
         received = b""
         while received.count(b"hello") < 500:
             received += await stream.receive()
+
+
+async def test_no_more_requests_are_read_ahead_than_memory_allows() -> None:
+    pytest.importorskip("httptools")
+    if connections.find_protocol() is H11BoundedProtocol:
+        pytest.skip("h11 reads one request at a time")
+    async with server() as here, await here.connect_raw() as stream:
+        await stream.send((PARTIAL + b"\r\n") * 4000)
+        received = await read_until_closed(stream)
+        assert 1000 <= received.count(b"HTTP/1.1 200") <= 1100
+        assert received.count(b"HTTP/1.1 400") == 1
+        await here.check_answers()
+
+
+@pytest.mark.parametrize("then", [b"", b"\r\n", b"POST / HTTP/1.1\r\nX: "], ids=["nothing", "blank lines", "half a head"])
+async def test_what_follows_a_body_that_ended_after_the_answer_has_the_limit_of_a_head(then: bytes) -> None:
+    async with server(head_seconds=0.3) as here, await here.connect_raw() as stream:
+        await stream.send(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n1234")
+        while not (await stream.receive()).endswith(b"hello"):
+            pass
+        await stream.send(b"5" + then)
+        if not then:
+            await anyio.sleep(0.6)
+            await stream.send(PARTIAL + b"\r\n")
+            assert (await stream.receive()).startswith(b"HTTP/1.1 200")
+            return
+        await anyio.sleep(0.1)
+        await stream.send(then[-2:])
+        assert b"200" not in await read_until_closed(stream)
 
 
 async def test_where_all_places_are_taken_who_waits_longest_makes_room() -> None:

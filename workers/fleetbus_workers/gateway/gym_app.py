@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fleetbus.client.sessions import SessionUnavailable
 from fleetbus.errors import BusError
@@ -59,15 +60,15 @@ class GymGateway:
         self._calls: GymCalls | None = None
 
     def application(self) -> Starlette:
+        posted = {"/connect": self._connect, "/call": self._call}
         return Starlette(
             routes=[
                 Route("/health", self._health, methods=["GET"]),
                 Route("/sessions", self._sessions, methods=["GET"]),
-                Route("/connect", self._connect, methods=["POST"]),
-                Route("/call", self._call, methods=["POST"]),
+                *(Route(path, answer, methods=["POST"]) for path, answer in posted.items()),
             ],
             lifespan=self._lifespan,
-            middleware=[Middleware(BrowserGuard, settings=self._guard)],
+            middleware=[Middleware(BrowserGuard, settings=self._guard), Middleware(_PostRoutes, posted=posted)],
         )
 
     @asynccontextmanager
@@ -163,6 +164,22 @@ class GymGateway:
             return True
         given = http.query_params.get("token") or http.headers.get("x-api-key", "")
         return hmac.compare_digest(given.encode(), self._settings.api_key.encode())
+
+
+class _PostRoutes:
+    """Answers the paths that are asked with each step without the router, which takes a tenth of a step."""
+
+    def __init__(self, app: ASGIApp, posted: Mapping[str, Callable[[HttpRequest], Awaitable[Response]]]) -> None:
+        self._app = app
+        self._posted = posted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._posted.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if answer is None:
+            await self._app(scope, receive, send)
+            return
+        response = await answer(HttpRequest(scope, receive))
+        await response(scope, receive, send)
 
 
 async def _expire(calls: GymCalls, session: str) -> None:

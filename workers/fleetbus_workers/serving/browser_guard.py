@@ -17,6 +17,9 @@ from urllib.parse import urlsplit
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+_READ_HEADERS = {
+    name.encode(): name for name in ("host", "origin", "content-type", "content-length", "transfer-encoding", "sec-fetch-site")
+}
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 PRIVATE_SUFFIXES = (".localhost", ".internal", ".cluster.local", ".svc")
 """Names below these are given by who runs the network; a public name server cannot have them."""
@@ -57,7 +60,9 @@ class BrowserGuard:
     def _check(self, scope: Scope) -> tuple[int, str] | None:
         headers: dict[str, str] = {}
         for name, value in scope["headers"]:
-            key = name.decode("latin-1").lower()
+            key = _READ_HEADERS.get(name.lower())
+            if key is None:
+                continue
             if key in ("host", "origin", "content-type") and key in headers:
                 return 400, f"two headers {key}"
             headers[key] = value.decode("latin-1")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections import OrderedDict
+from importlib.util import find_spec
 from typing import Any, ClassVar, cast
 
 import h11
@@ -71,15 +72,20 @@ class _JoinedWrites:
         return self._transport
 
 
-class BoundedProtocol(H11Protocol):
-    """One connection. ``waiting`` holds all that have no request in work, longest first; it is the server's."""
+class BoundedProtocol(asyncio.Protocol):
+    """One connection, before one of uvicorn's protocols in the order of inheritance. ``waiting`` holds all that have no request
+    in work, longest first; it is the server's."""
 
     bounds: ClassVar[Bounds]
     waiting: ClassVar[OrderedDict[BoundedProtocol, None]]
+    connections: set[Any]
+    cycle: Any
+    loop: asyncio.AbstractEventLoop
+    transport: Any
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.transport = cast("asyncio.Transport", _JoinedWrites(transport, self.loop))
+        self.transport = _JoinedWrites(cast("asyncio.Transport", transport), self.loop)
         self._head: asyncio.TimerHandle | None = None
         self._send: asyncio.TimerHandle | None = None
         while len(self.connections) > self.bounds.connections - 1 and self.waiting:
@@ -91,7 +97,7 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
         self._unmark_waiting()
         self._disarm_send()
-        self._unset_keepalive_if_required()
+        self._unset_keepalive_if_required()  # type: ignore[attr-defined]
 
     def data_received(self, data: bytes) -> None:
         before = self.cycle
@@ -105,13 +111,13 @@ class BoundedProtocol(H11Protocol):
         elif self.cycle is None or self.cycle.response_complete:
             self._expect_head()
 
-    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+    def handle_websocket_upgrade(self, *event: Any) -> None:
         self._unmark_waiting()
-        self.transport = cast("_JoinedWrites", self.transport).release()
-        super().handle_websocket_upgrade(event)
+        self.transport = self.transport.release()
+        super().handle_websocket_upgrade(*event)  # type: ignore[misc]
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
+        super().on_response_complete()  # type: ignore[misc]
         if self.cycle.response_complete and not self.transport.is_closing():
             self._mark_waiting()
 
@@ -130,7 +136,8 @@ class BoundedProtocol(H11Protocol):
         self.transport.abort()
 
     def _between_requests(self) -> bool:
-        return self.cycle is not None and self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
+        """Whether a request was read to its end, and nothing after it."""
+        raise NotImplementedError
 
     def _mark_waiting(self) -> None:
         self.waiting[self] = None
@@ -156,12 +163,28 @@ class BoundedProtocol(H11Protocol):
             self._send = None
 
 
+class H11BoundedProtocol(BoundedProtocol, H11Protocol):
+    """With h11, which is everywhere."""
+
+    def _between_requests(self) -> bool:
+        return self.cycle is not None and self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
+
+
+def find_protocol() -> type[BoundedProtocol]:
+    """The fastest that is installed."""
+    if find_spec("httptools") is None:
+        return H11BoundedProtocol
+    from fleetbus_workers.serving.quick_connections import QuickProtocol
+
+    return QuickProtocol
+
+
 def build_bounded_protocol(bounds: Bounds) -> type[BoundedProtocol]:
     """The protocol of one server, for `uvicorn.Config(http=...)`; connections are counted per server. Its own ``bounds`` have
     as many of them as this process can hold."""
     available_bounds = msgspec.structs.replace(bounds, connections=reserve_descriptors(bounds.connections))
     members: dict[str, Any] = {"bounds": available_bounds, "waiting": OrderedDict()}
-    return cast("type[BoundedProtocol]", type("Bounded", (BoundedProtocol,), members))
+    return cast("type[BoundedProtocol]", type("Bounded", (find_protocol(),), members))
 
 
 def reserve_descriptors(connections: int) -> int:

