@@ -146,10 +146,13 @@ def prune_checkpoints(folder: Path, keep: int, is_voided: Callable[[str, int], b
     """Remove all checkpoints but the newest ``keep``, those of steps that do not count, and what kills left half written.
 
     Newest by lineage and step, as in the log: clocks and file times may go backwards. ``is_voided`` says what does not count;
-    it
-    stays until one that counts has come as far. Nothing is removed unless the newest that counts can be read.
+    it stays until one that counts has come as far. Nothing is removed unless the newest that counts can be read.
     """
-    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    try:
+        found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    except OSError as error:  # its disk is away since the checkpoint was written
+        log.error("checkpoint folder is unreadable; keeping all checkpoints", folder=str(folder), reason=str(error))
+        return
     whole = sorted((int(match["lineage"]), int(match["step"]), path) for match, path in found if not match["part"])
     counting = [each for each in whole if not is_voided(f"l{each[0]}", each[1])]
     if not counting or not _is_there(counting[-1][2]):
