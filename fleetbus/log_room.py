@@ -3,13 +3,19 @@
 What others asked for counts, too, whoever it was: a learner, evaluations and rollouts fill one log together.
 
 An episode's share of the log is measured, not set: by how much the log grew while how many episodes ended. The measure is low
-where entries were removed meanwhile. Until the first episode has ended it is what the log holds per episode, or a guess.
+where entries were removed meanwhile. Until the first episode has ended it is what the longest would take of the log's entries,
+or a guess. Attempts that are made again are in the mean; more of them than the share that is kept free can fill a log, which
+then stands still, says so, and goes on once its limit is raised.
 """
 
 from __future__ import annotations
 
 FILL_SHARE = 0.9
-"""Share of the log that admitted work may be expected to fill; the rest is for what must be stored to remove anything."""
+"""Share of the log that admitted work may be expected to fill; the rest is for attempts that are made again, and for what must
+be stored to remove anything."""
+
+LAST_SHARE = 0.97
+"""The same where nothing is open: without more work nothing would ever leave."""
 
 MEASURED_EPISODES = 512
 """Older ones count ever less: episodes grow while a policy learns."""
@@ -36,11 +42,11 @@ class LogRoom:
     def bytes_per_episode(self) -> float:
         return self._measured_bytes / self._measured_episodes if self._measured_episodes else UNMEASURED_BYTES
 
-    def assume(self, used: int, episodes: int) -> None:
-        """What the log holds before anything was measured."""
+    def assume(self, bytes_per_episode: float, episodes: int) -> None:
+        """What is known before anything was measured, from a log with that many episodes."""
         if episodes and not self._measured_episodes:
             self._measured_episodes = float(min(episodes, ASSUMED_EPISODES))
-            self._measured_bytes = used / episodes * self._measured_episodes
+            self._measured_bytes = bytes_per_episode * self._measured_episodes
 
     def record_end(self) -> None:
         """An episode has its result, whoever asked for it."""
@@ -55,7 +61,8 @@ class LogRoom:
         if not limit:
             return False
         is_over = used >= limit * self._admission
-        may_fill = used + (admitted + others + wanted) * self.bytes_per_episode >= limit * FILL_SHARE
+        share = FILL_SHARE if admitted or others else LAST_SHARE
+        may_fill = used + (admitted + others + wanted) * self.bytes_per_episode >= limit * share
         if admitted:
             return is_over or may_fill
         return may_fill and (is_over or others > 0)

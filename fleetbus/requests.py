@@ -28,6 +28,12 @@ from fleetbus.runtime import Runtime
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Outcome, SamplingSettings, Split, Subjects, Task, encode
 
 EXPIRY_CHECK_SECONDS = 5.0
+ENTRIES_PER_EPISODE = 3
+"""Request, claim and result."""
+
+ENTRIES_PER_TURN = 2
+"""Observation and action."""
+
 STUCK_SECONDS = 300.0
 """Longer than what is settled stays in the log: who still finds no room then says what to do, again and again."""
 
@@ -85,9 +91,11 @@ class Requests:
             await anyio.sleep(RETRY_SECONDS)
 
     async def assume_size(self, episodes: int) -> None:
-        """The log holds that many episodes: what one takes, until one is measured."""
+        """The log holds that many episodes, of which it may hold a part: what one takes, until one is measured."""
         with suppress(RequestUnanswered):
-            self._room.assume((await self._bus.usage())[0], episodes)
+            backlog = await self._bus.backlog(self._consumer)
+            most_entries = ENTRIES_PER_EPISODE + ENTRIES_PER_TURN * self._configuration.episode.max_turns
+            self._room.assume(backlog.used_bytes / max(backlog.entries, 1) * most_entries, episodes)
 
     async def is_short_of_room(self) -> bool:
         """Whether new work would wait for room now; False if the server does not say."""

@@ -110,9 +110,10 @@ class ConsumerFloor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Backlog(msgspec.Struct, frozen=True, kw_only=True):
-    """What the log holds and may hold (``limit_bytes`` 0: no limit), and how many messages of a durable consumer, delivered or
-    not, nobody has acked: 0 where this user may not ask for that."""
+    """What the log holds, in ``entries`` of ``used_bytes`` together, and may hold (``limit_bytes`` 0: no limit), and how many
+    messages of a durable consumer, delivered or not, nobody has acked: 0 where this user may not ask for that."""
 
+    entries: int
     used_bytes: int
     limit_bytes: int
     unacked: int

@@ -141,7 +141,8 @@ class MemoryBus:
 
     async def backlog(self, consumer: str) -> Backlog:
         used, limit = await self.usage()
-        return Backlog(used_bytes=used, limit_bytes=limit, unacked=self._find_consumer(consumer).unacked)
+        entries = self._server.stream(self._log).count
+        return Backlog(entries=entries, used_bytes=used, limit_bytes=limit, unacked=self._find_consumer(consumer).unacked)
 
     async def duplicate_window_seconds(self) -> float:
         await self._wait_for_leader("duplicate window")

@@ -39,6 +39,11 @@ class MemoryStream:
     def last_sequence(self) -> int:
         return len(self._entries)
 
+    @property
+    def count(self) -> int:
+        """Entries that it holds."""
+        return len(self._sizes)
+
     def store(self, subject: str, payload: bytes, message_id: str, expected_last: int | None, now_ns: int) -> PublishAck:
         """Store one message; raises `SequenceConflict` or `LogFull`. Expectation first, then the id, then the room."""
         if expected_last is not None and expected_last != self.last_on(subject):

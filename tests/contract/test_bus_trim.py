@@ -73,6 +73,7 @@ async def test_the_backlog_of_a_consumer_counts_what_nobody_acked_delivered_or_n
                 while (found := await bus.backlog("long")).unacked == 4:  # acks are not confirmed
                     pass
         assert found.unacked == 3
+        assert found.entries == 5
         assert (found.used_bytes, found.limit_bytes) == await bus.usage()
 
 

@@ -30,8 +30,22 @@ def test_above_it_one_group_is_admitted_where_nothing_is_on_its_way_and_it_fits(
     """Nothing would ever leave a log in which a batch is half complete."""
     room = LogRoom(0.7)
     measure(room, used=480_000, bytes_per_episode=20_000, episodes=16)
-    assert not room.is_short(800_000, LIMIT, admitted=0, wanted=4)
-    assert room.is_short(821_000, LIMIT, admitted=0, wanted=4)
+    assert not room.is_short(860_000, LIMIT, admitted=0, wanted=4)
+    assert room.is_short(880_000, LIMIT, admitted=0, wanted=4)
+
+
+def test_what_a_log_is_known_to_hold_counts_until_an_episode_is_measured_and_then_ever_less() -> None:
+    room = LogRoom(0.7)
+    room.assume(10_000, episodes=100)
+    assert room.bytes_per_episode == 10_000
+    measure(room, used=0, bytes_per_episode=30_000, episodes=16)
+    assert room.bytes_per_episode == 20_000
+
+
+def test_a_log_without_episodes_says_nothing_of_their_size() -> None:
+    room = LogRoom(0.7)
+    room.assume(1.0, episodes=0)
+    assert room.bytes_per_episode > 1.0
 
 
 def test_work_waits_when_what_was_admitted_may_fill_the_log() -> None:

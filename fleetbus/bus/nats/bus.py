@@ -157,14 +157,14 @@ class NatsBus:
         return int((await self._stream_info(self._log))["state"]["last_seq"])
 
     async def usage(self) -> tuple[int, int]:
-        info = await self._stream_info(self._log)
-        return int(info["state"]["bytes"]), max(int(info["config"]["max_bytes"]), 0)
+        return _read_usage(await self._stream_info(self._log))
 
     async def backlog(self, consumer: str) -> Backlog:
-        used, limit = await self.usage()
+        info = await self._stream_info(self._log)
         may_ask = self._work == self._log  # the answer tells the consumer's name, which accounts keep secret
         unacked = await count_unacked(self._connection.api, self._log, consumer) if may_ask else 0
-        return Backlog(used_bytes=used, limit_bytes=limit, unacked=unacked)
+        used, limit = _read_usage(info)
+        return Backlog(entries=int(info["state"]["messages"]), used_bytes=used, limit_bytes=limit, unacked=unacked)
 
     async def runs(self) -> list[RunOnServer]:
         """All runs that the server keeps, this one and others; not part of the `Bus` protocol."""
@@ -240,6 +240,10 @@ class NatsBus:
         if all(subject.startswith(self._lane_prefix) for subject in subjects):
             return self._lanes
         raise BusError(f"no single stream of this run stores {', '.join(subjects)}")
+
+
+def _read_usage(info: dict[str, Any]) -> tuple[int, int]:
+    return int(info["state"]["bytes"]), max(int(info["config"]["max_bytes"]), 0)
 
 
 def inbox_prefix(role: str) -> str:
