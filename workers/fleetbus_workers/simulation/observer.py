@@ -93,8 +93,10 @@ class Observer:
         """When the last disturbance ended; 0 if there was none."""
         return max((each.stop for each in self.disturbances), default=0.0)
 
-    def disturbances_since(self, since: float) -> int:
-        return sum(each.stop >= since for each in self.disturbances)
+    def deliveries_swallowed_since(self, since: float, lease_seconds: float) -> int:
+        """How many deliveries of one message disturbances may have cost: one each, and one per lease while they last."""
+        lasting = [each for each in self.disturbances if each.stop >= since]
+        return sum(1 + int((each.stop - max(each.start, since)) / lease_seconds) for each in lasting)
 
     def message_fault_count(self, since: float) -> int:
         """Faults of messages of anything at or after ``since``."""

@@ -12,7 +12,7 @@ import anyio
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import EPOCH_NS
-from fleetbus.bus.streams import TASK_LEASE_SECONDS
+from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS, TASK_LEASE_SECONDS
 from fleetbus_schemas import GRADED, AttemptStarted, EpisodeFinished, Heartbeat, Observation, decode
 from fleetbus_workers.simulation.environments import EnvironmentRecord
 from fleetbus_workers.simulation.episode_checker import EpisodeRecord
@@ -183,7 +183,8 @@ class FaultOracle:
                 return len(record.claims) - record.releases >= self._max_attempts
             case "lost", "poison_observation":
                 faults = self._observer.message_faults(result.episode_id, since=since)
-                return faults + self._observer.disturbances_since(since) >= POISON_TRIES
+                swallowed = self._observer.deliveries_swallowed_since(since, OBSERVATION_LEASE_SECONDS)
+                return faults + swallowed >= POISON_TRIES
             case "lost", "diverged":
                 return any(each.diverges for key, each in self.environment_record.items() if key[0] == result.episode_id)
             case "timeout", "open_timeout" | "reset_timeout" | "step_timeout":
