@@ -12,8 +12,8 @@ import structlog
 from fleetbus.bus.base import Bus
 from fleetbus.core.floor import NO_FLOOR
 from fleetbus.episodes import RETRY_SECONDS, read_entry
-from fleetbus.errors import RequestUnanswered
-from fleetbus_schemas import FloorRaised, Subjects
+from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
+from fleetbus_schemas import FloorRaised, Subjects, encode
 from fleetbus_schemas.stored import STORED
 
 log = structlog.get_logger()
@@ -24,6 +24,25 @@ async def read_floor(bus: Bus, subjects: Subjects) -> FloorRaised:
     stored = await bus.last(subjects.floor)
     floor = read_entry(STORED["floor"], stored) if stored is not None else None
     return floor if isinstance(floor, FloorRaised) else NO_FLOOR
+
+
+async def fence_floor(bus: Bus, subjects: Subjects) -> FloorRaised:
+    """The floor, stored once more as it stands: what raises it later has read the log up to here, for it expects that entry.
+
+    Without any floor nobody raises one before it has read up to the first. The caller's cancel scope is what ends it.
+    """
+    while True:
+        try:
+            stored = await bus.last(subjects.floor)
+            floor = read_entry(STORED["floor"], stored) if stored is not None else NO_FLOOR
+            if stored is not None and isinstance(floor, FloorRaised):
+                await bus.publish(subjects.floor, encode(floor), expected_last=stored.sequence)
+            return floor if isinstance(floor, FloorRaised) else NO_FLOOR
+        except SequenceConflict:
+            log.info("floor was raised meanwhile; reading it again")
+        except (LogFull, PublishUnanswered, RequestUnanswered) as error:
+            log.warning("floor publish failed; retrying", reason=str(error))
+        await anyio.sleep(RETRY_SECONDS)
 
 
 async def read_floor_after(bus: Bus, subjects: Subjects, subject: str, sequence: int) -> FloorRaised:

@@ -216,7 +216,7 @@ def _build_inference_rights(run: _RunSubjects) -> Rights:
 
 def _build_learner_rights(run: _RunSubjects) -> Rights:
     subjects = run.subjects
-    said = _needs(subjects.task("*", "*"), subjects.episode("*"), subjects.policy("*"), subjects.train("*"))
+    said = _needs(subjects.task("*", "*"), subjects.episode("*"), subjects.policy("*"), subjects.train("*"), subjects.floor)
     return run.allow_worker_reports("learner", *said, *run.read(), *run.allow_object_writes())
 
 

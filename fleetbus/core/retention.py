@@ -51,6 +51,8 @@ class _OpenEpisode(msgspec.Struct, kw_only=True):
     policy: str = ""
     group: int = 0
     by_learner: bool = True
+    settled_at: int = 0
+    """Where the checkpoint stands that covers it; 0 while there is none, or once its content was removed."""
 
     def is_passed(self, floor: FloorRaised) -> bool:
         """True if no learner asks for it any more, wherever it begins."""
@@ -105,7 +107,17 @@ class _Training:
         covered = [step for step in self._steps if self._covers(checkpoint, step, surviving)]
         self._steps = [step for step in self._steps if step not in covered]
         for step in covered:
-            self._settled |= {each: (step, opened.pop(each)) for each in step.episodes if each in opened}
+            settled = {each: opened.pop(each) for each in step.episodes if each in opened}
+            for each in settled.values():
+                each.settled_at = sequence
+            self._settled |= {each: (step, entry) for each, entry in settled.items()}
+
+    def take_settled(self, last_sequence: int, most: int) -> list[str]:
+        """So many episodes above the floor that were settled by then, each once."""
+        found = [(each, entry) for each, (_, entry) in self._settled.items() if 0 < entry.settled_at <= last_sequence][:most]
+        for _, entry in found:
+            entry.settled_at = 0
+        return [each for each, _ in found]
 
     def on_floor(self, floor: FloorRaised) -> None:
         """What it passed stays settled."""
@@ -192,6 +204,11 @@ class Retention:
     def limit(self, last_sequence: int) -> int:
         """The last sequence, up to ``last_sequence``, before any content that is needed."""
         return min((episode.content - 1 for episode in self._open.values() if episode.content > 0), default=last_sequence)
+
+    def take_settled(self, last_sequence: int, most: int) -> list[str]:
+        """So many episodes that training had settled by then and the floor has not passed, each once: nobody needs their
+        content, even where an open episode before them keeps the rest."""
+        return [each for training in self._training.values() for each in training.take_settled(last_sequence, most)]
 
     def compute_floor(self, last_sequence: int) -> FloorRaised:
         """Below which requests, and groups of each policy, everything is settled for good, of all up to ``last_sequence``.

@@ -43,3 +43,15 @@ def floor_above_open_groups(patch: pytest.MonkeyPatch) -> None:
 def room_not_estimated(patch: pytest.MonkeyPatch) -> None:
     """Admission counts what is stored, and not what the admitted episodes will still store."""
     patch.setattr(LogRoom, "bytes_per_episode", 0.0)
+
+
+def floor_raised_over_an_unread_lineage(patch: pytest.MonkeyPatch) -> None:
+    """The recorder expects the newest floor that stands, whatever it has not read before it."""
+    raise_floor = log_trimmer.LogTrimmer._raise_floor
+
+    async def faulty(self: Any, raised: Any, over: Any) -> bool:
+        stored = await self._bus.last(self._subjects.floor)
+        self._last_floor = stored.sequence if stored is not None else 0
+        return await raise_floor(self, raised, over)
+
+    patch.setattr(log_trimmer.LogTrimmer, "_raise_floor", faulty)

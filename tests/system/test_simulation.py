@@ -103,7 +103,12 @@ FAILED_ONCE: dict[tuple[FaultSet, int], str] = {
     ("all", 245): "rollouts and a learner filled one log together",
     ("all", 399): "a learner filled the log behind the one before it",
     ("all", 771): "checkpoints were removed while no learner was there, and no disturbance was noted",
+    ("all", 25): "one long pause that swallowed four deliveries was counted as one disturbance",
     ("all", 1122): "a recorder that was behind raised the floor over what a new lineage was about to train again",
+    ("all", 1262): "a learner that took over measured episodes by those that had only begun, and filled the log",
+    ("all", 1308): "checkpoints were away between the newest one's entry and the removal of older ones",
+    ("all", 1341): "the last group that a batch lacked was never asked for: it was measured by a log full of settled ones",
+    ("all", 1404): "one open group kept all the content of settled ones behind it",
 }
 """Seeds, and what they found."""
 

@@ -68,11 +68,13 @@ class Admission:
         """The first group that may still be asked for, in whole or in part."""
         return min((parse_group_number(group_id) for group_id in self._pool.group_ids), default=self.next_group)
 
-    async def take_over(self, requests: Iterable[tuple[int, EpisodeRequested]]) -> None:
+    async def take_over(self, requests: Iterable[tuple[int, EpisodeRequested]], first_group: int = 0) -> None:
         """Requests that are not settled are this lineage's now; groups that were left incomplete are filled up.
 
-        Of settled ones the ledger has to know the position, or the next checkpoint would not name them.
+        Of settled ones the ledger has to know the position, or the next checkpoint would not name them. Groups below
+        ``first_group`` are settled for good.
         """
+        self.next_group = max(self.next_group, first_group)
         members: defaultdict[str, set[int]] = defaultdict(set)
         settled: defaultdict[str, dict[int, str]] = defaultdict(dict)
         for sequence, request in requests:

@@ -20,6 +20,7 @@ from fleetbus.control import Control, run_until_drained
 from fleetbus.core.groups import Group
 from fleetbus.core.ledger import Ledger
 from fleetbus.episodes import decode_episode_entry, scan_training_results
+from fleetbus.floor import fence_floor
 from fleetbus.requests import Requests
 from fleetbus.runtime import Runtime
 from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
@@ -178,13 +179,14 @@ class Learner:
             restart=resume_point.restart,
         )
         await self._train.append(started)
+        floor = await fence_floor(self._bus, self._subjects)
         versions = await self._publication.fence(started)
         log.info("lineage started", lineage=self._lineage, parent=resume_point.parent, step=self._step)
         for version, step in versions.items():
             self._pool.record_version(version, step)
         requests = await read_requests_from_floor(self._bus, self._subjects, self._configuration.run.pool, resume_point)
         await self._requests.assume_size(len(requests))
-        await self._admission.take_over(requests)
+        await self._admission.take_over(requests, floor.groups.get(self._configuration.run.policy, 0))
         await self._publish_version()
 
     async def _train_steps(self) -> None:

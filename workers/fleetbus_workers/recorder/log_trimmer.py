@@ -15,7 +15,7 @@ import structlog
 
 from fleetbus.archive_writer import ArchiveWriter
 from fleetbus.bus.base import Bus, StreamEntry
-from fleetbus.core.floor import merge_floors
+from fleetbus.core.floor import NO_FLOOR
 from fleetbus.core.retention import Retention
 from fleetbus.core.session_retention import SessionRetention
 from fleetbus.episodes import read_entry
@@ -25,7 +25,6 @@ from fleetbus.trim_limit import compute_trim_limit
 from fleetbus_schemas import (
     EpisodeFinished,
     FloorRaised,
-    LineageStarted,
     Message,
     SessionEnded,
     SessionRecorded,
@@ -44,6 +43,10 @@ KEPT_FLOORS = 8
 """Newest entries of the floor that stay: somebody may be reading the one before."""
 
 MAX_JOURNALS_PER_TRIM = 1000
+MAX_EPISODES_PER_TRIM = 1000
+
+SHORT_SHARE = 0.6
+"""Share of the log above which settled episodes leave one by one from behind an open one: two purges each, so not before."""
 
 _READ = {kind: STORED[kind] for kind in ("task", "episode", "train", "policy", "floor", "session")}
 
@@ -98,6 +101,8 @@ class LogTrimmer:
         """Results of the last window: the client that requested an episode outside of training may be about to read its
         Actions."""
         self._floors: deque[int] = deque()
+        self._last_floor = 0
+        """Only who has entered the log up to the newest floor raises the next: a learner that begins stores it again."""
         self.last_entered = 0
         self.trimmed = 0
 
@@ -119,6 +124,7 @@ class LogTrimmer:
         self._content_ages.enter(entry)
         if isinstance(message, FloorRaised):  # it would be raised for ever because it was raised
             self._floors.append(entry.sequence)
+            self._last_floor = entry.sequence
         else:
             self._settled_ages.enter(entry)
 
@@ -137,6 +143,7 @@ class LogTrimmer:
         """Remove what may be removed by now."""
         self._enter_read()
         trimmed = await self._trim_content()
+        await self._trim_behind_open()
         if await self._settle() or trimmed:
             used, limit_bytes = await self._bus.usage()
             log.info(
@@ -162,6 +169,19 @@ class LogTrimmer:
             await self._bus.purge(subject, below=floor + 1)
         self.trimmed = floor
         return True
+
+    async def _trim_behind_open(self) -> None:
+        """Observations and actions of settled episodes behind one that stays open for long, once the log is short of room."""
+        used, limit_bytes = await self._bus.usage()
+        if used <= limit_bytes * SHORT_SHARE or not limit_bytes:
+            return
+        position = min(self.last_entered, self._content_ages.find_position(self._bus.now_ns()))
+        if episodes := self._retention.take_settled(position, MAX_EPISODES_PER_TRIM):
+            await self._runtime.offload(self._archive.guard, position)
+            for episode in episodes:
+                await self._bus.purge(self._subjects.observation("*", "*", episode), below=position + 1)
+                await self._bus.purge(self._subjects.action("*", episode), below=position + 1)
+            log.info("log is short of room; removed settled episodes behind an open one", episodes=len(episodes))
 
     async def _settle(self) -> bool:
         """Everything else, as far as it is settled for good."""
@@ -191,29 +211,23 @@ class LogTrimmer:
         """Store it before anything that it concerns leaves; False if that was not possible now."""
         if raised == self._retention.floor:
             return True
-        if await self._find_unread_lineage():
-            return False
-        subject = self._subjects.floor
-        stored = await self._bus.last(subject)
-        raised = merge_floors(raised, read_entry(STORED["floor"], stored) if stored is not None else None)
+        first = not self._last_floor  # who begins before it stands does not see it: what was archived by then does not count
         try:
-            published = await self._bus.publish(subject, encode(raised), expected_last=stored.sequence if stored else 0)
+            published = await self._bus.publish(
+                self._subjects.floor, encode(NO_FLOOR if first else raised), expected_last=self._last_floor
+            )
         except LogFull:
             await self._shorten_journals(over)
             return False
-        except (SequenceConflict, PublishUnanswered) as error:
+        except SequenceConflict:
+            log.info("floor was stored behind the archive; raising it later")
+            return False
+        except PublishUnanswered as error:
             log.warning("floor publish failed; retrying", reason=str(error))
             return False
-        self._retention.enter(published.sequence, subject, raised)
-        return True
-
-    async def _find_unread_lineage(self) -> bool:
-        """True if a lineage has begun behind what was entered so far: it may train again what seems to be settled."""
-        async for entry in self._bus.scan([self._subjects.train("*")], start=self.last_entered + 1):
-            if isinstance(_decode_entry(entry), LineageStarted):
-                log.info("lineage began behind the archive; raising the floor later", sequence=entry.sequence)
-                return True
-        return False
+        if not first:
+            self._retention.enter(published.sequence, self._subjects.floor, raised)
+        return not first
 
     async def _shorten_journals(self, over: dict[str, int]) -> None:
         """A log without room even for the floor: of journals that ended only the end is needed to refuse what comes late."""

@@ -1,0 +1,90 @@
+"""A recorder raises the floor only if it has read what a learner stored when it began: what that one voids stays in the log."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from fleetbus.archive_writer import ArchiveWriter, open_archive
+from fleetbus.bus.memory import MemoryBus, MemoryServer
+from fleetbus.bus.streams import plan_run
+from fleetbus.core.floor import NO_FLOOR
+from fleetbus.floor import fence_floor, read_floor
+from fleetbus.runtime import Runtime
+from fleetbus_schemas import EpisodeFinished, EpisodeRequested, FloorRaised, Subjects, Task, encode
+from fleetbus_workers.recorder.log_trimmer import LogTrimmer
+from tests.support.small_deployment import run_inline
+from tests.support.virtual_time import virtual_time
+
+S = Subjects("run")
+RUNTIME = Runtime(offload=run_inline)
+
+anyio_backend = virtual_time
+
+
+@pytest.fixture
+async def bus() -> AsyncIterator[MemoryBus]:
+    async with MemoryServer().connect("run") as memory:
+        await memory.declare(plan_run("run", lanes=2))
+        yield memory
+
+
+@pytest.fixture
+def recorder(bus: MemoryBus, tmp_path: Path) -> Iterator[Recorder]:
+    with open_archive(tmp_path, "run") as archive:
+        yield Recorder(bus, archive)
+
+
+class Recorder:
+    """What decides about the floor, fed by hand with what it would have archived."""
+
+    def __init__(self, bus: MemoryBus, archive: ArchiveWriter) -> None:
+        self._bus = bus
+        self._trimmer = LogTrimmer(bus, S, archive, window_seconds=0.0, runtime=RUNTIME, settle_seconds=0.0)
+
+    async def read(self) -> None:
+        async for entry in self._bus.scan([S.log], start=self._trimmer.last_entered + 1):
+            self._trimmer.enter(entry)
+
+    async def trim(self) -> FloorRaised:
+        await anyio.sleep(1)
+        await self._trimmer.trim()
+        return await read_floor(self._bus, S)
+
+
+async def play(bus: MemoryBus, episode: str) -> None:
+    request = EpisodeRequested(
+        episode_id=episode, group_id=episode, sample_index=0, task=Task(key="t"), policy="p", deadline_ns=1, split="eval"
+    )
+    await bus.publish(S.task("default", episode), encode(request))
+    result = EpisodeFinished(episode_id=episode, group_id=episode, attempt=1, outcome="completed", worker="w", split="eval")
+    await bus.publish(S.episode(episode), encode(result))
+
+
+async def test_without_a_floor_a_learner_stores_none_and_who_raises_one_has_read_up_to_the_first(
+    bus: MemoryBus, recorder: Recorder
+) -> None:
+    await play(bus, "a")
+    assert await fence_floor(bus, S) == NO_FLOOR
+    assert await bus.last(S.floor) is None
+    await recorder.read()
+    assert await recorder.trim() == NO_FLOOR
+    await recorder.read()
+    assert (await recorder.trim()).sequence > 1
+
+
+async def test_a_floor_is_not_raised_over_what_a_learner_stored_when_it_began(bus: MemoryBus, recorder: Recorder) -> None:
+    for episode in ("a", "b"):
+        await play(bus, episode)
+        await recorder.read()
+        raised = await recorder.trim()
+    await recorder.read()
+    await play(bus, "c")
+    await recorder.read()
+    assert await fence_floor(bus, S) == raised
+    assert await recorder.trim() == raised, "the learner counts with this floor, and with no other"
+    await recorder.read()
+    assert (await recorder.trim()).sequence > raised.sequence
