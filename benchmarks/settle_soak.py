@@ -1,17 +1,22 @@
 """What grows with the length of a run: scripted episodes, session steps and a recorder on a real server with a log of 64 MiB.
 
-    python benchmarks/settle_soak.py --seconds 600 --output docs/settle_soak.svg
+    python benchmarks/settle_soak.py --count 1000000 --seconds 6000 --output docs/settle_soak.svg
 
-Samples the server's memory, the log and the workers' memory; audits archive and log at the end, counting its open episodes.
-Figures are of one process with all roles, beside one nats-server.
+Ends when both so many episodes were trained and so many session steps answered, or when the time is over. Samples the server's
+memory, the log and the workers' memory; then audits archive and log, the deep check included, counting its open episodes and
+its memory. Figures are of one process with all roles, beside one nats-server. Exit status 1 unless the audit balances.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +35,7 @@ from fleetbus.config.settings import (
     EnvironmentSettings,
     EpisodeSettings,
     EvaluationSettings,
+    InferenceSettings,
     LearnerSettings,
     LimitSettings,
     NatsSettings,
@@ -41,15 +47,17 @@ from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.worker import run_environment
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from fleetbus_workers.inference.worker import run_inference
+from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.digest_audit import audit_digests
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.learner.worker import run_learner
 from fleetbus_workers.recorder.worker import RecorderSettings, run_recorder
 
 RUN = "soak"
 LOG_BYTES = 64 << 20
-SAMPLE_SECONDS = 5.0
-SESSIONS_AT_A_TIME = 4
+SAMPLES = 400
+SESSIONS_AT_A_TIME = 8
 STEPS_PER_SESSION = 50
 S = Subjects(RUN)
 
@@ -60,12 +68,12 @@ def read_rss_mib(pid: int | str) -> float:
     return int(line.split()[1]) / 1024
 
 
-async def drive_sessions(bus: Bus, counts: dict[str, int]) -> None:
-    """Open, step and close sessions for ever."""
+async def drive_sessions(bus: Bus, counts: dict[str, int], most: int) -> None:
+    """Open, step and close sessions until so many steps were answered."""
     async with sessions(bus, S) as client, anyio.create_task_group() as group:
 
         async def drive() -> None:
-            while True:
+            while counts["steps"] < most:
                 try:
                     async with client.open(Task(key="t", config={"turns": STEPS_PER_SESSION + 1})) as session:
                         await session.reset()
@@ -79,86 +87,108 @@ async def drive_sessions(bus: Bus, counts: dict[str, int]) -> None:
             group.start_soon(drive)
 
 
-async def soak(folder: Path, seconds: float, settle_seconds: float) -> dict[str, object]:
-    """The samples and the audit's figures."""
-    configuration = Configuration(
+class CountingTrainer(ScriptedTrainer):
+    """The scripted trainer with a count instead of its memory of what it was given."""
+
+    episodes = 0
+
+    def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
+        metrics = super().train(batch, version=version, progress=progress)
+        self.episodes += len(self.trained)
+        self.trained.clear()
+        return metrics
+
+
+def build_configuration(folder: Path, turns: int) -> Configuration:
+    return Configuration(
         run=RunSettings(name=RUN, folder=str(folder)),
         nats=NatsSettings(lanes=4, max_bytes=LOG_BYTES),
-        learner=LearnerSettings(steps=10**9, groups=16, group_size=4, checkpoint_every=1, keep_checkpoints=4),
-        episode=EpisodeSettings(max_turns=2),
+        learner=LearnerSettings(steps=10**9, groups=64, group_size=4, checkpoint_every=1, keep_checkpoints=4),
+        episode=EpisodeSettings(max_turns=turns),
         evaluation=EvaluationSettings(episodes=0),
-        environment=EnvironmentSettings(slots=128, session_slots=8),
+        environment=EnvironmentSettings(slots=128, session_slots=SESSIONS_AT_A_TIME),
+        inference=InferenceSettings(slots=128),
         limits=LimitSettings(drain=2),
     )
-    tasks = [Task(key=f"t{index}", prompt="p", config={"turns": 2}) for index in range(8)]
-    counts = {"steps": 0}
+
+
+async def soak(folder: Path, count: int, seconds: float, settle_seconds: float, turns: int) -> dict[str, object]:
+    """The samples and the audit's figures."""
+    configuration = build_configuration(folder, turns)
+    tasks = [Task(key=f"t{index}", prompt="p", config={"turns": turns}) for index in range(8)]
+    trainer, counts = CountingTrainer(), {"steps": 0}
     samples: list[dict[str, float]] = []
     drain, recorded = anyio.Event(), anyio.Event()
     async with run_server(folder / "nats") as server:
-        url = server.url
 
-        async def play(name: str) -> None:
-            async with connect(url, run=RUN, worker=name) as bus:
-                await run_environment(bus, configuration=configuration, name=name, drain=drain, make=ScriptedEnvironment)
+        @asynccontextmanager
+        async def open_bus(name: str) -> AsyncIterator[Bus]:
+            async with connect(server.url, run=RUN, worker=name) as bus:
+                yield bus
+
+        async def play() -> None:
+            async with open_bus("e") as bus:
+                await run_environment(bus, configuration=configuration, name="e", drain=drain, make=ScriptedEnvironment)
 
         async def infer() -> None:
-            async with connect(url, run=RUN, worker="i") as bus:
-                await run_inference(
-                    bus,
-                    configuration=configuration,
-                    name="i",
-                    drain=drain,
-                    sampler=ScriptedSampler(),
-                    template=ScriptedTemplate(),
-                )
+            sampler, template = ScriptedSampler(), ScriptedTemplate()
+            async with open_bus("i") as bus:
+                await run_inference(bus, configuration=configuration, name="i", drain=drain, sampler=sampler, template=template)
 
         async def train() -> None:
-            async with connect(url, run=RUN, worker="l") as bus:
+            curriculum = Curriculum(tasks, tasks, seed=1)
+            async with open_bus("l") as bus:
                 await run_learner(
-                    bus, configuration=configuration, name="l", drain=drain, trainer=ScriptedTrainer(),
-                    curriculum=Curriculum(tasks, tasks, seed=1),
-                )  # fmt: skip
-
-        async def record() -> None:
-            settings = RecorderSettings(settle_seconds=settle_seconds, trim_seconds=2)
-            async with connect(url, run=RUN, worker="r") as bus:
-                await run_recorder(
-                    bus, configuration=configuration, name="r", drain=recorded, folder=folder / "archive", settings=settings
+                    bus, configuration=configuration, name="l", drain=drain, trainer=trainer, curriculum=curriculum
                 )
 
-        async with connect(url, run=RUN, worker="test") as bus, anyio.create_task_group() as group:
+        async def record() -> None:
+            settings, archive = RecorderSettings(settle_seconds=settle_seconds, trim_seconds=2), folder / "archive"
+            async with open_bus("r") as bus:
+                await run_recorder(
+                    bus, configuration=configuration, name="r", drain=recorded, folder=archive, settings=settings
+                )
+
+        async with open_bus("test") as bus, anyio.create_task_group() as group:
             await bus.declare(plan_run(RUN, lanes=4, max_bytes=LOG_BYTES, duplicate_window_seconds=settle_seconds))
-            for work in (partial(play, "e"), infer, train, record):
+            for work in (play, infer, train, record):
                 group.start_soon(work)
-            async with connect(url, run=RUN, worker="client") as client, anyio.create_task_group() as driving:
-                driving.start_soon(drive_sessions, client, counts)
-                started = time.monotonic()
-                while (elapsed := time.monotonic() - started) < seconds:
+            async with open_bus("client") as client, anyio.create_task_group() as driving:
+                driving.start_soon(drive_sessions, client, counts, count)
+                started, elapsed, done = time.monotonic(), 0.0, False
+                while elapsed < seconds and not done:
+                    await anyio.sleep(max(seconds / SAMPLES, 1.0))
+                    elapsed, done = time.monotonic() - started, min(trainer.episodes, counts["steps"]) >= count
                     used, _ = await bus.usage()
-                    last = await bus.last_sequence()
                     sample = {
-                        "seconds": round(elapsed, 1), "log_mib": round(used / 2**20, 2), "entries": last,
+                        "seconds": round(elapsed, 1), "log_mib": round(used / 2**20, 2), "entries": await bus.last_sequence(),
                         "server_mib": round(read_rss_mib(server.pid), 1), "workers_mib": round(read_rss_mib("self"), 1),
-                        "steps": counts["steps"],
+                        "steps": counts["steps"], "episodes": trainer.episodes, "cpu": round(sum(os.times()[:4]), 1),
                     }  # fmt: skip
                     samples.append(sample)
                     print(json.dumps(sample), flush=True)
-                    await anyio.sleep(SAMPLE_SECONDS)
                 driving.cancel_scope.cancel()
             drain.set()
             await anyio.sleep(5)
             recorded.set()
-        async with connect(url, run=RUN, worker="audit") as bus:
-            audit, most = Audit(), 0
-            async for entry in scan_archive_and_log(bus, S, folder / "archive"):
-                enter(audit, entry)
-                most = max(most, len(audit))
-            report = audit.report()
-    books = report.books
+        async with open_bus("audit") as bus:
+            return {"samples": samples, "session_steps": counts["steps"], **await audit(bus, folder / "archive")}
+
+
+async def audit(bus: Bus, archive: Path) -> dict[str, object]:
+    """Archive and log are read as `fleetbus audit --deep` does it."""
+    audit, most, before = Audit(), 0, read_rss_mib("self")
+    async for entry in scan_archive_and_log(bus, S, archive):
+        enter(audit, entry)
+        most = max(most, len(audit))
+    report = audit.report()
+    after = read_rss_mib("self")
+    proof = await audit_digests(partial(scan_archive_and_log, bus, S, archive), last_sequence=report.last_sequence)
     return {
-        "samples": samples, "episodes": books.requested, "trained": books.trained, "session_steps": counts["steps"],
-        "entries": report.entries, "findings": [finding.kind for finding in report.findings], "refused": report.refused,
-        "audit_most_open_episodes": most,
+        "episodes": report.books.requested, "trained": report.books.trained, "proven": proof.proven,
+        "findings": [finding.kind for finding in (*report.findings, *proof.findings)], "entries": report.entries,
+        "refused": report.refused, "audit_most_open_episodes": most, "audit_mib": round(after - before, 1),
+        "deep_audit_mib": round(read_rss_mib("self") - after, 1),
     }  # fmt: skip
 
 
@@ -186,20 +216,26 @@ def draw(samples: list[dict[str, float]]) -> str:
     return "\n".join(parts)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=300)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=10**9, help="episodes, and steps of sessions, to end after")
+    parser.add_argument("--seconds", type=float, default=300, help="to end after")
+    parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--settle-seconds", type=float, default=20)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--folder", type=Path, help="empty, for the archive and the rest of the run: kept")
+    parser.add_argument("--output", type=Path, help="plot of the samples, as SVG")
     arguments = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
-    with tempfile.TemporaryDirectory() as folder:
-        found = anyio.run(soak, Path(folder), arguments.seconds, arguments.settle_seconds, backend_options={"use_uvloop": True})
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        limits = (arguments.count, arguments.seconds, arguments.settle_seconds, arguments.turns)
+        found = anyio.run(soak, folder, *limits, backend_options={"use_uvloop": True})
     samples = found.pop("samples")
     if arguments.output:
         arguments.output.write_text(draw(samples))  # type: ignore[arg-type]
     print(json.dumps(found))
+    return 1 if found["findings"] else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
