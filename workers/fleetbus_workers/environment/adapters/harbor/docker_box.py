@@ -12,7 +12,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import anyio
 
 from fleetbus.config.settings import Configuration
+from fleetbus.task_groups import open_first_error_task_group
 from fleetbus_workers.environment.adapters.harbor.box import FOLDERS, MAX_ARTIFACT_BYTES, CommandResult, Recipe
 from fleetbus_workers.environment.adapters.harbor.box_files import copy_tree
 from fleetbus_workers.environment.adapters.providers.base import generate_server_name
@@ -91,8 +92,24 @@ class DockerBoxes:
                 if recipe.place.docker_image:
                     await self._engine.call("pull the image", lambda client: client.images.pull(image))
                 else:
-                    await self._engine.call("build the image", lambda client: _build(client, recipe, image))
+                    await self._build(recipe, image)
             self._prepared[recipe.digest] = image
+
+    async def _build(self, recipe: Recipe, image: str) -> None:
+        """The engine ends a build whose client hangs up, as a cancelled worker does: it may not stay for the end."""
+        build = _Build(recipe, image)
+
+        async def hang_up_when_cancelled() -> None:
+            try:
+                await anyio.sleep_forever()
+            finally:
+                build.hang_up()
+
+        async with open_first_error_task_group() as group:
+            group.start_soon(hang_up_when_cancelled)
+            await self._engine.call("build the image", build.run)
+            await anyio.lowlevel.checkpoint_if_cancelled()  # it was not built then
+            group.cancel_scope.cancel()
 
     async def start(self, recipe: Recipe) -> DockerBox:
         await self.prepare(recipe)
@@ -199,10 +216,42 @@ def _has_image(client: Any, image: str) -> bool:
     return True
 
 
-def _build(client: Any, recipe: Recipe, image: str) -> None:
-    client.images.build(
-        path=str(recipe.folder), tag=image, rm=True, forcerm=True, timeout=int(recipe.place.build_timeout_sec), pull=False
-    )
+class _Build:
+    """One build: `run` in a thread, `hang_up` in the event loop."""
+
+    def __init__(self, recipe: Recipe, image: str) -> None:
+        self._recipe = recipe
+        self._image = image
+        self._answers: list[Any] = []
+        self._has_hung_up = False
+
+    def run(self, _client: Any) -> None:
+        import docker
+        import requests
+        import urllib3
+
+        seconds = int(self._recipe.place.build_timeout_sec)
+        with closing(docker.from_env(timeout=seconds)) as own:
+            own.api.hooks["response"].append(self._note_answer)
+            folder = str(self._recipe.folder)
+            try:
+                own.images.build(path=folder, tag=self._image, rm=True, forcerm=True, timeout=seconds, pull=False)
+            except (urllib3.exceptions.HTTPError, requests.RequestException) as error:
+                if not self._has_hung_up:
+                    raise requests.ConnectionError(str(error)) from error
+
+    def _note_answer(self, answer: Any, **_: Any) -> None:
+        self._answers.append(answer)
+        if self._has_hung_up:
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        from docker.types import CancellableStream
+
+        self._has_hung_up = True
+        while self._answers:
+            with suppress(AttributeError, OSError):  # it was read to its end
+                CancellableStream(None, self._answers.pop()).close()
 
 
 def _execute(
