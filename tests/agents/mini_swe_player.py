@@ -1,7 +1,7 @@
 """mini-swe-agent, unmodified, on Harbor tasks: its own loop, its commands in the task's box, its model behind a gateway.
 
-``python mini_swe_player.py URL FOLDER EPISODES`` plays so many episodes of the tasks in FOLDER, one after another. A task of
-several steps is a conversation per step.
+``python mini_swe_player.py URL FOLDER EPISODES AT_A_TIME`` plays so many episodes of the tasks in FOLDER, some of them at a
+time. A task of several steps is a conversation per step.
 """
 
 from __future__ import annotations
@@ -76,15 +76,25 @@ def solve(session: dict[str, Any], harbor: Any, instruction: str) -> None:
 
 
 async def main() -> None:
-    url, folder, episodes = sys.argv[1:]
-    async with httpx.AsyncClient(timeout=120) as http:
-        for _ in range(int(episodes)):
-            session = (await http.get(f"{url}/sessions/next", params={"wait": 60})).json()
-            reward = {"reward": await play(session, folder)}
-            answer = await http.post(
-                f"{session['url']}/reward", json=reward, headers={"Authorization": f"Bearer {session['key']}"}
-            )
-            print(session["task"]["key"], answer.json(), flush=True)
+    url, folder, episodes, at_a_time = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    numbers = iter(range(episodes))
+
+    async def play_next() -> None:
+        session = (await http.get(f"{url}/sessions/next", params={"wait": 300})).raise_for_status().json()
+        reward = {"reward": await play(session, folder)}
+        key = {"Authorization": f"Bearer {session['key']}"}
+        answer = await http.post(f"{session['url']}/reward", json=reward, headers=key)
+        print(session["task"]["key"], answer.json(), flush=True)
+
+    async def play_in_turn() -> None:
+        for _ in numbers:
+            await play_next()
+
+    async with httpx.AsyncClient(timeout=400) as http, anyio.create_task_group() as group:
+        next(numbers)
+        await play_next()  # alone: litellm loads its libraries in the first call, and does not bear that from several threads
+        for _ in range(at_a_time):
+            group.start_soon(play_in_turn)
 
 
 if __name__ == "__main__":

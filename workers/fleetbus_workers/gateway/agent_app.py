@@ -164,7 +164,7 @@ class _Service:
         return await self._conclude(episode, session)
 
     async def _conclude(self, episode: str, session: AgentSession) -> Response:
-        session.concluded.set()
+        session.conclude()
         result = await self._sessions.wait_for_result(episode, session)
         if result is None:
             raise SessionMoved(MOVED)

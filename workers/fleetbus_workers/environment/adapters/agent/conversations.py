@@ -17,7 +17,7 @@ from fleetbus_schemas import Action, ChatMessage, ContextChange, Observation, To
 from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.environment.adapters.agent.dialects.base import Answer, InvalidCall, StopReason
 from fleetbus_workers.environment.adapters.agent.paths import Attachment, Paths
-from fleetbus_workers.environment.adapters.agent.sessions import AgentSession, PendingCall
+from fleetbus_workers.environment.adapters.agent.sessions import AgentEnded, AgentSession, PendingCall
 
 log = structlog.get_logger(__name__)
 
@@ -46,10 +46,13 @@ class Conversations:
         """The tools that the call in play offers."""
         return self._tools.get(self._attached.segment, ()) if self._attached is not None else ()
 
-    async def receive_call(self) -> Attachment:
-        """The next call that can be played; others are refused. Answer it with `answer`."""
+    async def receive_call(self) -> Attachment | None:
+        """The next call that can be played; others are refused. Answer it with `answer`. None when the agent has ended."""
         while True:
-            pending = await self._session.next_call()
+            try:
+                pending = await self._session.next_call()
+            except AgentEnded:
+                return None
             try:
                 attached = self._paths.attach(pending.call.messages, pending.call.tools)
             except InvalidCall as invalid:

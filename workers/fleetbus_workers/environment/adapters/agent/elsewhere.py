@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import anyio
 
-from fleetbus.task_groups import open_first_error_task_group
 from fleetbus_schemas import Action, EpisodeRequested, Task
 from fleetbus_workers.environment.adapters.agent.conversations import Conversations
 from fleetbus_workers.environment.adapters.agent.paths import Attachment
@@ -87,18 +86,7 @@ class ElsewhereEnvironment:
         if not self._known:
             self._known = True
             self._registry.admit_calls(self._session, self._request, is_new=self._is_new)
-        session, conversations = self._session, self._conversations
-        found: list[Attachment] = []
-        async with open_first_error_task_group() as group:
-
-            async def receive() -> None:
-                found.append(await conversations.receive_call())
-                group.cancel_scope.cancel()
-
-            group.start_soon(receive)
-            await session.concluded.wait()
-            group.cancel_scope.cancel()
-        return found[0] if found else None
+        return await self._conversations.receive_call()
 
     async def state(self) -> dict[str, Any]:
         await anyio.lowlevel.checkpoint()

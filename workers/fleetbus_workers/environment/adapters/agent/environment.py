@@ -17,11 +17,9 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from fleetbus.task_groups import open_first_error_task_group
 from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.adapters.agent.conversations import Conversations
 from fleetbus_workers.environment.adapters.agent.host import AgentHost
-from fleetbus_workers.environment.adapters.agent.paths import Attachment
 from fleetbus_workers.environment.adapters.agent.process import AgentProcess
 from fleetbus_workers.environment.adapters.agent.sessions import AgentSession
 from fleetbus_workers.environment.adapters.harbor.box_files import find_outside, read_regular_file
@@ -30,9 +28,6 @@ from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
 
 FILE_BYTES = 1 << 20
 """Most of a file that a verifier reads."""
-
-FOLDER_SECONDS = 1.0
-"""How often the agent's folder is measured while it runs."""
 
 
 class AgentEnvironment:
@@ -63,8 +58,9 @@ class AgentEnvironment:
 
     async def reset(self) -> Start:
         """Start the agent and wait for its first call. Raises `EnvironmentFailed` if it ends without one."""
-        self._process = await self._host.start(self._folder, self._build_variables())
-        attached = await self._next_call()
+        assert self._session is not None and self._conversations is not None
+        self._process = await self._host.start(self._folder, self._build_variables(), ended=self._session.conclude)
+        attached = await self._conversations.receive_call()
         if attached is None:
             raise EnvironmentFailed(f"the agent ended before it called a model{self._process.read_last_line()}")
         return Start(messages=attached.messages, tools=attached.tools)
@@ -73,37 +69,11 @@ class AgentEnvironment:
         """Answer the agent's call and wait for its next one; over when the agent has ended."""
         assert self._conversations is not None
         called = len(self._conversations.answer(action).tool_calls)
-        attached = await self._next_call()
+        attached = await self._conversations.receive_call()
         if attached is None:
             self._raise_if_failed()
             return Step(terminated=True, tool_calls=called, info=self._conversations.describe())
         return Step(messages=attached.messages, tool_calls=called, context=self._conversations.follow(attached))
-
-    async def _next_call(self) -> Attachment | None:
-        """Where the next call belongs; None when the agent has ended. Raises `EnvironmentFailed` if it fills the disk."""
-        assert self._conversations is not None and self._process is not None
-        conversations = self._conversations
-        found: list[Attachment] = []
-        async with open_first_error_task_group() as group:
-
-            async def receive() -> None:
-                found.append(await conversations.receive_call())
-                group.cancel_scope.cancel()
-
-            group.start_soon(receive)
-            group.start_soon(self._watch_folder)
-            await self._process.wait()
-            group.cancel_scope.cancel()
-        return found[0] if found else None
-
-    async def _watch_folder(self) -> None:
-        """No limit of a process bounds how many files it writes."""
-        limit = self._host.limits.folder_bytes
-        while True:
-            await anyio.sleep(FOLDER_SECONDS)
-            used = await self._host.measure_folder(self._folder)
-            if used > limit:
-                raise EnvironmentFailed(f"the agent's working folder has {used >> 20} MiB, more than {limit >> 20}")
 
     def _build_variables(self) -> dict[str, str]:
         assert self._session is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
@@ -17,6 +17,7 @@ from typing import Literal
 import anyio
 import anyio.to_thread
 import structlog
+from anyio.abc import TaskGroup
 
 from fleetbus_workers.environment.adapters.agent.endpoint import AgentEndpoint
 from fleetbus_workers.environment.adapters.agent.process import (
@@ -41,6 +42,9 @@ SOCKET = "endpoint"
 NOT_PASSED = frozenset({"HOME", "TMPDIR", "TEMP", "TMP"})
 """Variables that name folders which are not there in the sandbox."""
 
+FOLDER_SECONDS = 1.0
+"""How often the folder of an agent is measured: no limit of a process bounds how many files it writes."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -64,6 +68,7 @@ class AgentHost:
         self._isolation = find_agent_isolation(policy)
         self._watch = MemoryWatch()
         self._root = Path()
+        self._group: TaskGroup | None = None
         self.limits = limits or AgentLimits()
         self.endpoint = AgentEndpoint()
 
@@ -74,8 +79,13 @@ class AgentHost:
         self._root = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{build_process_owner()}-"))
         os.chmod(self._root, 0o711)
         try:
-            async with self._watch.run(), self.endpoint.run(self._root / SOCKET if self._isolation else None):
+            async with (
+                self._watch.run(),
+                self.endpoint.run(self._root / SOCKET if self._isolation else None),
+                anyio.create_task_group() as self._group,
+            ):
                 yield
+                self._group.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(remove_tree, self._root)
@@ -88,16 +98,29 @@ class AgentHost:
         """Nothing may run in it any more."""
         await anyio.to_thread.run_sync(remove_tree, folder)
 
-    async def measure_folder(self, folder: Path) -> int:
-        """Bytes that the files below it take."""
-        return await anyio.to_thread.run_sync(measure_tree, folder)
-
-    async def start(self, folder: Path, variables: Mapping[str, str]) -> AgentProcess:
-        """Start the agent in its folder. Raises `EnvironmentFailed`."""
+    async def start(self, folder: Path, variables: Mapping[str, str], *, ended: Callable[[], None]) -> AgentProcess:
+        """Start the agent in its folder; ``ended`` is called when it has ended. Raises `EnvironmentFailed`."""
+        assert self._group is not None, "used outside of `run`"
         selected = select_variables(os.environ, self._passed)
         agent = await self._start(folder, selected, variables)
         agent.watch(self._watch, self.limits)
+        self._group.start_soon(self._attend, agent, folder, ended)
         return agent
+
+    async def _attend(self, agent: AgentProcess, folder: Path, ended: Callable[[], None]) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._watch_folder, agent, folder)
+            await agent.wait()
+            group.cancel_scope.cancel()
+        ended()
+
+    async def _watch_folder(self, agent: AgentProcess, folder: Path) -> None:
+        limit = self.limits.folder_bytes
+        while True:
+            await anyio.sleep(FOLDER_SECONDS)
+            used = await anyio.to_thread.run_sync(measure_tree, folder)
+            if used > limit:
+                agent.end(f"in its working folder: {used >> 20} MiB, more than {limit >> 20}")
 
     async def _start(self, folder: Path, selected: Mapping[str, str], variables: Mapping[str, str]) -> AgentProcess:
         if self._isolation is None:

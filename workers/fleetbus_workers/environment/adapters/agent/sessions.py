@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
 import anyio
 
+from fleetbus.wakeup import Wakeup
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer, InvalidCall
 from fleetbus_workers.environment.adapters.agent.paths import digest_question
 
@@ -37,6 +38,10 @@ OVERTAKEN_SECONDS = 5.0
 MOVED = "the session is not served here at the moment: repeat the call"
 UNKNOWN_KEY = "this key belongs to no running session"
 SESSION_OVER = "The session is over: no further turns. Stop now."
+
+
+class AgentEnded(Exception):
+    """No further call comes."""
 
 
 class TooManyCalls(Exception):
@@ -119,11 +124,12 @@ class AgentSession:
         self.over = False
         self.moved = False
         self.concluded = anyio.Event()
-        """Set when the agent says itself that it has ended."""
+        """Set when the agent has ended, or says so itself; see `conclude`."""
         self.closed = anyio.Event()
         self.repeated = 0
         """Repetitions that joined a call or got its answer."""
-        self._send, self._receive = anyio.create_memory_object_stream[PendingCall](MAX_WAITING)
+        self._waiting: deque[PendingCall] = deque()
+        self._changed = Wakeup()
         self._remembered: OrderedDict[str, PendingCall] = OrderedDict()
         self._restored: dict[str, Answer] = {}
         self._taken: PendingCall | None = None
@@ -151,24 +157,34 @@ class AgentSession:
         if self.over:
             pending.set_answer(build_last_answer())
             return pending
-        try:
-            self._send.send_nowait(pending)
-        except anyio.WouldBlock:
-            raise TooManyCalls(f"{MAX_WAITING} calls of this session wait already") from None
+        if len(self._waiting) >= MAX_WAITING:
+            raise TooManyCalls(f"{MAX_WAITING} calls of this session wait already")
+        self._waiting.append(pending)
+        self._changed.set()
         self._remembered[digest] = pending
         while len(self._remembered) > MAX_REMEMBERED:
             self._remembered.popitem(last=False)
         return pending
 
     async def next_call(self) -> PendingCall:
-        """The next call that somebody still waits for."""
-        while True:
-            pending = await self._receive.receive()
+        """The next call that somebody still waits for. Raises `AgentEnded`."""
+        while not self.concluded.is_set():
+            if not self._waiting:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            pending = self._waiting.popleft()
             if pending.waiters:
                 self._taken = pending
                 return pending
             if self._remembered.get(pending.digest) is pending:
                 del self._remembered[pending.digest]  # a repetition of it would wait for ever
+        raise AgentEnded
+
+    def conclude(self) -> None:
+        """The agent has ended: nobody waits for a call of it any more."""
+        self.concluded.set()
+        self._changed.set()
 
     @contextmanager
     def one_request(self) -> Iterator[None]:
@@ -208,18 +224,13 @@ class AgentSession:
     def _answer_all(self, answer: Answer | SessionMoved) -> None:
         if self._taken is not None:
             self._taken.set_answer(answer)
-        while True:
-            try:
-                self._receive.receive_nowait().set_answer(answer)
-            except (anyio.WouldBlock, anyio.EndOfStream):
-                return
+        while self._waiting:
+            self._waiting.popleft().set_answer(answer)
 
     def close(self) -> None:
         if not self.moved:
             self.end()
         self.closed.set()
-        self._send.close()
-        self._receive.close()
 
 
 class LocalSessions:

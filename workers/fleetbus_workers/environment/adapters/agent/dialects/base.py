@@ -86,7 +86,7 @@ def read_list(value: Any, name: str) -> list[dict[str, Any]]:
     """A list of objects; None is an empty one."""
     if value is None:
         return []
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {dict}:
         raise InvalidCall(f"{name} has to be a list of objects")
     return value
 

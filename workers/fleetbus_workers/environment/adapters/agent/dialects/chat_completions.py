@@ -65,6 +65,8 @@ def _parse_message(item: dict[str, Any]) -> ChatMessage:
     role = ROLES.get(str(item.get("role")))
     if role is None:
         raise InvalidCall(f"a message has the role {item.get('role')!r}; known are {', '.join(ROLES)}")
+    if len(item) == 2 and isinstance(text := item.get("content"), str):
+        return ChatMessage(role=role, content=text)  # type: ignore[arg-type]  # most messages, of which calls have many
     calls = []
     for call in read_list(item.get("tool_calls"), "tool_calls"):
         function = call.get("function")
