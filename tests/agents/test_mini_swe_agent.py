@@ -71,7 +71,7 @@ async def test_mini_swe_agent_solves_a_task_in_its_box_and_leaves_nothing(name: 
     assert report.balanced, report.findings
     assert [(result.outcome, result.reward) for result in results] == [("completed", 1.0)] * EPISODES, said_text
     assert all(len(result.segments or (0,)) == len(solutions) for result in results), "a conversation per step"
-    assert not children() and list_left() <= before
+    await until(lambda: not children() and list_left() <= before)  # what others make beside it goes, too
 
 
 def build_texts() -> list[str]:
@@ -108,8 +108,7 @@ async def test_fifty_episodes_of_a_run_leave_nothing_behind(tmp_path: Path) -> N
     summary = json.loads((tmp_path / ".fleetbus/runs/fifty/summary.json").read_text())
     print({name: summary[name] for name in ("episodes_trained", "success_start", "success_end", "success_end_greedy")})
     assert (summary["episodes_trained"], summary["success_end"], summary["success_end_greedy"]) == (32, 1.0, 1.0)
-    await until(lambda: not children())
-    assert list_left() <= before
+    await until(lambda: not children() and list_left() <= before)
 
 
 @contextmanager
