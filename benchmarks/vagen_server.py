@@ -71,4 +71,5 @@ def make_app():
 if __name__ == "__main__":
     import uvicorn
 
-    uvicorn.run(make_app(), host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+    # connections outlast the turns of the other servers
+    uvicorn.run(make_app(), host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", timeout_keep_alive=60)

@@ -130,8 +130,11 @@ class GymGateway:
         try:
             body = await read_body(http, limit=self._settings.max_body_bytes)  # before admission: slow senders hold no place
             request = read_request(http.headers.get("content-type", ""), body)
-            async with self._admit():
+            if self._admission is None:
                 answer = await execute(request)
+            else:
+                async with self._admit(self._admission):
+                    answer = await execute(request)
         except WireError as error:
             return _build_detail_response(400, str(error))
         except (CallRefused, BodyRefused) as refused:
@@ -145,19 +148,16 @@ class GymGateway:
         return Response(body, headers={"content-type": content_type})
 
     @asynccontextmanager
-    async def _admit(self) -> AsyncIterator[None]:
-        if self._admission is None:
-            yield
-            return
+    async def _admit(self, admission: anyio.Semaphore) -> AsyncIterator[None]:
         try:
             with anyio.fail_after(self._settings.admit_timeout):
-                await self._admission.acquire()
+                await admission.acquire()
         except TimeoutError:
             raise CallRefused(503, "server busy") from None
         try:
             yield
         finally:
-            self._admission.release()
+            admission.release()
 
     def _is_authorized(self, http: HttpRequest) -> bool:
         if not self._settings.api_key:

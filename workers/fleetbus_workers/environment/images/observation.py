@@ -42,7 +42,7 @@ def encode_image_file(value: Any) -> EncodedImage:
         return _picture_of_file(bytes(value))
     image = value if hasattr(value, "convert") and hasattr(value, "save") else _image_of_array(value)
     _check_size(image)
-    image = image.convert("RGB")
+    image = image if image.mode == "RGB" else image.convert("RGB")
     return EncodedImage(data=encode_png(image), width=image.width, height=image.height)
 
 

@@ -17,6 +17,7 @@ from fleetbus.core.reward_bounds import find_reward_problem
 from fleetbus.core.tool_calls import parse_tool_calls
 from fleetbus.core.turn_credit import unpaid_reward
 from fleetbus.deadlines import Deadlines
+from fleetbus.quick_lock import QuickLock
 from fleetbus_schemas import Action, MalformedMessage, SessionAnswer, SessionCall, SessionEnded, SessionRecorded, Task
 from fleetbus_schemas.session import SessionEnd
 from fleetbus_workers.environment.base import Environment, HoldsElsewhere, Start, Step, Verdict
@@ -72,11 +73,11 @@ class StepwiseSession:
         self._rewards: list[float] = []
         self._is_episode_over = False
         self._pending: dict[str, _PendingCall] = {}
-        self._call_lock = anyio.Lock(fast_acquire=True)
+        self._call_lock = QuickLock()
         self._started_at = self._idle_since = self._stages.now()
         self._is_closed = False
         self._endings = 0
-        self._close_lock = anyio.Lock(fast_acquire=True)
+        self._close_lock = QuickLock()
 
     @property
     def is_over(self) -> bool:
