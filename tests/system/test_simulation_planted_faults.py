@@ -85,7 +85,7 @@ PLANTS: dict[Plant, Found] = {
     segments.leaf_lost_in_a_takeover: Found(5, "every sampled token is trained", "usual"),
     segments.reward_counted_per_leaf: Found(1, "an episode's reward is counted once", "usual"),
     segments.segment_begun_upon_its_own_hash: Found(1, "every failure has a cause", "usual"),
-    sessions.call_among_restored_ones: Found(8, "every end of a session has a cause"),
+    sessions.call_among_restored_ones: Found(2, "a session fails by its end in the log only"),
     sessions.answer_not_recorded: Found(1, "an answer is recorded before it is given"),
     sessions.repeated_call_executed_again: Found(3, "a call of a session is executed once"),
     sessions.session_left_open: Found(1, "a session's environment is closed exactly once"),
