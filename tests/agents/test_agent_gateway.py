@@ -54,6 +54,23 @@ async def test_a_request_is_pulled_for_an_agent_alone(tmp_path: Path) -> None:
         assert (await take(client))["id"] == "e2", "who went away gets nothing"
 
 
+async def test_a_repeated_request_for_a_session_gets_the_same_one(tmp_path: Path) -> None:
+    async with running(tmp_path) as run, run.gateway() as client:
+        key = {"Idempotency-Key": "first"}
+        with anyio.move_on_after(0.3):
+            await client.get("/sessions/next", params={"wait": 60}, headers=key)
+        await run.request("e1")
+        await run.request("e2")
+        session = await take(client, **key)
+        assert await take(client, **key) == session, "its answer may have been lost"
+        assert (await take(client))["id"] != session["id"]
+        read_text(await say(client, session, "one"))
+        assert await take(client, **key) == session
+        await client.post(session["url"] + "/reward", json={"reward": 1.0}, headers=bearer(session))
+        await run.request("e3")
+        assert (await take(client, **key))["id"] == "e3", "what is over is not given again"
+
+
 async def test_a_session_that_ends_before_a_call_trains_nothing(tmp_path: Path) -> None:
     async with running(tmp_path) as run, run.gateway() as client:
         await run.request("e1")

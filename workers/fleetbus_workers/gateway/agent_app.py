@@ -132,7 +132,7 @@ class _Service:
         async with anyio.create_task_group() as group:
             group.start_soon(cancel_when_disconnected, request, group.cancel_scope)
             group.start_soon(self._cancel_when_drained, group.cancel_scope)
-            offer = await self._sessions.next_offer(seconds)
+            offer = await self._sessions.next_offer(seconds, request.headers.get("idempotency-key", ""))
             group.cancel_scope.cancel()
         if offer is None:
             return Response(status_code=204)

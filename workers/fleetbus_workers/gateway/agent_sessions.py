@@ -60,9 +60,10 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class _Waiter:
-    """An agent that asks for an episode."""
+    """An agent that asks for an episode; ``asked`` names its request, so that a repetition is known."""
 
-    def __init__(self) -> None:
+    def __init__(self, asked: str) -> None:
+        self.asked = asked
         self.given = anyio.Event()
         self.offer: Offer | None = None
 
@@ -77,6 +78,8 @@ class AgentSessions:
         self._sessions: dict[str, AgentSession] = {}
         self._waiters: deque[_Waiter] = deque()
         self._unclaimed: deque[Offer] = deque()
+        self._given: dict[str, Offer] = {}
+        """By the name of its request what an agent was given, as long as that is played here."""
         self._reserved: set[str] = set()
         self._wanted: Counter[str] = Counter()
         self._changed = Notifier()
@@ -138,21 +141,30 @@ class AgentSessions:
         if self._sessions.get(request.episode_id) is session:
             del self._sessions[request.episode_id]
         self._unclaimed = deque(offer for offer in self._unclaimed if offer.key != session.key)
+        self._given = {asked: offer for asked, offer in self._given.items() if offer.key != session.key}
         self._changed.notify()
 
     def _match(self) -> None:
         while self._unclaimed and self._waiters:
             waiter = self._waiters.popleft()
             waiter.offer = self._unclaimed.popleft()
+            if waiter.asked:
+                self._given[waiter.asked] = waiter.offer
             waiter.given.set()
 
     # Agents
 
-    async def next_offer(self, seconds: float) -> Offer | None:
-        """The next episode of the learner's, or None after so long. Raises `TooManyCalls`."""
+    async def next_offer(self, seconds: float, asked: str = "") -> Offer | None:
+        """The next episode of the learner's, or None after so long. A repetition of the request that ``asked`` names gets the
+        same one while it is played here, for the first answer may have been lost. Raises `TooManyCalls`."""
+        if asked in self._given:
+            return self._given[asked]
+        for earlier in [waiter for waiter in self._waiters if asked and waiter.asked == asked]:
+            self._waiters.remove(earlier)
+            earlier.given.set()
         if len(self._waiters) >= MAX_WAITING:
             raise TooManyCalls(f"{MAX_WAITING} agents wait for an episode already")
-        waiter = _Waiter()
+        waiter = _Waiter(asked)
         self._waiters.append(waiter)
         self._match()
         self.on_wanted()
@@ -160,12 +172,12 @@ class AgentSessions:
             with anyio.move_on_after(seconds):
                 await waiter.given.wait()
         except BaseException:  # the agent went away in the very moment
-            if waiter.offer is not None:
+            if waiter.offer is not None and not waiter.asked:  # of a named request, the repetition gets it
                 self._unclaimed.appendleft(waiter.offer)
                 self._match()
             raise
         finally:
-            if waiter.offer is None:
+            if waiter in self._waiters:
                 self._waiters.remove(waiter)
         return waiter.offer
 
