@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import anyio
@@ -32,10 +32,12 @@ from fleetbus_schemas import (
     decode,
     encode,
 )
+from tests.agents.gateway_support import find_port
 from tests.support.processes import children
 
 RUN = "kills"
 AGENT = Path(__file__).with_name("impatient_agent.py")
+SESSIONS = Path(__file__).with_name("impatient_sessions.py")
 SUBJECTS = Subjects(RUN)
 
 WORKER = """
@@ -82,11 +84,13 @@ def worker(role: str, name: str, url: str) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-async def kill_in_turn(url: str, seconds: float, pause: float) -> int:
-    """Two environment workers, one of them killed every few seconds and another started for it; then both are let be until
-    cancelled."""
-    names = (f"e{number}" for number in range(1000))
-    places = [worker("environment", next(names), url) for _ in range(2)]
+Start = Callable[[int], AbstractContextManager["subprocess.Popen[bytes]"]]
+"""Starts the process at a place, 0 or 1."""
+
+
+async def kill_in_turn(start: Start, seconds: float, pause: float) -> None:
+    """Two processes, one of them killed every few seconds and another started for it; then both are let be until cancelled."""
+    places = [start(place) for place in range(2)]
     running = [place.__enter__() for place in places]
     kills, until = 0, time.monotonic() + seconds
     try:
@@ -95,14 +99,13 @@ async def kill_in_turn(url: str, seconds: float, pause: float) -> int:
             place = kills % 2
             running[place].send_signal(signal.SIGKILL)
             await anyio.to_thread.run_sync(running[place].wait)
-            places[place] = worker("environment", next(names), url)
+            places[place] = start(place)
             running[place] = places[place].__enter__()
             kills += 1
         await anyio.sleep_forever()
     finally:
         for each in places:
             each.__exit__(None, None, None)
-    return kills
 
 
 async def ask_for_episodes(bus: Bus, seconds: float, at_once: int) -> int:
@@ -164,7 +167,8 @@ async def test_no_call_is_played_twice_while_workers_are_killed(
 ) -> None:
     async with fleet(tmp_path) as (url, bus):
         async with anyio.create_task_group() as group:
-            group.start_soon(kill_in_turn, url, seconds, pause)
+            names = (f"e{number}" for number in range(1000))
+            group.start_soon(kill_in_turn, lambda _: worker("environment", next(names), url), seconds, pause)
             asked = await ask_for_episodes(bus, seconds, at_once)
             group.cancel_scope.cancel()
         report = await audit_run(bus, SUBJECTS)
@@ -181,6 +185,59 @@ async def test_no_call_is_played_twice_while_workers_are_killed(
     print(f"{asked} episodes, {taken_over} taken over, {ended} ended while kills went on, {sum(seen.values())} calls played")
     assert max(seen.values()) == 1 and taken_over
     assert ended > 0 or pause < 10, "who lives longer than a lease gets on"
+    assert not children()
+
+
+def gateway(port: int, url: str, folder: Path) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    options = ["--run", RUN, "--nats", url, "--port", f"{port}", "--environment-max-attempts", "1000"]
+    return started([sys.executable, "-m", "fleetbus", "gateway", "agents", *options], folder, f"gateway-{port}.log")
+
+
+@contextmanager
+def started(command: list[str], folder: Path, log: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process for the length of the body; what it says is appended to ``log``."""
+    with (folder / log).open("ab") as said, subprocess.Popen(command, cwd=folder, stdout=said, stderr=said) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seconds", "at_once", "pause"),
+    [pytest.param(30, 16, 8, id="half a minute"), pytest.param(120, 64, 5, id="two minutes", marks=LONG)],
+)
+@pytest.mark.timeout(600)
+async def test_agents_outside_get_on_while_gateways_are_killed(
+    seconds: float, at_once: int, pause: float, tmp_path: Path
+) -> None:
+    ports = [find_port(), find_port()]
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    async with fleet(tmp_path) as (url, bus):
+        with started([sys.executable, str(SESSIONS), f"{at_once}", *urls], tmp_path, "agents.log"):
+            async with anyio.create_task_group() as group:
+                group.start_soon(kill_in_turn, lambda place: gateway(ports[place], url, tmp_path), seconds, pause)
+                asked = await ask_for_episodes(bus, seconds, at_once)
+                group.cancel_scope.cancel()
+        report = await audit_run(bus, SUBJECTS)
+        assert report.balanced, report.findings
+        entries = [decode_episode_entry(entry) async for entry in bus.scan([SUBJECTS.episodes])]
+        seen = await count_calls(bus)
+    results = {entry.episode_id: entry for entry in entries if isinstance(entry, EpisodeFinished)}
+    lines = (tmp_path / "agents.log").read_text().splitlines()
+    assert not [line for line in lines if not line.startswith("played ")], (
+        "what an agent saw was covered by its own repetitions"
+    )
+    played = [line.split()[1] for line in lines]
+    assert len(results) == asked and len(played) == len(set(played))
+    wrong = [results[each] for each in played if (results[each].outcome, results[each].turns) != ("completed", 4)]
+    assert not wrong and not any(result.segments for result in results.values())
+    lost = [results[each] for each in results if each not in played]
+    assert all((result.outcome, result.turns) == ("timeout", 0) for result in lost), "the answer that gave them died on its way"
+    taken_over = sum(result.attempt > 1 for result in results.values())
+    print(f"{asked} episodes, {taken_over} taken over, {len(lost)} never reached an agent, {sum(seen.values())} calls played")
+    assert taken_over and len(lost) <= asked // 4
     assert not children()
 
 
