@@ -22,7 +22,7 @@ class RewardSettings(Settings, frozen=True, kw_only=True):
         Literal["absolute", "group"],
         Meta(description="Judge each episode alone, or all of a group beside each other before they are trained"),
     ] = "absolute"
-    judge_seconds: Annotated[float, Meta(gt=0, description="For one answer, further tries included; then no grade")] = 60.0
+    judge_seconds: Annotated[float, Meta(gt=0, description="Seconds for one answer, retries included; then no grade")] = 60.0
     judge_concurrency: Annotated[int, Meta(ge=1, description="Requests to the judge at a time, per worker")] = 16
     judge_max_tokens: Annotated[int, Meta(ge=16, description="Maximum number of tokens of its answer")] = 1024
     judge_max_chars: Annotated[

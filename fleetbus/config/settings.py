@@ -28,9 +28,9 @@ class RunSettings(Settings, frozen=True, kw_only=True):
     """What is trained, and where its files live."""
 
     name: Annotated[str, Meta(description="Name of the run; the same name again resumes it")] = "default"
-    folder: Annotated[str, Meta(description="Folder that holds a folder per run")] = ".fleetbus/runs"
+    folder: Annotated[str, Meta(description="Folder in which each run has a folder of its own")] = ".fleetbus/runs"
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1, description="Seed of tasks, sampling and training")] = 1
-    model: Annotated[str, Meta(description="Hugging Face model folder (default: the built-in starter policy)")] = ""
+    model: Annotated[str, Meta(description="Model folder or Hugging Face Hub id (default: the built-in starter policy)")] = ""
     tasks: Annotated[str, Meta(description="Tasks file in Fleet JSON (default: the warehouse tasks)")] = ""
     environment: Annotated[
         str,
@@ -64,17 +64,15 @@ class EpisodeSettings(Settings, frozen=True, kw_only=True):
     """How one episode is played."""
 
     temperature: Annotated[float, Meta(ge=0, description="Sampling temperature in training")] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus sampling; training takes 1")] = 1.0
-    top_k: Annotated[int, Meta(ge=0, description="Likeliest tokens that may be sampled; training takes 0: all")] = 0
-    min_p: Annotated[
-        float, Meta(ge=0, le=1, description="Least share of the likeliest token's probability; training takes 0")
-    ] = 0.0
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2, description="Penalty of tokens that occurred; training takes 0")] = 0.0
+    top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus sampling; training: 1")] = 1.0
+    top_k: Annotated[int, Meta(ge=0, description="Likeliest tokens that may be sampled; training: 0, which is all")] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1, description="Least share of the likeliest token's probability; training: 0")] = 0.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2, description="Penalty of tokens that occurred; training: 0")] = 0.0
     frequency_penalty: Annotated[
-        float, Meta(ge=-2, le=2, description="Penalty of tokens by how often they occurred; training takes 0")
+        float, Meta(ge=-2, le=2, description="Penalty of tokens by how often they occurred; training: 0")
     ] = 0.0
     repetition_penalty: Annotated[
-        float, Meta(gt=0, le=10, description="Divisor of the logits of tokens that occurred; training takes 1")
+        float, Meta(gt=0, le=10, description="Divisor of the logits of tokens that occurred; training: 1")
     ] = 1.0
     max_tokens: Annotated[int, Meta(ge=1, description="Maximum number of tokens per turn")] = 64
     max_turns: Annotated[int, Meta(ge=1, description="Maximum number of turns per episode")] = 5
@@ -86,18 +84,18 @@ class EpisodeSettings(Settings, frozen=True, kw_only=True):
 class LimitSettings(Settings, frozen=True, kw_only=True):
     """Time limits, in seconds, which show up as the outcome's error class; and when `up` ends a run that cannot progress."""
 
-    open: Annotated[float, Meta(gt=0, description="Opening the environment")] = 120.0
-    reset: Annotated[float, Meta(gt=0, description="Beginning the episode")] = 120.0
-    tool_call: Annotated[float, Meta(gt=0, description="One tool call")] = 60.0
-    step: Annotated[float, Meta(gt=0, description="One step, all its tool calls included")] = 120.0
-    action: Annotated[float, Meta(gt=0, description="Waiting for an action")] = 300.0
-    verify: Annotated[float, Meta(gt=0, description="Grading the episode")] = 120.0
-    close: Annotated[float, Meta(gt=0, description="Closing the environment")] = 30.0
-    idle: Annotated[float, Meta(gt=0, description="Time between calls of a session")] = 1800.0
-    episode: Annotated[float, Meta(gt=0, description="The whole episode, from its request")] = 3600.0
-    grace: Annotated[float, Meta(gt=0, description="After the deadline, before the requester closes the episode itself")] = 30.0
-    drain: Annotated[float, Meta(gt=0, description="Finishing or handing back episodes when a worker stops")] = 60.0
-    late: Annotated[float, Meta(gt=0, description="Wait for an action before the log is read for it")] = 1.0
+    open: Annotated[float, Meta(gt=0, description="Seconds to open the environment")] = 120.0
+    reset: Annotated[float, Meta(gt=0, description="Seconds to begin the episode")] = 120.0
+    tool_call: Annotated[float, Meta(gt=0, description="Seconds of one tool call")] = 60.0
+    step: Annotated[float, Meta(gt=0, description="Seconds of one step, all its tool calls included")] = 120.0
+    action: Annotated[float, Meta(gt=0, description="Seconds to wait for an action")] = 300.0
+    verify: Annotated[float, Meta(gt=0, description="Seconds to grade the episode")] = 120.0
+    close: Annotated[float, Meta(gt=0, description="Seconds to close the environment")] = 30.0
+    idle: Annotated[float, Meta(gt=0, description="Seconds between calls of a session")] = 1800.0
+    episode: Annotated[float, Meta(gt=0, description="Seconds of the whole episode, from its request")] = 3600.0
+    grace: Annotated[float, Meta(gt=0, description="Seconds after the deadline until the requester closes the episode")] = 30.0
+    drain: Annotated[float, Meta(gt=0, description="Seconds to finish or hand back episodes when a worker stops")] = 60.0
+    late: Annotated[float, Meta(gt=0, description="Seconds to wait for an action before the log is read for it")] = 1.0
     ungraded_episodes: Annotated[
         int,
         Meta(
@@ -108,7 +106,7 @@ class LimitSettings(Settings, frozen=True, kw_only=True):
     ] = 64
     no_progress: Annotated[
         float,
-        Meta(ge=0, description="`up` ends a run in which nothing is sampled, graded, trained for so long; 0: never"),
+        Meta(ge=0, description="Seconds without anything sampled, graded or trained until `up` ends the run; 0: never"),
     ] = 600.0
 
 
@@ -136,8 +134,8 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
     sandbox: Annotated[
         Literal["auto", "required", "limits"],
         Meta(
-            description="Verifiers where nothing isolates: auto runs fleetbus's own, limits runs all with the limits that "
-            "there are, required refuses to start"
+            description="Verifiers on a machine where no sandbox works: auto runs only those that ship with fleetbus, limits "
+            "runs all with resource limits, required refuses to start"
         ),
     ] = "auto"
     agent_isolation: Annotated[
@@ -155,7 +153,7 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
         Literal["auto", "docker", "sandbox"],
         Meta(description="What Harbor tasks are played in; auto: containers where a Docker engine answers, else the sandbox"),
     ] = "auto"
-    warm: Annotated[int, Meta(ge=0, description="Boxes of a Harbor task that wait, started, for its next episodes")] = 0
+    warm: Annotated[int, Meta(ge=0, description="Containers or sandboxes that wait for episodes of a Harbor task")] = 0
     max_abs_reward: Annotated[
         float, Meta(gt=0, le=1e12, description="Largest reward, either way; an episode with another one is not trained")
     ] = 1e6
@@ -253,8 +251,8 @@ class FleetSettings(Settings, frozen=True, kw_only=True):
     heartbeat_seconds: Annotated[
         float, Meta(ge=10, description="Time without a heartbeat after which the platform ends an instance")
     ] = 60.0
-    reset_seconds: Annotated[float, Meta(gt=0, description="Resetting an instance; failure is only a warning")] = 10.0
-    ready_seconds: Annotated[float, Meta(gt=0, description="Until an instance's tools can be listed")] = 60.0
+    reset_seconds: Annotated[float, Meta(gt=0, description="Seconds to reset an instance; failure is only a warning")] = 10.0
+    ready_seconds: Annotated[float, Meta(gt=0, description="Seconds until an instance's tools can be listed")] = 60.0
     verifier: Annotated[
         Literal["platform", "local"], Meta(description="Where verifiers run: on the platform, or in this worker's sandbox")
     ] = "platform"

@@ -12,7 +12,7 @@ from fleetbus.config.table import Settings
 class LearnerSettings(Settings, frozen=True, kw_only=True):
     """The learner."""
 
-    steps: Annotated[int, Meta(ge=1, description="Batches to train")] = 80
+    steps: Annotated[int, Meta(ge=1, description="Training steps, each of one batch")] = 80
     trainer: Annotated[
         Literal["torch", "tinker"],
         Meta(description="Trainer: torch in the learner process, or a Tinker service (table tinker)"),
@@ -50,7 +50,8 @@ class LearnerSettings(Settings, frozen=True, kw_only=True):
         float, Meta(ge=0, description="Seconds to wait for an unreadable checkpoint, for example while its disk is not mounted")
     ] = 300.0
     restart_from: Annotated[
-        str, Meta(description="Resume from the checkpoint of this step, or from `start`; applied once, STEP/2 repeats it")
+        str,
+        Meta(description="Resume from the checkpoint of this step, or from `start`; done once: STEP/2 does it again"),
     ] = ""
     keep_weights: Annotated[int, Meta(ge=2, description="Published weights files kept")] = 4
     archive: Annotated[
@@ -66,7 +67,7 @@ class TinkerSettings(Settings, frozen=True, kw_only=True):
     rank: Annotated[int, Meta(ge=1, description="Rank of the LoRA adapter that is trained")] = 16
     loss: Annotated[
         Literal["importance_sampling", "ppo", "cispo"],
-        Meta(description="Loss function of the service; clips are the learner's"),
+        Meta(description="Loss function of the service; clipping ranges are those of the table learner"),
     ] = "ppo"
 
 

@@ -59,7 +59,7 @@ def test_the_list_of_commands_says_of_each_what_its_own_help_says_first() -> Non
 
 def test_flags_carry_the_descriptions_limits_and_defaults_of_the_settings() -> None:
     shown = " ".join(fleetbus("up", "--help").stdout.split())
-    assert "--steps, --learner-steps N Batches to train [80]" in shown
+    assert "--steps, --learner-steps N Training steps, each of one batch [80]" in shown
     assert "--learner-stale-groups [drop|keep|wait]" in shown
     assert "--evaluation-greedy / --no-evaluation-greedy" in shown
     assert "Settings of learner:" in shown and "Settings of limits:" in shown

@@ -18,7 +18,7 @@ def command() -> None:
     """Manage keys, certificates and rights on the bus."""
 
 
-@command.command("init")
+@command.command("init", short_help="Write keys, certificates and the server configuration")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), metavar="DIR")
 @click.option("--run", "runs", multiple=True, metavar="NAME", help="A run to allow; may be repeated [default]")
 @click.option("--pool", "pools", multiple=True, metavar="NAME", help="A pool of environment workers; may be repeated [default]")

@@ -26,7 +26,7 @@ ALL_OVER, NOT_ALL = 0, 1
 
 @click.command("cancel")
 @click.argument("episodes", nargs=-1, required=True, metavar="EPISODE...")
-@click.option("--run", "run__name", metavar="NAME", help="Name of the run")
+@click.option("--run", "run__name", metavar="NAME", help="Name of the run [default]")
 @click.option("--json", "as_json", is_flag=True, help="Print what happened as JSON")
 @reach_options
 def command(episodes: tuple[str, ...], as_json: bool, **values: Any) -> int:

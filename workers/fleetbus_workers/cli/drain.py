@@ -24,7 +24,7 @@ DRAINS, HANGS = 0, 1
 
 @click.command("drain")
 @click.argument("workers", nargs=-1, required=True, metavar="WORKER...")
-@click.option("--run", "run__name", metavar="NAME", help="Name of the run")
+@click.option("--run", "run__name", metavar="NAME", help="Name of the run [default]")
 @click.option("--json", "as_json", is_flag=True, help="Print what happened as JSON")
 @reach_options
 def command(workers: tuple[str, ...], as_json: bool, **values: Any) -> int:

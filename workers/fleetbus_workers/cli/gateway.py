@@ -54,7 +54,7 @@ def command() -> None:
     """Serve the environments of a run over the protocols of other trainers, to their unmodified clients."""
 
 
-@command.command("gym", cls=SettingsCommand)
+@command.command("gym", cls=SettingsCommand, short_help="The remote-gym protocol (multipart over HTTP)")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on")
 @click.option(
@@ -96,7 +96,7 @@ def gym(host: str, port: int, **values: Any) -> int:
     return run_role("gateway", partial(_load_gym, host, port, given, image, in_process), values)
 
 
-@command.command("openenv", cls=SettingsCommand)
+@command.command("openenv", cls=SettingsCommand, short_help="The OpenEnv protocol (WebSocket)")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on")
 @click.option(
@@ -130,7 +130,7 @@ def openenv(host: str, port: int, open_to_others: bool, **values: Any) -> int:
     return run_role("gateway", partial(_load_openenv, host, port, given, in_process), values)
 
 
-@command.command("agents", cls=SettingsCommand)
+@command.command("agents", cls=SettingsCommand, short_help="The run's episodes, for agents that run elsewhere")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on")
 @click.option("--public-url", default="", metavar="URL", help="How agents reach this gateway (default: http://HOST:PORT)")

@@ -18,7 +18,7 @@ def command() -> None:
     """Create starter files for your own project."""
 
 
-@command.command("environment")
+@command.command("environment", short_help="An environment of your own, its tasks and its test")
 @click.argument("name")
 @click.option("--sync", is_flag=True, help="Write ordinary functions, for blocking code; the worker runs them in threads")
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), default=Path("."), help="Where to write [.]")

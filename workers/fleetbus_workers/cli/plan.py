@@ -12,10 +12,10 @@ from fleetbus_workers.cli.options import NumberRange, SettingsCommand, load_sett
 
 @click.command("plan", cls=SettingsCommand)
 @click.option("--gpus", type=click.IntRange(1), required=True, metavar="N", help="GPUs of the machine")
-@click.option("--gpu-memory", type=NumberRange(1), default=80.0, metavar="GB", help="Memory of each, in 1e9 bytes [80]")
+@click.option("--gpu-memory", type=NumberRange(1), default=80.0, metavar="GB", help="Memory of each, in 10^9 bytes [80]")
 @click.option("--gpu-tflops", type=NumberRange(1), default=989.0, metavar="N", help="Peak of each in bfloat16 [989: an H100]")
 @click.option(
-    "--gpu-bandwidth", type=NumberRange(1), default=3350.0, metavar="GB/S", help="Memory of each, GB per second [3350]"
+    "--gpu-bandwidth", type=NumberRange(1), default=3350.0, metavar="GB/S", help="Memory bandwidth of each [3350: an H100]"
 )
 @click.option("--mfu", type=NumberRange(0.01, 1), default=0.35, metavar="SHARE", help="Share of the peak in training [0.35]")
 @settings_options("run", "learner", "algorithm", "trainer", "inference", "episode")

@@ -33,7 +33,7 @@ class Entry(NamedTuple):
 
 
 COMMANDS: dict[str, Entry] = {
-    "up": Entry("Train", "fleetbus_workers.cli.up", "Everything on this machine: train the default task, or yours"),
+    "up": Entry("Train", "fleetbus_workers.cli.up", "Train on this machine, with all it needs: the default task, or yours"),
     "environment": Entry("One role", "fleetbus_workers.cli.environment", "An environment worker: plays episodes"),
     "inference": Entry("One role", "fleetbus_workers.cli.inference", "An inference worker: samples the policy"),
     "learner": Entry("One role", "fleetbus_workers.cli.learner", "The learner: requests episodes and trains"),
@@ -45,7 +45,7 @@ COMMANDS: dict[str, Entry] = {
     "recorder": Entry(
         "One role", "fleetbus_workers.cli.recorder", "The recorder: archives the log and keeps it below its limit"
     ),
-    "gateway": Entry("One role", "fleetbus_workers.cli.gateway", "Environments for other trainers: remote-gym, OpenEnv"),
+    "gateway": Entry("One role", "fleetbus_workers.cli.gateway", "Environments for other trainers, episodes for agents"),
     "init": Entry("Set up", "fleetbus_workers.cli.init", "Declare a run's streams on a NATS server"),
     "auth": Entry("Set up", "fleetbus_workers.cli.auth", "Keys per role, TLS and a server configuration with least rights"),
     "tasks": Entry("Set up", "fleetbus_workers.cli.tasks", "Check tasks, and split them into training and held-out ones"),
@@ -59,7 +59,7 @@ COMMANDS: dict[str, Entry] = {
     "runs": Entry("Look", "fleetbus_workers.cli.runs", "The runs on this machine, or on a server: list them, remove them"),
     "monitor": Entry("Look", "fleetbus_workers.cli.monitor", "A web page about a run: workers, curves, groups, episodes"),
     "doctor": Entry("Look", "fleetbus_workers.cli.doctor", "Check whether this machine is ready"),
-    "audit": Entry("Look", "fleetbus_workers.cli.audit", "Balance the books of a run from its log alone"),
+    "audit": Entry("Look", "fleetbus_workers.cli.audit", "Check from its log that every episode of a run is accounted for"),
     "sim": Entry("Look", "fleetbus_workers.cli.sim", "Simulate a fleet under seeded faults and check its invariants"),
     "record": Entry("Replay", "fleetbus_workers.cli.record", "Export the log of a run as one file"),
     "episodes": Entry("Replay", "fleetbus_workers.cli.episodes", "List, filter and read the episodes of a run or a recording"),

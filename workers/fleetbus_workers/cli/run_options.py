@@ -19,7 +19,7 @@ def reach_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--nats-auth", "nats__auth", metavar="FOLDER", help="Folder with key and certificates (fleetbus auth init)"
         ),
-        click.option("--run-folder", "run__folder", metavar="TEXT", help="Folder that holds a folder per run"),
+        click.option("--run-folder", "run__folder", metavar="FOLDER", help="Folder in which each run has a folder of its own"),
         click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="TOML file with settings"),
     ]
     for option in reversed(options):

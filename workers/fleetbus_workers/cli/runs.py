@@ -36,7 +36,7 @@ def folder_options(function: Callable[..., Any]) -> Callable[..., Any]:
         "--run-folder",
         "run__folder",
         type=click.Path(file_okay=False),
-        help="Folder that holds a folder per run (default: the configured one)",
+        help="Folder in which each run has a folder of its own (default: the configured one)",
     )
     config = click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="TOML file with settings")
     return folder(config(function))
@@ -52,7 +52,7 @@ def command() -> None:
     """List or remove the runs on this machine or on a NATS server."""
 
 
-@command.command("list")
+@command.command("list", short_help="Active or not, last written, size, result")
 @folder_options
 @server_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON")
@@ -76,7 +76,7 @@ def list_runs(as_json: bool, **values: Any) -> int:
     return FINISHED
 
 
-@command.command("rm")
+@command.command("rm", short_help="Remove runs with all their files")
 @click.argument("names", nargs=-1, required=True, metavar="RUN...")
 @folder_options
 @server_options

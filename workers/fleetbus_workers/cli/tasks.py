@@ -28,7 +28,7 @@ def command() -> None:
     """
 
 
-@command.command("validate")
+@command.command("validate", short_help="Read every task and report all errors")
 @LOCATION
 @click.option(
     "--environment", "specs", multiple=True, metavar="[KEY=]SPEC", help="Also check that these environments serve every task"
@@ -54,7 +54,7 @@ def validate(location: str, specs: tuple[str, ...], as_json: bool) -> int:
     return REFUSED if problems else 0
 
 
-@command.command("check")
+@command.command("check", short_help="Play Harbor tasks with their own solution")
 @LOCATION
 @click.option("--parallel", type=click.IntRange(min=1, max=64), default=4, help="Tasks at a time [4]")
 @click.option("--seconds", type=NumberRange(1, 86_400), default=600.0, help="Time limit of a solution and of its tests [600]")
@@ -97,7 +97,7 @@ def check(location: str, parallel: int, seconds: float, boxes: str, as_json: boo
     return REFUSED if any(finding.problem for finding in findings) else 0
 
 
-@command.command("split")
+@command.command("split", short_help="Write training and held-out tasks")
 @LOCATION
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), default=Path("."), help="Folder to write to [.]")
 @click.option("--format", "formats", type=click.Choice(["json", "parquet", "both"]), default="json", help="File format [json]")
@@ -115,7 +115,12 @@ def check(location: str, parallel: int, seconds: float, boxes: str, as_json: boo
     default=1.0,
     help="Maximum share of training tasks from one environment [1.0]",
 )
-@click.option("--modality", type=click.Choice(["tool_use", "computer_use", "browser_use", "all"]), default="all")
+@click.option(
+    "--modality",
+    type=click.Choice(["tool_use", "computer_use", "browser_use", "all"]),
+    default="all",
+    help="Only tasks of this kind [all]",
+)
 @click.option("--env", "environments", multiple=True, metavar="ENV", help="Only tasks of this environment; repeatable")
 @click.option("--difficulty", "difficulties", multiple=True, type=int, help="Only tasks of this difficulty; repeatable")
 @click.option("--max-tasks", type=click.IntRange(min=1), help="Use at most N of the selected tasks")

@@ -15,7 +15,7 @@ from fleetbus_workers.cli.options import SettingsCommand, load_settings, setting
     "--json-summary", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write the summary to FILE"
 )
 @click.option("--fresh", is_flag=True, help="Remove what the run of this name has so far, and begin anew")
-@click.option("--check/--no-check", default=True, help="Play an episode of an environment class of yours first, for a second")
+@click.option("--check/--no-check", default=True, help="First play an episode of your environment class, for a second at most")
 @click.option("--monitor/--no-monitor", default=True, help="Serve a web page about the run while it runs, on loopback")
 @settings_options(
     "run", "nats", "learner", "algorithm", "trainer", "tinker", "weights", "environment", "inference", "episode", "evaluation",
