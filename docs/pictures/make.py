@@ -56,13 +56,16 @@ def list_views(page: Any, url: str) -> dict[str, str]:
     while page.request.get(f"{url}api/overview").json()["log"]["is_behind"]:
         page.wait_for_timeout(500)
     found = page.request.get(f"{url}api/episodes?state=completed&split=train&sort=reward").json()["rows"]
-    sibling = page.request.get(f"{url}api/episodes/{found[0]['episode_id']}").json()["siblings"][0]
+    rewards = page.request.get(f"{url}api/episodes/{found[0]['episode_id']}").json()["rewards"]
+    sibling = max(rewards, key=lambda name: rewards[name] or 0.0)  # one that did better
     places = {
         "overview": "",
         "curves": "curves",
         "groups": "groups",
         "episodes": "episodes",
         "episode": f"episode/{found[0]['episode_id']}",
+        "tasks": "tasks",
+        "runs": "runs",
         "compare": f"compare/{found[0]['episode_id']}/{sibling}",
     }
     return {name: f"{url}#/{place}" for name, place in places.items()}

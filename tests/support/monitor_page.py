@@ -14,6 +14,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, RunSettings
+from fleetbus_workers.monitor.actions import OpenBus
 from fleetbus_workers.monitor.serve import serve
 from fleetbus_workers.overview.termination import Driver
 from fleetbus_workers.serving.listeners import bind
@@ -50,7 +51,12 @@ async def _events(answer: httpx.Response) -> AsyncIterator[tuple[str, Any]]:
 
 @asynccontextmanager
 async def serve_run_page(
-    bus: Bus, configuration: Configuration, nats_http: str | None = None, driver: Driver | None = None
+    bus: Bus,
+    configuration: Configuration,
+    nats_http: str | None = None,
+    driver: Driver | None = None,
+    key: str = "",
+    open_operator: OpenBus | None = None,
 ) -> AsyncIterator[str]:
     """The address of the page on a run, for the length of the block."""
     stop, on_ready = anyio.Event(), anyio.Event()
@@ -73,6 +79,8 @@ async def serve_run_page(
                     on_ready=tell,
                     nats_http=lambda: nats_http,
                     driver=driver,
+                    key=key,
+                    open_operator=open_operator,
                 )
 
             tasks.start_soon(run)

@@ -97,7 +97,7 @@ async def test_curves_of_other_runs_are_those_of_their_summaries(tmp_path: Path)
     with anyio.fail_after(50):
         async with open_empty_run(str(tmp_path)) as (page, _):
             assert await page.get("/api/runs") == ["broken", "first"]
-            assert await page.get("/api/runs/first") == curves
+            assert (await page.get("/api/runs/first")).items() >= (curves | {"wall_seconds": 1.0, "success_end": None}).items()
             for run, status in {"broken": 404, "unfinished": 404, "no.name": 400, "..": 404, "..%2Ffirst": 404}.items():
                 assert (await page.client.get(f"/api/runs/{run}")).status_code == status, run
             assert (await page.get("/api/rewards"))["counts"] == []

@@ -16,7 +16,11 @@ def row(name: str, **facts: Any) -> EpisodeRow:
     return EpisodeRow(episode_id=name, **{"group_id": "g", "task_key": "t", "outcome": "completed"} | facts)
 
 
-ROWS = [row("a", reward=0.5, turns=3), row("b", reward=None, turns=1), row("c", reward=1.0, turns=2, task_key="=1+1")]
+ROWS = [
+    row("a", reward=0.5, turns=3, policy_versions=(3, 4)),
+    row("b", reward=None, turns=1),
+    row("c", reward=1.0, turns=2, task_key="=1+1"),
+]
 
 
 def names(**query: str) -> list[str]:
@@ -28,6 +32,11 @@ def names(**query: str) -> list[str]:
     [
         ({}, ["c", "b", "a"]),
         ({"sort": "reward"}, ["a", "c", "b"]),
+        ({"min_reward": "0.6"}, ["c"]),
+        ({"max_reward": "0.5"}, ["a"]),
+        ({"min_reward": "0.5", "max_reward": "1"}, ["c", "a"]),
+        ({"min_reward": "much", "version": ""}, ["c", "b", "a"]),
+        ({"version": "4"}, ["a"]),
         ({"sort": "-reward"}, ["c", "a", "b"]),
         ({"sort": "turns"}, ["b", "c", "a"]),
         ({"sort": "nonsense"}, ["c", "b", "a"]),

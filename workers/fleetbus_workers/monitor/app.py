@@ -5,7 +5,7 @@ Everything is JSON or a file of the package; texts of policies and tasks are dat
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from fleetbus_workers.monitor.actions import Actions
 from fleetbus_workers.monitor.episode_table import build_csv, choose_rows, find_neighbours
 from fleetbus_workers.monitor.other_runs import list_other_runs, read_other_run
 from fleetbus_workers.monitor.reward_histogram import build_reward_histogram
+from fleetbus_workers.monitor.success_table import build_success_table
 from fleetbus_workers.monitor.timeline import timeline
 from fleetbus_workers.monitor.token_decoder import TokenDecoder
 from fleetbus_workers.overview.run_observer import RunObserver
@@ -67,6 +68,7 @@ class Site:
         *,
         guard: GuardSettings,
         admission: float,
+        success_threshold: float,
         runs: Path,
         key: str = "",
         actions: Actions | None = None,
@@ -77,6 +79,7 @@ class Site:
         self._subjects = subjects
         self._words = words
         self._admission = admission
+        self._success_threshold = success_threshold
         self._overview: tuple[float, bytes] = (-1.0, b"")
         self.stopping = anyio.Event()
         middleware = [Middleware(_SecurityHeaders), Middleware(BrowserGuard, settings=guard)]
@@ -91,6 +94,7 @@ class Site:
                 Route("/api/episodes", self.episodes),
                 Route("/api/episodes/{episode}", self.episode),
                 Route("/api/groups", self.groups),
+                Route("/api/success", self.success),
                 Route("/api/rewards", self.rewards),
                 Route("/api/runs", self.other_runs),
                 Route("/api/runs/{run}", self.other_run),
@@ -217,10 +221,13 @@ class Site:
         groups = self._watch.state.groups()[::-1]
         if query.get("flat"):
             groups = [group for group in groups if group.spread == 0 and not group.open]
-        offset, limit = _parse_number(query.get("offset"), 0), min(_parse_number(query.get("limit"), PAGE_ROWS), MAX_ROWS)
-        return _build_json_response(
-            msgspec.json.encode({"total": len(groups), "offset": offset, "rows": groups[offset : offset + limit]})
-        )
+        return _build_page(groups, query)
+
+    async def success(self, request: Request) -> Response:
+        """Query: see `build_success_table`; ``offset``, ``limit``."""
+        query = request.query_params
+        rows = build_success_table(self._watch.state.episodes.rows.values(), query, threshold=self._success_threshold)
+        return _build_page(rows, query)
 
     # One episode
 
@@ -242,13 +249,15 @@ class Site:
             return PlainTextResponse(f"the log has no episode {episode}", 404)
         transcript = read_transcript(entries)
         contexts = transcript.contexts
-        row = self._watch.state.episodes.rows.get(episode)
+        rows = self._watch.state.episodes.rows
+        row, neighbours = rows.get(episode), find_neighbours(rows, episode)
         facts = {
             "episode": episode,
             "actions": self._has_actions,
             "row": row and {**msgspec.structs.asdict(row), "state": self._watch.state.describe_state(row)},
             "trained_in": self._watch.state.trained_in.get(episode, 0),
-            **find_neighbours(self._watch.state.episodes.rows, episode),
+            **neighbours,
+            "rewards": {name: rows[name].reward for name in neighbours["siblings"]},
             "task": transcript.request and transcript.request.task,
             "sampling": transcript.request and transcript.request.sampling,
             "claims": transcript.claims,
@@ -326,6 +335,12 @@ def _strip_bytes(result: Any) -> dict[str, Any] | None:
 
 def _build_json_response(content: bytes) -> Response:
     return Response(content, media_type="application/json")
+
+
+def _build_page(rows: Sequence[Any], query: Mapping[str, str]) -> Response:
+    offset, limit = _parse_number(query.get("offset"), 0), min(_parse_number(query.get("limit"), PAGE_ROWS), MAX_ROWS)
+    shown = {"total": len(rows), "offset": offset, "rows": rows[offset : offset + limit]}
+    return _build_json_response(msgspec.json.encode(shown))
 
 
 def _encode_event(name: str, content: bytes) -> bytes:

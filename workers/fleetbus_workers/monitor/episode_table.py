@@ -19,9 +19,11 @@ DescribeState = Callable[[EpisodeRow], str]
 
 
 def choose_rows(rows: Iterable[EpisodeRow], describe_state: DescribeState, query: Mapping[str, str]) -> list[EpisodeRow]:
-    """The rows that match ``state``, ``group``, ``split`` and ``text`` (in id, task, error or worker), by ``sort``: a name of
-    `SORTABLE`, with ``-`` before it from the largest on; otherwise newest first. What has no value comes last."""
-    chosen = [row for row in rows if _matches(row, describe_state, query)][::-1]
+    """The rows that match ``state``, ``group``, ``split``, ``text`` (in id, task, error or worker), ``version`` of the policy
+    and a reward from ``min_reward`` to ``max_reward``, by ``sort``: a name of `SORTABLE`, with ``-`` before it from the
+    largest on; otherwise newest first. What has no value comes last; a number that is none matches everything."""
+    filters = _build_filters(describe_state, query)
+    chosen = [row for row in rows if all(matches(row) for matches in filters)][::-1] if filters else [*rows][::-1]
     wanted = query.get("sort", "")
     name = wanted.removeprefix("-")
     if name in SORTABLE:
@@ -67,12 +69,30 @@ def _format_cell(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value
 
 
-def _matches(row: EpisodeRow, describe_state: DescribeState, query: Mapping[str, str]) -> bool:
-    if (wanted := query.get("state")) and describe_state(row) != wanted:
-        return False
-    if (group := query.get("group")) and row.group_id != group:
-        return False
-    if (split := query.get("split")) and row.split != split:
-        return False
-    text = query.get("text", "").lower()
-    return not text or any(text in field.lower() for field in (row.episode_id, row.task_key, row.error_class, row.worker))
+def _build_filters(describe_state: DescribeState, query: Mapping[str, str]) -> list[Callable[[EpisodeRow], bool]]:
+    """What a row has to be, as far as ``query`` asks: read once, as there may be tens of thousands of rows."""
+    filters: list[Callable[[EpisodeRow], bool]] = []
+    if state := query.get("state"):
+        filters.append(lambda row: describe_state(row) == state)
+    if group := query.get("group"):
+        filters.append(lambda row: row.group_id == group)
+    if split := query.get("split"):
+        filters.append(lambda row: row.split == split)
+    if (version := _parse(query, "version")) is not None:
+        filters.append(lambda row: version in row.policy_versions)
+    if (low := _parse(query, "min_reward")) is not None:
+        filters.append(lambda row: row.reward is not None and row.reward >= low)
+    if (high := _parse(query, "max_reward")) is not None:
+        filters.append(lambda row: row.reward is not None and row.reward <= high)
+    if text := query.get("text", "").lower():
+        filters.append(
+            lambda row: any(text in field.lower() for field in (row.episode_id, row.task_key, row.error_class, row.worker))
+        )
+    return filters
+
+
+def _parse(query: Mapping[str, str], name: str) -> float | None:
+    try:
+        return float(query.get(name, ""))
+    except ValueError:
+        return None

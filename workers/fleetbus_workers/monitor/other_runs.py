@@ -12,12 +12,17 @@ MAX_BYTES = 64 << 20
 
 
 class OtherRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What `up` wrote into ``summary.json`` when it ended last: reward and success of each of ``steps``."""
+    """What `up` wrote into ``summary.json`` when it ended last: reward and success of each of ``steps``; success on held-out
+    tasks before and after; seconds that it ran."""
 
     run: str
     steps: list[int]
     reward_by_step: list[float | None]
     success_by_step: list[float | None]
+    success_start: float | None = None
+    success_end: float | None = None
+    wall_seconds: float | None = None
+    finished: bool = False
 
 
 def list_other_runs(folder: Path, run: str) -> list[str]:

@@ -57,8 +57,17 @@ async def serve(
     runs = run_folder(configuration.run).path.parent
     close_seconds = configuration.limits.close + 5
     actions = None if open_operator is None else Actions(open_operator, subjects, close_seconds=close_seconds)
-    admission = configuration.nats.admission
-    site = Site(watch, subjects, words, guard=guard, admission=admission, runs=runs, key=key, actions=actions)
+    site = Site(
+        watch,
+        subjects,
+        words,
+        guard=guard,
+        admission=configuration.nats.admission,
+        success_threshold=configuration.evaluation.success_threshold,
+        runs=runs,
+        key=key,
+        actions=actions,
+    )
     protocol = build_bounded_protocol(Bounds())
     settings = uvicorn.Config(
         site.app,

@@ -6,6 +6,7 @@ entries that `fleetbus_workers.overview.run_observer` reads.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable
@@ -234,5 +235,7 @@ class RunState:
         for group in groups.values():
             rewards = [reward for reward in group.rewards if reward is not None]
             if rewards:
-                group.mean, group.spread = statistics.fmean(rewards), statistics.pstdev(rewards)
+                group.mean = math.fsum(rewards) / len(rewards)
+                squares = math.fsum((reward - group.mean) ** 2 for reward in rewards)
+                group.spread = 0.0 if min(rewards) == max(rewards) else math.sqrt(squares / len(rewards))
         return list(groups.values())

@@ -95,6 +95,8 @@ def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
     room = SHOWN_WORKERS
     if console is not None:
         room = max(console.height - len(console.render_lines(Group(*lines), pad=False)) - 2, LEAST_WORKERS)
+    if not shown["workers"]:
+        return Group(*lines, Text("no worker any more" if is_over else "no heartbeat received yet", style="dim"))
     return Group(*lines, *_render_workers(shown["workers"], room))
 
 
@@ -159,7 +161,7 @@ def _format_log(log: dict[str, Any], server: ServerView, is_over: bool) -> list[
     if server.consumers:
         parts += [f"pending {server.pending:,}", f"redelivered {server.redelivered:,}"]
     if server.oldest:
-        parts.append(f"since {server.oldest[11:19]}")
+        parts.append(f"oldest entry of {server.oldest[11:19]}")
     return parts
 
 
@@ -211,10 +213,7 @@ def _format_counts(title: str, found: dict[str, int]) -> list[str]:
 
 def _render_workers(workers: Sequence[WorkerRow], room: int) -> list[RenderableType]:
     """Failed and silent workers first if there is no room for all; the rest are counted."""
-    from rich.text import Text
 
-    if not workers:
-        return [Text("no heartbeat received yet", style="dim")]
     if len(workers) <= room:
         return [_build_table(workers)]
     urgent = sorted(workers, key=lambda row: (_URGENT.get(row.state, len(_URGENT)), row.role != "learner"))

@@ -5,6 +5,8 @@ import { el, percent } from "./dom.js";
 import { episode } from "./episode.js";
 import { episodes, groups } from "./episodes.js";
 import { overview } from "./overview.js";
+import { runs } from "./runs.js";
+import { tasks } from "./tasks.js";
 
 const main = document.getElementById("main"), live = document.getElementById("live");
 const seen = { overview: null, points: [], evaluations: [] };
@@ -24,6 +26,8 @@ async function content({ view, rest, query }) {
     case "curves": return curves(seen.points, seen.evaluations, query, go);
     case "groups": return groups(query, go);
     case "episodes": return episodes(query, go);
+    case "tasks": return tasks(query, go);
+    case "runs": return runs(seen.overview?.run ?? "this run", seen.points, go);
     case "episode": return episode(decodeURIComponent(rest));
     case "compare": return compare(...rest.split("/").map(decodeURIComponent));
     default: return seen.overview ? overview(seen.overview, seen.points, seen.evaluations) : [el("p", { class: "empty" }, "waiting for the run")];
@@ -84,7 +88,7 @@ function listen() {
     seen.evaluations = evaluations;
     const { view, query } = route();
     if (view === "curves" && !pointing() && !typing()) draw();
-    else if (["groups", "episodes"].includes(view) && !query.get("offset") && !typing()) draw();
+    else if (["groups", "episodes", "tasks"].includes(view) && !query.get("offset") && !typing()) draw();
   });
   source.addEventListener("error", () => say("connection lost; reconnecting", "lost"));
 }
@@ -106,7 +110,7 @@ addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "Escape") { typing() ? document.activeElement.blur() : ["episode", "compare"].includes(route().view) && history.back(); return; }
   if (typing()) return;
-  const views = { 1: "", 2: "curves", 3: "groups", 4: "episodes" };
+  const views = { 1: "", 2: "curves", 3: "groups", 4: "episodes", 5: "tasks", 6: "runs" };
   if (event.key in views) location.hash = `#/${views[event.key]}`;
   else if (event.key === "j") move(1);
   else if (event.key === "k") move(-1);

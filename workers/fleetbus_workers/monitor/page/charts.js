@@ -3,23 +3,37 @@ import { el, number } from "./dom.js";
 
 const WIDTH = 560, HEIGHT = 190, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 22, MOST_POINTS = 150;
 
-/** `series`: {name, values: [[x, y], ...], marks?: true}. `stacked` draws areas that add up. */
-export function chart(title, series, { stacked = false, floor = 0, ceiling = null, digits = 2, unit = "" } = {}) {
-  const drawn = series.filter((each) => each.values.length).map((each) => ({ ...each, values: each.marks ? each.values : thinned(each.values) }));
+/** The least round number that is not below `value`: ends of axes that can be halved in the head. */
+function roundUp(value) {
+  const unit = 10 ** Math.floor(Math.log10(value));
+  return ([1, 2, 3, 4, 5, 6, 8].find((factor) => factor * unit >= value * (1 - 1e-9)) ?? 10) * unit;
+}
+
+/** Each value as the mean of the last `steps` values up to it. */
+const smoothed = (values, steps) => values.map(([x], index) => { const last = values.slice(Math.max(0, index - steps + 1), index + 1); return [x, last.reduce((sum, [, y]) => sum + y, 0) / last.length]; });
+
+/** `series`: {name, values: [[x, y], ...], marks?: true}. `stacked` draws areas that add up; `smooth` draws lines as means of the
+ *  last so many values, with the values themselves behind them. */
+export function chart(title, series, { stacked = false, floor = 0, ceiling = null, digits = 2, unit = "", smooth = 1 } = {}) {
+  const raw = smooth > 1 && !stacked ? series.filter((each) => each.values.length && !each.marks).map((each) => ({ ...each, values: thinned(each.values), behind: true })) : [];
+  if (raw.length) series = series.map((each) => (each.marks ? each : { ...each, values: smoothed(each.values, smooth) }));
+  const drawn = [...raw, ...series.filter((each) => each.values.length).map((each) => ({ ...each, values: each.marks ? each.values : thinned(each.values) }))];
   if (!drawn.length) return el("p", { class: "empty" }, "no steps yet");
   const xs = series.flatMap((each) => each.values.map(([x]) => x));
   const [low, high] = [Math.min(...minmax(xs)), Math.max(...minmax(xs))];
   const tops = stacked ? sums(drawn) : drawn.flatMap((each) => each.values.map(([, y]) => y));
   const [least, most] = minmax(tops);
-  const bottom = Math.min(floor ?? least, least), top = Math.max(ceiling ?? most, most, bottom + 1e-9);
-  const x = (value) => LEFT + ((value - low) / Math.max(high - low, 1)) * (WIDTH - LEFT - RIGHT);
+  const bottom = Math.min(floor ?? least, least), above = Math.max(ceiling ?? most, most, bottom + 1e-9);
+  const top = bottom === 0 ? roundUp(above) : above;
+  const half = stacked ? 0.5 : 0;
+  const x = (value) => LEFT + ((value - low + half) / Math.max(high - low + 2 * half, 1)) * (WIDTH - LEFT - RIGHT);
   const y = (value) => HEIGHT - BOTTOM - ((value - bottom) / (top - bottom)) * (HEIGHT - BOTTOM - TOP);
   const last = series.filter((each) => each.values.length).map((each) => `${each.name} ${number(each.values.at(-1)[1], digits)}${unit}`).join(", ");
   const svg = el("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}: ${last} at step ${high}` });
   for (const value of [bottom, (bottom + top) / 2, top])
     svg.append(el("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }), el("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, top >= 10_000 ? compact(value) : number(value, top - bottom < 10 ? 2 : 0)));
   for (const value of [...new Set([low, Math.round((low + high) / 2), high])])
-    svg.append(el("text", { x: x(value), y: HEIGHT - 6, "text-anchor": value === low ? "start" : value === high ? "end" : "middle" }, value));
+    svg.append(el("text", { x: x(value), y: HEIGHT - 6, "text-anchor": stacked ? "middle" : value === low ? "start" : value === high ? "end" : "middle" }, value));
   stacked ? drawStack(svg, drawn, x, y, bottom) : drawLines(svg, drawn, x, y);
   const legend = el("ul", { class: "legend" }, series.map((each, index) => el("li", { class: `c${index}` }, el("i"), each.name, " ", el("b", {}, each.values.length ? number(each.values.at(-1)[1], digits) + unit : "–"))));
   const cursor = el("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
@@ -104,8 +118,9 @@ function drawLines(svg, series, x, y) {
       for (const [at, value] of each.values) svg.append(el("circle", { class: `mark ${color}`, cx: x(at), cy: y(value), r: 3.5 }, el("title", {}, `${each.name} at step ${at}: ${number(value, 3)}`)));
       return;
     }
+    if (each.values.length === 1 && each.behind) return;
     const path = each.values.map(([at, value], index) => `${index ? "L" : "M"}${x(at).toFixed(1)} ${y(value).toFixed(1)}`).join("");
-    svg.append(el("path", { class: `line ${color}`, d: path }));
+    svg.append(el("path", { class: `line ${color}${each.behind ? " behind" : ""}`, d: path }));
     if (each.values.length === 1) svg.append(el("circle", { class: `mark ${color}`, cx: x(each.values[0][0]), cy: y(each.values[0][1]), r: 2.5 }));
   });
 }

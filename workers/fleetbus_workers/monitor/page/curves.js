@@ -5,11 +5,11 @@ import { changed, el, section } from "./dom.js";
 const metricOf = (points) => (name, label = name) => ({ name: label, values: points.filter((point) => name in point.metrics).map((point) => [point.step, point.metrics[name]]) });
 
 /** Reward and success per step, of held-out tasks, and of another run. */
-export function rewardChart(points, evaluations, other = null) {
+export function rewardChart(points, evaluations, other = null, smooth = 1) {
   const metric = metricOf(points);
   const held = (greedy) => ({ name: greedy ? "held out, greedy" : "held out, sampled", marks: true, values: evaluations.filter((each) => (each.temperature === 0) === greedy).map((each) => [each.step, each.success]) });
   const beside = (name) => ({ name: `${name} of ${other.run}`, values: other.steps.map((step, index) => [step, other[`${name}_by_step`][index]]).filter(([, value]) => value !== null && value !== undefined) });
-  return chart("Reward and success", colored([metric("reward"), metric("success"), held(false), held(true), ...(other ? [beside("reward"), beside("success")] : [])]), { ceiling: 1 });
+  return chart("Reward and success", colored([metric("reward"), metric("success"), held(false), held(true), ...(other ? [beside("reward"), beside("success")] : [])]), { ceiling: 1, smooth });
 }
 
 async function load(path) {
@@ -18,15 +18,16 @@ async function load(path) {
   return answer.json();
 }
 
-/** A choice of the run whose curves are drawn beside; nothing where there is no other one. */
-function chooser(runs, chosen, query, go) {
-  if (!runs.length) return null;
-  const options = ["", ...runs].map((name) => el("option", { value: name, selected: name === chosen }, name || "no other run"));
-  return el("form", { submit: (event) => event.preventDefault() }, el("label", {}, "beside ", el("select", { name: "beside", change: (event) => go(changed(query, { beside: event.target.value })) }, options)));
+/** A choice of the run whose curves are drawn beside, where there is another one, and of over how many steps lines are smoothed. */
+function chooser(runs, chosen, smooth, query, go) {
+  const select = (label, name, options) => el("label", {}, `${label} `, el("select", { name, change: (event) => go(changed(query, { [name]: event.target.value })) }, options));
+  const names = ["", ...runs].map((name) => el("option", { value: name, selected: name === chosen }, name || "no other run"));
+  const steps = [1, 5, 10, 20, 50].map((count) => el("option", { value: count === 1 ? "" : count, selected: count === smooth }, count === 1 ? "no smoothing" : `mean of ${count} steps`));
+  return el("form", { submit: (event) => event.preventDefault() }, runs.length ? select("beside", "beside", names) : null, select("lines:", "smooth", steps));
 }
 
 export async function curves(points, evaluations, query, go) {
-  const chosen = query.get("beside") ?? "";
+  const chosen = query.get("beside") ?? "", smooth = Number(query.get("smooth") || 1);
   const [rewards, runs, other] = await Promise.all([load("/api/rewards"), load("/api/runs"), chosen ? load(`/api/runs/${encodeURIComponent(chosen)}`) : null]);
   const metric = metricOf(points);
   const rates = points.slice(1).map((point, index) => { const spent = (point.time_ns - points[index].time_ns) / 1e9; return [point, spent > 0 ? spent : null]; }).filter(([, spent]) => spent);
@@ -42,5 +43,5 @@ export async function curves(points, evaluations, query, go) {
     ["Gradient norm, loss", colored([metric("grad_norm", "gradient norm"), metric("loss")]), { floor: null, digits: 3 }],
     ["Turns per episode, tool errors", colored([metric("turns"), metric("tool_errors", "tool errors")]), { digits: 1 }],
   ];
-  return [el("div", { class: "grid" }, section("Reward and success", chooser(runs, chosen, query, go), rewardChart(points, evaluations, other)), section("Rewards of trained episodes", heatmap("Rewards of trained episodes", rewards)), boxes.map(([title, series, options]) => section(title, chart(title, series, options))))];
+  return [el("div", { class: "grid" }, section("Reward and success", chooser(runs, chosen, smooth, query, go), rewardChart(points, evaluations, other, smooth)), section("Rewards of trained episodes", heatmap("Rewards of trained episodes", rewards)), boxes.map(([title, series, options]) => section(title, chart(title, series, { smooth, ...options }))))];
 }

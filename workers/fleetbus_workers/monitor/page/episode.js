@@ -34,10 +34,10 @@ function steps({ previous, next }, cancel) {
 }
 
 /** Another sample of the same group beside this one. */
-function comparison({ episode, siblings }) {
+function comparison({ episode, siblings, rewards }) {
   if (!siblings?.length) return null;
-  const links = siblings.flatMap((other) => [el("a", { href: `#/compare/${encodeURIComponent(episode)}/${encodeURIComponent(other)}` }, other), " "]);
-  return section("Compare with another sample of the group", el("p", {}, links));
+  const links = siblings.flatMap((other) => [el("a", { href: `#/compare/${encodeURIComponent(episode)}/${encodeURIComponent(other)}` }, other), ` ${number(rewards[other], 2)}  `]);
+  return section("Compare with another sample of the group, by its reward", el("p", {}, links));
 }
 
 function timeline(spans) {

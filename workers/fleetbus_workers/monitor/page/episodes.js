@@ -16,10 +16,11 @@ export async function episodes(query, go) {
   const text = el("input", { type: "search", name: "text", placeholder: "id, task, worker or error", value: query.get("text") ?? "", "aria-label": "Filter by id, task, worker or error" });
   const state = el("select", { name: "state", "aria-label": "State" }, el("option", { value: "" }, "any state"), STATES.map((name) => el("option", { value: name, selected: query.get("state") === name }, name.replaceAll("_", " "))));
   const split = el("select", { name: "split", "aria-label": "Split" }, ["", "train", "eval"].map((name) => el("option", { value: name, selected: query.get("split") === name }, name || "any split")));
+  const within = [["min_reward", "reward from"], ["max_reward", "to"], ["version", "version"]].map(([name, title]) => el("input", { type: "number", name, step: "any", placeholder: title, value: query.get(name) ?? "", "aria-label": title }));
   let waiting;
   const exported = el("span", {}, link("CSV", changed(query, { format: "csv", offset: "" })), " ", link("JSON", changed(query, { offset: "", limit: MOST_ROWS })));
-  const form = el("form", { role: "search", submit: (event) => { event.preventDefault(); apply(); }, input: () => { clearTimeout(waiting); waiting = setTimeout(apply, TYPED_MS); } }, text, state, split, exported, pager(offset, found.total, (next) => go(changed(query, { offset: next }))));
-  function apply() { go(changed(query, { text: text.value, state: state.value, split: split.value, offset: "" }), undefined, { replace: true }); }
+  const form = el("form", { role: "search", submit: (event) => { event.preventDefault(); apply(); }, input: () => { clearTimeout(waiting); waiting = setTimeout(apply, TYPED_MS); } }, text, state, split, within, exported, pager(offset, found.total, (next) => go(changed(query, { offset: next }))));
+  function apply() { go(changed(query, { text: text.value, state: state.value, split: split.value, ...Object.fromEntries(within.map((each) => [each.name, each.value])), offset: "" }), undefined, { replace: true }); }
   const columns = [
     ["episode", (row) => row.episode_id, "", "episode_id"], ["state", stateOf], ["reward", (row) => number(row.reward, 2), "number", "reward"],
     ["task", (row) => row.task_key, "wide", "task_key"], ["turns", (row) => row.turns, "number", "turns"], ["tokens", (row) => number(row.tokens), "number", "tokens"],
@@ -56,7 +57,7 @@ function pip(id, reward, group) {
   return el("a", { class: kind, href: `#/episode/${encodeURIComponent(id)}`, title: `${id}: ${said}`, "aria-label": `${id}: ${said}`, tabindex: "-1" });
 }
 
-function pager(offset, total, go) {
+export function pager(offset, total, go) {
   const last = Math.max(0, Math.floor((total - 1) / ROWS) * ROWS);
   const button = (name, key, to, enabled) => el("button", { type: "button", "data-key": key, disabled: !enabled, click: () => go(to) }, name);
   return el("span", {}, button("newer", "[", Math.max(0, offset - ROWS), offset > 0), ` ${total ? offset + 1 : 0}–${Math.min(offset + ROWS, total)} of ${number(total)} `, button("older", "]", offset + ROWS, offset < last));
