@@ -88,7 +88,7 @@ function listen() {
     seen.evaluations = evaluations;
     const { view, query } = route();
     if (view === "curves" && !pointing() && !typing()) draw();
-    else if (["groups", "episodes", "tasks"].includes(view) && !query.get("offset") && !typing()) draw();
+    else if (["groups", "episodes", "tasks", "runs"].includes(view) && !query.get("offset") && !typing()) draw();
   });
   source.addEventListener("error", () => say("connection lost; reconnecting", "lost"));
 }

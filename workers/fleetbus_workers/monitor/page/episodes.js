@@ -57,8 +57,8 @@ function pip(id, reward, group) {
   return el("a", { class: kind, href: `#/episode/${encodeURIComponent(id)}`, title: `${id}: ${said}`, "aria-label": `${id}: ${said}`, tabindex: "-1" });
 }
 
-export function pager(offset, total, go) {
+export function pager(offset, total, go, [before, after] = ["newer", "older"]) {
   const last = Math.max(0, Math.floor((total - 1) / ROWS) * ROWS);
   const button = (name, key, to, enabled) => el("button", { type: "button", "data-key": key, disabled: !enabled, click: () => go(to) }, name);
-  return el("span", {}, button("newer", "[", Math.max(0, offset - ROWS), offset > 0), ` ${total ? offset + 1 : 0}–${Math.min(offset + ROWS, total)} of ${number(total)} `, button("older", "]", offset + ROWS, offset < last));
+  return el("span", {}, button(before, "[", Math.max(0, offset - ROWS), offset > 0), ` ${total ? offset + 1 : 0}–${Math.min(offset + ROWS, total)} of ${number(total)} `, button(after, "]", offset + ROWS, offset < last));
 }

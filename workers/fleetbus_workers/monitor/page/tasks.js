@@ -13,10 +13,10 @@ export async function tasks(query, go) {
     ["success", (row) => percent(row.success), "number", "success"], ["mean reward", (row) => number(row.mean, 2), "number", "mean"],
     ["tool calls per episode", (row) => number(row.tool_calls, 1), "number", "tool_calls"], ["failed calls", (row) => percent(row.tool_errors), "number", "tool_errors"],
   ];
-  const form = el("form", { submit: (event) => event.preventDefault() }, split, pager(offset, found.total, (next) => go(changed(query, { offset: next }))));
+  const form = el("form", { submit: (event) => event.preventDefault() }, split, pager(offset, found.total, (next) => go(changed(query, { offset: next })), ["previous", "next"]));
   if (!found.total) return [section("Tasks", form, el("p", { class: "empty" }, "no episode yet"))];
   return [
-    section("Environments", table(`${number(environments.total)} environments, least success first`, columns("environment"), environments.rows)),
+    section("Environments", table(`${number(environments.total)} ${environments.total === 1 ? "environment" : "environments, least success first"}`, columns("environment"), environments.rows)),
     section("Tasks", form, table(`${number(found.total)} tasks, ${sort.by ? `sorted by ${sort.by.replace("-", "")}` : "least success first"}`, columns("task"), found.rows, (row) => go(new URLSearchParams({ text: row.name }), "episodes"), sort)),
   ];
 }
