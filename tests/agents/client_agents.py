@@ -1,6 +1,7 @@
 """One small agent per client that people use, each with that client's own loop: call `look` as often as asked, then answer.
 
-``python client_agents.py NAME``; the tool gives ten times its number, and the agent's reward is 1 if its answer is "30".
+``python client_agents.py NAME``; the tool gives ten times its number, and the agent's reward is 1 if its answer is "30". With
+``faulty`` behind it the way to the endpoint is (`faulty_proxy`), and a refused key has to come out as the client's own error.
 """
 
 from __future__ import annotations
@@ -179,7 +180,20 @@ AGENTS: dict[str, Callable[[], str]] = {
 }
 
 if __name__ == "__main__":
+    proxy = None
+    if sys.argv[2:] == ["faulty"]:
+        from faulty_proxy import FaultyProxy
+
+        proxy = FaultyProxy()
     answer = AGENTS[sys.argv[1]]()
-    body = json.dumps({"reward": float(answer.strip() == "30" and sorted(called) == [1, 2])}).encode()
+    right = answer.strip() == "30" and sorted(called) == [1, 2]
+    if proxy is not None:
+        proxy.spoils_keys = True
+        try:
+            AGENTS[sys.argv[1]]()
+            right = False
+        except Exception as error:
+            right = right and "belongs to no running session" in f"{error!r} {error}"
+    body = json.dumps({"reward": float(right)}).encode()
     request = urllib.request.Request(os.environ["FLEETBUS_REWARD_URL"], body, {"Content-Type": "application/json"})
     urllib.request.urlopen(request).close()

@@ -31,26 +31,33 @@ def act(text: str, *calls: ToolCall) -> Action:
     return Action(episode_id="e", attempt=1, turn=0, text=text, tool_calls=calls)
 
 
+@pytest.mark.parametrize("way", ["", "faulty"])
 @pytest.mark.parametrize("client", AGENTS)
-async def test_a_clients_own_loop_calls_tools_side_by_side_and_answers(client: str) -> None:
-    factory = build_environment_factory(f"agent:{PYTHON} {SCRIPT} {client}", verifier=None)  # type: ignore[arg-type]
+async def test_a_clients_own_loop_calls_tools_side_by_side_and_answers(client: str, way: str) -> None:
+    """On a faulty way its own repetitions get the answer that was lost, and no other is sampled."""
+    factory = build_environment_factory(f"agent:{PYTHON} {SCRIPT} {client} {way}", verifier=None)  # type: ignore[arg-type]
     with anyio.fail_after(280):
         async with factory.run():
             environment: Any = factory()
             try:
-                await environment.open(Task(key="t", prompt=PROMPT))
-                start = await environment.reset()
-                assert PROMPT in start.messages[-1].content and "look" in {tool.name for tool in start.tools}
-                step = await environment.step(act("I look.", look(1), look(2)))
-                if client == "smolagents":  # writes its history anew, calls and results as text
-                    assert step.context.reason == "history_edited"
-                    step = await environment.step(act("", ToolCall(name="final_answer", arguments={"answer": "30"}, id="c3")))
-                    assert step.terminated and (await environment.verify()).reward == 1.0
-                    return
-                results = {message.tool_call_id: message.content for message in step.messages if message.role == "tool"}
-                assert results == {"call00001": "10", "call00002": "20"}, step.messages
-                assert step.context is None, "the call continues the one before"
-                assert (await environment.step(act("30"))).terminated
-                assert (await environment.verify()).reward == 1.0
+                await play(environment, client)
+                assert environment._session.repeated == (1 if way else 0)
             finally:
                 await environment.close()
+
+
+async def play(environment: Any, client: str) -> None:
+    await environment.open(Task(key="t", prompt=PROMPT))
+    start = await environment.reset()
+    assert PROMPT in start.messages[-1].content and "look" in {tool.name for tool in start.tools}
+    step = await environment.step(act("I look.", look(1), look(2)))
+    if client == "smolagents":  # writes its history anew, calls and results as text
+        assert step.context.reason == "history_edited"
+        step = await environment.step(act("", ToolCall(name="final_answer", arguments={"answer": "30"}, id="c3")))
+        assert step.terminated and (await environment.verify()).reward == 1.0
+        return
+    results = {message.tool_call_id: message.content for message in step.messages if message.role == "tool"}
+    assert results == {"call00001": "10", "call00002": "20"}, step.messages
+    assert step.context is None, "the call continues the one before"
+    assert (await environment.step(act("30"))).terminated
+    assert (await environment.verify()).reward == 1.0

@@ -237,7 +237,7 @@ async def test_agents_outside_get_on_while_gateways_are_killed(
     assert all((result.outcome, result.turns) == ("timeout", 0) for result in lost), "the answer that gave them died on its way"
     taken_over = sum(result.attempt > 1 for result in results.values())
     print(f"{asked} episodes, {taken_over} taken over, {len(lost)} never reached an agent, {sum(seen.values())} calls played")
-    assert taken_over and len(lost) <= asked // 4
+    assert taken_over and len(lost) < asked // 2
     assert not children()
 
 
