@@ -58,6 +58,7 @@ COMMANDS: dict[str, Entry] = {
     "sessions": Entry("Look", "fleetbus_workers.cli.sessions", "What every worker holds right now, oldest first"),
     "runs": Entry("Look", "fleetbus_workers.cli.runs", "The runs on this machine, or on a server: list them, remove them"),
     "monitor": Entry("Look", "fleetbus_workers.cli.monitor", "A web page about a run: workers, curves, groups, episodes"),
+    "agents": Entry("Look", "fleetbus_workers.cli.agents", "Agents with their own loops that were tried, and what they need"),
     "doctor": Entry("Look", "fleetbus_workers.cli.doctor", "Check whether this machine is ready"),
     "audit": Entry("Look", "fleetbus_workers.cli.audit", "Check from its log that every episode of a run is accounted for"),
     "sim": Entry("Look", "fleetbus_workers.cli.sim", "Simulate a fleet under seeded faults and check its invariants"),
