@@ -81,11 +81,13 @@ class PolicyClient:
         """Look at once whether the awaited Action is still to be expected from where it was asked for."""
         self._wakeup.set()
 
-    def recheck_if_late(self, now: float) -> None:
-        """The worker's one timer calls this, so that no turn needs a timer of its own."""
-        if now >= self._check_at:
-            self._check_at = math.inf
-            self._wakeup.set()
+    def recheck_if_late(self, now: float) -> bool:
+        """The worker's one timer calls this, so that no turn needs a timer of its own; True if the Action is late."""
+        if now < self._check_at:
+            return False
+        self._check_at = math.inf
+        self._wakeup.set()
+        return True
 
     async def ask(
         self,
