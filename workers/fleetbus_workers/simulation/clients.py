@@ -19,6 +19,7 @@ from fleetbus.core.history import loss_mask
 from fleetbus.core.segments import collect_segment_ids, find_leaves, fold_segments
 from fleetbus.runtime import Runtime
 from fleetbus_schemas import GRADED, SessionAnswer, Subjects, Task
+from fleetbus_workers.environment.stepwise.host import SessionHost
 from fleetbus_workers.gateway.gym_methods import Answer, CallRefused, GymCalls
 from fleetbus_workers.gateway.gym_wire import Request
 from fleetbus_workers.simulation.episode_checker import EpisodeChecker
@@ -93,9 +94,13 @@ class GatewayCaller:
         self._observer = observer
         self._draw = draw
         self._count = 0
+        self.local_host: SessionHost | None = None
+        """The worker in the gateway's own process, if there is one."""
 
     async def run(self, bus: Bus) -> None:
         async with sessions(bus, Subjects(RUN)) as client:
+            if self.local_host is not None:
+                client.add_local_host(self._process.name, self.local_host.call)
             calls = GymCalls(client, call_seconds=CALL_SECONDS)
             for _ in range(SESSIONS_PER_CLIENT):
                 if self._process.drain.is_set():

@@ -24,6 +24,7 @@ from fleetbus.errors import BusError, UserError
 from fleetbus.lanes import LaneLost
 from fleetbus.runtime import Runtime
 from fleetbus_schemas import Task
+from fleetbus_workers.environment.stepwise.host import SessionHost
 from fleetbus_workers.environment.worker import run_environment
 from fleetbus_workers.inference.scripted import ScriptedTemplate
 from fleetbus_workers.inference.worker import run_inference
@@ -176,6 +177,33 @@ class Deployment:
         await work[process.role](process, wire)
 
     async def _run_environment(self, process: Process, wire: SimulatedBus) -> None:
+        await self._host_environments(process, wire, process.drain)
+
+    async def _run_gateway(self, process: Process, wire: SimulatedBus, draw: random.Random) -> None:
+        """In some seeds with environments in its own process, as `fleetbus gateway` on one machine has them."""
+        caller = GatewayCaller(process, self._log_checker.sessions, self._observer, draw)
+        if not self._scenario.gateways_host:
+            await caller.run(wire)
+            return
+        process.slots, drain, hosting = self._scenario.environment_slots, anyio.Event(), anyio.Event()
+
+        def use(host: SessionHost) -> None:
+            caller.local_host = host
+            hosting.set()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._host_environments, process, wire, drain, use)
+            await hosting.wait()
+            await caller.run(wire)
+            drain.set()
+
+    async def _host_environments(
+        self,
+        process: Process,
+        wire: SimulatedBus,
+        drain: anyio.Event,
+        on_hosting: Callable[[SessionHost], None] = lambda _: None,
+    ) -> None:
         draw = random.Random(f"environments/{self._scenario.seed}/{process.name}")
 
         def make(task: Task) -> SimulatedEnvironment:
@@ -197,9 +225,10 @@ class Deployment:
             wire,
             configuration=self._configuration,
             name=process.name,
-            drain=process.drain,
+            drain=drain,
             make=PerTask(make),
             runtime=self._runtime(process),
+            on_hosting=on_hosting,
         )
 
     async def _run_inference(self, process: Process, wire: SimulatedBus) -> None:
@@ -249,7 +278,7 @@ class Deployment:
             case "session_client":
                 await SessionCaller(process, self._log_checker.sessions, self._observer, draw).run(wire)
             case "gateway":
-                await GatewayCaller(process, self._log_checker.sessions, self._observer, draw).run(wire)
+                await self._run_gateway(process, wire, draw)
             case _:
                 await run_rollouts(
                     process, wire, self._configuration, self._tasks, self._log_checker.episodes, self._observer,

@@ -49,6 +49,8 @@ IMPATIENT_SECONDS = 6.0
 """The limit of an environment's idleness in some seeds: less than its slowest step takes."""
 
 
+HOSTING_SHARE = 0.5
+
 LATE_ROLLOUTS_SHARE = 0.4
 LATE_ROLLOUTS_SECONDS = 14.0
 LATE_ROLLOUTS_AT = (3.0, 20.0, 40.0)
@@ -120,7 +122,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     ``settle_seconds``: what was settled for so long leaves the log. ``late_copies``: copies of requests that left it are stored
     again. In groups of two, one failure leaves a group without a baseline. ``blocking_seconds``: the longest half of what
     training, saving weights or writing a checkpoint takes. ``heals_at``: from then on nothing more goes wrong, and every
-    wait has a bound. ``segments``: share of steps after which an environment changes the policy's context.
+    wait has a bound. ``segments``: share of steps after which an environment changes the policy's context. ``gateways_host``:
+    gateways have environments in their own process.
     """
 
     seed: int
@@ -142,6 +145,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     recorder: bool = False
     session_clients: int = 0
     gateway_clients: int = 0
+    gateways_host: bool = False
     rollout_clients: int = 0
     session_slots: int = 8
     weights_in_bucket: bool = False
@@ -180,6 +184,8 @@ def draw_scenario(seed: int, faults: FaultSet = "usual") -> Scenario:
     scenario = _delay_rollouts(scenario, random.Random(f"late/{seed}"))
     if faults == "swarm":
         scenario = _vary_configuration(scenario, random.Random(f"swarm/{seed}"))
+        hosting = random.Random(f"hosting/{seed}").random() < HOSTING_SHARE
+        scenario = msgspec.structs.replace(scenario, gateways_host=hosting)
     return _limit_log(scenario, random.Random(f"room/{seed}"))
 
 
