@@ -98,6 +98,7 @@ def test_an_audit_that_is_blind_to_something_is_found(monkeypatch: pytest.Monkey
 FAILED_ONCE: dict[tuple[FaultSet, int], str] = {
     ("usual", 736): "a learner that began at the last step finished before it had read the results of what was still open",
     ("usual", 903): "the same",
+    ("all", 84): "a call that had waited behind a hanging one was refused where its session had left unawares",
     ("all", 148): "a takeover from a worker that had lost its lane was taken for one from a healthy worker",
     ("all", 200): "a session that was handed on in the midst of a reset ended as failed",
     ("all", 245): "rollouts and a learner filled one log together",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -48,6 +49,14 @@ TRIM_SECONDS = 2.0
 
 RESTART_SECONDS = (0.2, 4.0)
 """Shortest and longest delay before an ended process is restarted."""
+
+LONGEST_EFFECT_SECONDS = 60.0
+"""How long after a fault a worker may still end of it."""
+
+RENEWALS_PER_LEASE = 2
+"""So many that are lost, or come late, cost a lane: each is waited for."""
+
+_LANE = re.compile(r"^lane (\S+)")
 
 CHECKPOINT_FAULTS = frozenset({"spoil_checkpoint", "lose_checkpoints", "rewind_checkpoints"})
 
@@ -142,7 +151,9 @@ class Deployment:
         if isinstance(error, CheckpointUnread):
             return self._order_restart()
         if isinstance(error, (LaneLost, BusError)):
-            return self._observer.was_disturbed(process.name, since=anyio.current_time() - 60)
+            since = anyio.current_time() - LONGEST_EFFECT_SECONDS
+            lost = [self._observer.message_faults(lane, since=since) for lane in _LANE.findall(str(error))]
+            return self._observer.was_disturbed(process.name, since=since) or sum(lost) >= RENEWALS_PER_LEASE
         if isinstance(error, OSError) and error.errno == errno.EIO:
             return any(each.kind == "disk_failed" and each.worker == process.name for each in self._observer.disturbances)
         if isinstance(error, UserError) and "already has a recorder" in str(error):
@@ -269,7 +280,7 @@ class Deployment:
             drain=process.drain,
             folder=self._fixtures.archive,
             settings=RecorderSettings(trim_seconds=TRIM_SECONDS, settle_seconds=self._scenario.settle_seconds),
-            runtime=self._runtime(process, seconds=0.05),
+            runtime=self._runtime(process, seconds=self._scenario.archive_seconds),
         )
 
     async def _run_client(self, process: Process, wire: SimulatedBus) -> None:

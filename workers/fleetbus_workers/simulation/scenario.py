@@ -123,7 +123,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     again. In groups of two, one failure leaves a group without a baseline. ``blocking_seconds``: the longest half of what
     training, saving weights or writing a checkpoint takes. ``heals_at``: from then on nothing more goes wrong, and every
     wait has a bound. ``segments``: share of steps after which an environment changes the policy's context. ``gateways_host``:
-    gateways have environments in their own process.
+    gateways have environments in their own process. ``archive_seconds``: the longest half of what a write of the archive takes.
     """
 
     seed: int
@@ -146,6 +146,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     session_clients: int = 0
     gateway_clients: int = 0
     gateways_host: bool = False
+    archive_seconds: float = 0.05
     rollout_clients: int = 0
     session_slots: int = 8
     weights_in_bucket: bool = False
@@ -185,7 +186,8 @@ def draw_scenario(seed: int, faults: FaultSet = "usual") -> Scenario:
     if faults == "swarm":
         scenario = _vary_configuration(scenario, random.Random(f"swarm/{seed}"))
         hosting = random.Random(f"hosting/{seed}").random() < HOSTING_SHARE
-        scenario = msgspec.structs.replace(scenario, gateways_host=hosting)
+        archive_seconds = random.Random(f"archive/{seed}").choice((0.05, 1.0, 4.0))
+        scenario = msgspec.structs.replace(scenario, gateways_host=hosting, archive_seconds=archive_seconds)
     return _limit_log(scenario, random.Random(f"room/{seed}"))
 
 

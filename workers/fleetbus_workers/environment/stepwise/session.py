@@ -163,7 +163,7 @@ class StepwiseSession:
 
     async def _answer_once(self, call: SessionCall) -> SessionAnswer:
         if stored := self._journal.answer(call):  # what was done while it waited counts
-            return stored
+            return await self._confirm(stored)
         if self._is_closed:
             return build_refusal(call, "moved", "the session went to another worker")
         if violation := self._check_order(call):
