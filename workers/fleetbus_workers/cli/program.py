@@ -33,7 +33,7 @@ class Entry(NamedTuple):
 
 
 COMMANDS: dict[str, Entry] = {
-    "up": Entry("Train", "fleetbus_workers.cli.up", "Train on this machine, with all it needs: the default task, or yours"),
+    "up": Entry("Train", "fleetbus_workers.cli.up", "Train on this machine with all it needs: default task, or yours"),
     "environment": Entry("One role", "fleetbus_workers.cli.environment", "An environment worker: plays episodes"),
     "inference": Entry("One role", "fleetbus_workers.cli.inference", "An inference worker: samples the policy"),
     "learner": Entry("One role", "fleetbus_workers.cli.learner", "The learner: requests episodes and trains"),
