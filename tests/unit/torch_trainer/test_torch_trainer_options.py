@@ -10,14 +10,16 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from fleetbus.config.settings import AlgorithmSettings, Configuration, TrainerSettings
 from fleetbus.core.corrections import kl_k1, kl_penalty
 from fleetbus.errors import UserError
 from fleetbus_workers.assembly.trainers import build_trainer_settings
 from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.torch import packed_attention
 from fleetbus_workers.learner.torch.batches import group_packed, group_padded, split_micro_batches, truncate_sequence
+from fleetbus_workers.learner.torch.packed_attention import NAME
 from fleetbus_workers.learner.torch.schedule import compute_learning_rate
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
@@ -109,6 +111,46 @@ def test_packing_and_budgets_do_not_change_the_gradient(tmp_path: Path, kind: st
 
     assert compute_distance(compute_gradient(trainer(folder, packing=True, token_budget=150), batch), plain) <= 1e-5
     assert compute_distance(compute_gradient(trainer(folder, token_budget=130), batch), plain) <= 1e-5
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_packed_rows_attend_by_sequence_unless_sequences_would_see_each_other(
+    tmp_path: Path, kind: str, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that tells its attention no positions keeps the mask of all pairs."""
+    attention = NAME if apart else "sdpa"
+    monkeypatch.setattr(packed_attention, "can_pack", lambda model: apart)
+    longest = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+    folder = make_model(tmp_path / "model", kind)
+    packing = trainer(folder, packing=True, token_budget=4096)
+    batch = make_batch(folder)
+
+    def watch(query: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        longest.append(query.shape[2])
+        return plain(query, *arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watch)
+    packing.compute_logprobs(batch)
+
+    assert packing._model.config._attn_implementation == attention
+    assert (max(longest) < max(len(sequence.ids) for sequence in batch)) == (attention == NAME)
+    packing.save_model(tmp_path / "saved")
+    assert NAME not in (tmp_path / "saved/config.json").read_text()
+
+
+def test_packed_rows_keep_to_a_sliding_window(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = CONFIGS["qwen3"].to_dict() | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+    config.pop("layer_types")
+    AutoModelForCausalLM.from_config(Qwen3Config(**config)).save_pretrained(tmp_path)
+    packing, plain = trainer(tmp_path, packing=True, token_budget=4096), trainer(tmp_path)
+    batch = make_batch(tmp_path)
+
+    assert packing._model.config._attn_implementation == NAME and "sliding_attention" in packing._model.config.layer_types
+    for ours, theirs in zip(packing.compute_logprobs(batch), plain.compute_logprobs(batch), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("reduction", ["sequence_mean", "sequence_sum", "constant_mean"])

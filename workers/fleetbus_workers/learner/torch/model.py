@@ -20,6 +20,7 @@ from fleetbus.config.settings import TrainerSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import TensorEntry
 from fleetbus_workers.images.model_folder import has_vision
+from fleetbus_workers.learner.torch.packed_attention import split_packed_rows
 from fleetbus_workers.learner.torch.published import PublishedTensors
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.sharded_loading import load_sharded
@@ -46,6 +47,8 @@ def load_model(folder: Path, settings: TorchTrainerSettings, device: torch.devic
             raise UserError(f"{folder} contains an image-text model: set environment.images = true to train it") from error
         raise UserError(f"{folder} contains no model that transformers can load: {error}") from error
     loaded: PreTrainedModel = model.to(device).eval()
+    if settings.trainer.packing:
+        split_packed_rows(loaded)
     return loaded
 
 
