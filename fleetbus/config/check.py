@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fleetbus.config.engine_arguments import parse_engine_arguments
 from fleetbus.config.settings import AlgorithmSettings, Configuration, EpisodeSettings, LearnerSettings, TrainerSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas.episode import DISTORTING
@@ -26,6 +27,7 @@ def check_configuration(configuration: Configuration) -> None:
     _check_torch_only(configuration)
     _check_clips(configuration)
     check_training(configuration.algorithm, configuration.trainer)
+    _check_engine(configuration)
     store = configuration.weights.store
     if store not in ("folder", "nats") and "://" not in store:
         raise UserError(f"weights.store = {store}: use folder, nats, or a URL such as s3://bucket/path")
@@ -47,6 +49,21 @@ def check_configuration(configuration: Configuration) -> None:
             f"episode.max_episode_tokens = {episode.max_episode_tokens} exceeds inference.max_model_len = "
             f"{inference.max_model_len}: raise inference.max_model_len, lower the episode's limit, or let episodes drop turns "
             "(environment.compaction)"
+        )
+
+
+def _check_engine(configuration: Configuration) -> None:
+    inference, trainer = configuration.inference, configuration.trainer
+    if parse_engine_arguments(inference.vllm) and inference.engine not in ("vllm", "torch"):  # torch: `up` may choose vllm yet
+        raise UserError(f"inference.vllm has arguments of engine vllm, and inference.engine = {inference.engine}")
+    if trainer.published_weights != "adapters":
+        return
+    if not trainer.lora_rank:
+        raise UserError("trainer.published_weights = adapters needs adapters: set trainer.lora_rank")
+    if inference.engine not in ("torch", "vllm") or configuration.environment.images:
+        raise UserError(
+            "trainer.published_weights = adapters: engines torch and vllm take them, for text; set merged for "
+            + ("environment.images" if configuration.environment.images else f"inference.engine = {inference.engine}")
         )
 
 

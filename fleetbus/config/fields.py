@@ -20,6 +20,9 @@ VARIABLE_PREFIX = "FLEETBUS_"
 REPEATABLE = frozenset({"run.environment"})
 """Settings that may be given several times, or as a list; the value is text with one line per item."""
 
+TABLES = frozenset({"inference.vllm"})
+"""Settings that may be a table of their own in a file; the value is its JSON."""
+
 
 class InvalidValue(ValueError):
     """A value that its setting does not take; the message says what it takes."""
@@ -71,6 +74,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         """``value`` as this setting's type; ``text`` if it came as a string that spells it. Raises `NotAllowed`."""
         if self.is_repeatable and isinstance(value, list | tuple) and value and all(isinstance(item, str) for item in value):
             value = "\n".join(value)
+        if self.name in TABLES and isinstance(value, Mapping):
+            value = msgspec.json.encode(value).decode()
         try:
             converted = msgspec.convert(value, self.annotation, strict=not text)
         except msgspec.ValidationError as error:

@@ -212,6 +212,20 @@ class InferenceSettings(Settings, frozen=True, kw_only=True):
     kv_cache_mib: Annotated[
         int, Meta(ge=0, description="KV cache of engine vllm, in MiB; 0: 512 on a CPU, 90 % of a GPU's memory")
     ] = 0
+    kv_cache_after_swap: Annotated[
+        Literal["flush", "keep"],
+        Meta(
+            description="What engine vllm does with the keys and values of turns that run when new weights come: compute them "
+            "again, or go on from them (log-probabilities then differ from the trainer's)"
+        ),
+    ] = "flush"
+    vllm: Annotated[
+        str,
+        Meta(
+            description="Further arguments of engine vllm, as a JSON object or the table [inference.vllm], such as "
+            '{"tensor_parallel_size": 2}'
+        ),
+    ] = ""
     reasoning: Annotated[
         Literal["keep", "template", "refuse"],
         Meta(

@@ -167,6 +167,10 @@ class TrainerSettings(Settings, frozen=True, kw_only=True):
         Literal["float32", "bfloat16"],
         Meta(description="Precision of published weights; bfloat16: half the size, smaller differences"),
     ] = "float32"
+    published_weights: Annotated[
+        Literal["merged", "adapters"],
+        Meta(description="With LoRA: publish the model with adapters merged, or adapters alone (engines torch, vllm)"),
+    ] = "merged"
     attention: Annotated[
         Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"],
         Meta(description="Attention implementation of transformers; auto: its own choice for the model"),

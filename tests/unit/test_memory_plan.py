@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from fleetbus.config.engine_arguments import count_engine_gpus
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.errors import UserError
 from fleetbus_workers.cli.plan import command
 from fleetbus_workers.up import command as up
-from fleetbus_workers.up.memory import plan_learner, read_shape
+from fleetbus_workers.up.memory import plan_engine, plan_learner, read_shape
 from fleetbus_workers.up.placement import place_roles
 from fleetbus_workers.up.plan import build_plan, format_plan
 from fleetbus_workers.up.profile import fit_machine
@@ -139,8 +140,37 @@ def test_the_learner_gets_more_gpus_than_half_when_it_needs_them() -> None:
     mine = Configuration(run=RunSettings(model="m"))
     sixteen = tuple(map(str, range(16)))
     fitted, _ = fit_machine(mine, {}, sixteen, GB80, read_shape(MODELS["Qwen/Qwen3-32B"]), starts=False)
-    assert 1 < fitted.inference.workers < 8
+    assert fitted.inference.workers == 2 and count_engine_gpus(fitted.inference.vllm) == 2
     assert not build_plan(read_shape(MODELS["Qwen/Qwen3-32B"]), fitted, place_roles(fitted, sixteen), GB80).shortages
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "given", "each"),
+    [
+        ("Qwen/Qwen3-8B", 8, {}, 1),
+        ("Qwen/Qwen3-32B", 16, {}, 2),
+        ("Qwen/Qwen3-32B", 16, {"inference.vllm": "--inference-vllm"}, 1),
+        ("Qwen/Qwen3-32B", 16, {"inference.workers": "--inference-workers"}, 1),
+        ("Qwen/Qwen3-32B", 2, {}, 1),
+    ],
+)
+def test_a_large_model_is_split_until_its_cache_has_room_unless_it_was_said_how(
+    name: str, gpus: int, given: dict[str, str], each: int
+) -> None:
+    """With two GPUs, half of them is one."""
+    mine = Configuration(run=RunSettings(model="m"))
+    fitted, _ = fit_machine(mine, given, tuple(map(str, range(gpus))), GB80, read_shape(MODELS[name]), starts=False)
+    assert count_engine_gpus(fitted.inference.vllm) == each
+
+
+def test_an_engine_on_two_gpus_holds_half_on_each_and_its_caches_count_together() -> None:
+    shape, plain = read_shape(MODELS["Qwen/Qwen3-32B"]), Configuration()
+    split = fit(
+        plain, {}, **{"inference.vllm": '{"tensor_parallel_size": 2, "gpu_memory_utilization": 0.8}', "inference.dtype": "auto"}
+    )
+    parts = plan_engine(shape, split, GB80).parts
+    assert parts["weights"] == shape.parameters
+    assert parts["weights"] + parts["cache"] + parts["activations"] == int(0.8 * GB80)
 
 
 @pytest.mark.usefixtures("fleet")

@@ -17,9 +17,10 @@ from fleetbus_workers.up.process_plans import build_role_command, build_role_pla
 EIGHT = tuple(map(str, range(8)))
 
 
-def configured(engine: Literal["torch", "vllm"] = "vllm", workers: int = 4, **trainer: Any) -> Configuration:
+def configured(engine: Literal["torch", "vllm"] = "vllm", workers: int = 4, vllm: str = "", **trainer: Any) -> Configuration:
     return Configuration(
-        inference=InferenceSettings(engine=engine, workers=workers), trainer=TrainerSettings(**{"device": "cuda"} | trainer)
+        inference=InferenceSettings(engine=engine, workers=workers, vllm=vllm),
+        trainer=TrainerSettings(**{"device": "cuda"} | trainer),
     )
 
 
@@ -34,6 +35,13 @@ def test_each_engine_has_a_gpu_and_the_learner_the_others() -> None:
     assert placement.describe() == (
         "GPUs: learner on 4+5+6+7, 4 processes; inference-0 on 0, inference-1 on 1, inference-2 on 2, inference-3 on 3"
     )
+
+
+def test_an_engine_that_shares_its_model_over_gpus_gets_so_many() -> None:
+    placement = place_roles(configured(workers=2, vllm='{"tensor_parallel_size": 2}'), EIGHT)
+    assert placement.inference == (("0", "1"), ("2", "3")) and placement.learner == ("4", "5", "6", "7")
+    assert placement.get_variables("inference", 1) == {VISIBLE: "2,3"}
+    assert "inference-1 on 2+3" in placement.describe()
 
 
 def test_processes_see_the_gpus_that_were_chosen_and_the_learner_is_launched_once_per_gpu(tmp_path: Path) -> None:
@@ -67,6 +75,7 @@ def test_processes_see_the_gpus_that_were_chosen_and_the_learner_is_launched_onc
     [
         (configured(workers=1), ("0",), "need 2 GPUs, and 1 are visible"),
         (configured(workers=8), EIGHT, "need 9 GPUs, and 8 are visible"),
+        (configured(vllm='{"tensor_parallel_size": 2}'), EIGHT, r"need 9 GPUs \(2 per worker\), and 8 are visible"),
         (configured(workers=2, device="cpu"), ("0",), "2 inference workers need 2 GPUs"),
         (configured(processes=5), EIGHT, "trainer.processes = 5: 4 GPUs are left"),
         (configured(), (), "no GPU is visible here"),

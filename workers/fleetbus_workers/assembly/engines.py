@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.to_thread
 
+from fleetbus.config.engine_arguments import parse_engine_arguments
 from fleetbus.config.run_folder import run_folder
 from fleetbus.errors import UserError
 from fleetbus_workers.assembly.model import find_model_folder
@@ -60,7 +61,7 @@ def find_scratch_folder(configuration: Configuration, worker: str) -> Path:
 async def launch_engine(configuration: Configuration, worker: str) -> AsyncIterator[tuple[Sampler, ChatTemplate]]:
     """The sampler, ready to be run, and the model's template. Cancelled while it only reads, it does not wait for its thread.
     Raises `UserError`, or `ModuleNotFoundError` for an extra."""
-    settings, folder = configuration.inference, find_model_folder(configuration.run)
+    settings, trainer, folder = configuration.inference, configuration.trainer, find_model_folder(configuration.run)
     check_packages(settings.engine)
     load = partial(anyio.to_thread.run_sync, abandon_on_cancel=True)
     processor: ImageProcessor | None = None
@@ -82,6 +83,9 @@ async def launch_engine(configuration: Configuration, worker: str) -> AsyncItera
                 threads=settings.threads,
                 dtype=settings.dtype,
                 kv_cache_mib=settings.kv_cache_mib,
+                lora_rank=trainer.lora_rank if trainer.published_weights == "adapters" else 0,
+                keeps_cache=settings.kv_cache_after_swap == "keep",
+                options=parse_engine_arguments(settings.vllm),
             )
             sampler = await anyio.to_thread.run_sync(partial(VllmSampler, engine, place=place, processor=processor))
             try:

@@ -16,6 +16,8 @@ from urllib.parse import unquote, urlsplit
 
 from fleetbus_schemas import PolicyPublished
 from fleetbus_workers.images.model_folder import has_vision
+from fleetbus_workers.weights.adapters import WEIGHTS_NAME as ADAPTER_NAME
+from fleetbus_workers.weights.adapters import check_adapters, has_adapters, write_configuration
 from fleetbus_workers.weights.companions import copy_companions
 from fleetbus_workers.weights.file import WeightsRejected, read_weights
 
@@ -68,6 +70,8 @@ class WeightFolders:
         and dies of a wrong shape. Raises `WeightsRejected`.
         """
         tensors = read_weights(policy.uri, policy.manifest)
+        if has_adapters(tensors):
+            return self._prepare_adapters(policy, tensors)
         found, expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self._shapes
         if self._has_vision:
             found, expected = strip_nesting(found), strip_nesting(expected)
@@ -78,6 +82,18 @@ class WeightFolders:
             _link_or_write(parse_file_uri(policy.uri), folder / WEIGHTS_NAME, tensors)
             if self._untie and HEAD not in tensors:
                 _write_head(folder, [folder / WEIGHTS_NAME])
+        except OSError as error:
+            raise WeightsRejected(f"{folder}: cannot be written: {error}") from error
+        return folder
+
+    def _prepare_adapters(self, policy: PolicyPublished, tensors: Mapping[str, Any]) -> Path:
+        ranks = check_adapters(policy.uri, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self._shapes)
+        folder = self._place / f"v{policy.version:06d}"
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            write_configuration(folder, ranks)
+            _link_or_write(parse_file_uri(policy.uri), folder / ADAPTER_NAME, tensors)
         except OSError as error:
             raise WeightsRejected(f"{folder}: cannot be written: {error}") from error
         return folder

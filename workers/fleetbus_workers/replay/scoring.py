@@ -31,7 +31,8 @@ from fleetbus_workers.learner.torch.forward import SharedPrefix, can_share_prefi
 from fleetbus_workers.replay.report import FORWARD, SCORING, Report
 from fleetbus_workers.replay.token_histories import ExpectedTurn, History, merge_histories
 from fleetbus_workers.replay.watched_sampler import WatchedSampler
-from fleetbus_workers.weights.file import read_weights, unique_tensors
+from fleetbus_workers.weights.adapters import read_version
+from fleetbus_workers.weights.file import unique_tensors
 
 ROWS, TOKENS = 16, 4096
 """Most sequences and tokens of a forward pass: with more, a few long ones make many short ones long."""
@@ -63,6 +64,7 @@ class ScoringSampler(WatchedSampler):
         from transformers import AutoModelForCausalLM
 
         super().__init__(sampler)
+        self._folder = folder
         self._max_model_len = max_model_len
         self._threads = threads
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
@@ -78,7 +80,7 @@ class ScoringSampler(WatchedSampler):
         """The sampler validates; what it rejects is not loaded for scoring either."""
         self._proved.clear()
         await super().load_version(policy)
-        await anyio.to_thread.run_sync(self._copy_weights, read_weights(policy.uri, policy.manifest))
+        await anyio.to_thread.run_sync(self._copy_weights, read_version(policy, self._folder))
 
     async def prepare(self, turns: Iterable[ExpectedTurn]) -> None:
         """Score these turns under the loaded version; what is not proved is sampled when it is asked for."""

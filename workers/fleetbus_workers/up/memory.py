@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from fleetbus.config.engine_arguments import parse_engine_arguments
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 
@@ -167,15 +168,20 @@ def _count_gathered(shape: ModelShape, computed: int, trains: bool, passing: flo
 
 
 def plan_engine(shape: ModelShape, configuration: Configuration, memory: int) -> Parts:
-    """A vLLM worker on one GPU of ``memory`` bytes; what is left is cache. Its note counts sequences of full length."""
+    """One of the GPUs, of ``memory`` bytes, of a vLLM worker; what is left is cache. Its note counts sequences of full length,
+    on all GPUs of the worker together."""
     inference = configuration.inference
-    weights = shape.parameters * (MASTER_BYTES if inference.dtype == "float32" else 2)
-    token = shape.count_cached() * (MASTER_BYTES if inference.dtype == "float32" else 2)
-    left = int(memory * ENGINE_SHARE) - weights - ENGINE_OVERHEAD
-    cache = inference.kv_cache_mib << 20 or max(left, token * inference.max_model_len)
-    sequences = cache // (token * inference.max_model_len)
+    arguments, number = parse_engine_arguments(inference.vllm), MASTER_BYTES if inference.dtype == "float32" else 2
+    split = arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
+    weights = shape.parameters * number // split
+    sequence = shape.count_cached() * number * inference.max_model_len // split
+    share = arguments.get("gpu_memory_utilization", ENGINE_SHARE)
+    left = int(memory * share) - weights - ENGINE_OVERHEAD
+    cache = inference.kv_cache_mib << 20 or max(left, sequence)
     parts = {"weights": weights, "cache": cache, "activations": ENGINE_OVERHEAD, "runtime": RUNTIME_BYTES}
-    return Parts(name="inference", parts=parts, note=f"cache for {sequences} sequences of {inference.max_model_len:,} tokens")
+    on = f" on {split} GPUs" if split > 1 else ""
+    note = f"cache for {cache // sequence} sequences of {inference.max_model_len:,} tokens{on}"
+    return Parts(name="inference", parts=parts, note=note)
 
 
 def count_tokens(configuration: Configuration) -> int:

@@ -1,4 +1,5 @@
-"""Which GPUs each role gets: one per vLLM worker, the others for the learner, none for environment workers.
+"""Which GPUs each role gets: those that a vLLM worker asks for (one, or as many as share its model), the others for the
+learner, none for environment workers.
 
 Left alone, every process would take the first GPU: vLLM refuses a GPU whose memory is taken, and a learner beside it has none
 left.
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from fleetbus.config.engine_arguments import count_engine_gpus
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 
@@ -82,20 +84,22 @@ def place_roles(configuration: Configuration, gpus: Sequence[str]) -> Placement:
                 "trainer.device = cuda: no GPU is visible here; set trainer.device = cpu, or see CUDA_VISIBLE_DEVICES"
             )
         return Placement(processes=max(processes, 1))
-    engines = inference.workers if inference.engine == "vllm" else 0
-    if len(gpus) < engines + trains_there:
+    engines, each = (inference.workers, count_engine_gpus(inference.vllm)) if inference.engine == "vllm" else (0, 1)
+    taken = engines * each
+    if len(gpus) < taken + trains_there:
         wanted = f"{engines} inference worker(s) and the learner" if trains_there else f"{engines} inference workers"
+        of = f" ({each} per worker)" if each > 1 else ""
         raise UserError(
-            f"{wanted} need {engines + trains_there} GPUs, and {len(gpus)} are visible: lower inference.workers, or set "
+            f"{wanted} need {taken + trains_there} GPUs{of}, and {len(gpus)} are visible: lower inference.workers, or set "
             "trainer.device = cpu"
         )
-    left = tuple(gpus[engines:]) if trains_there else ()
+    left = tuple(gpus[taken:]) if trains_there else ()
     if processes > len(left) and trains_there:
         raise UserError(f"trainer.processes = {processes}: {len(left)} GPUs are left for the learner, and each needs one")
     learner = left[: processes or len(left)]
     return Placement(
         learner=learner,
-        inference=tuple((gpu,) for gpu in gpus[:engines]) or ((),) * inference.workers,
+        inference=tuple(tuple(gpus[first : first + each]) for first in range(0, taken, each)) or ((),) * inference.workers,
         processes=len(learner) if trains_there else max(processes, 1),
         decided=True,
     )

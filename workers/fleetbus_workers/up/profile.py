@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 
+from fleetbus.config.engine_arguments import count_engine_gpus
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
-from fleetbus_workers.up.memory import ModelShape, plan_learner
+from fleetbus_workers.up.memory import ModelShape, plan_engine, plan_learner
 
 TOKEN_BUDGET = 16_384
 FULL_RATE = 1e-6
@@ -21,6 +22,9 @@ FULL_RATE = 1e-6
 
 ADAPTER_RATE = 1e-5
 """Of adapters: about ten times as much ("LoRA Without Regret", thinkingmachines.ai, 2025)."""
+
+ENOUGH_TOKENS = 65_536
+"""In an engine's cache, eight sequences of 8,192: with fewer, each token waits for the weights to be read nearly for itself."""
 
 PROFILE: dict[str, Any] = {
     "inference.engine": "vllm",
@@ -63,8 +67,13 @@ def fit_machine(
     if configuration.inference.engine == "torch" and "inference.engine" not in wanted:
         wanted = {name: value for name, value in wanted.items() if name not in ("inference.dtype", "inference.max_num_seqs")}
     fitted = _replace(configuration, wanted)
-    if "inference.workers" not in given and fitted.inference.engine == "vllm" and len(gpus) > 1:
-        wanted["inference.workers"] = choose_workers(fitted, len(gpus), memory, shape)
+    if fitted.inference.engine == "vllm" and len(gpus) > 1:
+        if "inference.vllm" not in given and "inference.workers" not in given:
+            fitted = split_engine(fitted, len(gpus), memory, shape)
+            if fitted.inference.vllm:
+                wanted["inference.vllm"] = fitted.inference.vllm
+        if "inference.workers" not in given:
+            wanted["inference.workers"] = choose_workers(fitted, len(gpus), memory, shape)
         fitted = _replace(fitted, wanted)
     if not wanted:
         return fitted, ""
@@ -76,12 +85,29 @@ def fit_machine(
 
 
 def choose_workers(configuration: Configuration, gpus: int, memory: int, shape: ModelShape | None) -> int:
-    """How many of the GPUs get an inference worker: half of them, or as many as leave the learner enough to fit."""
-    most = max(gpus // 2, 1) if configuration.trainer.device != "cpu" else gpus
+    """How many inference workers there are: on half of the GPUs, or on as many as leave the learner enough to fit."""
+    each = count_engine_gpus(configuration.inference.vllm)
+    most = max(gpus // 2 // each, 1) if configuration.trainer.device != "cpu" else max(gpus // each, 1)
     if shape is None or not memory or configuration.trainer.device == "cpu":
         return most
-    fitting = (count for count in range(most, 0, -1) if plan_learner(shape, configuration, gpus - count).total <= memory)
+    fitting = (count for count in range(most, 0, -1) if plan_learner(shape, configuration, gpus - count * each).total <= memory)
     return next(fitting, 1)
+
+
+def split_engine(configuration: Configuration, gpus: int, memory: int, shape: ModelShape | None) -> Configuration:
+    """The configuration with tensor parallelism over the least GPUs, at most half of them, on which the model leaves a cache of
+    `ENOUGH_TOKENS`; as it is if one suffices, or none do."""
+    if shape is None or not memory:
+        return configuration
+    for size in (1, 2, 4, 8):
+        if size > max(gpus // 2, 1) or shape.kv_heads % size:
+            break
+        arguments = msgspec.json.encode({"tensor_parallel_size": size}).decode() if size > 1 else ""
+        tried = _replace(configuration, {"inference.vllm": arguments})
+        engine = plan_engine(shape, tried, memory)
+        if engine.total <= memory and size * engine.parts["cache"] >= ENOUGH_TOKENS * shape.count_cached() * 2:
+            return tried
+    return configuration
 
 
 def _check_engine(configuration: Configuration) -> None:

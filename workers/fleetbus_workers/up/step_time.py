@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
+from fleetbus.config.engine_arguments import count_engine_gpus
 from fleetbus.config.settings import Configuration
 from fleetbus_workers.up.memory import ModelShape, Parts, count_tokens
 
@@ -63,11 +64,13 @@ def estimate_step(
             moved = updates * rounds * (2 + 2 + (0 if adapted else 4)) * shape.parameters
             moving = moved / (device.link * device.link_share)
     if engines and engine is not None:
-        running = max(min(configuration.inference.max_num_seqs, episodes / engines, _count_room(shape, engine, longest)), 1.0)
+        gpus = count_engine_gpus(configuration.inference.vllm)
+        room = gpus * _count_room(shape, engine, longest)
+        running = max(min(configuration.inference.max_num_seqs, episodes / engines, room), 1.0)
         read = count_read(shape, running) + running * shape.count_cached() * 2 * longest / 2
         rate = running / (read / (device.bandwidth * device.bandwidth_share))
         prompts = episodes * (longest - sampled) * count_flops(shape, longest) / (device.flops * device.mfu)
-        sampling = (episodes * sampled / rate + prompts) / engines
+        sampling = (episodes * sampled / rate + prompts) / (engines * gpus)
     return StepTime(
         tokens=episodes * longest, device=device, training=training, moving=moving, sampling=sampling, tokens_per_second=rate,
         overlap=configuration.learner.max_staleness > 0,

@@ -25,6 +25,7 @@ from fleetbus_workers.inference.openai.model_server import ModelServer, ServerFa
 from fleetbus_workers.inference.openai.partial_generation import PartialGeneration
 from fleetbus_workers.inference.openai.pool import ServerPool, build_weight_label
 from fleetbus_workers.inference.weight_folders import WeightFolders
+from fleetbus_workers.weights.adapters import has_adapters
 from fleetbus_workers.weights.file import WeightsRejected
 
 MAX_TRIES = 4
@@ -143,6 +144,8 @@ class OpenAISampler:
             self._relabel(policy)
             return
         async with self._loading:
+            if has_adapters(entry.name for entry in policy.manifest):
+                raise WeightsRejected(f"{policy.uri}: adapters alone: set trainer.published_weights = merged for servers")
             folder = await anyio.to_thread.run_sync(self._weights.prepare, policy)
             self._accepting = anyio.Event()
             try:

@@ -29,7 +29,8 @@ from fleetbus_workers.inference.torch.generic import GenericRunner
 from fleetbus_workers.inference.torch.kv_cache import PrefixCache
 from fleetbus_workers.inference.torch.sampling import PENALTIES
 from fleetbus_workers.inference.torch.turn import EngineOperation, Turn, WeightSwap
-from fleetbus_workers.weights.file import WeightsRejected, check_names, read_weights
+from fleetbus_workers.weights.adapters import read_version
+from fleetbus_workers.weights.file import WeightsRejected, check_names
 from fleetbus_workers.weights.names import convert_to_memory, has_other_names
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class TorchSampler:
             self._max_model_len = min(max_model_len, _read_max_positions(model, max_model_len))
             self._runner, self._image_encoder = _runner(model, slots, self._max_model_len, fused), None
         self._model = model
+        self._folder = folder
         self._prefix_cache = PrefixCache(histories=cached_histories, prompts=cached_prompts, limit_bytes=cache_bytes)
         self._engine: Engine | None = None
         self._room = anyio.Semaphore(slots + max_waiting)
@@ -179,7 +181,7 @@ class TorchSampler:
             raise EngineFailed(f"a history must be of ids below {self._runner.vocabulary}, and not empty")
 
     def _prepare(self, policy: PolicyPublished) -> Any:
-        tensors = read_weights(policy.uri, policy.manifest)
+        tensors = read_version(policy, self._folder)
         shapes = self._runner.shapes
         if has_other_names(self._model) and tensors.keys() != shapes.keys():
             tensors = convert_to_memory(self._model, tensors)

@@ -22,6 +22,10 @@ STOP_SECONDS = 3.0
 CPU_BATCH_TOKENS = 4096
 """Most prompt tokens of one step on a CPU, where prompts are never computed in parts."""
 
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+ADAPTERS = 2
+"""Adapters that one step computes with: turns that began before a swap end with the one that they began with."""
+
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # else the first token takes half a minute of compiling, although execution is eager
@@ -31,9 +35,10 @@ CPU_ENVIRONMENT = {
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is started with. ``kv_cache_mib`` 0: `CPU_CACHE_MIB` on a CPU, 90 % of a GPU's memory there. ``options``
-    are
-    further arguments of vLLM's own."""
+    """What an engine is started with. ``kv_cache_mib`` 0: `CPU_CACHE_MIB` on a CPU, 90 % of a GPU's memory there.
+    ``lora_rank``: of the adapters that versions are, 0 if they are whole models. ``keeps_cache``: turns that run when the
+    weights change go on from the keys and values that they have. ``options`` are further arguments of vLLM's own, which
+    outweigh those from here."""
 
     folder: Path
     slots: int = 32
@@ -41,6 +46,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     dtype: str = "float32"
     kv_cache_mib: int = 0
+    lora_rank: int = 0
+    keeps_cache: bool = False
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
@@ -71,22 +78,36 @@ def start_engine(settings: EngineSettings) -> Any:
         memory = {"kv_cache_memory_bytes": (settings.kv_cache_mib or CPU_CACHE_MIB) << 20}
     if not has_gpu:  # a seeded request whose prompt is computed in parts ends the engine: "CPU Generator does not use offset"
         memory |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(settings.max_model_len, CPU_BATCH_TOKENS)}
-    arguments = AsyncEngineArgs(
-        model=str(settings.folder),
-        dtype=settings.dtype,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.slots,
-        enforce_eager=not has_gpu,
-        enable_prefix_caching=True,
-        logprobs_mode="processed_logprobs",
-        disable_log_stats=True,
-        **memory,
-        **settings.options,
-    )
+    wanted: dict[str, Any] = {
+        "model": str(settings.folder),
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.slots,
+        "enforce_eager": not has_gpu,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "worker_extension_cls": "fleetbus_workers.inference.vllm.worker_extension.WorkerExtension",
+    }
+    wanted |= memory | _build_adapter_arguments(settings.lora_rank) | settings.options
+    try:
+        arguments = AsyncEngineArgs(**wanted)
+    except TypeError as error:
+        raise UserError(f"inference.vllm: vllm does not take this: {_first_line(error)}") from error
     try:
         return AsyncLLM.from_engine_args(arguments)
     except (ValueError, RuntimeError, OSError) as error:
         raise UserError(f"{settings.folder}: vllm cannot run this model here: {_first_line(error)}") from error
+
+
+def _build_adapter_arguments(rank: int) -> dict[str, Any]:
+    """Room for adapters of ``rank``: those that running turns began with, and the next ones."""
+    if not rank:
+        return {}
+    room = next((size for size in LORA_RANKS if size >= rank), None)
+    if room is None:
+        raise UserError(f"trainer.lora_rank = {rank}: vllm takes adapters of up to rank {LORA_RANKS[-1]}")
+    return {"enable_lora": True, "max_lora_rank": room, "max_loras": ADAPTERS, "max_cpu_loras": 2 * ADAPTERS}
 
 
 def stop_engine(engine: Any) -> None:

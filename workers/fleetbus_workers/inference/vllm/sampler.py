@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from fleetbus_schemas import PolicyPublished, VersionSpan
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused, list_distorting
 from fleetbus_workers.inference.vllm.engine import EngineSettings, is_gpu_available, start_engine, stop_engine
 from fleetbus_workers.inference.weight_folders import WeightFolders
+from fleetbus_workers.weights.adapters import has_adapters
 from fleetbus_workers.weights.file import WeightsRejected
 
 if TYPE_CHECKING:
@@ -56,9 +58,11 @@ class VllmSampler:
             settings = msgspec.structs.replace(settings, options={"mm_processor_cache_gb": CACHE_GIB} | settings.options)
         self._weights = WeightFolders(settings.folder, place, untie=not is_gpu_available())
         self._settings = msgspec.structs.replace(settings, folder=self._weights.prepare_base())
-        self._folder = self._settings.folder
+        self._folder = self._base = self._settings.folder
         self._loads = itertools.count(1)
         self._salt = "0"
+        self._adapter: Any = None
+        self._adapters_in_use: Counter[Path] = Counter()
         self._numbers = itertools.count()
         self._loading = anyio.Lock()
         self._died = anyio.Event()
@@ -115,19 +119,18 @@ class VllmSampler:
         the new weights. Raises `WeightsRejected`; the old version is back by then.
 
         Turns that wait in vLLM's queue carry the salt of their time: only an empty cache keeps them from the keys and values
-        of the weights before, so the cache is emptied wholly, also of what is in use.
+        of the weights before, so the cache is emptied wholly, also of what is in use, unless it is to be kept.
         """
         async with self._loading:
             folder = await anyio.to_thread.run_sync(self._weights.prepare, policy)
             await self._alive.wait()
-            engine = self._engine
-            try:
-                await self._swap(engine, folder, policy.version)
-            except Exception as error:
-                await self._restore_weights(engine)
-                raise WeightsRejected(f"{policy.uri}: vllm did not load it: {_format_error(error)}") from error
+            if has_adapters(entry.name for entry in policy.manifest):
+                await self._add_adapter(self._engine, folder, policy)
+            else:
+                await self._replace_weights(self._engine, folder, policy)
             self.version, self._folder = policy.version, folder
-            await anyio.to_thread.run_sync(self._weights.remove_others, folder)
+            self._adapters_in_use = +self._adapters_in_use
+            await anyio.to_thread.run_sync(self._weights.remove_others, folder, self._base, *self._adapters_in_use)
 
     def forget(self, cache_key: str) -> None:
         """Nothing is kept by episode: the prefix cache forgets the longest unused."""
@@ -154,11 +157,14 @@ class VllmSampler:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         final = None
+        adapter, version, folder = self._adapter, self.version, self._folder
+        if adapter is not None:
+            self._adapters_in_use[folder] += 1
         try:
             prompt: Any = TokensPrompt(prompt_token_ids=list(request.ids), cache_salt=self._salt)
             if request.images:
                 prompt = await self._build_image_prompt(engine, request)
-            async with aclosing(engine.generate(prompt, parameters, name)) as outputs:
+            async with aclosing(engine.generate(prompt, parameters, name, lora_request=adapter)) as outputs:
                 async for output in outputs:
                     final = output
         except ValueError as error:  # what vLLM's checks of a request raise
@@ -171,7 +177,13 @@ class VllmSampler:
             raise
         except Exception as error:
             raise EngineFailed(f"vllm failed this request: {_format_error(error)}") from error
-        return self._build_generation(final)
+        finally:
+            if adapter is not None:
+                self._adapters_in_use[folder] -= 1
+        generation = self._build_generation(final)
+        if adapter is None or not generation.ids:
+            return generation
+        return msgspec.structs.replace(generation, versions=(VersionSpan(version=version, start=0, stop=len(generation.ids)),))
 
     async def _build_image_prompt(self, engine: Any, request: GenerationRequest) -> Any:
         if self._processor is None:
@@ -197,14 +209,42 @@ class VllmSampler:
 
     # Weights
 
+    async def _replace_weights(self, engine: Any, folder: Path, policy: PolicyPublished) -> None:
+        try:
+            await self._swap(engine, folder, policy.version)
+        except Exception as error:
+            await self._restore_weights(engine)
+            raise WeightsRejected(f"{policy.uri}: vllm did not load it: {_format_error(error)}") from error
+        self._adapter, self._base = None, folder
+
+    async def _add_adapter(self, engine: Any, folder: Path, policy: PolicyPublished) -> None:
+        """Have further turns sampled with the adapters in ``folder``; those that run end with the ones that they began with."""
+        from vllm.lora.request import LoRARequest
+
+        if not self._settings.lora_rank:
+            raise WeightsRejected(f"{policy.uri}: adapters alone, and this engine was started for whole models")
+        if self._base != self._settings.folder:  # they are differences to the model of the run
+            await self._replace_weights(engine, self._settings.folder, policy)
+        number = next(self._loads)
+        adapter = LoRARequest(f"{policy.version}.{number}", number, str(folder))
+        try:
+            with anyio.fail_after(LOAD_SECONDS):
+                await engine.add_lora(adapter)
+        except Exception as error:
+            if isinstance(error, _get_dead_error()):
+                self._mark_dead(engine)
+                await self._alive.wait()
+            raise WeightsRejected(f"{policy.uri}: vllm did not load it: {_format_error(error)}") from error
+        self._adapter = adapter
+
     async def _swap(self, engine: Any, folder: Path, version: int) -> None:
         """Pause, load, label, continue."""
         try:
             with anyio.fail_after(LOAD_SECONDS):
                 await engine.pause_generation(mode="keep", clear_cache=False)
-                await engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+                await engine.collective_rpc("reload_checkpoint", args=(str(folder),))
                 self._salt = str(next(self._loads))
-                if not await engine.reset_prefix_cache(reset_running_requests=True):
+                if not self._settings.keeps_cache and not await engine.reset_prefix_cache(reset_running_requests=True):
                     raise EngineFailed("vllm did not give up the keys and values of its old weights")
                 if self._processor is not None:
                     await engine.reset_encoder_cache()
@@ -218,7 +258,7 @@ class VllmSampler:
     async def _restore_weights(self, engine: Any) -> None:
         """After a failed load nothing is sampled before good weights are in: the old ones, or a restarted engine."""
         try:
-            await self._swap(engine, self._folder, self.version)
+            await self._swap(engine, self._base, self.version)
         except Exception as error:
             log.error("engine refuses its previous weights; restarting it", reason=_format_error(error))
             self._mark_dead(engine)
@@ -241,8 +281,8 @@ class VllmSampler:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(stop_engine, dead)
                 self._engine = await anyio.to_thread.run_sync(start_engine, self._settings)
-            if self._folder != self._settings.folder:
-                await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(self._folder)})
+            if self._base != self._settings.folder:
+                await self._engine.collective_rpc("reload_checkpoint", args=(str(self._base),))
             self._salt = str(next(self._loads))
             await self._engine.update_weight_version(str(self.version))
             self._stats["engine_restarts"] += 1

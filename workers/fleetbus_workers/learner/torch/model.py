@@ -25,7 +25,8 @@ from fleetbus_workers.learner.torch.published import PublishedTensors
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.sharded_loading import load_sharded
 from fleetbus_workers.learner.torch.sharding import Shards
-from fleetbus_workers.weights.file import stream_weights
+from fleetbus_workers.weights.adapters import DOWN, PREFIX, UP
+from fleetbus_workers.weights.file import stream_weights, write_weights
 
 _ADAPTER = "default"
 
@@ -137,6 +138,23 @@ def write_model_weights(
         return stream_weights(file, published_tensors.layout, gathered)
     finally:
         deque(gathered, maxlen=0)  # what is left when the disk is full: the others are in the same collectives
+
+
+def write_adapters(
+    model: PreTrainedModel, file: Path, shards: Shards, dtype: torch.dtype | None = None
+) -> tuple[TensorEntry, ...]:
+    """Write the adapters alone, named and scaled as `fleetbus_workers.weights.adapters` says. Every process holds them whole;
+    all but the leader return (). Raises `OSError`."""
+    if shards.rank:
+        return ()
+    tensors = {}
+    for name, module in model.named_modules():
+        if _has_adapter(module):
+            down, up = (part[_ADAPTER].weight.detach().cpu() for part in (module.lora_A, module.lora_B))
+            tensors[f"{PREFIX}{name}{DOWN}"] = down.to(dtype or down.dtype)
+            tensors[f"{PREFIX}{name}{UP}"] = (up * module.scaling[_ADAPTER]).to(dtype or up.dtype)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return write_weights(file, tensors)
 
 
 def _gather_merged(shards: Shards, tensor: torch.Tensor, adapter: Any, dtype: torch.dtype | None) -> torch.Tensor:

@@ -164,7 +164,10 @@ class TorchTrainer:
         """See `Trainer.save_weights`. Raises `OSError`."""
         self.shards.enter_thread()
         dtype = torch.bfloat16 if self._publishes_rounded else None
-        return models.write_model_weights(self._model, file, self.shards, dtype)
+        write = models.write_model_weights
+        if self.settings.trainer.published_weights == "adapters":
+            write = models.write_adapters
+        return write(self._model, file, self.shards, dtype)
 
     def save_model(self, folder: Path) -> None:
         """See `Trainer.save_model`: the model's files, and copies of what lay beside them where it was loaded from."""
