@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 
 import anyio
 import msgspec
@@ -14,6 +15,7 @@ from fleetbus_schemas import ControlRequested, Subjects, encode
 from fleetbus_workers.learner.checkpoints import WEIGHTS
 from fleetbus_workers.simulation.deployment import Deployment
 from fleetbus_workers.simulation.fixtures import SimulationFixtures
+from fleetbus_workers.simulation.observer import GARBAGE
 from fleetbus_workers.simulation.process import RUN, Process
 from fleetbus_workers.simulation.scenario import ScheduledFault
 from fleetbus_workers.simulation.storage_faults import AWAY_SHARE, rewind_checkpoints, take_away
@@ -79,6 +81,10 @@ class FaultInjector:
                 await self._lose_checkpoints(fault.seconds * AWAY_SHARE)
             case "rewind_checkpoints":
                 self._rewind_checkpoints(1 + fault.pick % 2)
+            case "garbage":
+                self._store_garbage(fault.pick)
+            case "pause_requests":
+                await self._pause_requests(fault.seconds)
 
     def _pick_process(self, fault: ScheduledFault) -> Process | None:
         alive = [process for process in self._fleet.alive(fault.role) if process.gate.is_open]
@@ -161,13 +167,39 @@ class FaultInjector:
         record = running[pick % len(running)]
         episode, worker = record.request.episode_id, record.claims[-1][1].worker
         self._fixtures.oracle.cancelled.add(episode)
-        self._observer.trace("cancel", episode, worker)
-        order = encode(ControlRequested(command="cancel", episodes=(episode,)))
+        await self._order("environment", worker, ControlRequested(command="cancel", episodes=(episode,)))
+
+    def _store_garbage(self, pick: int) -> None:
+        """Somebody writes what is no message, on a subject that workers read."""
+        subjects = Subjects(RUN)
+        episodes = sorted(self._log_checker.episodes.open) or ["nobody"]
+        episode = episodes[pick % len(episodes)]
+        where = (
+            subjects.task("default", f"garbage-{pick}"),
+            subjects.episode(episode),
+            subjects.observation("default", "any", episode),
+            subjects.action("e0", episode),
+        )
+        log = self._fixtures.log
+        subject = where[pick % len(where)]
+        self._observer.disturb("garbage", subject)
+        with suppress(BusError):
+            log.store(subject, GARBAGE, f"garbage-{log.last_sequence}", None, self._server.now_ns())
+
+    async def _pause_requests(self, seconds: float) -> None:
+        """An operator has the learner ask for nothing new for a while."""
+        for command in ("pause", "resume"):
+            for learner in self._fleet.alive("learner"):
+                await self._order("learner", learner.name, ControlRequested(command=command))
+            await anyio.sleep(seconds)
+
+    async def _order(self, role: str, worker: str, order: ControlRequested) -> None:
+        self._observer.trace(order.command, *order.episodes, worker)
         try:
             async with self._server.connect(RUN, worker="operator") as bus:
-                await bus.request(Subjects(RUN).control("environment", worker), order, timeout=2.0)
+                await bus.request(Subjects(RUN).control(role, worker), encode(order), timeout=2.0)
         except (BusError, UserError) as error:
-            self._observer.trace("cancel", episode, "unanswered", type(error).__name__)
+            self._observer.trace(order.command, *order.episodes, "unanswered", type(error).__name__)
 
     async def _corrupt_checkpoint(self, fault: ScheduledFault) -> None:
         """The newest checkpoint cannot be read, and its learner dies: it was damaged, or its disk is away for a while.

@@ -32,7 +32,7 @@ from fleetbus_schemas import (
 )
 from fleetbus_schemas.message import decode_any
 from fleetbus_schemas.stored import STORED
-from fleetbus_workers.simulation.observer import Observer
+from fleetbus_workers.simulation.observer import GARBAGE, Observer
 
 FAR = 1000
 """Added to a number it makes one that stands nowhere else in a log."""
@@ -117,7 +117,9 @@ def check_forgeries(observer: Observer, entries: Sequence[StreamEntry], seed: in
 
 def _decode(entry: StreamEntry) -> Message | None:
     kind = entry.subject.split(".", 3)[2]
-    return decode_any(STORED[kind], entry.payload, subject=entry.subject) if kind in JUDGED else None
+    if kind not in JUDGED or entry.payload == GARBAGE:
+        return None
+    return decode_any(STORED[kind], entry.payload, subject=entry.subject)
 
 
 def _list_plain_episodes(log: dict[int, tuple[str, Message | None]]) -> list[Pages]:

@@ -6,7 +6,7 @@ import anyio
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus_workers.simulation.episode_checker import EpisodeChecker
-from fleetbus_workers.simulation.observer import Observer
+from fleetbus_workers.simulation.observer import GARBAGE, Observer
 from fleetbus_workers.simulation.oracle import FaultOracle
 from fleetbus_workers.simulation.scenario import Scenario
 from fleetbus_workers.simulation.session_checker import SessionChecker
@@ -40,6 +40,9 @@ class LogChecker:
         self.entries.append(entry)
         self.on_lane(entry)
         self.stored_at = at = anyio.current_time()
+        if entry.payload == GARBAGE:
+            self.episodes.apply_garbage(entry)
+            return
         match entry.subject.split(".")[2]:
             case "task":
                 record = self.episodes.apply_request(entry, at)

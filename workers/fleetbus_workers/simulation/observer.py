@@ -15,6 +15,9 @@ MAX_VIOLATIONS = 20
 
 ALL_WORKERS = "*"
 
+GARBAGE = b"\xc1"
+"""An entry that is no message: a byte that MessagePack never uses."""
+
 
 class Violation(msgspec.Struct, frozen=True, kw_only=True):
     """A broken invariant: which one, at what virtual second, and what was seen."""

@@ -16,7 +16,7 @@ from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS, TASK_LEASE_SECONDS
 from fleetbus_schemas import GRADED, AttemptStarted, EpisodeFinished, Heartbeat, Observation, decode
 from fleetbus_workers.simulation.environments import EnvironmentRecord
 from fleetbus_workers.simulation.episode_checker import EpisodeRecord
-from fleetbus_workers.simulation.observer import Observer
+from fleetbus_workers.simulation.observer import GARBAGE, Observer
 from fleetbus_workers.simulation.process import Process
 from fleetbus_workers.simulation.scenario import Scenario
 
@@ -218,6 +218,8 @@ class FaultOracle:
 
     def on_ack(self, worker: str, message: StreamEntry) -> None:
         """An ack follows what it stands for (delivery rule 5)."""
+        if message.payload == GARBAGE:
+            return
         kind, episode = message.subject.split(".")[2], message.subject.rpartition(".")[2]
         record = self.record.get(episode)
         if record is None:

@@ -30,8 +30,10 @@ FaultKind = Literal[
     "break_disk",
     "lose_checkpoints",
     "rewind_checkpoints",
+    "garbage",
+    "pause_requests",
 ]
-"""The last eight take part with ``faults="all"`` only."""
+"""The last ten take part with ``faults="all"`` only, and the last two of them with drawn configurations."""
 
 FaultSet = Literal["usual", "all", "swarm"]
 """``swarm``: all faults, and a configuration that is drawn, too: tiny limits, short deadlines, few lanes, long episodes."""
@@ -50,6 +52,7 @@ IMPATIENT_SECONDS = 6.0
 
 
 HOSTING_SHARE = 0.5
+STRANGERS_SHARE = 0.3
 
 LATE_ROLLOUTS_SHARE = 0.4
 LATE_ROLLOUTS_SECONDS = 14.0
@@ -187,6 +190,7 @@ def draw_scenario(seed: int, faults: FaultSet = "usual") -> Scenario:
         scenario = _vary_configuration(scenario, random.Random(f"swarm/{seed}"))
         hosting = random.Random(f"hosting/{seed}").random() < HOSTING_SHARE
         archive_seconds = random.Random(f"archive/{seed}").choice((0.05, 1.0, 4.0))
+        scenario = _add_strangers(scenario, random.Random(f"strangers/{seed}"))
         scenario = msgspec.structs.replace(scenario, gateways_host=hosting, archive_seconds=archive_seconds)
     return _limit_log(scenario, random.Random(f"room/{seed}"))
 
@@ -348,6 +352,16 @@ def _delay_rollouts(scenario: Scenario, draw: random.Random) -> Scenario:
     ]
     schedule = tuple(sorted((*scenario.fault_schedule, *stops), key=lambda fault: fault.at))
     return msgspec.structs.replace(scenario, settle_seconds=3.0, fault_schedule=schedule)
+
+
+def _add_strangers(scenario: Scenario, draw: random.Random) -> Scenario:
+    """In some seeds somebody writes what is no message, or has the learner pause."""
+    kinds: list[FaultKind] = [kind for kind in ("garbage", "pause_requests") if draw.random() < STRANGERS_SHARE]
+    if not kinds or not scenario.fault_schedule:
+        return scenario
+    added = [_draw_fault(draw, draw.choice(kinds), more=()) for _ in range(draw.randint(2, 8))]
+    schedule = sorted((*scenario.fault_schedule, *added), key=lambda fault: fault.at)
+    return msgspec.structs.replace(scenario, fault_schedule=tuple(each for each in schedule if each.at < scenario.heals_at))
 
 
 def _draw_fault(draw: random.Random, kind: FaultKind, *, more: tuple[str, ...]) -> ScheduledFault:
