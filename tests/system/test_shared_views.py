@@ -77,8 +77,8 @@ async def test_the_page_outlives_its_run_and_keeps_nothing_from_others(tmp_path:
         await anyio.to_thread.run_sync(functools.partial(call, tmp_path, *FLEETBUS, "audit"))
         assert await shows_episode(), "another viewer took the server along"
         assert "4 steps" in await run(tmp_path, *ROLES, "up", "--steps", "4")
+        assert await shows_episode(), "a transcript waits until the files are served again"
         await wait_for(steps, 4)
-        await wait_for(shows_episode, True)
         assert "e0" in await run(tmp_path, *FLEETBUS, "episodes")
         monitor.send_signal(signal.SIGTERM)
         with anyio.fail_after(30):

@@ -30,6 +30,8 @@ DRAINS, HANGS = 0, 1
 def command(workers: tuple[str, ...], as_json: bool, **values: Any) -> int:
     """Let workers finish or release their work, then stop: like SIGTERM, from any machine.
 
+    A running `fleetbus up` does not start them again; it does when it is resumed.
+
     Exit status 0: all of them drain; 1: some do not answer; 2: some were not found.
     """
     configuration = load_settings(values).configuration

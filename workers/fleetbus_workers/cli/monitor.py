@@ -123,5 +123,6 @@ async def _serve(
                 allowed_hosts=allowed_hosts,
                 key=key,
                 open_operator=partial(open_run, configuration, "cancel") if has_actions else None,
+                rejoins=not configuration.nats.url,
             )
         tasks.cancel_scope.cancel()

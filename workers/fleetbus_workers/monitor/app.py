@@ -42,6 +42,7 @@ TICK_SECONDS = 0.5
 PAGE_ROWS = 100
 MAX_ROWS = 1000
 READ_SECONDS = 20.0
+REJOIN_SECONDS = 15.0
 MAX_TOKENS_SHOWN = 20_000
 
 NOT_SERVED = "the run has ended and its log is no longer served: start `fleetbus monitor` again to read it from its files"
@@ -57,8 +58,8 @@ _HEADERS = {
 
 class Site:
     """One watched run as a web application; ``runs`` is the folder of this machine's runs; ``key`` is asked for unless empty
-    (see `AccessKey`). ``actions`` are what the page may do to the run, behind a key alone. Set ``stopping`` to end the streams
-    of events."""
+    (see `AccessKey`). ``actions`` are what the page may do to the run, behind a key alone; ``rejoins``: a log that is
+    no longer served will be soon. Set ``stopping`` to end the streams of events."""
 
     def __init__(
         self,
@@ -72,7 +73,9 @@ class Site:
         runs: Path,
         key: str = "",
         actions: Actions | None = None,
+        rejoins: bool = False,
     ) -> None:
+        self._rejoins = rejoins
         self._has_actions = bool(actions and key)
         self._runs = runs
         self._watch = watch
@@ -236,7 +239,7 @@ class Site:
             episode = check_name("episode", request.path_params["episode"])
         except InvalidName as error:
             return PlainTextResponse(str(error), 400)
-        if self._watch.health.problem and self._watch.find_termination(anyio.current_time()) is not None:
+        if await self._is_closed():
             return PlainTextResponse(NOT_SERVED, 503)
         entries = []
         try:
@@ -276,6 +279,16 @@ class Site:
             ],
         }
         return _build_json_response(msgspec.json.encode(facts))
+
+    async def _is_closed(self) -> bool:
+        """Whether nobody serves the log of a run that has ended; waits where its files are about to be served again."""
+        with anyio.move_on_after(REJOIN_SECONDS if self._rejoins else 0):
+            while self._is_log_gone():  # noqa: ASYNC110  # the observer looks again by itself and tells nobody
+                await anyio.sleep(TICK_SECONDS)
+        return self._is_log_gone()
+
+    def _is_log_gone(self) -> bool:
+        return bool(self._watch.health.problem) and self._watch.find_termination(anyio.current_time()) is not None
 
     def _describe_action(self, action: Action) -> dict[str, Any]:
         ids = unpack_ids(action.sampled)[:MAX_TOKENS_SHOWN]

@@ -45,11 +45,13 @@ async def serve(
     allowed_hosts: Sequence[str] = (),
     key: str = "",
     open_operator: OpenBus | None = None,
+    rejoins: bool = False,
 ) -> None:
     """Watch the run and serve its page on ``bound`` until ``stop`` is set. ``on_ready`` gets the address once it answers;
     ``nats_http`` says where the NATS server tells of itself now, as `fleetbus_workers.overview.nats_http` takes it; ``driver``
     is who drives the run, as far as it is known; ``key`` is asked for, and stands in the address, unless empty;
-    ``open_operator`` connects with an operator's rights, for what the page may do to the run: without it nothing."""
+    ``open_operator`` connects with an operator's rights, for what the page may do to the run: without it nothing;
+    ``rejoins``: ``bus`` is soon served again when the run ends."""
     subjects = Subjects(configuration.run.name)
     watch = RunObserver(bus, subjects, RunState(configuration.learner.steps), driver)
     words = await anyio.to_thread.run_sync(load_token_decoder, find_model_folder(configuration.run))
@@ -67,6 +69,7 @@ async def serve(
         runs=runs,
         key=key,
         actions=actions,
+        rejoins=rejoins,
     )
     protocol = build_bounded_protocol(Bounds())
     settings = uvicorn.Config(

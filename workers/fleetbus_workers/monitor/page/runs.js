@@ -12,7 +12,7 @@ export async function runs(name, points, go) {
   const beside = others.slice(0, MOST_LINES - 1).map((run) => ({ name: run.run, values: run.steps.map((step, index) => [step, run.reward_by_step[index]]).filter(([, value]) => value !== null) }));
   const columns = [
     ["run", (run) => run.run], ["steps", (run) => run.steps.length, "number"], ["reward, last step", (run) => number(run.reward_by_step.at(-1), 2), "number"],
-    ["held-out success at start", (run) => percent(run.success_start), "number"], ["at end", (run) => percent(run.success_end), "number"],
+    ["held out, at start", (run) => percent(run.success_start), "number"], ["at end", (run) => percent(run.success_end), "number"],
     ["time", (run) => seconds(run.wall_seconds), "number"], ["", (run) => (run.finished ? "" : "stopped")], ["its own page", (run) => `fleetbus monitor ${run.run}`],
   ];
   const list = others.length ? table(`${others.length} other ${others.length === 1 ? "run" : "runs"}; a row draws it beside this one`, columns, others, (run) => go(new URLSearchParams({ beside: run.run }), "curves")) : el("p", { class: "empty" }, "no other run on this machine has ended yet");
