@@ -29,6 +29,7 @@ async def test_sub_agents_and_edited_histories_are_segments_of_one_episode() -> 
             await fleet.request("e")
             result = await fleet.result("e")
     assert (result.outcome, result.reward, result.turns) == ("completed", 1.0, 10), result.error
+    print(result.info)
     reasons = [segment.origin.reason if segment.origin else None for segment in result.segments]
     assert reasons == [None, "sub_agent", "sub_agent", "history_edited", "sub_agent", "sub_agent"]
     assert [segment.turns for segment in result.segments] == [3, 1, 1, 1, 2, 2], "two sub-agents side by side have one each"
