@@ -42,7 +42,7 @@ def call(command: str) -> str:
 
 def list_left() -> set[str]:
     """Boxes and what verifiers made, and mounts, of this machine."""
-    names = ("fleetbus-sandbox-*", "fleetbus-harbor-*", "fleetbus-artifacts-*", "fleetbus-agent-*_*")
+    names = ("fleetbus-sandbox-*", "fleetbus-harbor-*", "fleetbus-artifacts-*")
     folders = {str(path) for name in names for path in Path(tempfile.gettempdir()).glob(name)}
     return folders | {line for line in Path("/proc/self/mounts").read_text().splitlines() if "fleetbus" in line}
 
