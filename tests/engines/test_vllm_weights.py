@@ -19,6 +19,7 @@ from fleetbus_schemas import PolicyPublished, SamplingSettings
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.vllm.engine import EngineSettings, start_engine
 from fleetbus_workers.weights.adapters import DOWN, PREFIX, UP, read_version
+from fleetbus_workers.weights.file import WeightsRejected
 
 pytestmark = [
     pytest.mark.vllm,
@@ -204,12 +205,12 @@ async def test_adapters_are_swapped_under_load_and_every_turn_is_of_the_version_
         assert sampler.stats["engine_restarts"] == 0
         assert {each.name for each in (place / "served").iterdir()} <= {"base", "v000004", "v000003"}
         whole = publish(place, 5, move_weights(5))
-        for policy in (whole, publish(place, 6, draw_adapters(6))):
-            await sampler.load(policy)
-            request = build_request(50 + policy.version)
-            generation = await sampler.generate(request)
-            differences.append(measure_difference(load_model(STARTER, policy), request, generation))
-            assert [span.version for span in generation.versions] == [policy.version]
+        with pytest.raises(WeightsRejected, match="holds a whole model, and this engine was started for adapters"):
+            await sampler.load(whole)
+        with pytest.raises(WeightsRejected, match="is no part of an adapter"):
+            await sampler.load(publish(place, 6, {f"{PREFIX}nowhere{DOWN}": tensor for tensor in draw_adapters(6).values()}))
+        generation = await sampler.generate(last)
+        assert [span.version for span in generation.versions] == [4] and sampler.version == 4
     print(f"adapters of {policies[0].size_bytes / 1e6:.2f} MB, the model {whole.size_bytes / 1e6:.2f} MB, swapped under load:")
     print(f"{len(differences)} turns of versions {sorted(seen)}; log-probabilities differ by up to {max(differences):.2g}")
     assert seen >= {0, 1, 2, 3} and max(differences) < CLOSE

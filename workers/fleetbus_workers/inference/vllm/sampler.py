@@ -58,7 +58,7 @@ class VllmSampler:
             settings = msgspec.structs.replace(settings, options={"mm_processor_cache_gb": CACHE_GIB} | settings.options)
         self._weights = WeightFolders(settings.folder, place, untie=not is_gpu_available())
         self._settings = msgspec.structs.replace(settings, folder=self._weights.prepare_base())
-        self._folder = self._base = self._settings.folder
+        self._folder = self._settings.folder
         self._loads = itertools.count(1)
         self._salt = "0"
         self._adapter: Any = None
@@ -121,16 +121,22 @@ class VllmSampler:
         Turns that wait in vLLM's queue carry the salt of their time: only an empty cache keeps them from the keys and values
         of the weights before, so the cache is emptied wholly, also of what is in use, unless it is to be kept.
         """
+        if has_adapters(entry.name for entry in policy.manifest) != bool(self._settings.lora_rank):
+            held, taken = ("a whole model", "adapters") if self._settings.lora_rank else ("adapters", "whole models")
+            raise WeightsRejected(
+                f"{policy.uri} holds {held}, and this engine was started for {taken}: start the worker with the learner's "
+                "trainer.published_weights and trainer.lora_rank"
+            )
         async with self._loading:
             folder = await anyio.to_thread.run_sync(self._weights.prepare, policy)
             await self._alive.wait()
-            if has_adapters(entry.name for entry in policy.manifest):
+            if self._settings.lora_rank:
                 await self._add_adapter(self._engine, folder, policy)
             else:
                 await self._replace_weights(self._engine, folder, policy)
             self.version, self._folder = policy.version, folder
             self._adapters_in_use = +self._adapters_in_use
-            await anyio.to_thread.run_sync(self._weights.remove_others, folder, self._base, *self._adapters_in_use)
+            await anyio.to_thread.run_sync(self._weights.remove_others, folder, *self._adapters_in_use)
 
     def forget(self, cache_key: str) -> None:
         """Nothing is kept by episode: the prefix cache forgets the longest unused."""
@@ -215,16 +221,11 @@ class VllmSampler:
         except Exception as error:
             await self._restore_weights(engine)
             raise WeightsRejected(f"{policy.uri}: vllm did not load it: {_format_error(error)}") from error
-        self._adapter, self._base = None, folder
 
     async def _add_adapter(self, engine: Any, folder: Path, policy: PolicyPublished) -> None:
         """Have further turns sampled with the adapters in ``folder``; those that run end with the ones that they began with."""
         from vllm.lora.request import LoRARequest
 
-        if not self._settings.lora_rank:
-            raise WeightsRejected(f"{policy.uri}: adapters alone, and this engine was started for whole models")
-        if self._base != self._settings.folder:  # they are differences to the model of the run
-            await self._replace_weights(engine, self._settings.folder, policy)
         number = next(self._loads)
         adapter = LoRARequest(f"{policy.version}.{number}", number, str(folder))
         try:
@@ -258,7 +259,7 @@ class VllmSampler:
     async def _restore_weights(self, engine: Any) -> None:
         """After a failed load nothing is sampled before good weights are in: the old ones, or a restarted engine."""
         try:
-            await self._swap(engine, self._base, self.version)
+            await self._swap(engine, self._folder, self.version)
         except Exception as error:
             log.error("engine refuses its previous weights; restarting it", reason=_format_error(error))
             self._mark_dead(engine)
@@ -281,8 +282,8 @@ class VllmSampler:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(stop_engine, dead)
                 self._engine = await anyio.to_thread.run_sync(start_engine, self._settings)
-            if self._base != self._settings.folder:
-                await self._engine.collective_rpc("reload_checkpoint", args=(str(self._base),))
+            if self._adapter is None and self._folder != self._settings.folder:
+                await self._engine.collective_rpc("reload_checkpoint", args=(str(self._folder),))
             self._salt = str(next(self._loads))
             await self._engine.update_weight_version(str(self.version))
             self._stats["engine_restarts"] += 1
