@@ -71,7 +71,8 @@ def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]])
         for name in ("loss", "grad_norm", "entropy", "kl", "ratio_mean", "ratio_max", "logprob_difference_max", "tokens"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), name
         for name in ("value_loss", "explained_variance", "value_mean", "return_mean"):
-            assert ours.get(name) == pytest.approx(theirs.get(name), rel=1e-4, abs=1e-5), name
+            assert (name in ours) == (name in theirs), name
+            assert ours.get(name, 0.0) == pytest.approx(theirs.get(name, 0.0), rel=1e-4, abs=1e-5), name
 
 
 def assert_close(first: Path, second: Path) -> None:
