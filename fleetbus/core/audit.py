@@ -53,6 +53,9 @@ class Audit:
         self._closed = ClosedBooks()
         self._floor = NO_FLOOR
         self._refused: set[str] = set()
+        self._unread: set[str] = set()
+        """What was settled when a lineage began, until the next floor: who raises it may not have read of that lineage, which
+        counts by it then."""
         self._last_sequence = 0
 
     def __len__(self) -> int:
@@ -77,6 +80,7 @@ class Audit:
             case PolicyPublished():
                 self._publish(sequence, tokens[-1], message)
             case LineageStarted() if tokens[2] == "train":
+                self._unread.update(self._collect_settled(Findings()).sequences)
                 self._get_training(tokens[-1]).on_lineage(sequence, message, self._findings)
                 self._mark_passed(tokens[-1])
             case StepTrained():
@@ -133,6 +137,7 @@ class Audit:
         """Everything below it has to be settled, and is counted for good."""
         floor = self._floor = merge_floors(raised, self._floor)
         passed = [episode for episode in self._episodes.values() if 0 < episode.requested < floor.sequence]
+        unread, self._unread = self._unread, set()
         if not passed:
             return
         settled = self._collect_settled(self._findings)
@@ -141,7 +146,8 @@ class Audit:
         for episode in passed:
             is_settled = episode.episode_id in settled.sequences
             by_learner = episode.split == "train" and bool(episode.lineage)
-            if not (is_settled or episode.passed) and (by_learner or episode.outcome is None):
+            is_passed = episode.passed or episode.episode_id in unread
+            if not (is_settled or is_passed) and (by_learner or episode.outcome is None):
                 self._findings.add("floor_unsettled", episode.episode_id, sequence)
             self._closed.add(episode, is_settled=is_settled)
             del self._episodes[episode.episode_id]

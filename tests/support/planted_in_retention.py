@@ -9,8 +9,10 @@ import pytest
 
 import fleetbus_workers.environment.episode.attempts as attempts
 import fleetbus_workers.recorder.log_trimmer as log_trimmer
+from fleetbus.core.floor import merge_floors
 from fleetbus.core.retention import Retention
 from fleetbus.log_room import LogRoom
+from fleetbus_schemas import FloorRaised, decode
 
 
 def floor_not_read(patch: pytest.MonkeyPatch) -> None:
@@ -23,7 +25,7 @@ def floor_not_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def removed_before_the_floor_is_raised(patch: pytest.MonkeyPatch) -> None:
-    async def faulty(self: Any, raised: Any, over: Any) -> bool:
+    async def faulty(self: Any, raised: Any, last_floor: int, over: Any) -> bool:
         return True
 
     patch.setattr(log_trimmer.LogTrimmer, "_raise_floor", faulty)
@@ -49,9 +51,10 @@ def floor_raised_over_an_unread_lineage(patch: pytest.MonkeyPatch) -> None:
     """The recorder expects the newest floor that stands, whatever it has not read before it."""
     raise_floor = log_trimmer.LogTrimmer._raise_floor
 
-    async def faulty(self: Any, raised: Any, over: Any) -> bool:
+    async def faulty(self: Any, raised: Any, last_floor: int, over: Any) -> bool:
         stored = await self._bus.last(self._subjects.floor)
-        self._last_floor = stored.sequence if stored is not None else 0
-        return await raise_floor(self, raised, over)
+        last_floor = stored.sequence if stored is not None else 0
+        newest = decode(FloorRaised, stored.payload, subject=stored.subject) if stored is not None else None
+        return await raise_floor(self, merge_floors(raised, newest), last_floor, over)
 
     patch.setattr(log_trimmer.LogTrimmer, "_raise_floor", faulty)

@@ -13,7 +13,7 @@ import pytest
 import fleetbus_workers.inference.observation_handler as answers
 import fleetbus_workers.learner.journal as book
 from fleetbus_workers.simulation.run import Report, run_seed
-from fleetbus_workers.simulation.scenario import FaultSet
+from fleetbus_workers.simulation.scenario import FaultSet, Scenario, ScheduledFault
 from fleetbus_workers.simulation.seed_pool import run_safely
 from tests.support import planted_in_episodes as episodes
 from tests.support import planted_in_retention as retention
@@ -173,3 +173,37 @@ def run_planted(plant: Plant, seed: int, faults: FaultSet) -> Report:
     misfits = [each.detail for each in report.violations if "TypeError" in each.detail or "AttributeError" in each.detail]
     assert not misfits, f"{plant.__name__} does not fit what it replaces: {misfits[0]}"
     return report
+
+
+def draw_damaged_checkpoints(seed: int) -> Scenario:
+    """The newest checkpoint is damaged again and again beside a recorder with a slow disk: new lineages void what was settled
+    when the floor is about to pass it."""
+    faults = tuple(
+        ScheduledFault(
+            kind="spoil_checkpoint", at=5.0 + 4.0 * number + 0.13 * seed, seconds=1.0, role="learner", pick=2 * number
+        )
+        for number in range(12)
+    )
+    return Scenario(
+        seed=seed,
+        steps=30,
+        groups=3,
+        group_size=2,
+        checkpoint_every=1,
+        evaluation_episodes=0,
+        duplicate_window_seconds=0.0,
+        blocking_seconds=0.2,
+        recorder=True,
+        settle_seconds=3.0,
+        archive_seconds=4.0,
+        fault_schedule=faults,
+    )
+
+
+def test_a_floor_that_is_raised_over_a_lineage_that_the_recorder_has_not_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 16 once had a recorder that computed a floor, and expected one that it read later."""
+    assert [run_seed(seed, scenario=draw_damaged_checkpoints(seed)).violations for seed in (15, 16)] == [(), ()]
+    retention.floor_raised_over_an_unread_lineage(monkeypatch)
+    (violation,) = run_seed(15, scenario=draw_damaged_checkpoints(15)).violations
+    assert violation.invariant == "the audit balances"
+    assert violation.detail.startswith("floor_unsettled")

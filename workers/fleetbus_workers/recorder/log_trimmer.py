@@ -187,13 +187,13 @@ class LogTrimmer:
         """Everything else, as far as it is settled for good."""
         subjects, purge = self._subjects, self._bus.purge
         expired = min(self._settled_ages.find_position(self._bus.now_ns()), self.last_entered)
-        before = self._retention.floor
+        before, last_floor = self._retention.floor, self._last_floor
         raised = msgspec.structs.replace(self._retention.compute_floor(expired), sessions=max(expired + 1, before.sessions))
         over = self._sessions.list_over(expired)
         if raised.sequence == before.sequence and not over:
             return False
         await self._runtime.offload(self._archive.guard, expired)
-        if not await self._raise_floor(raised, over):
+        if not await self._raise_floor(raised, last_floor, over):
             return False
         await purge(subjects.tasks(), below=raised.sequence)
         await purge(subjects.episodes, below=raised.sequence)
@@ -207,15 +207,15 @@ class LogTrimmer:
             self._floors.popleft()
         return True
 
-    async def _raise_floor(self, raised: FloorRaised, over: dict[str, int]) -> bool:
-        """Store it before anything that it concerns leaves; False if that was not possible now."""
+    async def _raise_floor(self, raised: FloorRaised, last_floor: int, over: dict[str, int]) -> bool:
+        """Store it before anything that it concerns leaves; False if that was not possible now. ``last_floor`` is the newest
+        that was entered when it was computed."""
         if raised == self._retention.floor:
             return True
-        first = not self._last_floor  # who begins before it stands does not see it: what was archived by then does not count
+        first = not last_floor  # who begins before it stands does not see it: what was archived by then does not count
         try:
-            published = await self._bus.publish(
-                self._subjects.floor, encode(NO_FLOOR if first else raised), expected_last=self._last_floor
-            )
+            stored = NO_FLOOR if first else raised
+            published = await self._bus.publish(self._subjects.floor, encode(stored), expected_last=last_floor)
         except LogFull:
             await self._shorten_journals(over)
             return False
