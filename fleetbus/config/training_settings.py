@@ -80,7 +80,7 @@ class AlgorithmSettings(Settings, frozen=True, kw_only=True):
     reduction: Annotated[
         Literal["token_mean", "sequence_mean", "sequence_sum", "constant_mean"],
         Meta(description="How token losses are aggregated"),
-    ] = "token_mean"
+    ] = "sequence_mean"
     segment_weight: Annotated[
         Literal["episode", "token", "segment"],
         Meta(description="What counts as one sequence of an episode with several segments: all of it, none, or each segment"),

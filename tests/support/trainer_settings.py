@@ -11,7 +11,9 @@ TABLES: dict[str, type[Any]] = {"learner": LearnerSettings, "algorithm": Algorit
 
 
 def trainer_settings(**given: Any) -> TorchTrainerSettings:
-    """Settings that are not given have their defaults."""
+    """Settings that are not given have their defaults, but losses are averaged over tokens, whose gradients are the simplest to
+    write down independently."""
+    given.setdefault("reduction", "token_mean")
     tables = {
         table: kind(**{name: given.pop(name) for name in kind.__struct_fields__ if name in given})
         for table, kind in TABLES.items()

@@ -126,6 +126,7 @@ def test_a_machine_with_gpus_gets_settings_of_a_real_model_and_says_so(folder: P
 
     assert (fitted.inference.engine, fitted.inference.dtype, fitted.trainer.precision) == ("vllm", "bfloat16", "bfloat16")
     assert fitted.learner.learning_rate == configuration.learner.learning_rate, "it was given"
+    assert (configuration.algorithm.reduction, fitted.algorithm.reduction) == ("sequence_mean", "token_mean")
     assert fitted.inference.workers == 4 and "\n" not in chosen
     assert "learning_rate" not in chosen and "8 GPU(s) of 80 GB" in chosen and "8.2 B" in chosen
 

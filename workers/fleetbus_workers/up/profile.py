@@ -35,6 +35,7 @@ PROFILE: dict[str, Any] = {
     "trainer.published_dtype": "bfloat16",
     "trainer.gradient_checkpointing": True,
     "trainer.token_budget": TOKEN_BUDGET,
+    "algorithm.reduction": "token_mean",  # as TRL, verl and prime-rl have it by default
     "learner.checkpoint_every": 20,
     "episode.max_tokens": 1024,
     "limits.action": 1800.0,
