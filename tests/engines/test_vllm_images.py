@@ -107,19 +107,22 @@ async def test_after_a_swap_images_are_seen_with_the_new_vision_tower(
     sampler: Any, reference: Any, processor: Any, folder: Path, tmp_path: Path
 ) -> None:
     import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForImageTextToText
 
-    from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
-    from fleetbus_workers.learner.torch.trainer import TorchTrainer
+    from fleetbus_workers.weights.file import write_weights
 
     wanted = requests(processor)
     before = await answers(sampler, wanted)
-    trainer = TorchTrainer(folder, settings=TorchTrainerSettings(images=True))
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     torch.manual_seed(1)
     with torch.no_grad():
-        for name, parameter in trainer._model.named_parameters():
+        for name, parameter in model.named_parameters():
             if "vision_model" in name or "connector" in name:
                 parameter += 0.3 * parameter.abs().mean() * torch.randn_like(parameter)
-    manifest = trainer.save_weights(file := tmp_path / "1.safetensors")
+    model.save_pretrained(tmp_path / "moved")
+    file = tmp_path / "1.safetensors"
+    manifest = write_weights(file, load_file(tmp_path / "moved" / "model.safetensors"))
     policy = PolicyPublished(
         policy="default", version=1, lineage="l", step=1, uri=str(file), manifest=manifest, size_bytes=file.stat().st_size
     )
