@@ -342,6 +342,7 @@ def peft() -> Any:
     return pytest.importorskip("peft")
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_adapters_leave_the_model_alone_and_are_published_merged(peft: Any, tmp_path: Path, kind: str) -> None:
     folder = make_model(tmp_path / "model", kind)
@@ -349,9 +350,10 @@ def test_adapters_leave_the_model_alone_and_are_published_merged(peft: Any, tmp_
     before = AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
     manifest = adapted.save_weights(tmp_path / "v0")
-    assert {entry.name for entry in manifest} == {entry.name for entry in trainer(folder).save_weights(tmp_path / "plain")}
+    whole = read_weights(tmp_path / "plain", trainer(folder).save_weights(tmp_path / "plain"))
+    assert {entry.name for entry in manifest} == set(whole)
     for name, tensor in read_weights(tmp_path / "v0", manifest).items():
-        assert torch.equal(tensor, before[name])
+        assert torch.equal(tensor, whole[name])
     batch = make_batch(folder, off_policy=0.0)
     adapted.train(batch, version=0, progress=0.0)
     adapted.train(batch, version=0, progress=0.0)
@@ -382,7 +384,7 @@ def test_adapters_go_on_bit_by_bit_from_a_checkpoint(peft: Any, folder: Path, tm
     straight.save_weights(tmp_path / "a")
     resumed.save_weights(tmp_path / "b")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    with pytest.raises(UserError, match="no adapters of rank 3"):
+    with pytest.raises(UserError, match=r"lora_A.* has shape \(2, \d+\) there, and \(3, \d+\) here"):
         trainer(folder, **{**settings, "lora_rank": 3}).restore(tmp_path / "state")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
 from fleetbus.config.settings import TrainerSettings
 from fleetbus.errors import UserError
@@ -74,7 +75,7 @@ def add_adapters(model: PreTrainedModel, settings: TrainerSettings) -> None:
     except ModuleNotFoundError as error:
         raise UserError("trainer.lora_rank needs peft: pip install 'fleetbus[lora]'") from error
     targets = settings.lora_target_modules
-    chosen: str | list[str] = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
+    chosen = _list_linear(model) if targets == "all-linear" else [name.strip() for name in targets.split(",")]
     config = LoraConfig(r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules=chosen, lora_dropout=0.0)
     torch.manual_seed(0)
     try:
@@ -83,6 +84,14 @@ def add_adapters(model: PreTrainedModel, settings: TrainerSettings) -> None:
         raise UserError(f"trainer.lora_target_modules = {targets}: {str(error).splitlines()[0]}") from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
+
+
+def _list_linear(model: PreTrainedModel) -> list[str]:
+    """Linear layers but the head. PEFT's own ``all-linear`` takes experts too (0.21), which are no layers in memory and whose
+    adapters no engine reads."""
+    head = model.get_output_embeddings()
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, (torch.nn.Linear, Conv1D)))
+    return [name for name, module in layers if module is not head]
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
