@@ -252,7 +252,7 @@ def test_a_learner_that_does_not_take_over_what_was_asked_for_before_is_found(
 ) -> None:
     from fleetbus_workers.learner.admission import Admission
 
-    async def forget(admission: Admission, requests: Any) -> None:
+    async def forget(admission: Admission, requests: Any, first_group: int = 0) -> None:
         return
 
     monkeypatch.setattr(Admission, "take_over", forget)

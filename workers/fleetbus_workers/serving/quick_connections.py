@@ -42,6 +42,8 @@ class QuickProtocol(BoundedProtocol, HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > MAX_HEAD_BYTES or len(self.pipeline) >= MAX_REQUESTS_AHEAD:
             raise ValueError("the head is too long, or too many requests were sent ahead")
+        if any(value.strip().lower() != b"chunked" for name, value in self.headers if name == b"transfer-encoding"):
+            raise ValueError("a body is sent as it is or chunked")
         super().on_headers_complete()
         self._progressed = self._is_in_body = True
 
