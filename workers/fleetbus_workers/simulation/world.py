@@ -21,7 +21,9 @@ from fleetbus_workers.simulation.liveness_checker import LivenessChecker
 from fleetbus_workers.simulation.observer import Observer
 from fleetbus_workers.simulation.scenario import Scenario
 
-HORIZON_SECONDS = 3600.0
+HORIZON_SECONDS = 7200.0
+"""Longer than the most hopeless of drawn configurations train, in which one group of ten is good for anything."""
+
 CHECK_SECONDS = 5.0
 MOST_TIMES = 10
 """How many times as many episodes as a calm run requests are too many: something is asked for again and again then."""
