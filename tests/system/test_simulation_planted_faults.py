@@ -64,7 +64,7 @@ PLANTS: dict[Plant, Found] = {
     training.newest_file_instead_of_the_log: Found(89, "a lineage begins at a stored checkpoint", "usual"),
     training.no_compare_and_set_of_steps: Found(16, "version numbers never repeat", "usual"),
     training.staleness_ignored: Found(7, "staleness is bounded", "usual"),
-    training.replaced_learner_not_told: Found(55, "a replaced learner ends", "usual"),
+    training.replaced_learner_not_told: Found(90, "a replaced learner ends", "usual"),
     training.versions_read_before_the_fence: Found(203, "version numbers never repeat", "usual"),
     training.trimmed_content_not_looked_for: Found(28, "a finished rollout is not lost"),
     training.unreadable_checkpoint_means_the_start: Found(9, "a lineage begins at a stored checkpoint"),
