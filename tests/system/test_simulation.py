@@ -103,6 +103,7 @@ FAILED_ONCE: dict[tuple[FaultSet, int], str] = {
     ("all", 200): "a session that was handed on in the midst of a reset ended as failed",
     ("all", 245): "rollouts and a learner filled one log together",
     ("all", 399): "a learner filled the log behind the one before it",
+    ("all", 452): "an election failed the question whether an observation is still to be answered, and with it the episode",
     ("all", 771): "checkpoints were removed while no learner was there, and no disturbance was noted",
     ("all", 25): "one long pause that swallowed four deliveries was counted as one disturbance",
     ("all", 1122): "a recorder that was behind raised the floor over what a new lineage was about to train again",

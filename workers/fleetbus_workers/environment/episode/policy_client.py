@@ -143,10 +143,11 @@ class PolicyClient:
             checks += 1
             try:
                 await self._check_log(observation)
+                needs_resend = self._answer is None and await self._needs_resend(observation, lane, checks)
             except RequestUnanswered as unanswered:
                 log.warning("log read failed; retrying", turn=observation.turn, reason=str(unanswered))
                 continue
-            if self._answer is None and await self._needs_resend(observation, lane, checks):
+            if needs_resend:
                 observation, lane = self._reroute(observation), ANY_LANE
                 await self._send(observation, lane)
 
