@@ -20,9 +20,10 @@ from fleetbus.bus.base import Backlog, Bus
 from fleetbus.bus.streams import tasks_consumer
 from fleetbus.config.settings import Configuration
 from fleetbus.core.claims import EpisodeState, build_result_without_attempt
+from fleetbus.core.floor import NO_FLOOR
 from fleetbus.episodes import RETRY_SECONDS, read_episode_state, store_result
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
-from fleetbus.floor import read_floor
+from fleetbus.floor import read_floor, read_floor_after
 from fleetbus.log_room import LogRoom
 from fleetbus.runtime import Runtime
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Outcome, SamplingSettings, Split, Subjects, Task, encode
@@ -224,23 +225,32 @@ class Requests:
 
     async def _close(self, request: EpisodeRequested, sequence: int, found: Callable[[EpisodeFinished], None]) -> None:
         episode_state = await read_episode_state(self._bus, self._subjects, request.episode_id)
-        if episode_state.result is not None:
-            self.mark_answered(request.episode_id)
-            found(episode_state.result)
-            return
-        if not episode_state.last_sequence and sequence < (await read_floor(self._bus, self._subjects)).sequence:
+        floor = NO_FLOOR
+        if episode_state.result is not None and self.is_own_close(episode_state.result):
+            subject = self._subjects.episode(request.episode_id)
+            floor = await read_floor_after(self._bus, self._subjects, subject, episode_state.last_sequence)
+        elif not episode_state.last_sequence:
+            floor = await read_floor(self._bus, self._subjects)
+        if sequence < floor.sequence:
             result = await self._find_archived(request, sequence)
             if result is None:
                 log.error("result left the log before it was read; counting the episode as lost", episode=request.episode_id)
                 error = "its result has left the log: give the recorder's archive (learner.archive)"
                 result = self._build_result(request, sequence, episode_state, "lost", "trimmed", error)
-            self.mark_answered(request.episode_id)
-            found(result)
-            return
-        error = "the deadline passed and no worker stored a result"
-        result = self._build_result(request, sequence, episode_state, "timeout", UNANSWERED, error)
-        if await store_result(self._bus, self._subjects, result, expected_last=episode_state.last_sequence) != "superseded":
-            self.mark_answered(request.episode_id)
+        elif episode_state.result is not None:
+            result = episode_state.result
+        else:
+            error = "the deadline passed and no worker stored a result"
+            result = self._build_result(request, sequence, episode_state, "timeout", UNANSWERED, error)
+            await store_result(self._bus, self._subjects, result, expected_last=episode_state.last_sequence)
+            return  # whether it counts is known once it is read together with the floor
+        self.mark_answered(request.episode_id)
+        found(result)
+
+    def is_own_close(self, result: EpisodeFinished) -> bool:
+        """Whether `close_expired` stored it and has yet to see that it counts: the episode, with its result, may have left
+        the log just before. Then it passes on what counts instead."""
+        return result.error_class == UNANSWERED and result.worker == self._worker and result.episode_id in self._open
 
     async def _find_floor(self) -> int:
         try:

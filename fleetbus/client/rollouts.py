@@ -202,7 +202,7 @@ class _GroupRunner:
             while True:
                 stored = await reader.receive()
                 entry = decode_episode_entry(stored)
-                if isinstance(entry, EpisodeFinished):
+                if isinstance(entry, EpisodeFinished) and not self._requests.is_own_close(entry):
                     self._requests.record_result(stored.sequence, entry.episode_id)
                     self.enter(entry)
 

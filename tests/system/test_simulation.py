@@ -106,6 +106,7 @@ FAILED_ONCE: dict[tuple[FaultSet, int], str] = {
     ("all", 452): "an election failed the question whether an observation is still to be answered, and with it the episode",
     ("all", 771): "checkpoints were removed while no learner was there, and no disturbance was noted",
     ("all", 25): "one long pause that swallowed four deliveries was counted as one disturbance",
+    ("all", 325): "rollouts closed an episode whose result had just left the log, and took that for its result",
     ("all", 1122): "a recorder that was behind raised the floor over what a new lineage was about to train again",
     ("all", 1262): "a learner that took over measured episodes by those that had only begun, and filled the log",
     ("all", 1308): "checkpoints were away between the newest one's entry and the removal of older ones",

@@ -107,6 +107,8 @@ async def play(
             stored = await reader.receive()
             entry = decode_episode_entry(stored)
             if isinstance(entry, EpisodeFinished):
+                if requests.is_own_close(entry):
+                    continue
                 requests.record_result(stored.sequence, entry.episode_id)
             if entry is not None:
                 enter(entry)
