@@ -42,6 +42,7 @@ from fleetbus_workers.learner.torch.trainer import TorchTrainer
 
 STARTER = Path(__file__).resolve().parent.parent / "workers/fleetbus_workers/starter/policy"
 SEQUENCES, PROMPT_TOKENS, TURN_TOKENS, ROUNDS = 16, 60, 40, 5
+SAME_LOSS = 1e-6
 MODELS = ((128, 4, 512), (256, 4, 512), (128, 4, 32_768))
 """Width, layers, vocabulary."""
 
@@ -136,7 +137,7 @@ def build_our_step(folder: Path, batch: list[TrainingSequence], *, packed: bool)
     table = TrainerSettings(packing=True, token_budget=1024) if packed else TrainerSettings()
     settings = TorchTrainerSettings(
         learner=LearnerSettings(micro_batch_size=SEQUENCES, warmup_steps=0),
-        algorithm=AlgorithmSettings(old_policy="trainer"),
+        algorithm=AlgorithmSettings(old_policy="trainer", reduction="token_mean"),  # that of TRL's "dapo"
         trainer=table,
     )
     trainer = TorchTrainer(folder, settings=settings)
@@ -160,6 +161,8 @@ def measure(model: tuple[int, int, int], kind: str, *, packed: bool, rounds: int
                 losses.append(step())
                 seconds[side].append(time.perf_counter() - started)
                 cpu[side].append(time.process_time() - started_cpu)
+    if (gap := abs(losses[0] - losses[1])) > SAME_LOSS:
+        raise SystemExit(f"the losses of the first round differ by {gap:.2g}: both sides have to compute the same")
     theirs, ours = (statistics.median(found[1:]) for found in seconds)
     return {
         "width": model[0], "layers": model[1], "vocabulary": model[2], "batch": kind, "packed": packed, "tokens": tokens,
@@ -167,7 +170,7 @@ def measure(model: tuple[int, int, int], kind: str, *, packed: bool, rounds: int
         "our_tokens_per_second": round(tokens / ours, 1),
         "ratio": round(statistics.median(a / b for a, b in zip(seconds[0][1:], seconds[1][1:], strict=True)), 3),
         "cpu_ratio": round(statistics.median(a / b for a, b in zip(cpu[0][1:], cpu[1][1:], strict=True)), 3),
-        "loss_gap": abs(losses[0] - losses[1]),
+        "loss_gap": gap,
     }  # fmt: skip
 
 
