@@ -28,8 +28,8 @@ class Control:
         role: WorkerRole,
         worker: str,
         drain: anyio.Event,
-        cancel: Callable[[Sequence[str]], Sequence[str]],
-        busy_with: Callable[[], Sequence[str]],
+        cancel: Callable[[Sequence[str]], Sequence[str]] = lambda episodes: (),
+        busy_with: Callable[[], Sequence[str]] = tuple,
         pause: Callable[[bool], None] | None = None,
     ) -> None:
         self._bus = bus

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import get_args
 
-from fleetbus_workers.simulation.scenario import ADDED_WEIGHTS, ROLES, FaultKind, FaultProfile, NetworkFaultRates, draw_scenario
+from fleetbus_workers.simulation.scenario import ROLES, FaultKind, FaultProfile, NetworkFaultRates
+from fleetbus_workers.simulation.scenario_drawing import ADDED_WEIGHTS, draw_scenario
 
 SEEDS = range(200)
 

@@ -90,13 +90,7 @@ class InferenceWorker:
             bus, subjects, role="inference", worker=self._name, beat=self._build_heartbeat, lane=self._lane
         )
         control = Control(
-            bus,
-            subjects,
-            role="inference",
-            worker=self._name,
-            drain=self._drain,
-            cancel=lambda episodes: (),
-            busy_with=lambda: self._handler.turns,
+            bus, subjects, role="inference", worker=self._name, drain=self._drain, busy_with=lambda: self._handler.turns
         )
         async with (
             self._sampler.run(),

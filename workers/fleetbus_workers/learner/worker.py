@@ -139,16 +139,7 @@ class Learner:
         """Train until the last step or until drained."""
         bus, subjects = self._bus, self._subjects
         lifecycle = WorkerLifecycle(bus, subjects, role="learner", worker=self._name, beat=self._build_heartbeat, lane=None)
-        control = Control(
-            bus,
-            subjects,
-            role="learner",
-            worker=self._name,
-            drain=self._drain,
-            cancel=lambda _: (),
-            busy_with=lambda: (),
-            pause=self._admission.pause,
-        )
+        control = Control(bus, subjects, role="learner", worker=self._name, drain=self._drain, pause=self._admission.pause)
         await self._start_lineage()
         async with run_lifecycle(lifecycle, bus, None, slots=self._settings.groups), anyio.create_task_group() as group:
             self._tasks = group

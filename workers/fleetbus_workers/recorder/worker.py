@@ -161,9 +161,7 @@ async def run_recorder(
         lifecycle = WorkerLifecycle(
             bus, subjects, role="recorder", worker=name, beat=lambda: recorder.heartbeat(name), lane=lane
         )
-        control = Control(
-            bus, subjects, role="recorder", worker=name, drain=drain, cancel=lambda episodes: (), busy_with=lambda: ()
-        )
+        control = Control(bus, subjects, role="recorder", worker=name, drain=drain)
         async with run_lifecycle(lifecycle, bus, lane, slots=1), anyio.create_task_group() as group:
             group.start_soon(control.run)
             await recorder.run()

@@ -20,7 +20,8 @@ import structlog
 from fleetbus_workers.learner import pool
 from fleetbus_workers.simulation.deterministic import run_deterministically
 from fleetbus_workers.simulation.observer import Observer, Violation
-from fleetbus_workers.simulation.scenario import FaultSet, Scenario, draw_scenario
+from fleetbus_workers.simulation.scenario import FaultSet, Scenario
+from fleetbus_workers.simulation.scenario_drawing import draw_scenario
 from fleetbus_workers.simulation.world import World
 
 SHARED_MEMORY = Path("/dev/shm")

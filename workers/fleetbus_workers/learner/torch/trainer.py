@@ -164,9 +164,8 @@ class TorchTrainer:
         """See `Trainer.save_weights`. Raises `OSError`."""
         self.shards.enter_thread()
         dtype = torch.bfloat16 if self._publishes_rounded else None
-        write = models.write_model_weights
-        if self.settings.trainer.published_weights == "adapters":
-            write = models.write_adapters
+        adapters = self.settings.trainer.published_weights == "adapters"
+        write = models.write_adapters if adapters else models.write_model_weights
         return write(self._model, file, self.shards, dtype)
 
     def save_model(self, folder: Path) -> None:
