@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import anyio
+import pytest
 
 from fleetbus.audit import audit_run
 from fleetbus.cancel import pause_admission
-from fleetbus.config.settings import EvaluationSettings, LearnerSettings, RunSettings
+from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
 from fleetbus_schemas import Task
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
@@ -21,12 +22,18 @@ TASKS = [Task(key=f"task-{index}", prompt="play") for index in range(4)]
 anyio_backend = virtual_time
 
 
-async def test_a_paused_learner_requests_nothing_until_it_is_resumed_and_trains_to_the_end(tmp_path: Path) -> None:
-    configuration = build_configuration(
+@pytest.fixture
+def configuration(tmp_path: Path) -> Configuration:
+    return build_configuration(
         run=RunSettings(name=RUN, folder=str(tmp_path)),
         learner=LearnerSettings(steps=STEPS, groups=GROUPS, group_size=GROUP_SIZE),
         evaluation=EvaluationSettings(episodes=0),
     )
+
+
+async def test_a_paused_learner_requests_nothing_until_it_is_resumed_and_trains_on(
+    configuration: Configuration,
+) -> None:
     with anyio.fail_after(3600):
         async with small_deployment(configuration) as fleet:
             assert await pause_admission(fleet.bus, fleet.subjects, is_paused=True) is None, "no learner is there"
@@ -51,12 +58,7 @@ async def test_a_paused_learner_requests_nothing_until_it_is_resumed_and_trains_
     assert report.books.trained == STEPS * GROUPS * GROUP_SIZE
 
 
-async def test_a_paused_learner_drains(tmp_path: Path) -> None:
-    configuration = build_configuration(
-        run=RunSettings(name=RUN, folder=str(tmp_path)),
-        learner=LearnerSettings(steps=STEPS, groups=GROUPS, group_size=GROUP_SIZE),
-        evaluation=EvaluationSettings(episodes=0),
-    )
+async def test_a_paused_learner_drains(configuration: Configuration) -> None:
     with anyio.fail_after(3600):
         async with small_deployment(configuration) as fleet:
             learner = fleet.learner("learner-0", trainer=ScriptedTrainer(), curriculum=Curriculum(TASKS, TASKS, seed=1))
