@@ -74,8 +74,7 @@ class ScoredBatch(NamedTuple):
 
 
 class TorchTrainer:
-    """A model with its AdamW, as `fleetbus_workers.learner.base.Trainer`. Raises `UserError` when the folder or a setting is
-    wrong."""
+    """A model with its AdamW, as `fleetbus_workers.learner.base.Trainer`. Raises `UserError` for a wrong folder or setting."""
 
     def __init__(
         self, folder: Path, *, settings: TorchTrainerSettings | None = None, objective: Objective | None = None
