@@ -25,49 +25,34 @@ _WORDS = "|".join(word.replace("_", "[_-]?") for word in SECRET_WORDS if word no
 _ASSIGNED = re.compile(
     rf"(?i)([\w-]{{0,64}}(?:{_WORDS}|access[_-]?token|auth[_-]?token)[\w-]*[\"']?\s*[:=]\s*[\"']?)([^\s\"',;}}\]]{{4,}})"
 )
-_MARKS = (
-    *(b"api", b"authorization", b"cookie", b"credential", b"passw", b"private", b"secret", b"bearer ", b"basic ", b"://"),
-    *(
-        b"sk-",
-        b"hf_",
-        b"akia",
-        b"asia",
-        b"a3t",
-        b"abia",
-        b"acca",
-        b"xox",
-        b"xapp-",
-        b"eyj",
-        b"aiza",
-        b"ya29.",
-        b"1//0",
-        b"gocspx-",
-    ),
-    *(b"github_pat_", b"glpat-", b"gr1348941", b"npm_", b"pypi-", b"hooks.slack", b"sk_", b"rk_", b"whsec_", b"sg.", b"dapi"),
-    *(b"_v1_", b"dckr_", b"hvs.", b"hvb.", b"hvr.", b".atlasv1.", b"pul-", b"pscale_", b"lin_", b"ntn_", b"glc_", b"glsa_"),
-    *(
-        b"nrak-",
-        b"nrii-",
-        b"nrjs-",
-        b"sntr",
-        b"shp",
-        b"gsk_",
-        b"xai-",
-        b"pplx-",
-        b"nvapi-",
-        b"r8_",
-        b"fw_",
-        b"age-secret",
-        b":aa",
-    ),
+_MARKS = b"""
+    api authorization cookie credential passw private secret :// sk- hf_ akia asia a3t abia acca xox xapp- eyj aiza ya29. 1//0
+    gocspx- ghp_ gho_ ghu_ ghs_ ghr_ github_pat_ gr1348941 npm_ pypi- hooks.slack rk_ whsec_ sg. dapi _v1_ dckr_ hvs. hvb. hvr.
+    .atlasv1. pul- pscale_ lin_ ntn_ glc_ glsa_ nrak- nrii- nrjs- sntr shp gsk_ xai- pplx- nvapi- r8_ fw_ age-secret :aa
+"""
+
+
+def _join_by_prefix(words: Iterable[bytes]) -> bytes:
+    """The expression that finds any of the words, each common letter tried once: half the time of plain alternatives."""
+    rests: dict[bytes, list[bytes]] = {}
+    for word in sorted(words):
+        rests.setdefault(word[:1], []).append(word[1:])
+    return b"|".join(
+        re.escape(first + rest[0]) if len(rest) == 1 else re.escape(first) + b"(?:" + _join_by_prefix(rest) + b")"
+        for first, rest in rests.items()
+    )
+
+
+_SUSPICIOUS = (
+    re.compile(_join_by_prefix([*_MARKS.split(), b"bearer ", b"basic "])),
+    re.compile(rb"gl(?:pat|ptt|rt|cbt|dt|soat|oas|ft|imt|agent|ffct)[a-z0-9_=.-]{20}"),
+    re.compile(rb"sk_(?<!\wsk_)"),
+    re.compile(rb"sk[0-9a-f]{32}"),
+    re.compile(rb"s[a-z2-7]{57}"),
+    *(re.compile(word + rb"[a-z0-9_-]{0,16}[\xa0-\xbf\xd9-\xdb]") for word in (b"seed", b"token")),
 )
-"""A payload without any of these, in lower case, needs no closer look; searching for each takes half a microsecond."""
-
-_GITHUB_TOKEN = re.compile(rb"gh[pousr]_|gl[a-z]{2,5}-[a-z0-9_=.-]{20}|\bsk[0-9a-f]{32}\b")
-_SECRET_KEYS = tuple(re.compile(word + rb"[a-z0-9_-]{0,16}[\xa0-\xbf\xd9-\xdb]") for word in (b"seed", b"token"))
-"""A key that names a seed or a token, in lower case, followed by the first byte of a msgpack text."""
-
-_NKEY_SEED = re.compile(rb"S[A-Z2-7]{57}")
+"""A payload needs a closer look if, in lower case, one of these is found in it; the last two are keys that name a seed or a
+token, before the first byte of a msgpack text. Expressions that begin with fixed letters are searched for ten times as fast."""
 
 _TOKEN_FIELDS = ("prompt_delta", "sampled", "logprobs")
 
@@ -151,9 +136,10 @@ class Redactor:
 
     def _is_suspicious(self, payload: bytes) -> bool:
         lowered = payload.lower()
-        if any(mark in lowered for mark in _MARKS) or any(key.search(lowered) for key in _SECRET_KEYS):
-            return True
-        if lowered.count(b"token") > lowered.count(b"tokens") or _GITHUB_TOKEN.search(lowered) or _NKEY_SEED.search(payload):
+        for expression in _SUSPICIOUS:
+            if expression.search(lowered):
+                return True
+        if lowered.count(b"token") > lowered.count(b"tokens"):
             return True
         return self._known_bytes is not None and self._known_bytes.search(payload) is not None
 

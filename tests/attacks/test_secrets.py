@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 import sys
 
 import anyio
 import pytest
 import structlog
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.config.settings import LogSettings
@@ -78,20 +81,32 @@ def test_every_format_has_its_example() -> None:
     assert set(SECRETS) == set(FORMATS)
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_no_recording_has_it(name: str) -> None:
+def record_text(text: str) -> bytes:
     observation = Observation(
         episode_id="e",
         attempt=1,
         turn=0,
         policy="p",
-        messages=(ChatMessage(role="tool", content=TEXTS[name]),),
+        messages=(ChatMessage(role="tool", content=text),),
         tokens_left=5,
         environment_lane="e0",
         deadline_ns=1,
     )
     entry = StreamEntry(subject="fb.r.x", payload=encode(observation), sequence=1, time_ns=1)
-    assert carried(name).encode() not in Redactor().clean(entry).payload
+    return Redactor().clean(entry).payload
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_no_recording_has_it(name: str) -> None:
+    assert carried(name).encode() not in record_text(TEXTS[name])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_no_recording_has_whatever_a_format_describes(name: str, data: st.DataObject) -> None:
+    secret = data.draw(st.from_regex(re.compile(FORMATS[name], re.ASCII), fullmatch=True))
+    assert secret.encode() not in record_text(f"it said {secret} and ended")
 
 
 @pytest.mark.parametrize("format", ["console", "json"])
