@@ -69,6 +69,14 @@ METRICS: Mapping[str, Metric] = {
     "fleetbus_worker_version": Metric("gauge", "Policy version that a worker has", ("worker", "role")),
     "fleetbus_worker_silent_seconds": Metric("gauge", "Time since a worker's last sign of life", ("worker", "role")),
     "fleetbus_worker_counter_total": Metric("counter", "What a worker counts in its heartbeat", ("worker", "role", "name")),
+    # Engines of inference workers, as far as they tell
+    "fleetbus_engine_requests": Metric("gauge", "Requests that an engine computes or keeps waiting", ("worker", "state")),
+    "fleetbus_engine_kv_cache_ratio": Metric("gauge", "Share of an engine's KV cache in use", ("worker",)),
+    "fleetbus_engine_tokens_per_second": Metric("gauge", "Tokens that an engine sampled for a worker per second", ("worker",)),
+    "fleetbus_engine_prefix_hit_ratio": Metric(
+        "gauge", "Share of prompt tokens that an engine found in its cache", ("worker",)
+    ),
+    "fleetbus_engine_preemptions_total": Metric("counter", "Requests that an engine dropped and computed again", ("worker",)),
     # The log
     "fleetbus_log_bytes": Metric("gauge", "Bytes stored in the log"),
     "fleetbus_log_limit_bytes": Metric("gauge", "Limit of the log, 0 for none"),

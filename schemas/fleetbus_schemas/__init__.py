@@ -17,6 +17,7 @@ from fleetbus_schemas.episode import (
 from fleetbus_schemas.lifecycle import (
     ControlAnswered,
     ControlRequested,
+    EngineLoad,
     Heartbeat,
     LaneLease,
     WorkerDraining,
@@ -93,6 +94,7 @@ __all__ = [
     "ContextChange",
     "ControlAnswered",
     "ControlRequested",
+    "EngineLoad",
     "EpisodeFinished",
     "EpisodeRequested",
     "EpisodeSegment",

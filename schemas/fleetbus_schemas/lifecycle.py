@@ -47,13 +47,31 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
     error: str
 
 
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How busy an inference worker's engine is; None is what it does not tell.
+
+    ``running`` and ``waiting`` count requests; ``kv_cache_use`` is the share of the cache that they hold, the largest of
+    several engines. Of a server that others ask too, these are all of its requests. Over the last seconds,
+    ``tokens_per_second`` were sampled for this worker, and the share ``prefix_hits`` of its prompt tokens was found in the
+    cache. ``preemptions`` are requests that lost their place in the cache and were computed again, since the engine or
+    server began.
+    """
+
+    running: int | None = None
+    waiting: int | None = None
+    kv_cache_use: float | None = None
+    preemptions: int | None = None
+    tokens_per_second: float | None = None
+    prefix_hits: float | None = None
+
+
 class Heartbeat(Message, frozen=True, kw_only=True):
     """Every worker → all listeners, on ``fbhb.<run>.<role>.<worker>``; a core message, not stored.
 
     ``policy_version`` is what an inference worker samples from or a learner published last; ``counters`` only ever grow.
     An environment worker hosts ``sessions`` of at most ``session_slots`` step-wise sessions. ``problem`` is what keeps the
     worker from its work at the moment, in one line; empty while it works. ``paused``: a learner that was asked to request no
-    new groups.
+    new groups. ``engine`` is what an inference worker's engine says of itself.
     """
 
     role: WorkerRole
@@ -68,6 +86,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     sessions: int = 0
     problem: str = ""
     paused: bool = False
+    engine: EngineLoad | None = None
 
 
 class LaneLease(Message, frozen=True, kw_only=True):

@@ -64,6 +64,8 @@ class ModelServer:
         self.break_after: int | None = None
         """The next answer's connection is cut after so many tokens."""
         self.healthy = True
+        self.metrics = ""
+        """What it tells Prometheus; empty: it knows no such path."""
         self.bad_folders: set[str] = set()
         self.held_call = ""
         """A call to control it that is not answered while this stands here."""
@@ -87,6 +89,7 @@ class ModelServer:
             Route("/inference/v1/generate", self._generate, methods=["POST"]),
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/weight_info", self._weight_info),
+            Route("/metrics", self._metrics),
             *[
                 Route(f"/{name}", self._control, methods=["POST"])
                 for name in ("pause", "resume", "collective_rpc", "reset_prefix_cache", "update_weight_version")
@@ -124,6 +127,9 @@ class ModelServer:
 
     async def _weight_info(self, request: Request) -> Response:
         return JSONResponse({"weight_version": self.label}) if self.takes_weights else Response(status_code=404)
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(self.metrics, media_type="text/plain") if self.metrics else Response(status_code=404)
 
     async def _control(self, request: Request) -> Response:
         name = request.url.path.strip("/")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import anyio
+import msgspec
 
+from fleetbus_schemas import EngineLoad
 from fleetbus_workers.inference.base import Generation, GenerationRequest, RequestRefused
+from fleetbus_workers.inference.engine_meter import EngineMeter
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from tests.support.small_deployment import small_deployment
 from tests.support.virtual_time import virtual_time
@@ -38,6 +41,34 @@ async def test_a_refused_request_ends_its_episode_once_with_the_reason() -> None
         "this engine serves evaluation only",
     )
     assert sampler.asked == [True]
+
+
+class Busy(ScriptedSampler):
+    """Has sampled 40 tokens more each time that it is asked."""
+
+    engine_load = EngineLoad(running=5, waiting=2, kv_cache_use=0.25, preemptions=1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sampled = 0.0
+
+    @property
+    def stats(self) -> dict[str, float]:
+        self.sampled += 40
+        return {"sampled_tokens": self.sampled, "cached_tokens": 3 * self.sampled, "prefill_tokens": self.sampled}
+
+
+async def test_how_busy_an_engine_is_comes_with_the_heartbeat_and_with_rates_of_the_seconds_since_the_last() -> None:
+    sampler = Busy()
+    meter = EngineMeter(sampler, 100.0)
+    load = meter.measure(102.0)
+    assert load == msgspec.structs.replace(sampler.engine_load, tokens_per_second=20.0, prefix_hits=0.75)
+    assert meter.measure(102.1) == load, "a heartbeat that follows at once repeats the rates"
+    assert EngineMeter(ScriptedSampler(), 0.0).measure(9.0) is None, "an engine that tells nothing adds nothing"
+    with anyio.fail_after(600):
+        async with small_deployment() as fleet:
+            await fleet.heard(fleet.inference("inference-0", sampler=sampler))
+            assert fleet.beats["inference-0"].engine == sampler.engine_load
 
 
 async def test_what_an_engine_counts_is_published_with_the_heartbeat() -> None:

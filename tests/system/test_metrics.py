@@ -16,7 +16,8 @@ import trio.testing
 from fleetbus.errors import UserError
 from fleetbus.metrics.names import METRICS, Sample
 from fleetbus.metrics.sinks import open_sinks
-from fleetbus_schemas import CheckpointStored, LineageStarted, StepTrained, Task
+from fleetbus_schemas import CheckpointStored, EngineLoad, LineageStarted, StepTrained, Task
+from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.metrics.collect import collect, iterate_step_values
 from fleetbus_workers.overview.jetstream import ConsumerPending, ServerView
 from fleetbus_workers.overview.run_observer import RunObserver
@@ -35,13 +36,17 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
+class Telling(ScriptedSampler):
+    engine_load = EngineLoad(running=4, waiting=2, kv_cache_use=0.5, preemptions=3)
+
+
 async def collect_samples() -> tuple[list[Sample], RunState]:
     async with small_deployment(build_configuration()) as fleet, anyio.create_task_group() as group:
         state = RunState(steps=1)
         watch = RunObserver(fleet.bus, fleet.subjects, state)
         group.start_soon(watch.run)
         fleet.environment("env")
-        fleet.inference("inf")
+        fleet.inference("inf", sampler=Telling())
         for number in range(3):
             await fleet.request(f"e{number}", task=Task(key="t", env="north"))
         await fleet.all_results(3)
@@ -80,6 +85,8 @@ async def test_what_a_fleet_did_is_exported_under_declared_names() -> None:
     assert values["fleetbus_workers", "environment", "working"] == 1
     assert values["fleetbus_worker_slots", "inf", "inference"] == 16
     assert values["fleetbus_worker_counter_total", "env", "environment", "episodes"] == 3
+    assert [values["fleetbus_engine_requests", "inf", state] for state in ("running", "waiting")] == [4, 2]
+    assert values["fleetbus_engine_kv_cache_ratio", "inf"] == 0.5 and values["fleetbus_engine_preemptions_total", "inf"] == 3
     assert values["fleetbus_log_pending", "obs"] == 4 and values["fleetbus_nats_slow_consumers",] == 2
     assert values["fleetbus_stalled", "learner"] == 1
     assert ("fleetbus_train_metric", "kl") not in values, "what is no number is left out"

@@ -11,7 +11,7 @@ import pytest
 
 from fleetbus.config.settings import Configuration, InferenceSettings, RunSettings
 from fleetbus.errors import UserError
-from fleetbus_schemas import ChatMessage, SamplingSettings, VersionSpan
+from fleetbus_schemas import ChatMessage, EngineLoad, SamplingSettings, VersionSpan
 from fleetbus_workers.assembly.engines import launch_engine
 from fleetbus_workers.inference.base import EngineFailed, GenerationRequest, RequestRefused
 from fleetbus_workers.inference.openai import OpenAISampler, pool
@@ -19,6 +19,22 @@ from tests.support.model_server import STOP, ByteCodec, ModelServer, answer, is_
 from tests.support.openai_sampling import LIMIT_SECONDS, PROMPT, MakeServer, make_request, model_servers, open_sampler, until
 
 pytest.importorskip("torch")
+
+METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="tiny"} 4.0
+vllm:num_requests_running{engine="1",model_name="tiny"} 3.0
+vllm:num_requests_waiting{engine="0",model_name="tiny"} 2.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="capacity"} 2.0
+vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.5
+vllm:kv_cache_usage_perc{engine="1",model_name="tiny"} 0.25
+vllm:num_preemptions_total{engine="0",model_name="tiny"} 3.0
+vllm:num_preemptions_total{engine="1",model_name="tiny"} NaN
+vllm:num_preemptions_total{engine="2",model_name="tiny"} 1e308
+vllm:num_preemptions_total{engine="3",model_name="tiny"} -1
+vllm:num_preemptions_total
+"""
+"""Lines as vLLM writes them, and lines that no server should."""
 
 
 @pytest.fixture
@@ -40,6 +56,16 @@ async def test_tokens_go_in_and_tokens_with_logprobs_come_out(make_server: MakeS
     parameters = asked["sampling_params"] if dialect == "generate" else asked
     assert asked["token_ids" if dialect == "generate" else "prompt"] == PROMPT
     assert (parameters["stop_token_ids"], parameters["seed"], asked["cache_salt"]) == ([STOP], 2**63 - 1, "fleetbus-0")
+
+
+async def test_how_busy_servers_are_is_read_from_their_metrics(make_server: MakeServer) -> None:
+    told, silent = make_server(), make_server()
+    told.metrics = METRICS
+    async with open_sampler(told, silent) as sampler:
+        await until(lambda: sampler.engine_load.running is not None)
+        assert sampler.engine_load == EngineLoad(running=7, waiting=2, kv_cache_use=0.5, preemptions=3)
+        told.metrics = ""
+        await until(lambda: sampler.engine_load == EngineLoad())
 
 
 async def test_a_stop_token_is_the_last_id(make_server: MakeServer) -> None:

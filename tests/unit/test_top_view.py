@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from fleetbus_schemas import Heartbeat, WorkerRole
+from fleetbus_schemas import EngineLoad, Heartbeat, WorkerRole
 from fleetbus_workers.overview.jetstream import ConsumerPending, ServerView
 from fleetbus_workers.overview.nats_http import Client, SlowClientDisconnect
 from fleetbus_workers.overview.run_observer import LogHealth
@@ -70,6 +70,20 @@ def test_nothing_is_wider_than_80_columns_or_broken_within_a_number(workers: int
     text = "\n".join(lines)
     assert "0.0 episodes/s" in text and "0 tokens/s" in text, "the name of the run leaves room for what it does"
     assert "stuck at the learner for 70 s" in text
+
+
+def test_what_engines_say_of_themselves_is_a_line_of_what_is_known() -> None:
+    state = fleet(2)
+    loads = (
+        EngineLoad(running=1200, waiting=3, kv_cache_use=0.41, preemptions=2, tokens_per_second=900.0, prefix_hits=0.82),
+        EngineLoad(running=1, waiting=0, tokens_per_second=100.0),
+    )
+    for number, load in enumerate(loads):
+        state.worker_registry.record_heartbeat(Heartbeat(role="inference", worker=f"inf{number}", engine=load), NOW)
+    text = " ".join(" ".join(render(state)).split())
+    parts = ("engines: 1,201 requests", "3 queued", "1.0k tokens/s", "cache 41% full", "prefix hits 82%", "preempted 2")
+    assert all(part in text for part in parts)
+    assert "engines:" not in " ".join(render(fleet(2)))
 
 
 def test_the_server_is_a_line_and_who_does_not_read_another() -> None:

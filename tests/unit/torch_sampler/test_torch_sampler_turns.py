@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fleetbus.errors import UserError
+from fleetbus_schemas import EngineLoad
 from fleetbus_workers.inference.base import EngineFailed
 from fleetbus_workers.inference.torch import TorchSampler
 from fleetbus_workers.inference.torch.engine import Engine
@@ -48,6 +49,18 @@ async def test_a_turn_that_is_cancelled_while_it_waits_never_runs(folder: Path) 
             running.cancel_scope.cancel()
         await sampler.generate(ask(SYSTEM, tokens=1))
     assert sampler.stats["prefill_tokens"] + sampler.stats["cached_tokens"] == 2 * len(SYSTEM)
+
+
+async def test_the_engine_tells_which_turns_it_computes_and_which_wait(folder: Path) -> None:
+    async with open_engine(folder, slots=1) as sampler:
+        async with slow_down(sampler), anyio.create_task_group() as tasks:
+            tasks.start_soon(sampler.generate, ask(SYSTEM, tokens=1900, key="long"))
+            await wait_sampled(sampler, 3)
+            tasks.start_soon(sampler.generate, ask(SYSTEM, tokens=1900, key="waits"))
+            await anyio.wait_all_tasks_blocked()
+            assert sampler.engine_load == EngineLoad(running=1, waiting=1)
+            tasks.cancel_scope.cancel()
+    assert sampler.engine_load == EngineLoad(running=0, waiting=0)
 
 
 async def test_an_engine_error_fails_everybody_and_ends_the_lifetime(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from fleetbus.core.tool_formats import ParsedResponse
 from fleetbus_schemas import (
     ChatMessage,
+    EngineLoad,
     FinishReason,
     PolicyPublished,
     SamplingSettings,
@@ -28,6 +29,7 @@ __all__ = [
     "Generation",
     "GenerationRequest",
     "ImageSource",
+    "LoadedSampler",
     "PromptDelta",
     "RequestRefused",
     "Sampler",
@@ -106,6 +108,14 @@ class SamplerStats(Protocol):
     def stats(self) -> Mapping[str, float]:
         """Totals that only grow, published with the heartbeat; ``prefill_tokens`` prompt tokens computed, ``cached_tokens``
         prompt tokens whose keys and values were found."""
+
+
+class LoadedSampler(Protocol):
+    """A sampler whose engine tells how busy it is. Not every one does."""
+
+    @property
+    def engine_load(self) -> EngineLoad:
+        """As of now; the rates are left to `EngineMeter`."""
 
 
 class Sampler(Protocol):

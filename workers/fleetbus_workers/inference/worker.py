@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 
 import anyio
 import structlog
@@ -26,6 +26,7 @@ from fleetbus.task_pool import TaskPool
 from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus_schemas import ANY_LANE, Heartbeat, LineageStarted, PolicyPublished, Subjects
 from fleetbus_workers.inference.base import ImageSource, Sampler, Template, WeightsRejected
+from fleetbus_workers.inference.engine_meter import EngineMeter
 from fleetbus_workers.inference.observation_handler import PROBLEM_CHARS, ObservationHandler
 
 RELOAD_SECONDS = 5.0
@@ -82,6 +83,7 @@ class InferenceWorker:
         self._slots = Slots(bus, self._handler.handle_delivery)
         self._ready = anyio.Event()
         self._weights_problem = ""
+        self._engine_meter = EngineMeter(sampler, anyio.current_time())
 
     async def run(self) -> None:
         """Work until drained; cancelled, it drops everything, and others answer when the leases run out."""
@@ -165,6 +167,7 @@ class InferenceWorker:
             answering.cancel_scope.cancel()
 
     def _build_heartbeat(self) -> Heartbeat:
+        counted = self._engine_meter.read_counters()
         return Heartbeat(
             role="inference",
             worker=self._name,
@@ -173,14 +176,10 @@ class InferenceWorker:
             policy_version=self._sampler.version,
             lane=self._lane.name,
             draining=self._drain.is_set(),
-            counters=dict(self._counters) | self._read_engine_counters(),
+            counters=dict(self._counters) | {f"engine_{name}": float(value) for name, value in counted.items()},
             problem=self._weights_problem or self._handler.problem,
+            engine=self._engine_meter.measure(anyio.current_time()),
         )
-
-    def _read_engine_counters(self) -> dict[str, float]:
-        """What the engine counts, as ``engine_...``; the prefix-hit rate is cached over cached and prefill tokens."""
-        stats: Mapping[str, float] = getattr(self._sampler, "stats", {})
-        return {f"engine_{name}": float(value) for name, value in stats.items()}
 
 
 async def run_inference(

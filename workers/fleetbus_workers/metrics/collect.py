@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from fleetbus.metrics.names import Sample
-from fleetbus_schemas import GRADED
+from fleetbus_schemas import GRADED, EngineLoad
 from fleetbus_workers.overview.jetstream import ServerView
 from fleetbus_workers.overview.run_observer import LogHealth
 from fleetbus_workers.overview.state import RECENT_EPISODES, RunState
@@ -141,6 +141,20 @@ def _collect_workers(state: RunState, now: float) -> Iterable[Sample]:
     for beat in state.worker_registry.list_heartbeats():
         for name, value in beat.counters.items():
             yield Sample("fleetbus_worker_counter_total", value, (beat.worker, beat.role, name))
+        if beat.engine is not None:
+            yield from _collect_engine(beat.worker, beat.engine)
+
+
+def _collect_engine(worker: str, engine: EngineLoad) -> Iterable[Sample]:
+    values = (
+        ("fleetbus_engine_requests", engine.running, (worker, "running")),
+        ("fleetbus_engine_requests", engine.waiting, (worker, "waiting")),
+        ("fleetbus_engine_kv_cache_ratio", engine.kv_cache_use, (worker,)),
+        ("fleetbus_engine_tokens_per_second", engine.tokens_per_second, (worker,)),
+        ("fleetbus_engine_prefix_hit_ratio", engine.prefix_hits, (worker,)),
+        ("fleetbus_engine_preemptions_total", engine.preemptions, (worker,)),
+    )
+    yield from (Sample(name, float(value), labels) for name, value, labels in values if value is not None)
 
 
 def _collect_log(health: LogHealth, server: ServerView) -> Iterable[Sample]:

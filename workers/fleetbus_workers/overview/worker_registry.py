@@ -10,7 +10,16 @@ from typing import Literal
 import msgspec
 
 from fleetbus.heartbeats import SILENT_AFTER_SECONDS
-from fleetbus_schemas import Heartbeat, Message, WorkerDraining, WorkerFailed, WorkerRole, WorkerStarted, WorkerStopped
+from fleetbus_schemas import (
+    EngineLoad,
+    Heartbeat,
+    Message,
+    WorkerDraining,
+    WorkerFailed,
+    WorkerRole,
+    WorkerStarted,
+    WorkerStopped,
+)
 
 RETENTION_SECONDS = 600.0
 """Silent, stopped and failed workers are shown for this long."""
@@ -31,6 +40,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     lane: str
     seconds: float
     note: str
+    engine: EngineLoad | None = None
 
 
 class _WorkerRecord(msgspec.Struct, kw_only=True):
@@ -116,6 +126,7 @@ def _build_row(name: str, seen: _WorkerRecord, now: float) -> WorkerRow:
         lane=beat.lane if beat else "",
         seconds=round(now - seen.at, 1),
         note=seen.note or (beat.problem if beat and not seen.ended else ""),
+        engine=beat.engine if beat and not seen.ended else None,
     )
 
 

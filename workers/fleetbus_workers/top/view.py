@@ -84,6 +84,8 @@ def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
     lines += [_Row(_format_log(shown["log"], shown["server"], is_over), _choose_log_style(shown["log"], is_over))]
     if not (is_over and shown["log"]["problem"]):  # what was known of a server that is gone
         lines += _render_server(shown["server"])
+    if not is_over and (engines := _format_engines(shown["workers"])):
+        lines.append(_Row(engines))
     if wrong := _format_errors(numbers):
         lines.append(_Row(wrong, "yellow"))
     if shown.get("is_behind"):
@@ -151,6 +153,25 @@ def _format_episodes(numbers: dict[str, Any], is_over: bool) -> list[str]:
         left = f"{running:,} cut short, {waiting:,} not started"
         return [f"episodes {finished:,} finished", *([left] if running or waiting else [])]
     return [f"episodes {finished:,} finished", f"{running:,} running", f"{waiting:,} waiting", *oldest]
+
+
+def _format_engines(workers: Sequence[WorkerRow]) -> list[str]:
+    """What the engines of all inference workers say of themselves together; of shares the largest and the least."""
+    loads = [row.engine for row in workers if row.engine is not None]
+    found = {
+        name: [value for load in loads if (value := getattr(load, name)) is not None]
+        for name in ("running", "waiting", "tokens_per_second", "kv_cache_use", "prefix_hits", "preemptions")
+    }
+    shown = {
+        "running": lambda values: f"{sum(values):,} requests",
+        "waiting": lambda values: f"{sum(values):,} queued",
+        "tokens_per_second": lambda values: f"{format_count(sum(values))} tokens/s",
+        "kv_cache_use": lambda values: f"cache {max(values):.0%} full",
+        "prefix_hits": lambda values: f"prefix hits {min(values):.0%}",
+        "preemptions": lambda values: f"preempted {sum(values):,}",
+    }
+    parts = [shown[name](values) for name, values in found.items() if values]
+    return [f"engines: {parts[0]}", *parts[1:]] if parts else []
 
 
 def _format_log(log: dict[str, Any], server: ServerView, is_over: bool) -> list[str]:

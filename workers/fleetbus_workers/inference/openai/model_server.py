@@ -14,9 +14,11 @@ import anyio
 import httpx
 import msgspec
 
+from fleetbus_schemas import EngineLoad
 from fleetbus_workers.bounded_http import bound
 from fleetbus_workers.inference.base import RequestRefused
 from fleetbus_workers.inference.openai.dialects import Dialect, MalformedResponse, ServerCall, StreamChunk, format_error
+from fleetbus_workers.inference.openai.server_load import parse_load
 
 MAX_ANSWER_BYTES = 64 << 20
 MAX_ANSWER_VALUES = 1 << 22
@@ -33,6 +35,7 @@ RESUME_SECONDS = 30.0
 """For letting a server continue, whatever else is ended."""
 
 HEALTH_SECONDS = 5.0
+METRICS_SECONDS = 1.0
 
 REFUSED = frozenset({400, 404, 405, 413, 422})
 """Statuses that a repetition would meet again; 401 and 403 are the operator's to mend, all else may pass."""
@@ -53,6 +56,7 @@ class ServerState(msgspec.Struct, kw_only=True):
     """Its log-probabilities are those at the sampling temperature."""
     version: int | None = None
     in_flight: int = 0
+    load: EngineLoad = EngineLoad()
     reason: str = "not asked yet"
 
 
@@ -130,6 +134,15 @@ class ModelServer:
         """The label of its weights; None if it takes none (vLLM without ``VLLM_SERVER_DEV_MODE=1``)."""
         response = await self._get("/weight_info", HEALTH_SECONDS)
         return str(self._decode_json(response).get("weight_version")) if response.status_code == 200 else None
+
+    async def update_load(self) -> None:
+        """Ask how busy it is; unknown where it does not say."""
+        try:
+            response = await self._get("/metrics", METRICS_SECONDS)
+        except ServerFailed:
+            self.state.load = EngineLoad()
+            return
+        self.state.load = parse_load(response.text) if response.status_code == 200 else EngineLoad()
 
     async def load_weights(self, folder: Path, label: str) -> None:
         """Swap to the weights in a folder that the server reads too: pause, load, label, continue. Raises `ServerFailed`; then

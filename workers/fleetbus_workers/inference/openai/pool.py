@@ -84,11 +84,15 @@ class ServerPool:
         return "; ".join(server.state.reason for server in self.servers if not server.state.healthy)
 
     async def watch(self, busy: anyio.Lock) -> None:
-        """Check every server's health periodically, until cancelled; ``busy`` is held while weights are swapped."""
+        """Check every server's health and load periodically, until cancelled; ``busy`` is held while weights are swapped."""
         while True:
             async with busy, anyio.create_task_group() as group:
                 for server in self.servers:
                     group.start_soon(self._check_server, server)
+            async with anyio.create_task_group() as group:
+                for server in self.list_ready():
+                    if server.dialect.returns_tokens:
+                        group.start_soon(server.update_load)
             await anyio.sleep(CHECK_SECONDS)
 
     async def _check_server(self, server: ModelServer) -> None:

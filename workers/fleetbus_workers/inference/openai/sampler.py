@@ -17,13 +17,14 @@ import msgspec
 import structlog
 
 from fleetbus.errors import UserError
-from fleetbus_schemas import PolicyPublished
+from fleetbus_schemas import EngineLoad, PolicyPublished
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused, list_distorting
 from fleetbus_workers.inference.openai.capability_probe import probe
 from fleetbus_workers.inference.openai.dialects import NOT_STANDARD, ServerCall
 from fleetbus_workers.inference.openai.model_server import ModelServer, ServerFailed
 from fleetbus_workers.inference.openai.partial_generation import PartialGeneration
 from fleetbus_workers.inference.openai.pool import ServerPool, build_weight_label
+from fleetbus_workers.inference.openai.server_load import merge_loads
 from fleetbus_workers.inference.weight_folders import WeightFolders
 from fleetbus_workers.weights.adapters import has_adapters
 from fleetbus_workers.weights.file import WeightsRejected
@@ -97,6 +98,11 @@ class OpenAISampler:
         """See `SamplerStats.stats`; also ``failovers``, ``interruptions`` (by new weights), ``turns_stayed``,
         ``turns_moved``."""
         return self._stats | {"turns_stayed": float(self._pool.sticky_turns), "turns_moved": float(self._pool.moved_turns)}
+
+    @property
+    def engine_load(self) -> EngineLoad:
+        """See `LoadedSampler.engine_load`; of the servers that are ready."""
+        return merge_loads(server.state.load for server in self._pool.list_ready())
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:

@@ -57,6 +57,10 @@ class Engine:
         self._tokens = np.zeros(self._slots, dtype=np.int64)
         self._positions = np.zeros(self._slots, dtype=np.int64)
 
+    def count_requests(self) -> tuple[int, int]:
+        """Turns that are sampled and turns that wait; from any thread."""
+        return len(self._rows), len(self._waiting) + self._intake.qsize()
+
     def submit(self, operation: EngineOperation) -> None:
         """From the event loop: never blocks."""
         self._intake.put(operation)

@@ -19,7 +19,7 @@ import torch
 from fleetbus.errors import UserError
 from fleetbus.task_groups import open_flat_task_group
 from fleetbus.thread_wakeup import ThreadWakeup
-from fleetbus_schemas import PolicyPublished
+from fleetbus_schemas import EngineLoad, PolicyPublished
 from fleetbus_workers.images.model_folder import has_vision
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused, list_distorting
 from fleetbus_workers.inference.torch.batch import Runner
@@ -98,6 +98,12 @@ class TorchSampler:
     def stats(self) -> dict[str, float]:
         """Totals that only grow: tokens sampled, prompt tokens computed, prompt tokens found cached, seconds of computing."""
         return dict(self._stats)
+
+    @property
+    def engine_load(self) -> EngineLoad:
+        """See `LoadedSampler.engine_load`."""
+        running, waiting = self._engine.count_requests() if self._engine is not None else (0, 0)
+        return EngineLoad(running=running, waiting=waiting)
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from fleetbus.errors import UserError
+from fleetbus_workers.inference.vllm.load_recorder import LoadRecorder
 
 CPU_CACHE_MIB = 512
 """Keys and values on a CPU unless configured: left alone, vLLM would take 92 % of the machine's memory."""
@@ -58,8 +59,9 @@ def is_gpu_available() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def start_engine(settings: EngineSettings) -> Any:
-    """A running ``AsyncLLM``. Raises `UserError` if vLLM is missing or cannot run this model here."""
+def start_engine(settings: EngineSettings, recorder: LoadRecorder) -> Any:
+    """A running ``AsyncLLM``, which tells ``recorder`` how busy it is. Raises `UserError` if vLLM is missing or cannot run
+    this model here."""
     has_gpu = is_gpu_available()
     variables = ENVIRONMENT | ({} if has_gpu else CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(settings.threads)})
     for name, value in variables.items():
@@ -95,7 +97,7 @@ def start_engine(settings: EngineSettings) -> Any:
     except TypeError as error:
         raise UserError(f"inference.vllm: vllm does not take this: {_first_line(error)}") from error
     try:
-        return AsyncLLM.from_engine_args(arguments)
+        return AsyncLLM.from_engine_args(arguments, stat_loggers=[recorder.attach])
     except (ValueError, RuntimeError, OSError) as error:
         raise UserError(f"{settings.folder}: vllm cannot run this model here: {_first_line(error)}") from error
 

@@ -20,9 +20,10 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from fleetbus_schemas import PolicyPublished, VersionSpan
+from fleetbus_schemas import EngineLoad, PolicyPublished, VersionSpan
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused, list_distorting
 from fleetbus_workers.inference.vllm.engine import EngineSettings, is_gpu_available, start_engine, stop_engine
+from fleetbus_workers.inference.vllm.load_recorder import LoadRecorder
 from fleetbus_workers.inference.weight_folders import WeightFolders
 from fleetbus_workers.weights.adapters import has_adapters
 from fleetbus_workers.weights.file import WeightsRejected
@@ -67,13 +68,19 @@ class VllmSampler:
         self._loading = anyio.Lock()
         self._died = anyio.Event()
         self._alive = anyio.Event()
-        self._stats = dict.fromkeys(("sampled_tokens", "prefill_tokens", "cached_tokens", "engine_restarts"), 0.0)
-        self._engine: Any = start_engine(self._settings)
+        self._stats = dict.fromkeys(("prefill_tokens", "cached_tokens", "engine_restarts"), 0.0)
+        self._recorder = LoadRecorder()
+        self._engine: Any = start_engine(self._settings, self._recorder)
 
     @property
     def stats(self) -> dict[str, float]:
         """See `SamplerStats.stats`; also ``engine_restarts``."""
-        return dict(self._stats)
+        return self._stats | {"sampled_tokens": self._recorder.sampled_tokens}
+
+    @property
+    def engine_load(self) -> EngineLoad:
+        """See `LoadedSampler.engine_load`."""
+        return self._recorder.engine_load
 
     def close(self) -> None:
         """End the engine and its processes; blocking."""
@@ -207,7 +214,6 @@ class VllmSampler:
         if not all(math.isfinite(value) for value in logprobs):
             raise EngineFailed("vllm sampled a token with a log-probability that is not finite")
         cached = final.num_cached_tokens or 0
-        self._stats["sampled_tokens"] += len(ids)
         self._stats["cached_tokens"] += cached
         self._stats["prefill_tokens"] += len(final.prompt_token_ids) - cached
         spans = [VersionSpan(version=int(span.version), start=span.start, stop=span.end) for span in chosen.weight_versions]
@@ -281,7 +287,7 @@ class VllmSampler:
             dead, self._engine = self._engine, None
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(stop_engine, dead)
-                self._engine = await anyio.to_thread.run_sync(start_engine, self._settings)
+                self._engine = await anyio.to_thread.run_sync(start_engine, self._settings, self._recorder)
             if self._adapter is None and self._folder != self._settings.folder:
                 await self._engine.collective_rpc("reload_checkpoint", args=(str(self._folder),))
             self._salt = str(next(self._loads))

@@ -52,6 +52,7 @@ function workerTable(workers, ending, acts) {
     ["in flight", (row) => (row.role === "learner" ? `${row.in_flight} groups` : row.slots ? el("span", {}, el("span", { class: "bar", role: "img", "aria-label": `${row.in_flight} of ${row.slots}`, style: { display: "inline-block", width: "80px" } }, el("i", { style: { width: `${Math.min(100, (100 * row.in_flight) / row.slots)}%` } })), ` ${row.in_flight}/${row.slots}`) : "")],
     ["version", (row) => (row.policy_version < 0 ? "" : row.policy_version), "number"],
     ["lane", (row) => row.lane],
+    ...(workers.some((row) => row.engine) ? [["engine", (row) => (row.engine ? engineLoad(row.engine) : "")]] : []),
     ["last heartbeat", (row) => `${seconds(row.seconds)} ago`, "number"],
     ["note", (row) => row.note, "wide"],
     ...(acts ? [["", (row) => (row.state === "working" ? drainButton(row.worker) : "")]] : []),
@@ -61,6 +62,19 @@ function workerTable(workers, ending, acts) {
   const shown = [...lost, ...workers.filter((row) => !isLost(row))].slice(0, MOST_WORKERS);
   const hidden = workers.length > MOST_WORKERS ? `, the first ${MOST_WORKERS} of them` : "";
   return section("Workers", table(`${workers.length} workers${lost.length ? `, ${lost.length} silent or failed` : ""}${hidden}`, columns, workers.length > 20 ? shown : workers));
+}
+
+/** What an engine says of itself, as far as it does. */
+function engineLoad(load) {
+  const parts = [
+    [load.running, (value) => `${number(value)} running`],
+    [load.waiting, (value) => `${number(value)} queued`],
+    [load.tokens_per_second, (value) => `${number(value)} tokens/s`],
+    [load.kv_cache_use, (value) => `cache ${percent(value)}`],
+    [load.prefix_hits, (value) => `prefix hits ${percent(value)}`],
+    [load.preemptions, (value) => `${number(value)} preempted`],
+  ];
+  return parts.filter(([value]) => value !== null && value !== undefined).map(([value, format]) => format(value)).join(" · ");
 }
 
 function outcomes(numbers) {
