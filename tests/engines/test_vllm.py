@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -15,35 +14,27 @@ import pytest
 
 from fleetbus_schemas import PolicyPublished, SamplingSettings
 from fleetbus_workers.inference.base import GenerationRequest, RequestRefused
-from fleetbus_workers.inference.vllm.engine import EngineSettings
 from fleetbus_workers.weights.file import WeightsRejected
+from tests.support.vllm_engine import (
+    CLOSE,
+    LENGTH,
+    LIMIT_SECONDS,
+    MARKS,
+    STARTER,
+    build_request,
+    generate_all,
+    move_weights,
+    open_sampler,
+)
+from tests.support.vllm_engine import publish as write_version
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(1500),
-    pytest.mark.filterwarnings("default"),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm: just test-vllm"),
-]
-
-STARTER = Path(__file__).parents[2] / "workers/fleetbus_workers/starter/policy"
-LENGTH = 512
-CLOSE = 1e-4
-LIMIT_SECONDS = 1200
-
-
-@pytest.fixture(scope="module")
-def settings() -> EngineSettings:
-    return EngineSettings(folder=STARTER, slots=16, max_model_len=LENGTH, kv_cache_mib=64)
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
-async def sampler(settings: EngineSettings, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
-    """One engine for all of these tests: starting one takes half a minute of a core."""
-    from fleetbus_workers.inference.vllm import VllmSampler
-
-    place = tmp_path_factory.mktemp("served")
-    made = await anyio.to_thread.run_sync(lambda: VllmSampler(settings, place=place))
-    async with made.run():
+async def sampler(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
+    """One engine for all of these tests."""
+    async with open_sampler(STARTER, tmp_path_factory.mktemp("served")) as made:
         yield made
 
 
@@ -66,50 +57,14 @@ async def reference() -> AsyncIterator[Callable[[PolicyPublished | None], Any]]:
 @pytest.fixture(scope="module")
 def publish(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., PolicyPublished]:
     """Versions that differ from the starter policy by noise of a seed."""
-    import torch
-    from safetensors.torch import load_file
-
-    from fleetbus_workers.weights.file import write_weights
-
     place = tmp_path_factory.mktemp("versions")
 
     def make(version: int, *, seed: int, spoil: Callable[[dict[str, Any]], None] = lambda tensors: None) -> PolicyPublished:
-        generator = torch.Generator().manual_seed(seed)
-        tensors = load_file(STARTER / "model.safetensors")
-        for name, tensor in tensors.items():
-            tensors[name] = tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
+        tensors = move_weights(seed)
         spoil(tensors)
-        file = place / f"{version}-{seed}.safetensors"
-        return PolicyPublished(
-            policy="default", version=version, lineage="l", step=1, uri=file.as_uri(),
-            manifest=write_weights(file, tensors), size_bytes=1,
-        )  # fmt: skip
+        return write_version(place, version, tensors)
 
     return make
-
-
-def build_request(seed: int, *, length: int = 12, tokens: int = 24, **sampling: Any) -> GenerationRequest:
-    return GenerationRequest(
-        cache_key=f"e{seed}",
-        ids=[5 + (7 * seed + 11 * place) % 500 for place in range(length)],
-        sampling=SamplingSettings(**sampling),
-        stop_ids=frozenset({2}),
-        max_tokens=tokens,
-        seed=seed,
-    )
-
-
-async def generate_all(sampler: Any, requests: list[GenerationRequest]) -> list[Any]:
-    found: list[Any] = [None] * len(requests)
-
-    async def one(index: int) -> None:
-        found[index] = await sampler.generate(requests[index])
-
-    with anyio.fail_after(LIMIT_SECONDS):
-        async with anyio.create_task_group() as group:
-            for index in range(len(requests)):
-                group.start_soon(one, index)
-    return found
 
 
 def difference(one: list[float], other: list[float]) -> float:
@@ -280,6 +235,26 @@ async def test_a_load_that_fails_within_the_engine_leaves_the_old_version_answer
     after = await sampler.generate(build_request(1, temperature=0.0))
     assert (after.ids, after.versions[0].version, sampler.version) == (before.ids, version, version)
     assert difference(after.logprobs, before.logprobs) < CLOSE
+
+
+async def test_the_engine_tells_how_busy_it_is(sampler: Any) -> None:
+    """24 turns in 16 places: some wait; each meets no others in the end."""
+    requests = [build_request(seed, length=300, tokens=60, stops=frozenset()) for seed in range(24)]
+    before, loads = sampler.stats["sampled_tokens"], []
+
+    async def watch() -> None:
+        while True:
+            loads.append(sampler.engine_load)
+            await anyio.sleep(0.02)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch)
+        await generate_all(sampler, requests)
+        group.cancel_scope.cancel()
+    assert max(load.running for load in loads) == 16 and max(load.waiting for load in loads) >= 1
+    assert 0 < max(load.kv_cache_use for load in loads) <= 1
+    assert sampler.stats["sampled_tokens"] - before == 24 * 60
+    assert (sampler.engine_load.running, sampler.engine_load.waiting) == (0, 0)
 
 
 async def test_a_cancelled_request_frees_its_place(sampler: Any) -> None:

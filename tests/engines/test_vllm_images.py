@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import anyio
 import msgspec
 import pytest
 
 from fleetbus_schemas import PolicyPublished
 from fleetbus_workers.inference.base import Generation, GenerationRequest, RequestRefused
-from fleetbus_workers.inference.vllm.engine import EngineSettings
+from tests.support.vllm_engine import CLOSE, MARKS, generate_all, open_sampler
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(1500),
-    pytest.mark.filterwarnings("default"),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm: just test-vllm"),
-]
+pytestmark = MARKS
 
-CLOSE = 1e-4
-LIMIT_SECONDS = 1200
 EPISODES = 4
 
 
@@ -43,12 +34,7 @@ def processor(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 async def sampler(folder: Path, processor: Any, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
-    from fleetbus_workers.inference.vllm import VllmSampler
-
-    settings = EngineSettings(folder=folder, slots=8, max_model_len=512, kv_cache_mib=64)
-    place = tmp_path_factory.mktemp("served")
-    made = await anyio.to_thread.run_sync(lambda: VllmSampler(settings, place=place, processor=processor))
-    async with made.run():
+    async with open_sampler(folder, tmp_path_factory.mktemp("served"), processor=processor, slots=8) as made:
         yield made
 
 
@@ -77,19 +63,6 @@ def requests(processor: Any) -> list[GenerationRequest]:
     return found
 
 
-async def answers(sampler: Any, wanted: list[GenerationRequest]) -> list[Generation]:
-    found: dict[int, Generation] = {}
-
-    async def one(number: int) -> None:
-        found[number] = await sampler.generate(wanted[number])
-
-    with anyio.fail_after(LIMIT_SECONDS):
-        async with anyio.create_task_group() as group:
-            for number in range(len(wanted)):
-                group.start_soon(one, number)
-    return [found[number] for number in range(len(wanted))]
-
-
 def max_difference(found: list[Generation], expected: list[Generation]) -> float:
     assert [each.ids for each in found] == [each.ids for each in expected]
     pairs = [
@@ -100,7 +73,7 @@ def max_difference(found: list[Generation], expected: list[Generation]) -> float
 
 async def test_vllm_and_torch_see_the_same(sampler: Any, reference: Any, processor: Any) -> None:
     wanted = requests(processor)
-    assert max_difference(await answers(sampler, wanted), await answers(reference, wanted)) < CLOSE
+    assert max_difference(await generate_all(sampler, wanted), await generate_all(reference, wanted)) < CLOSE
 
 
 async def test_after_a_swap_images_are_seen_with_the_new_vision_tower(
@@ -113,7 +86,7 @@ async def test_after_a_swap_images_are_seen_with_the_new_vision_tower(
     from fleetbus_workers.weights.file import write_weights
 
     wanted = requests(processor)
-    before = await answers(sampler, wanted)
+    before = await generate_all(sampler, wanted)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -128,8 +101,8 @@ async def test_after_a_swap_images_are_seen_with_the_new_vision_tower(
     )
     await sampler.load(policy)
     await reference.load(policy)
-    after = await answers(sampler, wanted)
-    assert max_difference(after, await answers(reference, wanted)) < CLOSE
+    after = await generate_all(sampler, wanted)
+    assert max_difference(after, await generate_all(reference, wanted)) < CLOSE
     assert [each.logprobs for each in after] != [each.logprobs for each in before]
     assert {span.version for each in after for span in each.versions} == {1}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import socket
@@ -12,29 +11,27 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
-from fleetbus_schemas import ChatMessage, PolicyPublished, SamplingSettings
+from fleetbus_schemas import ChatMessage, PolicyPublished
 from fleetbus_workers.inference.base import GenerationRequest
 from fleetbus_workers.inference.chat_template import ChatTemplate
 from fleetbus_workers.inference.openai import OpenAISampler
 from fleetbus_workers.inference.weight_folders import WeightFolders
-from fleetbus_workers.weights.file import write_weights
+from tests.support import vllm_engine
+from tests.support.openai_sampling import until
+from tests.support.vllm_engine import CLOSE, MARKS, STARTER, move_weights, publish
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(1500),
-    pytest.mark.filterwarnings("default"),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm: just test-vllm"),
-]
+pytestmark = MARKS
 
-STARTER = Path(__file__).parents[2] / "workers/fleetbus_workers/starter/policy"
 START_SECONDS = 900
-CLOSE = 1e-4
+
+build_request = partial(vllm_engine.build_request, length=160, tokens=16)
 
 
 @pytest.fixture(scope="module")
@@ -81,35 +78,6 @@ def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     pytest.fail("the server did not start")
 
 
-def build_published(place: Path, version: int) -> PolicyPublished:
-    import torch
-    from safetensors.torch import load_file
-
-    generator = torch.Generator().manual_seed(version)
-    tensors = {
-        name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in load_file(STARTER / "model.safetensors").items()
-    }
-    file = place / f"v{version}.safetensors"
-    return PolicyPublished(
-        policy="default", version=version, lineage="l", step=1, uri=file.as_uri(),
-        manifest=write_weights(file, tensors), size_bytes=1,
-    )  # fmt: skip
-
-
-def build_request(
-    seed: int, *, tokens: int = 16, stops: frozenset[int] = frozenset({2}), **sampling: float
-) -> GenerationRequest:
-    return GenerationRequest(
-        cache_key=f"e{seed}",
-        ids=[5 + (7 * seed + 11 * place) % 500 for place in range(160)],
-        sampling=SamplingSettings(**sampling),  # type: ignore[arg-type]
-        stop_ids=stops,
-        max_tokens=tokens,
-        seed=seed,
-    )
-
-
 async def test_a_real_server_answers_as_the_torch_engine_before_and_after_a_swap_and_in_the_middle_of_one(
     url: str, served: WeightFolders, tmp_path: Path
 ) -> None:
@@ -130,13 +98,16 @@ async def test_a_real_server_answers_as_the_torch_engine_before_and_after_a_swap
             )
             for version in (0, 1, 2):
                 if version:
-                    policy = build_published(tmp_path, version)
+                    policy = publish(tmp_path, version, move_weights(version))
                     await sampler.load(policy)
                     await torch_sampler.load(policy)
                 for seed in range(3):
                     await compare_samplers(sampler, torch_sampler, build_request(seed, temperature=0.0), version)
-            [old, new] = (await swap_mid_generation(sampler, build_published(tmp_path, 3))).versions
+            [old, new] = (await swap_mid_generation(sampler, publish(tmp_path, 3, move_weights(3)))).versions
             assert (old.version, new.version, new.stop) == (2, 3, 300)
+            await until(lambda: sampler.engine_load.running is not None)
+            load = sampler.engine_load
+            assert load.waiting is not None and load.preemptions is not None and 0 <= (load.kv_cache_use or 0.0) <= 1
 
 
 async def compare_samplers(sampler: Any, torch_sampler: Any, request: GenerationRequest, version: int) -> None:

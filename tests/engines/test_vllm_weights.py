@@ -3,9 +3,7 @@ arguments that are passed on. `just test-vllm`; the figures that it prints are t
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,53 +13,20 @@ import msgspec
 import pytest
 
 from fleetbus.errors import UserError
-from fleetbus_schemas import PolicyPublished, SamplingSettings
+from fleetbus_schemas import PolicyPublished
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.vllm.engine import EngineSettings, start_engine
+from fleetbus_workers.inference.vllm.load_recorder import LoadRecorder
 from fleetbus_workers.weights.adapters import DOWN, PREFIX, UP, read_version
 from fleetbus_workers.weights.file import WeightsRejected
+from tests.support import vllm_engine
+from tests.support.vllm_engine import CLOSE, MARKS, STARTER, generate_all, move_weights, open_sampler, publish
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(1500),
-    pytest.mark.filterwarnings("default"),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm: just test-vllm"),
-]
+pytestmark = MARKS
 
-STARTER = Path(__file__).parents[2] / "workers/fleetbus_workers/starter/policy"
-LENGTH, RANK = 512, 4
-CLOSE = 1e-4
-LIMIT_SECONDS = 1200
+RANK = 4
 
-
-@asynccontextmanager
-async def open_sampler(folder: Path, place: Path, **settings: Any) -> AsyncIterator[Any]:
-    from fleetbus_workers.inference.vllm import VllmSampler
-
-    engine = EngineSettings(folder=folder, slots=16, max_model_len=LENGTH, kv_cache_mib=64, **settings)
-    sampler = await anyio.to_thread.run_sync(lambda: VllmSampler(engine, place=place))
-    async with sampler.run():
-        yield sampler
-
-
-def publish(place: Path, version: int, tensors: dict[str, Any]) -> PolicyPublished:
-    from fleetbus_workers.weights.file import write_weights
-
-    file = place / f"{version}.safetensors"
-    return PolicyPublished(
-        policy="default", version=version, lineage="l", step=1, uri=file.as_uri(),
-        manifest=write_weights(file, tensors), size_bytes=file.stat().st_size,
-    )  # fmt: skip
-
-
-def move_weights(version: int, spread: float = 0.02) -> dict[str, Any]:
-    """The starter policy's, moved by noise."""
-    import torch
-    from safetensors.torch import load_file
-
-    generator = torch.Generator().manual_seed(version)
-    tensors = load_file(STARTER / "model.safetensors")
-    return {name: tensor + spread * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}
+build_request = partial(vllm_engine.build_request, length=40, stops=frozenset())
 
 
 def draw_adapters(version: int) -> dict[str, Any]:
@@ -77,17 +42,6 @@ def draw_adapters(version: int) -> dict[str, Any]:
             tensors[module + DOWN] = 0.1 * torch.randn(RANK, weight.shape[1], generator=generator)
             tensors[module + UP] = 0.1 * torch.randn(weight.shape[0], RANK, generator=generator)
     return tensors
-
-
-def build_request(seed: int, *, length: int = 40, tokens: int = 24, **sampling: Any) -> GenerationRequest:
-    return GenerationRequest(
-        cache_key=f"e{seed}",
-        ids=[5 + (7 * seed + 11 * place) % 500 for place in range(length)],
-        sampling=SamplingSettings(**sampling),
-        stop_ids=frozenset(),
-        max_tokens=tokens,
-        seed=seed,
-    )
 
 
 def load_model(folder: Path, policy: PolicyPublished | None) -> Any:
@@ -122,17 +76,15 @@ async def generate_across(
     sampler: Any, requests: list[GenerationRequest], swap: Callable[[], Any], seconds: float = 0.15
 ) -> list[Generation]:
     """Turns that run while ``swap`` loads a version."""
-    found: list[Any] = [None] * len(requests)
+    found: list[Generation] = []
 
-    async def generate(index: int) -> None:
-        found[index] = await sampler.generate(requests[index])
+    async def generate() -> None:
+        found.extend(await generate_all(sampler, requests))
 
-    with anyio.fail_after(LIMIT_SECONDS):
-        async with anyio.create_task_group() as group:
-            for index in range(len(requests)):
-                group.start_soon(generate, index)
-            await anyio.sleep(seconds)
-            await swap()
+    async with anyio.create_task_group() as group:
+        group.start_soon(generate)
+        await anyio.sleep(seconds)
+        await swap()
     return found
 
 
@@ -156,7 +108,7 @@ async def test_arguments_of_vllm_are_passed_on_and_outweigh_those_of_fleetbus(pl
 
 def test_an_argument_that_vllm_does_not_have_is_refused_by_name() -> None:
     with pytest.raises(UserError, match="tensor_paralell_size"):
-        start_engine(EngineSettings(folder=STARTER, options={"tensor_paralell_size": 2}))
+        start_engine(EngineSettings(folder=STARTER, options={"tensor_paralell_size": 2}), LoadRecorder())
 
 
 @pytest.mark.parametrize("spread", [0.02, 0.002, 0.0002])
