@@ -176,6 +176,10 @@ class TrainerSettings(Settings, frozen=True, kw_only=True):
         Meta(description="Attention implementation of transformers; auto: its own choice for the model"),
     ] = "auto"
     gradient_checkpointing: Annotated[bool, Meta(description="Recompute activations instead of storing them")] = False
+    offload_optimizer: Annotated[
+        bool,
+        Meta(description="Keep AdamW's numbers in the CPU's memory and compute its steps there"),
+    ] = False
     lora_rank: Annotated[int, Meta(ge=0, description="Rank of LoRA adapters; 0: train all weights")] = 0
     lora_alpha: Annotated[float, Meta(gt=0, description="Scale of LoRA adapters, divided by their rank")] = 32.0
     lora_target_modules: Annotated[

@@ -87,6 +87,7 @@ CHOICES = {
     "packed, recomputed, corrected, several updates": trainer_settings(
         packing=True, token_budget=60, gradient_checkpointing=True, rollout_correction="tis", minibatches=2
     ),
+    "optimizer on the CPU": trainer_settings(micro_batch_size=2, offload_optimizer=True, minibatches=2),
     "with a critic": trainer_settings(micro_batch_size=2, advantage_estimator="gae", gae_lambda=0.9, minibatches=2),
 }
 
@@ -105,7 +106,7 @@ def test_two_processes_measure_and_make_what_one_does(folder: Path, tmp_path: Pa
         assert torch.equal(loaded[tensor_name], tensor)
 
 
-@pytest.mark.parametrize("name", ["plain", "with a critic"])
+@pytest.mark.parametrize("name", ["plain", "optimizer on the CPU", "with a critic"])
 def test_a_checkpoint_of_one_process_is_gone_on_from_by_two_and_the_other_way_round(
     folder: Path, tmp_path: Path, name: str
 ) -> None:

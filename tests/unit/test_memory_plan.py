@@ -75,6 +75,9 @@ def test_shards_of_more_processes_are_smaller_and_adapters_have_little_to_optimi
     adapted = fit(Configuration(), {}, **{"trainer.lora_rank": 32})
     parts = plan_learner(shape, adapted, 4).parts
     assert parts["weights"] > four["weights"] and parts["optimizer"] < 0.1 * four["optimizer"]
+    offloaded = plan_learner(shape, fit(plain, {}, **{"trainer.offload_optimizer": True}), 4)
+    assert offloaded.parts == {name: size for name, size in four.items() if name != "optimizer"}
+    assert offloaded.moments == four["optimizer"]
 
 
 def fit(configuration: Configuration, given: dict[str, str], **values: Any) -> Configuration:
@@ -98,6 +101,7 @@ def run_plan(folder: Path, *arguments: str) -> Any:
         ("Qwen/Qwen3-8B", 8, []),
         ("Qwen/Qwen3-32B", 16, []),
         ("Qwen/Qwen3-30B-A3B", 8, []),
+        ("Qwen/Qwen3-30B-A3B", 8, ["--trainer-offload-optimizer"]),
         ("Qwen/Qwen3-30B-A3B", 8, ["--trainer-lora-rank", "32"]),
     ],
 )

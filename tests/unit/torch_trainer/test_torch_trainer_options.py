@@ -169,6 +169,25 @@ def test_every_minibatch_of_every_epoch_is_an_optimizer_step(folder: Path) -> No
 # Precision and memory
 
 
+def test_an_optimizer_on_the_cpu_makes_the_same_weights_and_reads_the_others_checkpoint(folder: Path, tmp_path: Path) -> None:
+    batch = make_batch(folder)
+    plain, offloaded = trainer(folder, minibatches=2), trainer(folder, minibatches=2, offload_optimizer=True)
+    for each in (plain, offloaded):
+        each.train(batch, version=3, progress=0.0)
+    plain.start_checkpoint(tmp_path)()
+    resumed = trainer(folder, minibatches=2, offload_optimizer=True)
+    resumed.restore(tmp_path)
+    for each in (plain, offloaded, resumed):
+        each.train(batch, version=3, progress=0.5)
+
+    expected = dict(plain._model.named_parameters())
+    for each in (offloaded, resumed):
+        for name, parameter in each._model.named_parameters():
+            torch.testing.assert_close(parameter, expected[name], atol=1e-6, rtol=1e-5)
+    start = dict(trainer(folder)._model.named_parameters())
+    assert any(not torch.equal(parameter, start[name]) for name, parameter in expected.items())
+
+
 def test_recomputed_activations_give_the_same_gradient(folder: Path) -> None:
     batch = make_batch(folder)
 

@@ -116,11 +116,13 @@ def read_shape(config: Mapping[str, Any], name: str = "config.json") -> ModelSha
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one GPU of a role by what they are for; ``note`` says to a person what they suffice for."""
+    """Bytes of one GPU of a role by what they are for; ``note`` says to a person what they suffice for. ``moments`` are the
+    optimizer's, on the GPU or, offloaded, in the CPU's memory."""
 
     name: str
     parts: dict[str, int]
     note: str = ""
+    moments: int = 0
 
     @property
     def total(self) -> int:
@@ -139,20 +141,22 @@ def plan_learner(shape: ModelShape, configuration: Configuration, processes: int
     recomputed = shape.layers * shape.hidden * computed * tokens + kept
     activations = recomputed if trainer.gradient_checkpointing else shape.layers * kept
     logits = min(LOGITS_BYTES, 4 * MASTER_BYTES * shape.vocabulary * tokens)
+    held_each = 2 if trainer.offload_optimizer else 4
+    moments = int(2 * (trained + adapters) * MASTER_BYTES)
     parts = {
         "weights": (own + adapters) * MASTER_BYTES,
         "gradients": (trained + adapters) * MASTER_BYTES,
-        "optimizer": 2 * (trained + adapters) * MASTER_BYTES,
+        "optimizer": 0 if trainer.offload_optimizer else moments,
         "gathered": _count_gathered(shape, computed, bool(trained), activations + logits) if processes > 1 else 0,
         "copy": shape.parameters * computed if processes == 1 and lower else 0,
         "activations": activations,
         "logits": logits,
-        "critic": 4 * own * MASTER_BYTES if configuration.learner.advantage_estimator == "gae" else 0,
+        "critic": held_each * own * MASTER_BYTES if configuration.learner.advantage_estimator == "gae" else 0,
         "reference": own * MASTER_BYTES if _needs_reference(configuration) and not trainer.lora_rank else 0,
         "runtime": RUNTIME_BYTES if on_gpu else 0,
     }
     held = {name: int(size) for name, size in parts.items() if size}
-    return Parts(name="learner", parts=held, note=f"{tokens:,} tokens at a time")
+    return Parts(name="learner", parts=held, note=f"{tokens:,} tokens at a time", moments=moments)
 
 
 def _count_gathered(shape: ModelShape, computed: int, trains: bool, passing: float) -> float:

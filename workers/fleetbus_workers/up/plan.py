@@ -104,8 +104,8 @@ def find_shape(folder: Path) -> ModelShape | None:
 
 def _count_checkpoint(plan: Plan) -> int:
     learner = next(role for role in plan.roles if role.name == "learner")
-    whole = learner.parts["optimizer"] * 3 // 2  # weights that are trained, and two numbers of AdamW's for each
-    return whole * plan.placement.processes
+    copied = learner.moments * 3 // 2  # weights that are trained, and two numbers of AdamW's for each
+    return (copied + (0 if "optimizer" in learner.parts else learner.moments)) * plan.placement.processes
 
 
 def _advise(role: str, part: str) -> str:
@@ -113,7 +113,8 @@ def _advise(role: str, part: str) -> str:
         return "a shorter inference.max_model_len or inference.kv_cache_mib; a model shared by several GPUs is not supported"
     if part in ("activations", "logits"):
         return "lower trainer.token_budget, or set trainer.gradient_checkpointing = true"
-    return "more GPUs for the learner (fewer inference.workers), or trainer.lora_rank = 32"
+    offload = "trainer.offload_optimizer = true, " if part == "optimizer" else ""
+    return f"more GPUs for the learner (fewer inference.workers), {offload}or trainer.lora_rank = 32"
 
 
 def _format_gb(size: float) -> str:

@@ -21,9 +21,9 @@ from fleetbus_workers.learner.torch import model as models
 from fleetbus_workers.learner.torch.advantages import normalise
 from fleetbus_workers.learner.torch.batches import MicroBatch, split_micro_batches
 from fleetbus_workers.learner.torch.forward import supports_logits_to_keep
+from fleetbus_workers.learner.torch.optimizer import build_optimizer, collect_state, prepare_moments
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.sharding import Shards, gather_tensor
-from fleetbus_workers.learner.torch.training_state import collect_state, prepare_moments
 
 STATE = "critic."
 """What its tensors' names in a checkpoint begin with."""
@@ -48,13 +48,7 @@ class Critic:
             [parameter for parameter in self._model.parameters() if parameter.requires_grad],
             list(self._head.parameters()),  # no process shards it: clipped and updated apart from what is sharded
         )
-        self._optimizer = torch.optim.AdamW(
-            [{"params": part} for part in self._parts],
-            lr=settings.learner.learning_rate,
-            betas=settings.betas,
-            weight_decay=settings.trainer.weight_decay,
-            fused=device.type == "cuda",
-        )
+        self._optimizer = build_optimizer([{"params": part} for part in self._parts], settings, shards, device)
         self._old: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
         self._losses: list[float] = []

@@ -115,12 +115,18 @@ class Shards:
 
     def copy_to_cpu(self, tensor: Any) -> torch.Tensor:
         """A copy in the CPU's memory of what this process holds; sharded as ``tensor`` is."""
+        return self._place_on_cpu(get_local(tensor.detach()).to("cpu", copy=True), tensor)
+
+    def build_zeros_on_cpu(self, tensor: Any) -> torch.Tensor:
+        """The same, of zeros."""
+        return self._place_on_cpu(torch.zeros_like(get_local(tensor.detach()), device="cpu"), tensor)
+
+    def _place_on_cpu(self, own: torch.Tensor, tensor: Any) -> torch.Tensor:
+        """``own`` as this process's part of what is sharded as ``tensor``, if that is sharded."""
         if not hasattr(tensor, "full_tensor"):
-            copied: torch.Tensor = tensor.detach().to("cpu", copy=True)
-            return copied
+            return own
         from torch.distributed.tensor import DTensor
 
-        own = tensor.detach().to_local().to("cpu", copy=True)
         return DTensor.from_local(
             own, self._cpu_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
@@ -171,6 +177,12 @@ def resolve_device(name: str) -> torch.device:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(name)
     return torch.device(name)
+
+
+def get_local(tensor: Any) -> torch.Tensor:
+    """What this process holds of a tensor; it shares its memory."""
+    own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return own
 
 
 def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,11 +41,11 @@ from fleetbus_workers.learner.torch.forward import (
     find_head,
 )
 from fleetbus_workers.learner.torch.loss import LossMetrics, SampledTokens, Totals, compute_loss
+from fleetbus_workers.learner.torch.optimizer import build_optimizer, collect_state, prepare_moments
 from fleetbus_workers.learner.torch.schedule import compute_learning_rate
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.sharding import gather_tensor, init_shards, resolve_device
 from fleetbus_workers.learner.torch.token_scores import Scores
-from fleetbus_workers.learner.torch.training_state import collect_state, prepare_moments
 from fleetbus_workers.weights.companions import copy_companions
 
 if TYPE_CHECKING:
@@ -104,13 +104,8 @@ class TorchTrainer:
             models.add_adapters(self._model, self.settings.trainer)
         if self.settings.trainer.gradient_checkpointing:
             models.enable_gradient_checkpointing(self._model)
-        self._optimizer = torch.optim.AdamW(
-            [parameter for parameter in self._model.parameters() if parameter.requires_grad],
-            lr=self.settings.learner.learning_rate,
-            betas=self.settings.betas,
-            weight_decay=self.settings.trainer.weight_decay,
-            fused=device.type == "cuda",
-        )
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        self._optimizer = build_optimizer([{"params": trained}], self.settings, self.shards, device)
 
     def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
         """See `Trainer.train`. Further metrics: ``ratio_mean``, ``kl`` (k3, to the sampler), ``learning_rate``,
