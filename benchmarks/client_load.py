@@ -1,8 +1,9 @@
-"""Other projects' clients at their own pace, for a Python that has them: ``client_load.py openenv|vagen URL SESSIONS JSON``.
+"""Clients at their own pace, for a Python that has them: ``client_load.py openenv|vagen|fleetbus URL SESSIONS JSON``.
 
 Connects, prints ``ready``, and for each number of seconds that it reads prints what it made meanwhile: steps, seconds, the
 latency of each step, CPU seconds of its own. `gateway_peers.py` runs one beside a gateway and one beside the original server.
-``JSON`` has settings of the environment. VAGEN's client comes from the checkout that ``VAGEN_CHECKOUT`` names.
+``JSON`` has settings of the environment. VAGEN's client comes from the checkout that ``VAGEN_CHECKOUT`` names. ``fleetbus`` is
+our own client of VAGEN's protocol, as environment workers use it; with ``decode`` in the settings it decodes pictures, too.
 """
 
 import asyncio
@@ -44,9 +45,45 @@ async def open_vagen(url, number, settings):
     return lambda: client.step(ACTION), client.close
 
 
+async def open_fleetbus(url, number, settings):
+    from fleetbus_workers.environment.adapters.remote_gym.client import connect
+    from fleetbus_workers.environment.adapters.remote_gym.config import RemoteGymConfig
+
+    decode = settings.pop("decode", False)
+    session, _ = await connect(await enter_pool(), RemoteGymConfig(base_urls=(url,)), settings, number)
+
+    async def step():
+        answer = await session.call("step", {"action_str": ACTION})
+        return [await asyncio.to_thread(decode_picture, each) for each in answer.images] if decode else answer
+
+    return step, session.close
+
+
+OPEN = []
+"""The pool of all sessions, and what holds it open until the process ends."""
+
+
+async def enter_pool():
+    from fleetbus_workers.environment.adapters.remote_gym.client import ServerPool
+
+    if not OPEN:
+        pool = ServerPool()
+        OPEN[:] = pool, pool.run()
+        await OPEN[1].__aenter__()
+    return OPEN[0]
+
+
+def decode_picture(data):
+    import io
+
+    from PIL import Image
+
+    return Image.open(io.BytesIO(data)).convert("RGBA")
+
+
 async def main(kind: str, url: str, sessions: int, settings: dict) -> None:
-    opening = {"openenv": open_openenv, "vagen": open_vagen}[kind]
-    opened = [await opening(url, number, settings) for number in range(sessions)]
+    opening = {"openenv": open_openenv, "vagen": open_vagen, "fleetbus": open_fleetbus}[kind]
+    opened = [await opening(url, number, dict(settings)) for number in range(sessions)]
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         print(json.dumps(await measure([step for step, _ in opened], float(line))), flush=True)
@@ -69,4 +106,10 @@ async def measure(steps, seconds: float) -> dict:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])))
+    work = main(sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4]))
+    if sys.argv[1] == "fleetbus":
+        import uvloop  # as our workers run it
+
+        uvloop.run(work)
+    else:
+        asyncio.run(work)

@@ -11,8 +11,10 @@ import random
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import anyio
 import httpx
@@ -20,6 +22,13 @@ import structlog
 
 from fleetbus_workers.bounded_http import bound
 from fleetbus_workers.environment.adapters.remote_gym.config import RemoteGymConfig
+from fleetbus_workers.environment.adapters.remote_gym.connections import (
+    KEEP_ALIVE_SECONDS,
+    Answer,
+    Connections,
+    NoAnswer,
+    NotConnected,
+)
 from fleetbus_workers.environment.adapters.remote_gym.wire import (
     MAX_BODY_BYTES,
     DecodedResponse,
@@ -30,8 +39,6 @@ from fleetbus_workers.environment.adapters.remote_gym.wire import (
 )
 from fleetbus_workers.environment.base import EnvironmentFailed
 
-KEEP_ALIVE_SECONDS = 2.0
-"""Idle connections are dropped before a server does (uvicorn after 5 s), so that a step never meets a closing one."""
 HEALTH_SECONDS = 5.0
 IN_THREAD_BYTES = 64 << 10
 """Larger answers are taken apart in a thread."""
@@ -70,12 +77,13 @@ class RemoteEnvironmentError(RemoteGymError):
 
 
 class ServerPool:
-    """The HTTP client and the load of all sessions of one worker; enter `run` around them."""
+    """The connections and the load of all sessions of one worker; enter `run` around them."""
 
     def __init__(self, *, draw: Callable[[], float] = random.random) -> None:
         """``busy_queue`` is where episodes wait while all servers are busy: only the first asks again."""
         self.draw = draw
         self._http: httpx.AsyncClient | None = None
+        self._connections = Connections(max_bytes=MAX_BODY_BYTES)
         self._sessions: dict[str, int] = {}
         self._failed_at: dict[str, float] = {}
         self.idempotent: dict[str, bool] = {}
@@ -90,12 +98,25 @@ class ServerPool:
                 yield
             finally:
                 self._http = None
+                await self._connections.close()
 
     @property
     def http(self) -> httpx.AsyncClient:
         if self._http is None:
             raise RuntimeError("enter run() of the environment factory before the first episode")
         return self._http
+
+    async def post(self, url: str, body: bytes, headers: dict[str, str], *, timeout: float) -> Answer:
+        """Raises `NotConnected`, `NoAnswer`, and `ValueError` for headers that cannot be sent."""
+        if not has_proxy(url):
+            return await self._connections.post(url, body, headers, timeout=timeout)
+        try:
+            answer = await self.http.post(url, content=body, headers=headers, timeout=timeout)
+        except _NOT_SENT as error:
+            raise NotConnected(_describe_error(error)) from error
+        except httpx.TransportError as error:
+            raise NoAnswer(_describe_error(error)) from error
+        return Answer(answer.status_code, answer.headers.get("content-type", ""), answer.content)
 
     def choose(self, urls: Sequence[str]) -> str:
         """The server with the fewest sessions of ours, any of those; one that failed lately only if all did."""
@@ -128,9 +149,12 @@ class ServerPool:
             try:
                 with anyio.fail_after(HEALTH_SECONDS):  # httpx bounds each read, not all of them
                     answer = await self.http.get(f"{url}/health", timeout=HEALTH_SECONDS)
-                self.idempotent[url] = answer.json().get("idempotent") is True
-            except (httpx.HTTPError, TimeoutError, ValueError, AttributeError, RecursionError):
+            except (httpx.HTTPError, TimeoutError):
                 return False
+            try:
+                self.idempotent[url] = answer.json().get("idempotent") is True
+            except (ValueError, AttributeError, RecursionError):
+                self.idempotent[url] = False  # what says nothing of it is not asked before every step
         return self.idempotent[url]
 
 
@@ -248,28 +272,27 @@ async def _post(pool: ServerPool, config: RemoteGymConfig, url: str, body: bytes
     if config.token:
         headers["X-API-Key"] = config.token
     try:
-        async with pool.http.stream("POST", url, content=body, headers=headers, timeout=config.timeout) as answer:
-            content = await _read(answer)
-    except _NOT_SENT as error:
-        raise ServerUnreachable(f"{url} cannot be reached: {_describe_error(error)}", may_have_acted=False) from error
-    except httpx.TransportError as error:
-        raise ServerUnreachable(f"{url} gave no answer: {_describe_error(error)}", may_have_acted=True) from error
-    if answer.status_code == 200:
-        read = partial(decode_response, answer.headers.get("content-type", ""), content)
+        answer = await pool.post(url, body, headers, timeout=config.timeout)
+    except NotConnected as error:
+        raise ServerUnreachable(f"{url} cannot be reached: {error}", may_have_acted=False) from error
+    except NoAnswer as error:
+        raise ServerUnreachable(f"{url} gave no answer: {error}", may_have_acted=True) from error
+    except ValueError as error:
+        raise RequestRefused(f"{url}: the request cannot be sent: {error}") from error
+    if answer.status == 200:
+        read = partial(decode_response, answer.content_type, answer.content)
         try:
-            return await anyio.to_thread.run_sync(read) if len(content) > IN_THREAD_BYTES else read()
+            return await anyio.to_thread.run_sync(read) if len(answer.content) > IN_THREAD_BYTES else read()
         except WireError as error:
             raise RemoteEnvironmentError(f"{url}: {error}") from error
-    raise _build_error(url, answer.status_code, content)
+    raise _build_error(url, answer.status, answer.content)
 
 
-async def _read(answer: httpx.Response) -> bytes:
-    content = bytearray()
-    async for chunk in answer.aiter_bytes():
-        content += chunk
-        if len(content) > MAX_BODY_BYTES:
-            raise RemoteEnvironmentError(f"{answer.url}: the answer exceeds {MAX_BODY_BYTES} bytes")
-    return bytes(content)
+@lru_cache(maxsize=1024)
+def has_proxy(url: str) -> bool:
+    """Whether this process is told to reach the server through a proxy, by ``HTTP_PROXY`` and its like."""
+    parts, proxies = urlsplit(url), getproxies()
+    return bool(proxies.get(parts.scheme) or proxies.get("all")) and not proxy_bypass(parts.hostname or "")
 
 
 def _build_error(url: str, status: int, content: bytes) -> RemoteGymError:
