@@ -1,6 +1,8 @@
-"""The benchmarks that need nothing but this repository, one after another, into one JSON file and one page.
+"""The benchmarks that need nothing but this repository, one after another, into one JSON file and one page with plots.
 
     python benchmarks/all.py --out benchmarks.json --page benchmarks.md
+    python benchmarks/all.py --out benchmarks.json --page benchmarks.md --only scaling     # the others stay as they were
+    python benchmarks/all.py --out benchmarks.json --page benchmarks.md --only ""          # the page of what was measured
 
 Each runs in a process of its own, and what it prints as JSON is kept as it is, with its command, its exit code, its seconds and
 the load of the machine when it began. One that fails or takes too long is said so, and the others run all the same.
@@ -9,18 +11,24 @@ the load of the machine when it began. One that fails or takes too long is said 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.plots import draw_plots
+
 LIMIT_SECONDS = 900
 
 SUITE = (
@@ -31,6 +39,11 @@ SUITE = (
     ("recording", "--json", "--messages", "50000", "--turns", "100"),
     ("openenv_steps", "--json"),
     ("async_against_sync", "--json"),
+    ("scaling", "--json"),
+    ("stream_rate", "--json"),
+    ("run_length", "--json", "--episodes", "10000,30000"),
+    ("cluster_faults", "--json"),
+    ("chaos", "--kills", "--seconds", "240", "--quiet", "20", "--json"),
     ("weights_plane", "--json"),
     ("trainer_tokens", "--json"),
 )
@@ -95,11 +108,13 @@ def read_rows(output: str) -> list[Any]:
         return rows
 
 
-def write_page(results: dict[str, Any]) -> str:
-    """A table per benchmark: a row for each object, a column for each of its plain fields."""
+def write_page(results: dict[str, Any], plots: Mapping[str, str] | None = None) -> str:
+    """A table per benchmark: a row for each object, a column for each of its plain fields. ``plots``: addresses by title."""
     machine = results["machine"]
     lines = [f"# Benchmarks of {machine['commit']}", ""]
     lines += [f"{machine['at']}, {machine['cores']} cores, {machine['machine']}, Python {machine['python']}.", ""]
+    for title, address in (plots or {}).items():
+        lines += [f"![{title}]({address})", ""]
     for name, found in results["benchmarks"].items():
         lines += [f"## {name}", "", f"`{found['command']}`, {found['seconds']} s, load average {found['load']}", ""]
         if found["code"]:
@@ -116,12 +131,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks.json"))
     parser.add_argument("--page", type=Path, help="write the tables there, too")
-    parser.add_argument("--only", default="", help="names, with commas between them")
+    parser.add_argument("--only", help="names, with commas between them; what the file has of the others is kept")
     options = parser.parse_args()
-    wanted = set(options.only.split(",")) if options.only else {name for name, *_ in SUITE}
-    if unknown := wanted - {name for name, *_ in SUITE}:
+    names = {name for name, *_ in SUITE}
+    wanted = names if options.only is None else set(filter(None, options.only.split(",")))
+    if unknown := wanted - names:
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
     results: dict[str, Any] = {"machine": describe_machine(), "benchmarks": {}}
+    if options.only is not None and options.out.is_file():
+        before = json.loads(options.out.read_text())
+        results = before | ({"machine": results["machine"]} if wanted else {})
     for name, *arguments in SUITE:
         if name not in wanted:
             continue
@@ -129,7 +148,11 @@ def main() -> int:
         print(f"{name}: exit code {found['code']} after {found['seconds']} s", flush=True)
         options.out.write_text(json.dumps(results, indent=1) + "\n")
     if options.page:
-        options.page.write_text(write_page(results))
+        folder, plots = options.page.parent / f"{options.page.stem}_plots", dict[str, str]()
+        with contextlib.suppress(ModuleNotFoundError):  # fleetbus[plot]
+            files = draw_plots(results, folder)
+            plots = {title: f"{folder.name}/{file.name}" for title, file in files.items()}
+        options.page.write_text(write_page(results, plots))
     return int(any(found["code"] for found in results["benchmarks"].values()))
 
 

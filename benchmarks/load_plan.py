@@ -28,6 +28,15 @@ def parse_plan(sessions: str, turns: str) -> list[LoadPlan]:
     return [LoadPlan(int(count), int(length)) for count, length in pairs]
 
 
+PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
+
+
+def compute_distribution(latencies: Sequence[float]) -> dict[str, float]:
+    """Milliseconds by percentile."""
+    ordered = sorted(latencies)
+    return {str(share): round(ordered[int(len(ordered) * share / 100)] * 1e3, 3) for share in PERCENTILES}
+
+
 def summarize_latencies(latencies: Sequence[float], *, wall_seconds: float, cpu_seconds: float) -> dict[str, float]:
     """Steps per second, median and 99th percentile in milliseconds, CPU of the asking process in microseconds per step."""
     ordered = sorted(latencies)

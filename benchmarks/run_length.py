@@ -97,16 +97,17 @@ class LogWriter(LogBuilder):
             self.checkpoint(self.steps, floor=self.floor)
 
 
-async def time_reading(work: Callable[[], Awaitable[object]]) -> float:
-    """Milliseconds, the median."""
-    took = []
+async def time_reading(name: str, work: Callable[[], Awaitable[object]]) -> dict[str, float]:
+    """Milliseconds of time, and of this process's CPU; medians."""
+    took, used = [], []
     for _ in range(REPEATS):
-        started = time.perf_counter()
+        started, spent = time.perf_counter(), time.process_time()
         await work()
         took.append((time.perf_counter() - started) * 1e3)
+        used.append((time.process_time() - spent) * 1e3)
         if took[0] > LONG_MS:
             break
-    return round(statistics.median(took), 1)
+    return {f"{name}_ms": round(statistics.median(took), 1), f"{name}_cpu_ms": round(statistics.median(used), 1)}
 
 
 async def open_overview(bus: Bus, last: int) -> None:
@@ -137,12 +138,12 @@ async def measure(bus: Bus, log: LogWriter) -> dict[str, Any]:
         "episodes": log.episodes,
         "entries": await bus.last_sequence(),
         "log_mib": round((await bus.usage())[0] / 2**20, 1),
-        "learner_book_ms": await time_reading(lambda: read_book(bus, SUBJECTS, "default")),
-        "learner_versions_ms": await time_reading(lambda: read_published_versions(bus, SUBJECTS, "default")),
-        "learner_requests_ms": await time_reading(lambda: read_requests_from_floor(bus, SUBJECTS, "default", resume_point)),
-        "episode_ms": await time_reading(rebuild_episode),
-        "overview_ms": await time_reading(lambda: open_overview(bus, log.last)),
-        "audit_ms": await time_reading(audit),
+        **await time_reading("learner_book", lambda: read_book(bus, SUBJECTS, "default")),
+        **await time_reading("learner_versions", lambda: read_published_versions(bus, SUBJECTS, "default")),
+        **await time_reading("learner_requests", lambda: read_requests_from_floor(bus, SUBJECTS, "default", resume_point)),
+        **await time_reading("episode", rebuild_episode),
+        **await time_reading("overview", lambda: open_overview(bus, log.last)),
+        **await time_reading("audit", audit),
     }
 
 

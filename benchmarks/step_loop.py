@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -30,7 +30,7 @@ import structlog
 import uvloop
 
 from benchmarks.bare_loop import CONTENT_BYTES, TEXT_BYTES, TOKENS, measure_floor
-from benchmarks.load_plan import LoadPlan, parse_plan, summarize_latencies, temporary_server
+from benchmarks.load_plan import LoadPlan, compute_distribution, parse_plan, summarize_latencies, temporary_server
 from fleetbus.auth.access import build_access
 from fleetbus.auth.folder import AuthFolder, write_folder
 from fleetbus.bus.base import Bus
@@ -167,7 +167,7 @@ async def worker_process(role: str, url: str, sessions: int, report: Path, auth:
         process.wait()
 
 
-async def measure(url: str, plan: LoadPlan, report: Path, auth: str = "") -> dict[str, float]:
+async def measure(url: str, plan: LoadPlan, report: Path, auth: str = "") -> dict[str, Any]:
     """Fleetbus under one plan: ask for the episodes, wait for their results."""
     subjects = Subjects(RUN)
     async with connect(url, run=RUN, role="up", worker="driver", **build_access("up", auth, RUN)) as bus:
@@ -183,7 +183,7 @@ async def measure(url: str, plan: LoadPlan, report: Path, auth: str = "") -> dic
             wall = await _play(bus, subjects, plan, "step")
     measured = json.loads(await anyio.Path(report).read_text())
     fields = summarize_latencies(measured["latencies"], wall_seconds=wall, cpu_seconds=measured["cpu_seconds"])
-    return {"sessions": plan.sessions} | fields
+    return {"sessions": plan.sessions, **fields, "latency_ms_by_percentile": compute_distribution(measured["latencies"])}
 
 
 async def _wait_until_started(bus: Bus, subjects: Subjects) -> None:

@@ -1,11 +1,12 @@
 """What an episode costs that only waits: memory per session in one environment worker, and whether its heartbeats still come.
 
     python benchmarks/waiting_sessions.py --json
+    python benchmarks/waiting_sessions.py --json --workers 200 --sessions 20000     # a fleet, as tasks of one process
 
 A real server, a real environment worker in a process of its own with a trivial environment, and nobody who answers. Every
 session has opened and reset its environment, has published its observation and waits; the worker extends the leases of all
 requests and looks for late actions all the time. ``kib_per_session`` is the resident memory of the worker beyond what it had
-idle, by session. A heartbeat is missed when none came for twice its interval.
+idle, by session. A heartbeat is missed when none came for twice its interval; of several workers each has its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -46,6 +48,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured over ``seconds`` with all sessions waiting. Memory in MiB, but for ``kib_per_session``."""
 
     sessions: int
+    workers: int
     idle_mib: float
     waiting_mib: float
     kib_per_session: float
@@ -60,19 +63,27 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
         return self.kib_per_session <= MOST_KIB and not self.missed_heartbeats
 
 
-async def serve(url: str, sessions: int) -> None:
-    """The worker's process, until it is killed."""
+async def serve(url: str, sessions: int, workers: int) -> None:
+    """The process of the workers, until it is killed. Each has a connection and its share of the sessions."""
     from fleetbus_workers.environment.worker import run_environment
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
-    configuration = Configuration(run=RunSettings(name=RUN), environment=EnvironmentSettings(slots=sessions))
-    async with connect(url, run=RUN, role="environment", worker=NAME) as bus:
-        await run_environment(bus, configuration=configuration, name=NAME, drain=anyio.Event(), make=ScriptedEnvironment)
+    slots = -(-sessions // workers)
+    configuration = Configuration(run=RunSettings(name=RUN), environment=EnvironmentSettings(slots=slots))
+
+    async def work(name: str) -> None:
+        async with connect(url, run=RUN, role="environment", worker=name) as bus:
+            await run_environment(bus, configuration=configuration, name=name, drain=anyio.Event(), make=ScriptedEnvironment)
+
+    async with anyio.create_task_group() as tasks:
+        for index in range(workers):
+            tasks.start_soon(work, f"{NAME}{index}")
 
 
 @asynccontextmanager
-async def worker_process(url: str, sessions: int) -> AsyncIterator[psutil.Process]:
-    process = subprocess.Popen([sys.executable, __file__, "--serve", "--url", url, "--sessions", str(sessions)])
+async def worker_process(url: str, sessions: int, workers: int) -> AsyncIterator[psutil.Process]:
+    sizes = ["--sessions", str(sessions), "--workers", str(workers)]
+    process = subprocess.Popen([sys.executable, __file__, "--serve", "--url", url, *sizes])
     try:
         yield psutil.Process(process.pid)
     finally:
@@ -80,37 +91,40 @@ async def worker_process(url: str, sessions: int) -> AsyncIterator[psutil.Proces
         process.wait()
 
 
-async def measure(url: str, *, sessions: int, seconds: float) -> Waiting:
-    """One worker, idle and then with ``sessions`` waiting for ``seconds``."""
+async def measure(url: str, *, sessions: int, seconds: float, workers: int = 1) -> Waiting:
+    """Workers in one process, idle and then with ``sessions`` waiting for ``seconds``."""
     subjects = Subjects(RUN)
     async with connect(url, run=RUN, role="test", worker="driver") as bus:
-        await bus.declare(plan_run(RUN, lanes=2, max_bytes=2 << 30))
+        await bus.declare(plan_run(RUN, lanes=workers + 1, max_bytes=2 << 30))
         async with (
-            bus.listen(subjects.heartbeat("environment", NAME)) as heartbeats,
-            worker_process(url, sessions) as process,
+            bus.listen(subjects.heartbeat("environment", "*")) as heartbeats,
+            worker_process(url, sessions, workers) as process,
         ):
-            with anyio.fail_after(60):
-                for _ in range(3):  # by the second one everything is set up
-                    await heartbeats.receive()
+            heard: Counter[str] = Counter()
+            with anyio.fail_after(60 * MINUTES_TO_BEGIN):
+                while len(heard) < workers or min(heard.values()) < 3:  # by the second one everything is set up
+                    heard[(await heartbeats.receive())[0]] += 1
             idle = process.memory_info().rss
             with anyio.fail_after(60 * MINUTES_TO_BEGIN):
                 await begin(bus, subjects, sessions)
-            cpu, peak, came = sum(process.cpu_times()[:2]), process.memory_info().rss, [anyio.current_time()]
+            cpu, peak, begun = sum(process.cpu_times()[:2]), process.memory_info().rss, anyio.current_time()
+            came = {subject: [begun] for subject in heard}
             with anyio.move_on_after(seconds):
                 while True:
-                    await heartbeats.receive()
-                    came.append(anyio.current_time())
+                    subject, _ = await heartbeats.receive()
+                    came[subject].append(anyio.current_time())
                     peak = max(peak, process.memory_info().rss)
-            came.append(anyio.current_time())
+            ended = anyio.current_time()
             cpu = sum(process.cpu_times()[:2]) - cpu
-    gaps = [later - earlier for earlier, later in pairwise(came)]
+    gaps = [later - earlier for times in came.values() for earlier, later in pairwise([*times, ended])]
     return Waiting(
         sessions=sessions,
+        workers=workers,
         idle_mib=round(idle / 2**20, 1),
         waiting_mib=round(peak / 2**20, 1),
         kib_per_session=round((peak - idle) / 1024 / sessions, 1),
         seconds=seconds,
-        heartbeats=len(came) - 2,
+        heartbeats=sum(len(times) - 1 for times in came.values()),
         missed_heartbeats=sum(int(gap / HEARTBEAT_SECONDS) - 1 for gap in gaps if gap >= 2 * HEARTBEAT_SECONDS),
         longest_gap_seconds=round(max(gaps), 2),
         cpu_share=round(cpu / seconds, 3),
@@ -143,23 +157,24 @@ async def request(bus: Bus, subjects: Subjects, episode: str, limiter: anyio.Cap
         await bus.publish(subjects.task("default", episode), encode(message), expected_last=0)
 
 
-async def run(sessions: int, seconds: float) -> Waiting:
+async def run(sessions: int, seconds: float, workers: int) -> Waiting:
     async with temporary_server() as url:
-        return await measure(url, sessions=sessions, seconds=seconds)
+        return await measure(url, sessions=sessions, seconds=seconds, workers=workers)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=30.0, help="how long all of them wait")
+    parser.add_argument("--workers", type=int, default=1, help="environment workers that share the sessions")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--url", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        uvloop.run(serve(arguments.url, arguments.sessions))
+        uvloop.run(serve(arguments.url, arguments.sessions, arguments.workers))
         return 0
-    measured = uvloop.run(run(arguments.sessions, arguments.seconds))
+    measured = uvloop.run(run(arguments.sessions, arguments.seconds, arguments.workers))
     if arguments.json:
         print(json.dumps(msgspec.structs.asdict(measured)))
     else:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from benchmarks.all import read_rows, run, write_page
+from pathlib import Path
+
+import pytest
+
+from benchmarks.all import SUITE, read_rows, run, write_page
+from benchmarks.load_plan import compute_distribution
+from benchmarks.plots import PLOTS, draw_plots
 
 
 def test_one_object_or_one_per_line_are_rows_and_other_lines_are_not() -> None:
@@ -27,3 +33,25 @@ def test_a_page_has_a_column_for_each_plain_field_and_names_what_failed() -> Non
     page = write_page({"machine": machine, "benchmarks": {"loop": loop | {"rows": rows}, "broken": broken}})
     assert "| sessions | rate | ratio |\n|---|---|---|\n| 1 | 10.0 |  |\n| 64 |  | 0.5 |" in page
     assert "exit code 3: last" in page
+
+
+def test_each_plot_is_drawn_from_rows_as_its_benchmark_prints_them(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    recovered = {"p50": 1.0, "p99": 2.0}
+    rows = {
+        "step_loop": {"sessions": 64, "steps_per_second": 5.0, "bare_steps_per_second": 9.0,
+                      "latency_ms_by_percentile": compute_distribution([0.001, 0.002, 0.005])},
+        "scaling": {"processes": 2, "steps_per_second": 300.0, "ideal": 320.0},
+        "chaos": {"recovery_seconds": dict.fromkeys(("environment", "inference", "learner"), recovered)
+                  | {"server": {"p50": None, "p99": None}}},
+        "async_against_sync": {"staleness": 0, "episodes_per_second": 9.0, "possible": 10.0},
+    }  # fmt: skip
+    results = {"benchmarks": {name: {"rows": [row]} for name, row in rows.items()}}
+    drawn = draw_plots(results, tmp_path / "plots")
+    assert {file.stem for file in drawn.values()} == set(PLOTS)
+    assert all("</svg>" in file.read_text() for file in drawn.values())
+    assert draw_plots({"benchmarks": {}}, tmp_path / "none") == {}
+
+
+def test_every_plot_belongs_to_a_benchmark_of_the_suite() -> None:
+    assert {benchmark for benchmark, _, _ in PLOTS.values()} <= {name for name, *_ in SUITE}

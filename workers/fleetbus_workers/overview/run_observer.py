@@ -11,6 +11,7 @@ import structlog
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.errors import BusClosed, BusError, RequestUnanswered
 from fleetbus.heartbeats import follow_heartbeats
+from fleetbus.loop_clock import get_clock
 from fleetbus_schemas import EpisodeRequested, MalformedMessage, Message, Subjects
 from fleetbus_schemas.message import decode_any
 from fleetbus_workers.overview.jetstream import ServerView, fetch_server_view
@@ -70,6 +71,7 @@ class RunObserver:
         self.server = ServerView()
         self._driver = driver or Driver()
         self.bus = bus
+        self._clock = anyio.current_time
         self._began = self._applied_at = -math.inf
         self._resumed_at = math.inf
         self._end: int | None = None
@@ -116,7 +118,8 @@ class RunObserver:
 
     async def run(self) -> None:
         """Until cancelled, or until the connection is gone for good."""
-        self._began = anyio.current_time()
+        self._clock = get_clock()
+        self._began = self._clock()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._follow_log)
             tasks.start_soon(self._follow_heartbeats)
@@ -140,14 +143,14 @@ class RunObserver:
 
     def _apply_entry(self, entry: StreamEntry) -> None:
         self.health.followed = entry.sequence
-        self._applied_at = anyio.current_time()
+        self._applied_at = now = self._clock()
         try:
             message = decode_any(READ_TYPES, entry.payload, subject=entry.subject)
         except MalformedMessage as malformed:
             self.state.malformed += 1
             log.warning("entry is malformed; ignoring it", sequence=entry.sequence, reason=malformed.reason)
             return
-        self.state.apply(entry, message, anyio.current_time(), self._bus.now_ns())
+        self.state.apply(entry, message, now, self._bus.now_ns())
 
     async def _follow_heartbeats(self) -> None:
         registry = self.state.worker_registry
