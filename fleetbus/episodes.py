@@ -124,10 +124,19 @@ async def store_result(bus: Bus, subjects: Subjects, result: EpisodeFinished, *,
             await bus.publish(subject, payload, expected_last=expected_last)
             return "stored"
         except SequenceConflict:
-            return _classify_conflict(await read_episode_state(bus, subjects, result.episode_id), result)
+            episode_state = await read_episode_state(bus, subjects, result.episode_id)
+            if not _is_still_held(episode_state, result) or episode_state.last_sequence <= expected_last:
+                return _classify_conflict(episode_state, result)
+            log.warning("an entry behind the claim is malformed; storing the result after it", episode=result.episode_id)
+            expected_last = episode_state.last_sequence
         except (LogFull, PublishUnanswered) as error:
             log.warning("result publish failed; retrying", episode=result.episode_id, reason=str(error))
             await anyio.sleep(RETRY_SECONDS)
+
+
+def _is_still_held(episode_state: EpisodeState, result: EpisodeFinished) -> bool:
+    """Nothing has come that says anything: no result, claim or release."""
+    return episode_state.result is None and episode_state.attempts == result.attempt and not episode_state.released
 
 
 def _classify_conflict(episode_state: EpisodeState, result: EpisodeFinished) -> StoreOutcome:

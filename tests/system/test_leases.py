@@ -205,6 +205,19 @@ async def test_a_draining_worker_takes_no_request_away_from_whoever_has_taken_it
             assert await claims_of(fleet) == ["environment-0", "environment-1"], "it was taken over from a living worker"
 
 
+async def test_an_entry_behind_a_claim_that_is_no_message_takes_no_episode_from_its_worker() -> None:
+    with anyio.fail_after(1000):
+        async with small_deployment(build_configuration(limits=PATIENT)) as fleet:
+            fleet.environment("environment-0", make=SlowEnvironment)
+            fleet.inference("inference-0")
+            await fleet.request(task=short())
+            await anyio.sleep(1)
+            await fleet.bus.publish(fleet.subjects.episode("e"), b"\xc1")
+            result = await fleet.result()
+            assert (result.outcome, result.attempts) == ("completed", 1)
+            await fleet.check_at_rest()
+
+
 async def test_a_worker_whose_claim_went_unanswered_takes_no_request_away_from_whoever_has_claimed_since() -> None:
     faults = Deaf()
     with anyio.fail_after(1000):
