@@ -5,6 +5,7 @@ A lane whose lease ran out is free. A worker that finds its lane taken has been 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -29,6 +30,10 @@ class LaneLost(FleetbusError):
 
 class NoLaneFree(FleetbusError):
     """Every declared lane of the role is held by a living worker."""
+
+
+class LanesUnread(FleetbusError):
+    """The server did not say in time which lanes are free."""
 
 
 class Lane(msgspec.Struct, kw_only=True):
@@ -86,7 +91,7 @@ def _is_free(payload: bytes, time_ns: int, now_ns: int, subject: str) -> bool:
 async def claim_lane(
     bus: Bus, subjects: Subjects, *, role: str, names: Sequence[str], worker: str, nonce: str, wait_seconds: float = 30.0
 ) -> Lane:
-    """A free lane of ``names``; waits up to ``wait_seconds`` for one, then raises `NoLaneFree`.
+    """A free lane of ``names``; waits up to ``wait_seconds`` for one, then raises `NoLaneFree`, or `LanesUnread`.
 
     Of few lanes it is the first. Through many of them each worker looks in an order of its own, which its nonce gives: of W
     workers that start at the same moment each meets a few held lanes, and not W / 2.
@@ -94,13 +99,17 @@ async def claim_lane(
     if len(names) > MAX_LANES_IN_ORDER:
         names = random.Random(nonce).sample(names, len(names))
     lease = LaneLease(worker=worker, nonce=nonce, lease_seconds=LEASE_SECONDS)
+    seen_at = -math.inf
     with anyio.move_on_after(wait_seconds):
         while True:
             for name in names:
                 lane = await _try_claim(bus, subjects.lane(role, name), name, lease)
                 if lane is not None:
                     return lane
+            seen_at = anyio.current_time()
             await anyio.sleep(1.0)
+    if anyio.current_time() - seen_at > LEASE_SECONDS:  # who held them then may be gone
+        raise LanesUnread(f"the server did not say within {wait_seconds:g} s which {role} lanes are free; start this again")
     raise NoLaneFree(f"all {len(names)} {role} lanes are held: raise nats.lanes, or stop a worker")
 
 

@@ -13,7 +13,7 @@ from fleetbus.bus.memory import Faults, MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
 from fleetbus.bus.streams import environment_lanes, plan_run
-from fleetbus.lanes import LEASE_SECONDS, Lane, LaneLost, claim_lane
+from fleetbus.lanes import LEASE_SECONDS, Lane, LaneLost, LanesUnread, claim_lane
 from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus_schemas import Heartbeat, LaneLease, Subjects, encode
 from tests.support.virtual_time import virtual_time
@@ -109,6 +109,15 @@ async def test_a_claim_whose_answer_was_lost_is_one_s_own_at_the_next_look() -> 
         lane = await claimed(bus, wait_seconds=LEASE_SECONDS - 1)  # its own lease would stand in its way for longer
         assert not faults.first
         await lane.renew(bus)
+
+
+async def test_a_server_that_says_nothing_of_lanes_is_not_taken_for_one_whose_lanes_are_held() -> None:
+    server = MemoryServer()
+    async with server.connect("r") as bus:
+        await bus.declare(plan_run("r", lanes=1))
+        server.kill()
+        with pytest.raises(LanesUnread, match="did not say within 30 s which environment lanes are free"):
+            await claimed(bus)
 
 
 async def test_a_worker_that_is_ended_while_it_says_hello_leaves_its_lane_free() -> None:
