@@ -12,10 +12,13 @@ import trio.testing
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import EPOCH_NS
+from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS
 from fleetbus_schemas import (
     AttemptStarted,
     ChatMessage,
+    EpisodeFinished,
     EpisodeRequested,
+    LineageStarted,
     Message,
     Observation,
     SamplingSettings,
@@ -31,7 +34,7 @@ from fleetbus_schemas import (
 from fleetbus_workers.simulation.environments import EnvironmentRecord, render_observation
 from fleetbus_workers.simulation.liveness_checker import ANSWER_SECONDS, CLAIM_SECONDS, PROGRESS_SECONDS, LivenessChecker
 from fleetbus_workers.simulation.log_checker import LogChecker
-from fleetbus_workers.simulation.observer import Observer
+from fleetbus_workers.simulation.observer import ALL_WORKERS, Observer
 from fleetbus_workers.simulation.oracle import OUTCOME_MARGIN_SECONDS, FaultOracle
 from fleetbus_workers.simulation.process import RUN, Process
 from fleetbus_workers.simulation.scenario import Scenario
@@ -180,6 +183,51 @@ async def test_what_waits_too_long_after_the_last_fault_is_named_by_its_kind() -
     await anyio.sleep(PROGRESS_SECONDS)
     liveness.check()
     assert judge.found[-1] == "the fleet goes on"
+
+
+@pytest.mark.parametrize(
+    ("disturbances", "excused"),
+    [
+        ([("crash", "l", 0.0)] * 5, False),
+        ([("crash", "e", 0.0)] * 2, False),
+        ([("crash", "i", 0.0)] * 3, True),
+        ([("pause", "e", 3 * OBSERVATION_LEASE_SECONDS)], False),
+        ([("pause", "i", OBSERVATION_LEASE_SECONDS)], False),
+        ([("pause", "i", 2 * OBSERVATION_LEASE_SECONDS)], True),
+        ([("elect", ALL_WORKERS, 2 * OBSERVATION_LEASE_SECONDS)], True),
+        ([("fill_log", ALL_WORKERS, 9 * OBSERVATION_LEASE_SECONDS)], False),
+    ],
+)
+async def test_an_observation_is_poison_only_after_faults_that_swallow_deliveries_of_it(
+    disturbances: list[tuple[str, str, float]], excused: bool
+) -> None:
+    judge = Judge()
+    for role, name in (("environment", "e"), ("inference", "i"), ("learner", "l")):
+        judge.oracle.processes[name] = Process(role, name, 4, judge.observer)
+    sequence = judge.request()
+    judge.claim(sequence)
+    for kind, worker, seconds in disturbances:
+        judge.observer.disturb(kind, worker, seconds=seconds)
+    result = EpisodeFinished(
+        episode_id="g000000-0", group_id="g000000", attempt=1, outcome="lost", worker="e", error_class="poison_observation",
+        request_sequence=sequence, attempts=1,
+    )  # fmt: skip
+    judge.store(SUBJECTS.episode("g000000-0"), result)
+    assert judge.found == ([] if excused else ["every failure has a cause"])
+
+
+async def test_who_takes_over_is_told_by_the_order_of_lineages_and_not_by_when_their_entries_arrive() -> None:
+    """A lineage's entry on the policy's subject may come after the next one has begun, and not after that one's own."""
+    judge = Judge()
+    first = LineageStarted(lineage="l1", worker="a")
+    second = LineageStarted(lineage="l2", worker="b", parent="l1")
+    for started in (first, second):
+        judge.store(SUBJECTS.train("default"), started)
+    for started in (first, second):
+        judge.store(SUBJECTS.policy("default"), started)
+    assert judge.found == []
+    judge.store(SUBJECTS.policy("default"), first)
+    assert judge.found == ["no learner takes over from a later one"]
 
 
 async def test_at_the_very_nanosecond_of_its_deadline_an_episode_is_over() -> None:

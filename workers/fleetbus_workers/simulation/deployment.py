@@ -21,8 +21,9 @@ import structlog
 from anyio.abc import TaskGroup
 
 from fleetbus.config.run_folder import run_folder
-from fleetbus.errors import BusError, UserError
-from fleetbus.lanes import LaneLost
+from fleetbus.errors import BusError, RequestUnanswered, UserError
+from fleetbus.heartbeats import HEARTBEAT_SECONDS
+from fleetbus.lanes import ANSWER_SECONDS, LEASE_SECONDS, LaneLost, LanesUnread
 from fleetbus.runtime import Runtime
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.stepwise.host import SessionHost
@@ -43,6 +44,7 @@ from fleetbus_workers.simulation.fixtures import SimulationFixtures
 from fleetbus_workers.simulation.observer import ALL_WORKERS
 from fleetbus_workers.simulation.process import Process
 from fleetbus_workers.simulation.simulated_bus import SimulatedBus
+from fleetbus_workers.simulation.stranger import Stranger
 from fleetbus_workers.weights.fetch import WeightsFetcher
 
 TRIM_SECONDS = 2.0
@@ -54,13 +56,16 @@ LONGEST_EFFECT_SECONDS = 60.0
 """How long after a fault a worker may still end of it."""
 
 RENEWALS_PER_LEASE = 2
-"""So many that are lost, or come late, cost a lane: each is waited for."""
+"""So many that are lost, or come late, cost a lane: each is waited for, and a lost answer costs the one after it."""
+
+LANE_SECONDS = LEASE_SECONDS + 2 * (HEARTBEAT_SECONDS + ANSWER_SECONDS)
+"""From the first renewal that is lost until a worker hears that its lane is another's."""
 
 _LANE = re.compile(r"^lane (\S+)")
 
 CHECKPOINT_FAULTS = frozenset({"spoil_checkpoint", "lose_checkpoints", "rewind_checkpoints"})
 
-CLIENTS = frozenset({"session_client", "gateway", "rollouts"})
+CLIENTS = frozenset({"session_client", "gateway", "rollouts", "stranger"})
 """Roles that end when they have done what they came for."""
 
 
@@ -93,6 +98,7 @@ class Deployment:
             session_client=self._scenario.session_clients,
             gateway=self._scenario.gateway_clients,
             rollouts=self._scenario.rollout_clients,
+            stranger=self._scenario.strangers,
         )
         self.training_finished = anyio.Event()
         self.is_closing = False
@@ -150,10 +156,16 @@ class Deployment:
             return newest is not None and newest.worker != process.name
         if isinstance(error, CheckpointUnread):
             return self._order_restart()
-        if isinstance(error, (LaneLost, BusError)):
-            since = anyio.current_time() - LONGEST_EFFECT_SECONDS
-            lost = [self._observer.message_faults(lane, since=since) for lane in _LANE.findall(str(error))]
-            return self._observer.was_disturbed(process.name, since=since) or sum(lost) >= RENEWALS_PER_LEASE
+        since = anyio.current_time() - LONGEST_EFFECT_SECONDS
+        if isinstance(error, (LaneLost, BusError)) and self._observer.was_disturbed(process.name, since=since):
+            return True
+        if isinstance(error, LaneLost):
+            from_first = anyio.current_time() - LANE_SECONDS
+            lost = [self._observer.message_faults(lane, since=from_first) for lane in _LANE.findall(str(error))]
+            return sum(lost) >= RENEWALS_PER_LEASE
+        if isinstance(error, (LanesUnread, RequestUnanswered)):  # only who has yet to begin ends of a read
+            has_begun = process.name in self._oracle.heard
+            return not has_begun and self._observer.message_fault_count(since, kind="read_lost") > 0
         if isinstance(error, OSError) and error.errno == errno.EIO:
             return any(each.kind == "disk_failed" and each.worker == process.name for each in self._observer.disturbances)
         if isinstance(error, UserError) and "already has a recorder" in str(error):
@@ -184,6 +196,7 @@ class Deployment:
             "session_client": self._run_client,
             "gateway": self._run_client,
             "rollouts": self._run_client,
+            "stranger": self._run_client,
         }
         await work[process.role](process, wire)
 
@@ -290,11 +303,17 @@ class Deployment:
                 await SessionCaller(process, self._log_checker.sessions, self._observer, draw).run(wire)
             case "gateway":
                 await self._run_gateway(process, wire, draw)
+            case "stranger":
+                sessions = self._log_checker.sessions
+                await Stranger(process, sessions, self._observer, draw, self._list_environments).run(wire)
             case _:
                 await run_rollouts(
                     process, wire, self._configuration, self._tasks, self._log_checker.episodes, self._observer,
                     self._runtime(process),
                 )  # fmt: skip
+
+    def _list_environments(self) -> list[str]:
+        return [process.name for process in self.alive("environment")]
 
     def _runtime(self, process: Process, *, seconds: float = 1.0) -> Runtime:
         """Blocking work runs inline and takes up to ``seconds`` before and after; file times are virtual, too."""

@@ -22,6 +22,7 @@ from fleetbus_workers.simulation.storage_faults import AWAY_SHARE, rewind_checkp
 
 MOST_WORKERS = 4
 LONGEST_RESTART_SECONDS = 5.0
+ORDER_SECONDS = 2.0
 SHORTEST_DAMAGE_SECONDS = 5.0
 """Longer than it takes until the next learner has looked."""
 
@@ -187,19 +188,26 @@ class FaultInjector:
             log.store(subject, GARBAGE, f"garbage-{log.last_sequence}", None, self._server.now_ns())
 
     async def _pause_requests(self, seconds: float) -> None:
-        """An operator has the learner ask for nothing new for a while."""
-        for command in ("pause", "resume"):
-            for learner in self._fleet.alive("learner"):
-                await self._order("learner", learner.name, ControlRequested(command=command))
-            await anyio.sleep(seconds)
+        """An operator has the learner ask for nothing new for a while, and tells it to go on until it answers."""
+        for learner in self._fleet.alive("learner"):
+            await self._order("learner", learner.name, ControlRequested(command="pause"))
+        await anyio.sleep(seconds)
+        for learner in self._fleet.alive("learner"):
+            while learner.is_alive:
+                if await self._order("learner", learner.name, ControlRequested(command="resume")):
+                    break
+                await anyio.sleep(ORDER_SECONDS)
 
-    async def _order(self, role: str, worker: str, order: ControlRequested) -> None:
+    async def _order(self, role: str, worker: str, order: ControlRequested) -> bool:
+        """False if nobody answers."""
         self._observer.trace(order.command, *order.episodes, worker)
         try:
             async with self._server.connect(RUN, worker="operator") as bus:
-                await bus.request(Subjects(RUN).control(role, worker), encode(order), timeout=2.0)
+                await bus.request(Subjects(RUN).control(role, worker), encode(order), timeout=ORDER_SECONDS)
         except (BusError, UserError) as error:
             self._observer.trace(order.command, *order.episodes, "unanswered", type(error).__name__)
+            return False
+        return True
 
     async def _corrupt_checkpoint(self, fault: ScheduledFault) -> None:
         """The newest checkpoint cannot be read, and its learner dies: it was damaged, or its disk is away for a while.

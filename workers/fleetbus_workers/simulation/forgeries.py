@@ -14,10 +14,12 @@ import msgspec
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.core.audit import Audit
+from fleetbus.core.audit_findings import MAX_IDS
 from fleetbus_schemas import (
     Action,
     AttemptReleased,
     AttemptStarted,
+    CheckpointStored,
     EpisodeFinished,
     EpisodeRequested,
     EpisodeSegment,
@@ -28,6 +30,7 @@ from fleetbus_schemas import (
     Observation,
     PolicyPublished,
     StepTrained,
+    TrainingFinished,
     VersionSpan,
 )
 from fleetbus_schemas.message import decode_any
@@ -38,6 +41,9 @@ FAR = 1000
 """Added to a number it makes one that stands nowhere else in a log."""
 
 JUDGED = ("task", "obs", "act", "episode", "policy", "train", "floor")
+
+Log = dict[int, tuple[str, Message | None]]
+"""By position subject and message, None for what an audit does not look into."""
 
 Pages = dict[type[Message], list[tuple[int, Any]]]
 """The messages of one episode by type, each with its position."""
@@ -83,6 +89,7 @@ AGAIN: tuple[tuple[str, type[Message], Callable[[Any], Any]], ...] = (
     ("claim_after_result", AttemptStarted, lambda claim: claim),
     ("release_not_newest", AttemptStarted, _release),
     ("second_result", EpisodeFinished, lambda result: result),
+    ("misfiled", EpisodeFinished, _other(episode_id="forged")),
 )
 """What is stored once more, at the end."""
 
@@ -90,11 +97,14 @@ AGAIN: tuple[tuple[str, type[Message], Callable[[Any], Any]], ...] = (
 def check_forgeries(observer: Observer, entries: Sequence[StreamEntry], seed: int) -> None:
     """Report every forgery that the audit does not name. Logs from which something has left are not forged: what comes late is
     refused there."""
-    log: dict[int, tuple[str, Message | None]] = {entry.sequence: (entry.subject, _decode(entry)) for entry in entries}
+    log: Log = {entry.sequence: (entry.subject, _decode(entry)) for entry in entries}
     episodes = _list_plain_episodes(log)
     if any(isinstance(message, FloorRaised) for _, message in log.values()) or len(episodes) < len(INSTEAD) + len(AGAIN) + 4:
         return
-    random.Random(f"forgeries/{seed}").shuffle(episodes)
+    draw = random.Random(f"forgeries/{seed}")
+    draw.shuffle(episodes)
+    _require_found(observer, *_forge_floor(log, draw.choice(episodes)))
+    _require_found(observer, *_forge_settlement(log))
     expected: list[tuple[str, str]] = []
     for kind, message_type, forge in INSTEAD:
         pages = episodes.pop()
@@ -106,12 +116,16 @@ def check_forgeries(observer: Observer, entries: Sequence[StreamEntry], seed: in
         log[max(log) + 1] = (log[sequence][0], forge(message))
         expected.append((kind, message.episode_id))
     expected += _forge_training(log, [pages[EpisodeFinished][0][1].episode_id for pages in episodes])
+    _require_found(observer, log, expected)
+
+
+def _require_found(observer: Observer, log: Log, expected: Sequence[tuple[str, str]]) -> None:
     audit = Audit()
     for sequence, (subject, message) in sorted(log.items()):
         audit.enter(sequence, subject, message)
     found = {finding.kind: finding for finding in audit.report().findings}
     for kind, name in expected:
-        named = kind in found and name in found[kind].ids
+        named = kind in found and (name in found[kind].ids or len(found[kind].ids) == MAX_IDS)
         observer.require(named, "the audit names what was forged", f"{kind}: {name}")
 
 
@@ -122,7 +136,7 @@ def _decode(entry: StreamEntry) -> Message | None:
     return decode_any(STORED[kind], entry.payload, subject=entry.subject)
 
 
-def _list_plain_episodes(log: dict[int, tuple[str, Message | None]]) -> list[Pages]:
+def _list_plain_episodes(log: Log) -> list[Pages]:
     """Episodes that were completed at the first attempt, with one observation and one Action per turn, and a prompt."""
     found: dict[str, Pages] = {}
     for sequence, (_, message) in log.items():
@@ -140,7 +154,38 @@ def _is_plain(pages: Pages) -> bool:
     return sampled and result.outcome == "completed" and len(result.actions) == counts[3] and first.attempt == 1
 
 
-def _forge_training(log: dict[int, tuple[str, Message | None]], untouched: list[str]) -> list[tuple[str, str]]:
+def _forge_floor(log: Log, pages: Pages) -> tuple[Log, list[tuple[str, str]]]:
+    """A floor above an episode that is being played, in the place of its first observation."""
+    sequence, shown = pages[Observation][0]
+    subject = log[sequence][0].split(".obs.")[0] + ".floor"
+    return {**log, sequence: (subject, FloorRaised(sequence=sequence))}, [("floor_unsettled", shown.episode_id)]
+
+
+def _forge_settlement(log: Log) -> tuple[Log, list[tuple[str, str]]]:
+    """Training that has finished, of which the last step leaves a group out, and a checkpoint that covers it all the same."""
+    lineages = [message.lineage for _, message in log.values() if isinstance(message, LineageStarted)]
+    ends = [sequence for sequence, (_, message) in log.items() if isinstance(message, TrainingFinished)]
+    steps = [(sequence, message) for sequence, (_, message) in log.items() if isinstance(message, StepTrained)]
+    sequence, step = steps[-1]
+    groups = {episode.rpartition("-")[0] for episode in step.episodes}
+    left_out = sorted(episode for episode in step.episodes if episode.startswith(f"{min(groups)}-"))
+    asked = {message.episode_id: (at, message) for at, (_, message) in log.items() if isinstance(message, EpisodeRequested)}
+    requests = [asked[episode] for episode in left_out]
+    is_whole = all((each.lineage, each.group_size) == (lineages[-1], len(left_out)) for _, each in requests)
+    if step.lineage != lineages[-1] or not ends or not is_whole:
+        return log, []
+    kept = tuple(episode for episode in step.episodes if episode not in left_out)
+    forged: Log = {**log, sequence: (log[sequence][0], msgspec.structs.replace(step, episodes=kept, digests=()))}
+    expected = [("finished_unsettled", episode) for episode in left_out]
+    for position, (subject, message) in log.items():
+        if position > sequence and isinstance(message, CheckpointStored):
+            forged[position] = (subject, msgspec.structs.replace(message, floor=max(message.floor, requests[-1][0] + 1)))
+            expected += [("below_floor_unsettled", episode) for episode in left_out]
+            break
+    return forged, expected
+
+
+def _forge_training(log: Log, untouched: list[str]) -> list[tuple[str, str]]:
     """A step, versions and a lineage that no learner would have stored, at the end of the log."""
     steps = [(subject, message) for subject, message in log.values() if isinstance(message, StepTrained)]
     lineages = [(subject, message) for subject, message in log.values() if isinstance(message, LineageStarted)]
@@ -149,9 +194,12 @@ def _forge_training(log: dict[int, tuple[str, Message | None]], untouched: list[
     subject, last = steps[-1]
     trained = [episode for episode in last.episodes if episode in untouched]
     evaluated = [episode for episode in untouched if splits[episode] == "eval"]
-    if len(trained) < 2 or not evaluated or lineages[-1][1].lineage != last.lineage:
+    if len(trained) < 3 or not evaluated or lineages[-1][1].lineage != last.lineage:
         return []
     twice, both, nobody, forged = trained[0], trained[1], f"{last.lineage}-forged", msgspec.structs.replace
+    for sequence, (where, result) in log.items():
+        if isinstance(result, EpisodeFinished) and result.episode_id == trained[2]:
+            log[sequence] = (where, forged(result, outcome="lost", reward=None))
     exclusions = (both, nobody, nobody)
     reasons = ("stale", "", "stale")
     excluded = tuple(Exclusion(episode_id=name, reason=reason) for name, reason in zip(exclusions, reasons, strict=True))
@@ -162,6 +210,7 @@ def _forge_training(log: dict[int, tuple[str, Message | None]], untouched: list[
     log[max(log) + 2] = (subject, None)
     return [
         ("trained_twice", twice),
+        ("trained_without_result", trained[2]),
         ("evaluation_settled", evaluated[0]),
         ("trained_and_excluded", both),
         ("excluded_without_reason", nobody),

@@ -17,6 +17,9 @@ from fleetbus.notifier import Notifier
 from fleetbus_workers.simulation.observer import Observer
 from fleetbus_workers.simulation.scenario import NetworkFaultRates
 
+READS_LOST_SECONDS = 120.0
+"""Reads get lost in so many first seconds: where deadlines are short, nothing would ever be trained otherwise."""
+
 
 class SeededNetworkFaults(Faults):
     """Faults at the rates of ``rates``, the same ones for each seed. `run` has to be running for what is stored late."""
@@ -25,6 +28,7 @@ class SeededNetworkFaults(Faults):
         self._rates = rates
         self._draw = random.Random(f"noise/{seed}")
         self._more = random.Random(f"replicas/{seed}")
+        self._reads = random.Random(f"lost reads/{seed}")
         self._observer = observer
         self._is_silent = rates == NetworkFaultRates()
         self._later: list[tuple[float, int, Callable[[], None]]] = []
@@ -53,6 +57,15 @@ class SeededNetworkFaults(Faults):
         if not self._rates.read_behind or self._more.random() >= self._rates.read_behind:
             return 0.0
         return self._more.random() * self._rates.longest_lag_seconds
+
+    def loses_read(self, subject: str) -> bool:
+        """Whether this question, or its answer, gets lost on its way."""
+        if not self._rates.read_lost or anyio.current_time() > READS_LOST_SECONDS:
+            return False
+        if self._reads.random() >= self._rates.read_lost:
+            return False
+        self._observer.disturb_message("read_lost", subject)
+        return True
 
     def draw_publish_fault(self, worker: str, subject: str) -> PublishFault:
         if self._is_silent:

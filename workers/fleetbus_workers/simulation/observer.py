@@ -96,14 +96,9 @@ class Observer:
         """When the last disturbance ended; 0 if there was none."""
         return max((each.stop for each in self.disturbances), default=0.0)
 
-    def deliveries_swallowed_since(self, since: float, lease_seconds: float) -> int:
-        """How many deliveries of one message disturbances may have cost: one each, and one per lease while they last."""
-        lasting = [each for each in self.disturbances if each.stop >= since]
-        return sum(1 + int((each.stop - max(each.start, since)) / lease_seconds) for each in lasting)
-
-    def message_fault_count(self, since: float) -> int:
+    def message_fault_count(self, since: float, *, kind: str = "") -> int:
         """Faults of messages of anything at or after ``since``."""
-        return sum(at >= since for faults in self._message_faults.values() for at, _, _ in faults)
+        return sum(at >= since and kind in ("", each) for faults in self._message_faults.values() for at, each, _ in faults)
 
     def message_faults(self, episode: str, *, since: float = 0.0, kind: str = "", subject: str = "") -> int:
         """Faults of messages of an episode; ``subject`` is the kind of subject: task, obs, act, episode."""

@@ -16,7 +16,7 @@ from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS, TASK_LEASE_SECONDS
 from fleetbus_schemas import GRADED, AttemptStarted, EpisodeFinished, Heartbeat, Observation, decode
 from fleetbus_workers.simulation.environments import EnvironmentRecord
 from fleetbus_workers.simulation.episode_checker import EpisodeRecord
-from fleetbus_workers.simulation.observer import GARBAGE, Observer
+from fleetbus_workers.simulation.observer import ALL_WORKERS, GARBAGE, Observer
 from fleetbus_workers.simulation.process import Process
 from fleetbus_workers.simulation.scenario import Scenario
 
@@ -24,6 +24,9 @@ LEASE_MARGIN_SECONDS = TASK_LEASE_SECONDS + 4.0
 """How long after a fault a lease that suffered from it may still run out."""
 
 POISON_TRIES = 3
+
+STOPPING = frozenset({"pause", "cut", "slow_consumer", "restart_server", "elect"})
+"""Disturbances that cost deliveries for as long as they last."""
 
 DEADLINE_SECONDS = 600.0
 """Episodes with as much time, or more, never run out of it but by a fault."""
@@ -62,6 +65,8 @@ class FaultOracle:
         self.processes: dict[str, Process] = {}
         self.record: Mapping[str, EpisodeRecord] = {}
         self.cancelled: set[str] = set()
+        self.heard: set[str] = set()
+        """Workers that have said that they live."""
         self.newest_version = -1
         self.clock_slack_seconds = 0.0
         """By how much the server's clock was set, forward or back, all steps together."""
@@ -182,9 +187,10 @@ class FaultOracle:
             case "lost", "poison":
                 return len(record.claims) - record.releases >= self._max_attempts
             case "lost", "poison_observation":
-                faults = self._observer.message_faults(result.episode_id, since=since)
-                swallowed = self._observer.deliveries_swallowed_since(since, OBSERVATION_LEASE_SECONDS)
-                return faults + swallowed >= POISON_TRIES
+                faults = [
+                    self._observer.message_faults(result.episode_id, since=since, subject=kind) for kind in ("obs", "act")
+                ]
+                return sum(faults) + self._count_swallowed_observations(record, since) >= POISON_TRIES
             case "lost", "diverged":
                 return any(each.diverges for key, each in self.environment_record.items() if key[0] == result.episode_id)
             case "timeout", "open_timeout" | "reset_timeout" | "step_timeout":
@@ -194,6 +200,20 @@ class FaultOracle:
             case "timeout", "idle_timeout":
                 return environment_record is not None and environment_record.idle_seconds > self._idle_seconds - 0.001
         return False
+
+    def _count_swallowed_observations(self, record: EpisodeRecord, since: float) -> int:
+        """How many deliveries of one observation disturbances may have cost: one each that touched the server, an inference
+        worker or the episode's own, and one more per lease for which the server or an inference worker stood."""
+        own = {claim.worker for _, claim in record.claims}
+        count = 0
+        for each in self._observer.disturbances:
+            process = self.processes.get(each.worker)
+            receives = each.worker == ALL_WORKERS or (process is not None and process.role == "inference")
+            if each.stop < since or not (receives or each.worker in own):
+                continue
+            lasts = each.stop - max(each.start, since) if receives and each.kind in STOPPING else 0.0
+            count += 1 + int(lasts / OBSERVATION_LEASE_SECONDS)
+        return count
 
     def _is_expired(self, record: EpisodeRecord) -> bool:
         """The deadline has passed, or had before a clock was set back."""
@@ -240,6 +260,7 @@ class FaultOracle:
 
     def on_broadcast(self, worker: str, subject: str, payload: bytes) -> None:
         heartbeat = decode(Heartbeat, payload, subject=subject)
+        self.heard.add(worker)
         process = self.processes[worker]
         if process.role != "learner":
             said = f"{worker}: {heartbeat.in_flight} of {heartbeat.slots}"

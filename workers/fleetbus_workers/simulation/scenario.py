@@ -70,6 +70,8 @@ class NetworkFaultRates(msgspec.Struct, frozen=True, kw_only=True):
     read_behind: float = 0.0
     """Reads that a replica answers which is up to ``longest_lag_seconds`` behind."""
     longest_lag_seconds: float = 1.5
+    read_lost: float = 0.0
+    """Reads that nobody answers in time (drawn configurations)."""
 
 
 class FaultProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +100,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     training, saving weights or writing a checkpoint takes. ``heals_at``: from then on nothing more goes wrong, and every
     wait has a bound. ``segments``: share of steps after which an environment changes the policy's context. ``gateways_host``:
     gateways have environments in their own process. ``archive_seconds``: the longest half of what a write of the archive takes.
+    ``strangers``: clients that ask of sessions what nobody may.
     """
 
     seed: int
@@ -122,6 +125,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     gateways_host: bool = False
     archive_seconds: float = 0.05
     rollout_clients: int = 0
+    strangers: int = 0
     session_slots: int = 8
     weights_in_bucket: bool = False
     evaluation_every: int = 0

@@ -59,7 +59,11 @@ def draw_scenario(seed: int, faults: FaultSet = "usual") -> Scenario:
         hosting = random.Random(f"hosting/{seed}").random() < HOSTING_SHARE
         archive_seconds = random.Random(f"archive/{seed}").choice((0.05, 1.0, 4.0))
         scenario = _add_strangers(scenario, random.Random(f"strangers/{seed}"))
-        scenario = msgspec.structs.replace(scenario, gateways_host=hosting, archive_seconds=archive_seconds)
+        scenario = _lose_reads(scenario, random.Random(f"reads/{seed}"))
+        strangers = int(random.Random(f"callers/{seed}").random() < STRANGERS_SHARE)
+        scenario = msgspec.structs.replace(
+            scenario, gateways_host=hosting, archive_seconds=archive_seconds, strangers=strangers
+        )
     return _limit_log(scenario, random.Random(f"room/{seed}"))
 
 
@@ -230,6 +234,14 @@ def _add_strangers(scenario: Scenario, draw: random.Random) -> Scenario:
     added = [_draw_fault(draw, draw.choice(kinds), more=()) for _ in range(draw.randint(2, 8))]
     schedule = sorted((*scenario.fault_schedule, *added), key=lambda fault: fault.at)
     return msgspec.structs.replace(scenario, fault_schedule=tuple(each for each in schedule if each.at < scenario.heals_at))
+
+
+def _lose_reads(scenario: Scenario, draw: random.Random) -> Scenario:
+    """In some seeds reads go unanswered."""
+    if not scenario.fault_schedule:
+        return scenario
+    faults = msgspec.structs.replace(scenario.network_faults, read_lost=draw.choice((0.0, 0.0, 0.002, 0.01)))
+    return msgspec.structs.replace(scenario, network_faults=faults)
 
 
 def _draw_fault(draw: random.Random, kind: FaultKind, *, more: tuple[str, ...]) -> ScheduledFault:

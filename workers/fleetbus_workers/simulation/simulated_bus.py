@@ -24,8 +24,10 @@ from fleetbus.bus.base import (
     Subscription,
 )
 from fleetbus.bus.memory import MemoryBus
+from fleetbus.bus.memory_bus import API_TIMEOUT_SECONDS
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import RunPlan
+from fleetbus.errors import RequestUnanswered
 from fleetbus.notifier import Notifier
 from fleetbus_schemas import MalformedMessage, WorkerStarted, decode, encode
 from fleetbus_workers.simulation.bucket import SimulatedObjects
@@ -33,6 +35,9 @@ from fleetbus_workers.simulation.network_faults import SeededNetworkFaults
 from fleetbus_workers.simulation.observer import Observer
 
 T = TypeVar("T")
+
+STREAM = "fleetbus.sim.stream"
+"""What a question is about that is not about a subject."""
 
 
 class BusObserver(Protocol):
@@ -220,56 +225,56 @@ class SimulatedBus:
         return self._inner.scan(subjects, start=start)
 
     async def last(self, subject: str) -> StreamEntry | None:
-        await self._delay_one_way()
+        await self._ask(subject)
         found = await self._inner.last(subject)
         await self._delay_one_way()
         return found
 
     async def history(self, subjects: Sequence[str]) -> list[StreamEntry]:
-        await self._delay_one_way()
+        await self._ask(*subjects)
         found = await self._inner.history(subjects)
         await self._delay_one_way()
         return found
 
     async def last_of_each(self, subjects: Sequence[str]) -> list[StreamEntry]:
-        await self._delay_one_way()
+        await self._ask(*subjects)
         found = await self._inner.last_of_each(subjects)
         await self._delay_one_way()
         return found
 
     async def list_subjects(self, subject: str) -> list[str]:
-        await self._delay_one_way()
+        await self._ask(subject)
         return await self._inner.list_subjects(subject)
 
     async def last_sequence(self) -> int:
-        await self._delay_one_way()
+        await self._ask(STREAM)
         return await self._inner.last_sequence()
 
     async def usage(self) -> tuple[int, int]:
-        await self._delay_one_way()
+        await self._ask(STREAM)
         return await self._inner.usage()
 
     async def backlog(self, consumer: str) -> Backlog:
-        await self._delay_one_way()
+        await self._ask(STREAM)
         return await self._inner.backlog(consumer)
 
     async def duplicate_window_seconds(self) -> float:
         return await self._inner.duplicate_window_seconds()
 
     async def consumer_floors(self) -> list[ConsumerFloor]:
-        await self._delay_one_way()
+        await self._ask(STREAM)
         return await self._inner.consumer_floors()
 
     async def ack_floor(self, consumer: str) -> int:
-        await self._delay_one_way()
+        await self._ask(STREAM)
         return await self._inner.ack_floor(consumer)
 
     async def next_entry(self, subject: str, *, start: int) -> StreamEntry | None:
-        await self._delay_one_way()
+        await self._ask(subject)
         return await self._inner.next_entry(subject, start=start)
 
     async def purge(self, subject: str, *, below: int) -> None:
-        await self._delay_one_way()
+        await self._ask(subject)
         await self._inner.purge(subject, below=below)
 
     async def request(self, subject: str, payload: bytes, *, timeout: float) -> bytes:
@@ -290,6 +295,13 @@ class SimulatedBus:
     async def listen(self, subject: str, *, limit: int = 1024) -> AsyncGenerator[Listener]:
         async with self._inner.listen(subject, limit=limit) as listener:
             yield SimulatedListener(listener.receive, self)
+
+    async def _ask(self, *subjects: str) -> None:
+        """The way of a question; raises `RequestUnanswered` if it gets lost."""
+        await self._delay_one_way()
+        if any(self.network_faults.loses_read(subject) for subject in subjects):
+            await anyio.sleep(API_TIMEOUT_SECONDS)
+            raise RequestUnanswered(f"the server did not answer {subjects[0]} within {API_TIMEOUT_SECONDS:g} s")
 
     async def _delay_one_way(self) -> None:
         """One way of a question or of its answer."""
