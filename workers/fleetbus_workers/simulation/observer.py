@@ -46,6 +46,8 @@ class Observer:
         """From now on nothing more is caused."""
         self.lines: list[str] | None = [] if keep_lines else None
         self.disturbances: list[Disturbance] = []
+        self.waits_until: dict[str, float] = {}
+        """By worker when a read that was lost ends."""
         self._message_faults: defaultdict[str, list[tuple[float, str, str]]] = defaultdict(list)
         self._digest = hashlib.blake2b(digest_size=16)
 

@@ -153,7 +153,8 @@ class FaultOracle:
         now = anyio.current_time()
         for name, at in replaced.items():
             process = self.processes[name]
-            if process.is_alive and now - max(at, self._observer.disturbed_until(name)) > REPLACED_SECONDS:
+            since = max(at, self._observer.disturbed_until(name), self._observer.waits_until.get(name, 0.0))
+            if process.is_alive and now - since > REPLACED_SECONDS:
                 self._observer.violate("a replaced learner ends", f"{name}: since {at:.1f} s")
 
     def waits_for_last_attempt(self, record: EpisodeRecord) -> bool:
