@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from fleetbus.recording import load_recording
 from fleetbus_schemas import StepTrained, decode, encode
 from fleetbus_workers.learner import batches
+from fleetbus_workers.learner.admission import Admission
 from fleetbus_workers.learner.batch_metrics import compute_advantage_metrics
 from fleetbus_workers.replay import Report
 from fleetbus_workers.replay.fixtures import replay_blocking
@@ -138,3 +140,14 @@ def test_a_step_that_takes_longer_than_the_patience_is_no_hanging_learner(monkey
 
     monkeypatch.setattr(RecordedTrainer, "train", slow)
     replay_blocking(GUESSING, role="learner", until="batches", patience_seconds=4.0).check()
+
+
+def test_requests_that_take_longer_than_training_are_still_made_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Admission._request_group
+
+    async def request_slowly(admission: Admission, *arguments: Any) -> None:
+        await anyio.sleep(0.1)
+        await request(admission, *arguments)
+
+    monkeypatch.setattr(Admission, "_request_group", request_slowly)
+    replayed().check()

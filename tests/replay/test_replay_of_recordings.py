@@ -21,6 +21,7 @@ from fleetbus_schemas import ChatMessage, PolicyPublished, Task, decode, encode
 from fleetbus_workers.environment.base import Start, Step
 from fleetbus_workers.replay import Replay, Report
 from fleetbus_workers.replay.fixtures import replay_blocking
+from fleetbus_workers.replay.report import TRAINING
 
 HERE = Path(__file__).parent
 GUESSING = HERE / "recordings" / "guessing.fbrec"
@@ -203,6 +204,7 @@ def test_the_learner_replays_as_recorded() -> None:
     )
     report.check()
     assert report.compared["StepTrained"] == 3 and report.compared["PolicyPublished"] == 4
+    assert report.measured[TRAINING] > 0
 
 
 @pytest.mark.parametrize("until", ["batches", "weights"])

@@ -29,6 +29,7 @@ from fleetbus_schemas import CheckpointStored, EpisodeRequested, Message, Policy
 from fleetbus_schemas.stored import STORED
 from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.training_digest import train_with_digests
 from fleetbus_workers.learner.worker import run_learner
 from fleetbus_workers.replay.compare import Found
 from fleetbus_workers.replay.driver import Compared, Driver, ReplayContext
@@ -240,7 +241,7 @@ class LearnerDriver(Driver):
     async def offload(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Blocking work of the learner. It trains only when it has made the requests that were recorded before that step ended;
         with the last batch taken, all other results are stored."""
-        is_training = getattr(function, "__name__", "") == "train"
+        is_training = function is train_with_digests
         if is_training:
             self._training += 1
             await self._wait_for_requests(self._trained_at.get(self._training, 0))
