@@ -159,6 +159,9 @@ class TrainerSettings(Settings, frozen=True, kw_only=True):
     processes: Annotated[
         int, Meta(ge=0, description="Processes that share the model under `up`; 0: one per GPU of the learner, one on a CPU")
     ] = 0
+    shard_processes: Annotated[
+        int, Meta(ge=0, description="Processes that one copy of the model is sharded over, such as those of a node; 0: all")
+    ] = 0
     device: Annotated[str, Meta(description="Device: cpu, cuda, cuda:1; auto: a GPU if there is one")] = "cpu"
     precision: Annotated[Literal["float32", "bfloat16"], Meta(description="Precision of computation; weights stay float32")] = (
         "float32"

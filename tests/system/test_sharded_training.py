@@ -156,6 +156,26 @@ def test_a_checkpoint_of_four_processes_is_resumed_by_two_and_by_one(tmp_path: P
         assert_close(out / "weights", tmp_path / "four/weights")
 
 
+def test_two_copies_of_a_model_on_two_processes_each_make_what_one_process_does(tmp_path: Path) -> None:
+    """Also with the optimizer on the CPU, and from a checkpoint of theirs one process goes on."""
+    model = make_model(tmp_path / "model", "moe", spread=0.0)
+    settings = trainer_settings(micro_batch_size=2, shard_processes=2, offload_optimizer=True)
+
+    expected = alone(model, tmp_path / "one", settings)
+    found = sharded(model, tmp_path / "four", settings, 4)
+
+    assert_same(found, expected)
+    assert_close(tmp_path / "four/weights", tmp_path / "one/weights")
+    shutil.copytree(tmp_path / "four/checkpoint", tmp_path / "again/resume")
+    assert_same(alone(model, tmp_path / "again", settings), expected[2:])
+
+
+def test_copies_that_do_not_divide_the_processes_are_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", spread=0.0)
+    with pytest.raises(AssertionError, match=r"trainer\.shard_processes = 3 does not divide the learner's 4 processes"):
+        sharded(model, tmp_path / "four", trainer_settings(shard_processes=3), 4)
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[NatsServerProcess]:
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(run_server(tmp_path / "nats")) as server:

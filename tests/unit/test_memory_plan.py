@@ -78,6 +78,7 @@ def test_shards_of_more_processes_are_smaller_and_adapters_have_little_to_optimi
     offloaded = plan_learner(shape, fit(plain, {}, **{"trainer.offload_optimizer": True}), 4)
     assert offloaded.parts == {name: size for name, size in four.items() if name != "optimizer"}
     assert offloaded.moments == four["optimizer"]
+    assert plan_learner(shape, fit(plain, {}, **{"trainer.shard_processes": 4}), 8).parts == four, "two copies of four"
 
 
 def fit(configuration: Configuration, given: dict[str, str], **values: Any) -> Configuration:

@@ -132,7 +132,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 def plan_learner(shape: ModelShape, configuration: Configuration, processes: int, *, on_gpu: bool = True) -> Parts:
     """One of ``processes`` that share the model, at its peak: the backward pass of a micro-batch."""
     trainer, lower = configuration.trainer, configuration.trainer.precision == "bfloat16"
-    own = shape.parameters / processes
+    own = shape.parameters / min(trainer.shard_processes or processes, processes)
     trained = own if not trainer.lora_rank else 0
     adapters = _count_adapters(shape, trainer.lora_rank)
     computed = 2 if lower else MASTER_BYTES

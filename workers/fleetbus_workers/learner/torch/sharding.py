@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fleetbus.errors import UserError
 from fleetbus_workers.learner.torch.peer_watch import PeerWatch
 
 if TYPE_CHECKING:
@@ -38,13 +39,14 @@ class Shards:
         self._mesh = mesh
         self._precision = precision
         self.world = mesh.size() if mesh is not None else 1
+        self._sharing = mesh.size(-1) if mesh is not None else 1  # processes that one copy of the model is sharded over
         self.rank = mesh.get_rank() if mesh is not None else 0
         self.background = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT) if mesh is not None else None
         """For what threads beside the training agree on; None: there is one process."""
         # Objects travel over gloo: pickled tensors of a GPU would all arrive on the sender's device number.
         self._calls = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT) if mesh is not None else None
         self._peers = PeerWatch(IDLE_TIMEOUT) if mesh is not None else None
-        self._cpu_mesh = mesh if mesh is None or device.type == "cpu" else init_device_mesh("cpu", (self.world,))
+        self._cpu_mesh = mesh if mesh is None or device.type == "cpu" else init_device_mesh("cpu", tuple(mesh.shape))
 
     def shard(self, model: PreTrainedModel) -> None:
         """Shard a model that is whole, layer by layer; its parameters become `DTensor`s."""
@@ -98,8 +100,10 @@ class Shards:
         tensor = tensor.detach()
         if not hasattr(tensor, "full_tensor"):
             return tensor.to("cpu", dtype) if self.rank == 0 else torch.empty(0)
+        if self.rank >= self._sharing:
+            return torch.empty(0)  # a further copy of the model
         own: torch.Tensor = tensor.to_local()
-        rows = -(-tensor.shape[0] // self.world)  # the last ones may hold fewer, or none
+        rows = -(-tensor.shape[0] // self._sharing)  # the last ones may hold fewer, or none
         if len(own) < rows or (dtype is not None and own.dtype != dtype):
             padded = own.new_zeros((rows, *own.shape[1:]), dtype=dtype or own.dtype)
             padded[: len(own)] = own
@@ -107,9 +111,9 @@ class Shards:
         if self.rank:
             dist.send(own.contiguous(), dst=0)
             return torch.empty(0)
-        whole = own.new_empty((rows * self.world, *own.shape[1:]))
+        whole = own.new_empty((rows * self._sharing, *own.shape[1:]))
         whole[:rows] = own
-        for source, part in enumerate(whole.chunk(self.world)[1:], start=1):
+        for source, part in enumerate(whole.chunk(self._sharing)[1:], start=1):
             dist.recv(part, src=source)  # one by one: gloo's own gather makes the whole a second time
         return whole[: tensor.shape[0]].cpu()
 
@@ -158,15 +162,20 @@ class Shards:
         return found
 
 
-def init_shards(device: torch.device, precision: torch.dtype = torch.float32) -> Shards:
-    """The processes that ``torchrun`` started, this one alone without it. ``precision`` is what a sharded model computes in."""
+def init_shards(device: torch.device, precision: torch.dtype = torch.float32, sharing: int = 0) -> Shards:
+    """The processes that ``torchrun`` started, this one alone without it. ``precision`` is what a sharded model computes in.
+    Each ``sharing`` of them hold a copy of the model between them (HSDP); 0: all hold one. Raises `UserError`."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         return Shards(device, None)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-    return Shards(device, init_device_mesh(device.type, (world,)), precision)
+    sharing = sharing or world
+    if world % sharing:
+        raise UserError(f"trainer.shard_processes = {sharing} does not divide the learner's {world} processes")
+    shape = (world,) if sharing == world else (world // sharing, sharing)
+    return Shards(device, init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards")[-len(shape) :]), precision)
 
 
 def resolve_device(name: str) -> torch.device:

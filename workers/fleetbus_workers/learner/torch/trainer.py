@@ -86,7 +86,7 @@ class TorchTrainer:
         torch.set_num_threads(self.settings.learner.threads)
         device = resolve_device(self.settings.trainer.device)
         precision: torch.dtype = getattr(torch, self.settings.trainer.precision)
-        self.shards = init_shards(device, precision)
+        self.shards = init_shards(device, precision, self.settings.trainer.shard_processes)
         # A sharded model is cast as it is gathered: its shards, their gradients and their sums stay in float32.
         self._autocast = precision if self.shards.world == 1 else torch.float32
         if device.type == "cuda" and precision != torch.float32:
