@@ -11,10 +11,11 @@ import pytest
 
 from fleetbus.config.settings import Configuration, InferenceSettings, RunSettings
 from fleetbus.errors import UserError
-from fleetbus_schemas import ChatMessage, EngineLoad, SamplingSettings, VersionSpan
+from fleetbus_schemas import ChatMessage, EngineLoad, Heartbeat, SamplingSettings, VersionSpan, decode, encode
 from fleetbus_workers.assembly.engines import launch_engine
 from fleetbus_workers.inference.base import EngineFailed, GenerationRequest, RequestRefused
 from fleetbus_workers.inference.openai import OpenAISampler, pool
+from fleetbus_workers.inference.openai.server_load import parse_load
 from tests.support.model_server import STOP, ByteCodec, ModelServer, answer, is_unknown, logprob
 from tests.support.openai_sampling import LIMIT_SECONDS, PROMPT, MakeServer, make_request, model_servers, open_sampler, until
 
@@ -66,6 +67,11 @@ async def test_how_busy_servers_are_is_read_from_their_metrics(make_server: Make
         assert sampler.engine_load == EngineLoad(running=7, waiting=2, kv_cache_use=0.5, preemptions=3)
         told.metrics = ""
         await until(lambda: sampler.engine_load == EngineLoad())
+
+
+def test_a_server_that_lies_about_its_load_makes_no_heartbeat_that_cannot_be_sent() -> None:
+    load = parse_load("vllm:num_requests_running 9007199254740992\n" * 3000)
+    assert decode(Heartbeat, encode(Heartbeat(role="inference", worker="w", engine=load))).engine == load
 
 
 async def test_a_stop_token_is_the_last_id(make_server: MakeServer) -> None:

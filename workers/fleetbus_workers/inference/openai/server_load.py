@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from fleetbus_schemas import EngineLoad
 
 MAX_CHARS = 4 << 20
-MAX_VALUE = 2.0**53
+MAX_COUNT = 1 << 53
+"""Of anything: a server that says more, in one line or in many, cannot make a heartbeat that no encoder takes."""
 
 _NAMES = {
     "vllm:num_requests_running": "running",
@@ -27,7 +28,7 @@ def parse_load(text: str) -> EngineLoad:
                 value = float(line.rpartition(" ")[2])
             except ValueError:
                 continue
-            if 0 <= value <= MAX_VALUE:
+            if 0 <= value <= MAX_COUNT:
                 found[name].append(value)
     return merge_loads(
         EngineLoad(**{name: value if name == "kv_cache_use" else int(value)})  # type: ignore[arg-type]
@@ -48,4 +49,4 @@ def merge_loads(loads: Iterable[EngineLoad]) -> EngineLoad:
 
 
 def _add(left: int | None, right: int | None) -> int | None:
-    return right if left is None else left if right is None else left + right
+    return right if left is None else left if right is None else min(left + right, MAX_COUNT)
