@@ -3,8 +3,9 @@
     python benchmarks/cluster_faults.py --json
 
 A real environment worker and a real inference worker in this process, whose environments and samplers answer at once, play 64
-episodes of 5 turns at a time. Before the fault and during it: steps per second (turns of episodes that have a result) and the
-longest time without any result. ``failed`` are results other than `completed`, of the whole case; every case is audited.
+episodes of 5 turns at a time. Before the fault and during it: steps per second (turns of episodes that have a result), the
+longest time without any result, and after how many seconds half of the rate was back. ``failed`` are results other than
+`completed` of the whole case; every case is audited.
 
 ``leader killed``: SIGKILL to the server that leads the log. ``follower stopped``: SIGSTOP to one that does not, as if its
 network were cut. ``workers behind 80 ms``: both workers' connections go through a proxy that holds all bytes for 40 ms in each
@@ -53,6 +54,8 @@ SUBJECTS = Subjects(RUN)
 SESSIONS = 64
 TURNS = 5
 ONE_WAY_SECONDS = 0.04
+DURING = 3
+"""Times as long as before the fault is what follows it watched."""
 
 Fault = Callable[[], Awaitable[None]]
 
@@ -244,13 +247,26 @@ async def measure(name: str, entered: Any, seconds: float) -> dict[str, Any]:
             row = {"case": name} | await watch(results, seconds, "")
             if case.fault is not None:
                 await case.fault()
-                row |= await watch(results, seconds, "_during")
+                struck = anyio.current_time()
+                row |= await watch(results, DURING * seconds, "_during")
+                row |= {"seconds_until_half": find_recovery(results, struck, row["steps_per_second"] / 2)}
                 assert case.mend is not None
                 await case.mend()
             tasks.cancel_scope.cancel()
         report = await audit_run(bus, SUBJECTS)
     findings = [finding.kind for finding in report.findings if finding.kind != "unfinished"]
     return row | {"failed": sum(outcome != "completed" for _, outcome in results), "audit": findings or "balances"}
+
+
+def find_recovery(results: list[tuple[float, str]], struck: float, rate: float) -> float | None:
+    """Seconds from the fault until so many steps were made in a second, and from then on in the mean; None: not by now."""
+    times = [at - struck for at, _ in results if at > struck]
+    end = anyio.current_time() - struck
+    for start in range(int(end) - 1):
+        first, rest = (sum(start <= at < until for at in times) * TURNS for until in (start + 1, end))
+        if first >= rate and rest >= rate * (end - start):
+            return start
+    return None
 
 
 async def watch(results: list[tuple[float, str]], seconds: float, suffix: str) -> dict[str, float]:
@@ -284,7 +300,7 @@ async def main(only: str, seconds: float, as_json: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name has this in it")
-    parser.add_argument("--seconds", type=float, default=20.0, help="before the fault, and during it")
+    parser.add_argument("--seconds", type=float, default=10.0, help="before the fault; three times as long during it")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
     uvloop.run(main(options.only, options.seconds, options.json))

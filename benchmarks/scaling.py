@@ -2,10 +2,10 @@
 
     python benchmarks/scaling.py --json --processes 1,2,4,8
 
-One real server, so many environment workers and as many inference workers, each a process with ``SLOTS`` episodes at a time. A
-step of an environment takes ``STEP_SECONDS`` and a generation as long, as if both were elsewhere. ``ideal`` is what these waits
-allow, ``efficiency`` the steps/s relative to as many times those of the first number of processes. ``cores`` is the CPU of all
-processes together, nats-server included, over the time.
+One real server, so many environment workers and as many inference workers, each a process with ``--slots`` episodes at a time.
+A step of an environment takes ``--wait`` seconds and a generation as long, as if both were elsewhere. ``ideal`` is what these
+waits allow, ``efficiency`` the steps/s relative to as many times those of the first number of processes. ``cores`` is the CPU
+of all processes together, nats-server included, over the time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -41,37 +42,47 @@ from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplat
 from fleetbus_workers.inference.worker import run_inference
 
 RUN = "steploop"
-SLOTS = 32
-STEP_SECONDS = 0.1
+
+
+class Load(NamedTuple):
+    """Of each process: ``slots`` episodes at a time, of ``turns``, and ``wait`` seconds for whatever is elsewhere."""
+
+    slots: int
+    turns: int
+    wait: float
 
 
 class WaitingEnvironment(ScriptedEnvironment):
+    wait = 0.0
+
     async def step(self, action: Action) -> Step:
-        await anyio.sleep(STEP_SECONDS)
+        await anyio.sleep(self.wait)
         return await super().step(action)
 
 
-async def serve(role: str, name: str, url: str) -> None:
+async def serve(role: str, name: str, url: str, load: Load) -> None:
     """One worker process, until it is killed."""
+    WaitingEnvironment.wait = load.wait
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     settings = Configuration(
         run=RunSettings(name=RUN),
-        environment=EnvironmentSettings(slots=SLOTS),
-        inference=InferenceSettings(slots=2 * SLOTS, max_model_len=1 << 20),
+        environment=EnvironmentSettings(slots=load.slots),
+        inference=InferenceSettings(slots=2 * load.slots, max_model_len=1 << 20),
     )
     async with connect(url, run=RUN, role=role, worker=name) as bus:
         if role == "environment":
             await run_environment(bus, configuration=settings, name=name, drain=anyio.Event(), make=WaitingEnvironment)
         else:
-            sampler = ScriptedSampler(delay=lambda _: STEP_SECONDS)
+            sampler = ScriptedSampler(delay=lambda _: load.wait)
             await run_inference(
                 bus, configuration=settings, name=name, drain=anyio.Event(), sampler=sampler, template=ScriptedTemplate()
             )
 
 
 @contextmanager
-def worker_process(role: str, index: int, url: str) -> Iterator[None]:
-    process = subprocess.Popen([sys.executable, __file__, "--serve", role, "--name", f"{role}{index}", "--url", url])
+def worker_process(role: str, index: int, url: str, load: Load) -> Iterator[None]:
+    command = [sys.executable, __file__, "--serve", role, "--name", f"{role}{index}", "--url", url]
+    process = subprocess.Popen([*command, "--slots", str(load.slots), "--wait", str(load.wait)])
     try:
         yield
     finally:
@@ -79,7 +90,7 @@ def worker_process(role: str, index: int, url: str) -> Iterator[None]:
         process.wait()
 
 
-async def measure(processes: int, turns: int) -> dict[str, float]:
+async def measure(processes: int, load: Load) -> dict[str, float]:
     """Steps per second with so many workers of each kind."""
     subjects = Subjects(RUN)
     async with temporary_server() as url, connect(url, run=RUN, role="up", worker="driver") as bus:
@@ -89,16 +100,16 @@ async def measure(processes: int, turns: int) -> dict[str, float]:
         with ExitStack() as stack:
             for index in range(processes):
                 for role in ("inference", "environment"):
-                    stack.enter_context(worker_process(role, index, url))
+                    stack.enter_context(worker_process(role, index, url, load))
             await wait_until_started(bus, subjects, 2 * processes)
-            await _play(bus, subjects, LoadPlan(processes * SLOTS, 1), "warm")
+            await _play(bus, subjects, LoadPlan(processes * load.slots, 1), "warm")
             before, started = read_cpu_seconds(), time.perf_counter()
-            await _play(bus, subjects, LoadPlan(processes * SLOTS, turns), "step")
+            await _play(bus, subjects, LoadPlan(processes * load.slots, load.turns), "step")
             wall = time.perf_counter() - started
             cores = (read_cpu_seconds() - before) / wall
-    rate = processes * SLOTS * turns / wall
-    ideal = processes * SLOTS / (2 * STEP_SECONDS)
-    return {"processes": processes, "sessions": processes * SLOTS, "steps_per_second": round(rate, 1), "ideal": ideal,
+    rate = processes * load.slots * load.turns / wall
+    ideal = processes * load.slots / (2 * load.wait)
+    return {"processes": processes, "sessions": processes * load.slots, "steps_per_second": round(rate, 1), "ideal": ideal,
             "cores": round(cores, 2)}  # fmt: skip
 
 
@@ -115,12 +126,12 @@ def read_cpu_seconds() -> float:
     return sum(times)
 
 
-async def main(counts: list[int], turns: int, rounds: int, as_json: bool) -> None:
+async def main(counts: list[int], load: Load, rounds: int, as_json: bool) -> None:
     """Rounds go through all counts in turn; of each count the round with the median rate is kept."""
     found: dict[int, list[dict[str, float]]] = {count: [] for count in counts}
     for _ in range(rounds):
         for count in counts:
-            found[count].append(await measure(count, turns))
+            found[count].append(await measure(count, load))
     first = 0.0
     for count in counts:
         row = sorted(found[count], key=lambda each: each["steps_per_second"])[rounds // 2]
@@ -132,14 +143,17 @@ async def main(counts: list[int], turns: int, rounds: int, as_json: bool) -> Non
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", default="1,2,4,8", help="environment workers, and as many inference workers")
-    parser.add_argument("--turns", type=int, default=40)
+    parser.add_argument("--slots", type=int, default=128, help="episodes at a time, of each process")
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--wait", type=float, default=1.0, help="seconds of a step, and of a generation")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     for hidden in ("--serve", "--name", "--url"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    load = Load(options.slots, options.turns, options.wait)
     if options.serve:
-        uvloop.run(serve(options.serve, options.name, options.url))
+        uvloop.run(serve(options.serve, options.name, options.url, load))
     else:
         counts = [int(each) for each in options.processes.split(",")]
-        uvloop.run(main(counts, options.turns, options.rounds, options.json))
+        uvloop.run(main(counts, load, options.rounds, options.json))

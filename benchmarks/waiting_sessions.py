@@ -33,7 +33,7 @@ from benchmarks.load_plan import temporary_server
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
-from fleetbus.config.settings import Configuration, EnvironmentSettings, RunSettings
+from fleetbus.config.settings import Configuration, EnvironmentSettings, NatsSettings, RunSettings
 from fleetbus.heartbeats import HEARTBEAT_SECONDS
 from fleetbus_schemas import EpisodeRequested, Subjects, Task, encode
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
@@ -68,8 +68,11 @@ async def serve(url: str, sessions: int, workers: int) -> None:
     from fleetbus_workers.environment.worker import run_environment
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
-    slots = -(-sessions // workers)
-    configuration = Configuration(run=RunSettings(name=RUN), environment=EnvironmentSettings(slots=slots))
+    configuration = Configuration(
+        run=RunSettings(name=RUN),
+        nats=NatsSettings(lanes=workers + 1),
+        environment=EnvironmentSettings(slots=-(-sessions // workers)),
+    )
 
     async def work(name: str) -> None:
         async with connect(url, run=RUN, role="environment", worker=name) as bus:
