@@ -111,3 +111,16 @@ def test_another_way_of_choosing_is_found_by_the_tokens_that_it_makes(monkeypatc
     monkeypatch.setattr(turn.random, "Random", Other)  # type: ignore[attr-defined]
     report = replayed()
     assert report.first is not None and report.first.field.startswith("sampled")
+
+
+@pytest.mark.parametrize(("number", "recorded", "taken"), [(0.5, 0, 0), (0.5, 1, 1), (0.5, 2, 2), (0.4, 2, 0), (0.6, 0, 2)])
+def test_a_token_next_to_the_number_that_was_drawn_is_as_good_as_the_one_that_rounding_chose(
+    number: float, recorded: int, taken: int
+) -> None:
+    from fleetbus_schemas import SamplingSettings
+    from fleetbus_workers.replay.scoring import sample_tokens_near
+
+    logits = torch.tensor([[0.5, 1e-6, 0.5]]).log()
+    ids, logprobs = sample_tokens_near(logits, np.array([number], np.float32), [SamplingSettings()], [recorded])
+    assert ids == [taken]
+    assert logprobs == pytest.approx([float(logits.log_softmax(-1)[0, taken])])

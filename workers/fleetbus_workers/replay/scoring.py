@@ -18,13 +18,14 @@ import anyio.to_thread
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fleetbus.config.settings import InferenceSettings
-from fleetbus_schemas import PolicyPublished, VersionSpan
+from fleetbus_schemas import PolicyPublished, SamplingSettings, VersionSpan
 from fleetbus_workers.images.model_folder import has_vision
 from fleetbus_workers.inference.base import Generation, GenerationRequest, Sampler
 from fleetbus_workers.inference.torch import TorchSampler
-from fleetbus_workers.inference.torch.sampling import sample_tokens
+from fleetbus_workers.inference.torch.sampling import UNIFORM_BITS, sample_tokens
 from fleetbus_workers.inference.torch.turn import Turn
 from fleetbus_workers.learner.torch.batches import MicroBatch, find_shared_prefix, split_micro_batches
 from fleetbus_workers.learner.torch.forward import SharedPrefix, can_share_prefix, has_plain_head
@@ -39,6 +40,10 @@ ROWS, TOKENS = 16, 4096
 
 LOGITS = 1 << 23
 """Most logits at once."""
+
+BOUNDARY = 1e-5
+"""How far from a drawn number the recorded token may begin or end: sums in another order move cumulative probabilities by about
+that much, and of a million tokens a few lie so close to the next."""
 
 ALWAYS_SAMPLED = 128
 """One turn in so many, beginning with the first of every version, is sampled although it is proved: else an engine that broke
@@ -134,7 +139,7 @@ class ScoringSampler(WatchedSampler):
     def _select_proved(
         self, histories: Sequence[History], batch: MicroBatch, shared: SharedPrefix | None
     ) -> Iterator[ProvedTurn]:
-        """Those turns of which the sampler's own choice is the recorded token at every place."""
+        """Those turns of which the sampler's own choice is the recorded token at every place, up to `BOUNDARY`."""
         here = [histories[index] for index in batch.indices]
         starts = np.cumsum([0, *(history.mask.sum() for history in here)])
         places = [start + history.find_places() for start, history in zip(starts, here, strict=False)]
@@ -153,6 +158,7 @@ class ScoringSampler(WatchedSampler):
         """What the sampler chooses for each token of ``turns``; ``places`` [n] says which row of ``hidden`` comes before it."""
         drawn = [Turn(turn.request, self._max_model_len) for turn in turns]
         owners = [turn for turn, expected in zip(drawn, turns, strict=True) for _ in expected.sampled]
+        recorded = [token for turn in turns for token in turn.sampled.tolist()]
         ids: list[int] = []
         logprobs: list[float] = []
         size = max(LOGITS // self._vocabulary, 1)
@@ -160,7 +166,8 @@ class ScoringSampler(WatchedSampler):
             here = owners[len(ids) : len(ids) + len(part)]
             uniforms = np.fromiter((turn.draw_uniform() for turn in here), np.float32, len(here))
             logits = self._compute_logits(hidden[part])
-            chosen, under = sample_tokens(logits, uniforms, [turn.request.sampling for turn in here])
+            settings = [turn.request.sampling for turn in here]
+            chosen, under = sample_tokens_near(logits, uniforms, settings, recorded[len(ids) : len(ids) + len(part)])
             ids += chosen
             logprobs += under
         return ids, logprobs
@@ -185,6 +192,20 @@ class ScoringSampler(WatchedSampler):
         logits: torch.Tensor = self._model.get_output_embeddings()(hidden) if self._plain_head else hidden
         self.forward_seconds += perf_counter() - began
         return logits.float()
+
+
+def sample_tokens_near(
+    logits: torch.Tensor, uniforms: NDArray[np.float32], settings: Sequence[SamplingSettings], recorded: Sequence[int]
+) -> tuple[list[int], list[float]]:
+    """`sample_tokens`, but the recorded token where a number at most `BOUNDARY` away would have chosen it."""
+    ids, logprobs = sample_tokens(logits, uniforms, settings)
+    for row in (row for row, token in enumerate(recorded) if token != ids[row]):
+        near = uniforms[row] + np.array([-BOUNDARY, BOUNDARY], np.float32)
+        near = near.clip(0.0, 1.0 - 2.0**-UNIFORM_BITS).astype(np.float32)
+        tokens, under = sample_tokens(logits[[row, row]], near, [settings[row]] * 2)
+        if recorded[row] in tokens:
+            ids[row], logprobs[row] = recorded[row], under[tokens.index(recorded[row])]
+    return ids, logprobs
 
 
 def make_scoring_sampler(sampler: Sampler, folder: Path, settings: InferenceSettings) -> ScoringSampler | None:
