@@ -61,6 +61,15 @@ def test_without_a_budget_micro_batches_are_full() -> None:
     assert [len(batch) for batch in group_padded(dict.fromkeys(range(10), 7), 4, 0)] == [4, 4, 2]
 
 
+def test_a_long_sequence_pads_no_short_ones_unless_that_costs_less_than_a_micro_batch() -> None:
+    lengths = dict(enumerate([100] * 7 + [900] + [101] * 8))
+
+    batches = list(group_padded(lengths, 16, 0))
+
+    assert sorted(map(len, batches)) == [1, 15]
+    assert (7,) in batches
+
+
 def test_packed_sequences_know_their_own_positions(folder: Path) -> None:
     batch = make_batch(folder, count=4)
     ids, masks = [sequence.ids for sequence in batch], [sequence.loss_mask for sequence in batch]

@@ -15,6 +15,9 @@ from fleetbus_workers.learner.base import TrainingSequence
 SHORTEST_PREFIX = 16
 """A shared prefix of fewer tokens is not worth a pass of its own."""
 
+SHORTEST_MICRO_BATCH = 64
+"""Tokens of padding that are not worth a micro-batch of its own."""
+
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences without their shared prefix, and where their sampled tokens stand.
@@ -94,14 +97,22 @@ def split_micro_batches(
 
 
 def group_padded(lengths: dict[int, int], size: int, budget: int) -> Iterator[tuple[int, ...]]:
-    """Sequences of similar length together; one that exceeds the budget stands alone."""
-    order, start = sorted(lengths, key=lambda index: lengths[index]), 0
+    """Sequences of similar length together, at the least cost of all: tokens, padding included, and `SHORTEST_MICRO_BATCH` or
+    an eighth of the budget for each micro-batch. One that exceeds the budget stands alone."""
+    order = sorted(lengths, key=lambda index: lengths[index])
+    overhead = budget // 8 or SHORTEST_MICRO_BATCH
+    costs, starts = [0], [0]
     for stop in range(1, len(order) + 1):
-        rows = stop + 1 - start
-        full = stop == len(order) or rows > size or (budget > 0 and rows * lengths[order[stop]] > budget)
-        if full:
-            yield tuple(order[start:stop])
-            start = stop
+        longest = lengths[order[stop - 1]]
+        most = min(size, stop, max(budget // max(longest, 1), 1) if budget else stop)
+        cost, rows = min((costs[stop - rows] + rows * longest, rows) for rows in range(1, most + 1))
+        costs.append(cost + overhead)
+        starts.append(stop - rows)
+    batches, stop = [], len(order)
+    while stop:
+        batches.append(tuple(order[starts[stop] : stop]))
+        stop = starts[stop]
+    return reversed(batches)
 
 
 def group_packed(lengths: dict[int, int], budget: int) -> Iterator[tuple[int, ...]]:
