@@ -153,6 +153,14 @@ async def test_a_server_that_does_not_listen_was_not_reached() -> None:
             await pool.post(f"http://127.0.0.1:{port}/call", b"", {}, timeout=5)
 
 
+async def test_a_server_that_hangs_up_while_tls_begins_was_not_reached() -> None:
+    server = Server(b"nonsense", then_close=True)
+    async with running(server):
+        pool = Connections(max_bytes=10)
+        with pytest.raises(NotConnected):
+            await pool.post(server.url.replace("http", "https"), b"", {}, timeout=5)
+
+
 async def test_a_key_with_a_line_break_adds_no_header() -> None:
     server = Server(OK)
     async with running(server) as post:

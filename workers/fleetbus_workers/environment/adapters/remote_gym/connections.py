@@ -96,7 +96,7 @@ class Connections:
                 return _Connection(await anyio.connect_tcp(address.hostname, port))
         except TimeoutError as error:
             raise NotConnected(f"no connection within {timeout:g} s") from error
-        except (OSError, anyio.BrokenResourceError) as error:
+        except _BROKEN as error:  # also a server that hangs up while TLS begins
             raise NotConnected(str(error) or type(error).__name__) from error
 
     @cached_property
