@@ -179,7 +179,10 @@ def _forge_settlement(log: Log) -> tuple[Log, list[tuple[str, str]]]:
     expected = [("finished_unsettled", episode) for episode in left_out]
     for position, (subject, message) in log.items():
         if position > sequence and isinstance(message, CheckpointStored):
-            forged[position] = (subject, msgspec.structs.replace(message, floor=max(message.floor, requests[-1][0] + 1)))
+            forged[position] = (
+                subject,
+                msgspec.structs.replace(message, floor=max(message.floor, *(at + 1 for at, _ in requests))),
+            )
             expected += [("below_floor_unsettled", episode) for episode in left_out]
             break
     return forged, expected
