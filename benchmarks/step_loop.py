@@ -234,6 +234,7 @@ async def main(plans: list[LoadPlan], as_json: bool) -> None:
                 ours = await measure(url, plan, Path(folder) / "report.json")
         floor_rate = floor["steps_per_second"]
         row = ours | {"bare_steps_per_second": floor_rate, "ratio": round(ours["steps_per_second"] / floor_rate, 3)}
+        row |= {"bare_p50_ms": floor["p50_ms"], "p50_ratio": round(ours["p50_ms"] / floor["p50_ms"], 3)}
         print(json.dumps(row) if as_json else "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
 
 
