@@ -136,6 +136,7 @@ async def test_an_answer_may_end_with_its_connection_come_in_chunks_or_be_announ
         b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\nok",
         b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n" + bytes(99999),
         b"HTTP/1.1 200 OK\r\nX: " + b"y" * 99999 + b"\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: other\r\n\r\n",
     ],
 )
 async def test_what_is_no_answer_is_told_as_such(answer: bytes) -> None:

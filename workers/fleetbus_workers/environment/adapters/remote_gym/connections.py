@@ -21,7 +21,14 @@ KEEP_ALIVE_SECONDS = 2.0
 MOST_IDLE = 256
 CHUNK_BYTES = 1 << 18
 MAX_HEAD_BYTES = 64 << 10
-_BROKEN = (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream, httptools.HttpParserError)
+_BROKEN = (
+    OSError,
+    anyio.BrokenResourceError,
+    anyio.ClosedResourceError,
+    anyio.EndOfStream,
+    httptools.HttpParserError,
+    httptools.HttpParserUpgrade,
+)
 
 
 class NotConnected(Exception):
