@@ -17,6 +17,7 @@ from fleetbus.client.sessions import Session, SessionClient, SessionFailed, Sess
 from fleetbus.config.settings import Configuration
 from fleetbus.core.history import loss_mask
 from fleetbus.core.segments import collect_segment_ids, find_leaves, fold_segments
+from fleetbus.errors import RequestUnanswered
 from fleetbus.runtime import Runtime
 from fleetbus_schemas import GRADED, SessionAnswer, Subjects, Task
 from fleetbus_workers.environment.stepwise.host import SessionHost
@@ -30,6 +31,9 @@ from fleetbus_workers.simulation.session_checker import SessionChecker
 SESSIONS_PER_CLIENT = 4
 CALL_SECONDS = 150.0
 """A call is answered by then: a takeover after the worst of faults takes less, unless another fault follows."""
+
+REPEAT_SECONDS = 1.0
+"""A gateway's client repeats after so long what was answered with 503."""
 
 ROLLOUT_GROUPS = 4
 ROLLOUT_GROUP_SIZE = 2
@@ -141,16 +145,22 @@ class GatewayCaller:
             return None
 
     async def _make(self, call: Callable[[Request], Awaitable[Answer]], key: str, fields: dict[str, Any]) -> Answer:
-        """A request, and in every third case its repetition at the same time: both get the same answer."""
+        """A request, and in every third case its repetition at the same time: both get the same answer. A gateway answers 503
+        where the log does not, and its client repeats the request under the same key."""
         answers: list[Answer] = []
         errors: list[Exception] = []
 
         async def make() -> None:
-            try:
-                answers.append(await call(Request(fields=fields, key=key)))
-                self._observer.trace("gateway", key, fields.get("method", "connect"), answers[-1].fields)
-            except (CallRefused, SessionUnavailable) as error:
-                errors.append(error)
+            while True:
+                try:
+                    answers.append(await call(Request(fields=fields, key=key)))
+                    self._observer.trace("gateway", key, fields.get("method", "connect"), answers[-1].fields)
+                except RequestUnanswered:
+                    await anyio.sleep(REPEAT_SECONDS)
+                    continue
+                except (CallRefused, SessionUnavailable) as error:
+                    errors.append(error)
+                return
 
         async with anyio.create_task_group() as group:
             for _ in range(self._draw.choice((1, 1, 2))):
