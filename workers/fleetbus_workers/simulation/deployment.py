@@ -219,6 +219,7 @@ class Deployment:
             group.start_soon(self._host_environments, process, wire, drain, use)
             await hosting.wait()
             await caller.run(wire)
+            process.stop()
             drain.set()
 
     async def _host_environments(
