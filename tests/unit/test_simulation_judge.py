@@ -35,9 +35,10 @@ from fleetbus_workers.simulation.environments import EnvironmentRecord, render_o
 from fleetbus_workers.simulation.liveness_checker import ANSWER_SECONDS, CLAIM_SECONDS, PROGRESS_SECONDS, LivenessChecker
 from fleetbus_workers.simulation.log_checker import LogChecker
 from fleetbus_workers.simulation.observer import ALL_WORKERS, Observer
-from fleetbus_workers.simulation.oracle import OUTCOME_MARGIN_SECONDS, FaultOracle
+from fleetbus_workers.simulation.oracle import OUTCOME_MARGIN_SECONDS, UNANSWERED_SECONDS, FaultOracle
 from fleetbus_workers.simulation.process import RUN, Process
 from fleetbus_workers.simulation.scenario import Scenario
+from fleetbus_workers.simulation.simulated_bus import STREAM
 
 SUBJECTS = Subjects(RUN)
 TASK = Task(key="t", config={"turns": 3})
@@ -214,6 +215,39 @@ async def test_an_observation_is_poison_only_after_faults_that_swallow_deliverie
     )  # fmt: skip
     judge.store(SUBJECTS.episode("g000000-0"), result)
     assert judge.found == ([] if excused else ["every failure has a cause"])
+
+
+@pytest.mark.parametrize(
+    ("subject", "excused"),
+    [
+        ("fb.sim.episode.g000000-0", True),
+        (STREAM, True),
+        ("fb.sim.episode.g000000-1", False),
+        ("", False),
+    ],
+)
+async def test_an_attempt_that_lost_its_episode_stops_in_time_unless_it_waits_for_an_unanswered_read(
+    subject: str, excused: bool
+) -> None:
+    judge = Judge()
+    process = judge.oracle.processes["e"] = Process("environment", "e", 4, judge.observer)
+    sequence = judge.request()
+    judge.claim(sequence)
+    judge.oracle.register_environment(EnvironmentRecord(process=process, episode="g000000-0", attempt=1))
+    judge.observer.disturb("pause", "f")
+    judge.oracle.processes["f"] = Process("environment", "f", 4, judge.observer)
+    second = AttemptStarted(
+        episode_id="g000000-0", attempt=2, worker="f", nonce="n2", lane="e1", reason="taken_over", request_sequence=sequence
+    )
+    judge.store(SUBJECTS.episode("g000000-0"), second)
+    if subject:
+        judge.observer.lose_read("e", [subject], seconds=30.0)
+    await anyio.sleep(UNANSWERED_SECONDS + 1)
+    judge.oracle.check_superseded()
+    assert judge.found == ([] if excused else ["a superseded attempt stops"])
+    await anyio.sleep(30.0)
+    judge.oracle.check_superseded()
+    assert judge.found == ["a superseded attempt stops"], "counted from the end of the read"
 
 
 async def test_who_takes_over_is_told_by_the_order_of_lineages_and_not_by_when_their_entries_arrive() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Sequence
 
 import anyio
 import msgspec
@@ -46,8 +47,8 @@ class Observer:
         """From now on nothing more is caused."""
         self.lines: list[str] | None = [] if keep_lines else None
         self.disturbances: list[Disturbance] = []
-        self.waits_until: dict[str, float] = {}
-        """By worker when a read that was lost ends."""
+        self._reads_until: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        """By worker, and by the last token of what it asked for, when a read that was lost ends."""
         self._message_faults: defaultdict[str, list[tuple[float, str, str]]] = defaultdict(list)
         self._digest = hashlib.blake2b(digest_size=16)
 
@@ -84,6 +85,15 @@ class Observer:
         words = subject.split(".")
         self._message_faults[words[-1]].append((anyio.current_time(), kind, words[2]))
         self.trace("disturb", kind, subject)
+
+    def lose_read(self, worker: str, subjects: Sequence[str], *, seconds: float) -> None:
+        """A worker waits in vain for an answer."""
+        for subject in subjects:
+            self._reads_until[worker][subject.rpartition(".")[2]] = anyio.current_time() + seconds
+
+    def reads_until(self, worker: str, *names: str) -> float:
+        """When the worker's last read that was lost ends, of anything or of what is named so; 0 if there was none."""
+        return max((until for name, until in self._reads_until[worker].items() if not names or name in names), default=0.0)
 
     def was_disturbed(self, worker: str, *, since: float) -> bool:
         """True if something touched this worker, or all, at or after ``since``."""

@@ -19,6 +19,7 @@ from fleetbus_workers.simulation.episode_checker import EpisodeRecord
 from fleetbus_workers.simulation.observer import ALL_WORKERS, GARBAGE, Observer
 from fleetbus_workers.simulation.process import Process
 from fleetbus_workers.simulation.scenario import Scenario
+from fleetbus_workers.simulation.simulated_bus import STREAM
 
 LEASE_MARGIN_SECONDS = TASK_LEASE_SECONDS + 4.0
 """How long after a fault a lease that suffered from it may still run out."""
@@ -145,15 +146,18 @@ class FaultOracle:
                 del self._superseded[key]
 
     def _is_overdue(self, environment_record: EnvironmentRecord, since: float, now: float) -> bool:
+        """Who waits for an answer about its episode, or whether its observation is acked, cannot notice until that is over."""
         bound = STOP_SECONDS if environment_record.called else UNANSWERED_SECONDS
-        return now - max(since, self._observer.disturbed_until(environment_record.process.name)) > bound
+        worker, stream = environment_record.process.name, STREAM.rpartition(".")[2]
+        reads_until = self._observer.reads_until(worker, environment_record.episode, stream)
+        return now - max(since, self._observer.disturbed_until(worker), reads_until) > bound
 
     def check_replaced(self, replaced: Mapping[str, float]) -> None:
         """A learner that has been replaced learns of it from the log, also when it has nothing to write (rule 8)."""
         now = anyio.current_time()
         for name, at in replaced.items():
             process = self.processes[name]
-            since = max(at, self._observer.disturbed_until(name), self._observer.waits_until.get(name, 0.0))
+            since = max(at, self._observer.disturbed_until(name), self._observer.reads_until(name))
             if process.is_alive and now - since > REPLACED_SECONDS:
                 self._observer.violate("a replaced learner ends", f"{name}: since {at:.1f} s")
 

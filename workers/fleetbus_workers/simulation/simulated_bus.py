@@ -300,7 +300,7 @@ class SimulatedBus:
         """The way of a question; raises `RequestUnanswered` if it gets lost."""
         await self._delay_one_way()
         if any(self.network_faults.loses_read(subject) for subject in subjects):
-            self.observer.waits_until[self.worker] = anyio.current_time() + API_TIMEOUT_SECONDS
+            self.observer.lose_read(self.worker, subjects, seconds=API_TIMEOUT_SECONDS)
             await anyio.sleep(API_TIMEOUT_SECONDS)
             raise RequestUnanswered(f"the server did not answer {subjects[0]} within {API_TIMEOUT_SECONDS:g} s")
 
