@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 
 from fleetbus.client.sessions import SessionClient, SessionUnavailable
+from fleetbus.core.journal import Journal
+from fleetbus.errors import BusError
 from fleetbus.quick_lock import QuickLock
 from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, Task, ToolCall, ToolSpec
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
@@ -151,8 +153,10 @@ class OpenEnvEpisode:
         self._is_live = True
         try:
             await self._call_session("open", key="open", timeout=self._capacity_seconds, task=task)
-        except SessionUnavailable as error:
+        except (SessionUnavailable, BusError) as error:
             self._number, self._is_live = self._number - 1, False  # no number is left out
+            if isinstance(error, BusError):
+                raise
             raise AtCapacity(str(error)) from error
 
     async def _call_session(self, kind: Any, *, key: str = "", timeout: float | None = None, **fields: Any) -> SessionAnswer:
@@ -178,12 +182,13 @@ class OpenEnvEpisode:
         return answer  # a smaller number: an answer of before
 
     async def _load_journals(self) -> None:
-        """Everything from the journals: which environment is the last, what was done in it."""
-        self._number = await self._find_last_number()
-        self._is_live, self._is_over, self.steps, self._resets, self._expected = False, True, 0, 0, 0
-        if self._number < 0:
-            return
-        journal = await read_session_journal(self._client.bus, self._client.subjects, self._session)
+        """Everything from the journals: which environment is the last, what was done in it. Nothing is changed if the log does
+        not answer."""
+        number = await self._find_last_number()
+        journal = Journal()
+        if number >= 0:
+            journal = await read_session_journal(self._client.bus, self._client.subjects, f"{self.name}-{number}")
+        self._number, self._is_over, self.steps, self._resets = number, True, 0, 0
         self._task = journal.claim.task if journal.claim else None
         self._is_live = journal.ended is None and journal.claim is not None
         self._expected = journal.next_number
