@@ -102,10 +102,11 @@ async def test_a_connection_that_was_idle_for_long_is_not_used(monkeypatch: pyte
 
 
 async def test_a_connection_is_not_used_again_after_a_call_that_failed_or_was_cancelled() -> None:
-    server = Server(b"", OK)
+    server = Server(OK, b"", OK)
     async with running(server) as post:
+        await post()
         with pytest.raises(NoAnswer, match=r"nothing for 0\.05 s"):
-            await post(timeout=0.05)
+            await post(timeout=0.05)  # on the connection that is there
         await post()
         with anyio.CancelScope() as scope:
             scope.cancel()
