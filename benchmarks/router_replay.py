@@ -122,9 +122,11 @@ def record_routing(model: Any) -> Iterator[list[torch.Tensor]]:
     """The experts that each layer's router chooses: per layer, tokens x experts per token."""
     chosen: list[torch.Tensor] = []
     hooks = [router.register_forward_hook(lambda *each: chosen.append(each[2][2])) for router in list_routers(model)]
-    yield chosen
-    for hook in hooks:
-        hook.remove()
+    try:
+        yield chosen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager
@@ -142,9 +144,11 @@ def replay_routing(model: Any, chosen: list[torch.Tensor]) -> Iterator[None]:
 
     pairs = zip(list_routers(model), chosen, strict=True)
     hooks = [router.register_forward_hook(replay(indices)) for router, indices in pairs]
-    yield
-    for hook in hooks:
-        hook.remove()
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def list_routers(model: Any) -> list[Any]:

@@ -78,9 +78,10 @@ class LogWriter(LogBuilder):
         self._socket.sendall(self._waiting)
         self._waiting.clear()
         while self.last - self._acked > within:
-            self._received += self._socket.recv(1 << 18)
-            if b'"error"' in self._received:
-                raise SystemExit(f"refused: {self._received[-400:]!r}")
+            received = self._socket.recv(1 << 18)
+            self._received += received
+            if not received or b'"error"' in self._received:
+                raise SystemExit(f"refused, or the server is gone: {self._received[-400:]!r}")
             self._acked += self._received.count(b'"seq":')
             self._received = self._received[-5:]
 

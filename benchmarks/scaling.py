@@ -42,6 +42,7 @@ from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplat
 from fleetbus_workers.inference.worker import run_inference
 
 RUN = "steploop"
+STARTED_SECONDS = 120.0
 
 
 class Load(NamedTuple):
@@ -101,7 +102,8 @@ async def measure(processes: int, load: Load) -> dict[str, float]:
             for index in range(processes):
                 for role in ("inference", "environment"):
                     stack.enter_context(worker_process(role, index, url, load))
-            await wait_until_started(bus, subjects, 2 * processes)
+            with anyio.fail_after(STARTED_SECONDS):
+                await wait_until_started(bus, subjects, 2 * processes)
             await _play(bus, subjects, LoadPlan(processes * load.slots, 1), "warm")
             before, started = read_cpu_seconds(), time.perf_counter()
             await _play(bus, subjects, LoadPlan(processes * load.slots, load.turns), "step")

@@ -44,8 +44,9 @@ def publish(url: str, subject: str, count: int, key: str) -> None:
         connection.sendall(
             b'CONNECT {"verbose":false,"pedantic":false,"headers":true}\r\nSUB a.%s 1\r\nPING\r\n' % key.encode()
         )
-        while b"PONG" not in connection.recv(1 << 16):
-            pass
+        while b"PONG" not in (received := connection.recv(1 << 16)):
+            if not received:
+                sys.exit("the server is gone")
         print("ready", flush=True)
         sys.stdin.readline()
         sent = acked = 0
@@ -55,9 +56,10 @@ def publish(url: str, subject: str, count: int, key: str) -> None:
                 batch = range(sent, min(sent + BATCH, count))
                 connection.sendall(b"".join(encode(subject, key, number) for number in batch))
                 sent += len(batch)
-            rest += connection.recv(1 << 16)
-            if b'"error"' in rest:
-                sys.exit(f"refused: {rest[-500:]!r}")
+            received = connection.recv(1 << 16)
+            rest += received
+            if not received or b'"error"' in rest:
+                sys.exit(f"refused, or the server is gone: {rest[-500:]!r}")
             acked += rest.count(b"MSG a.")
             rest = rest[-5:]  # less than what is counted
     print("done", flush=True)

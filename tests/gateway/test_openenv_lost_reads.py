@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import pytest
 
 from fleetbus.bus.base import Bus
@@ -35,11 +38,17 @@ class UnansweredReads:
         return await read_session_journal(bus, subjects, session)
 
 
-async def test_a_step_is_repeated_after_a_read_that_was_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = UnansweredReads(monkeypatch)
+@asynccontextmanager
+async def two_gateways(patch: pytest.MonkeyPatch) -> AsyncIterator[tuple[OpenEnvEpisode, OpenEnvEpisode, UnansweredReads]]:
+    """Of one session, and what leaves their reads unanswered."""
+    reads = UnansweredReads(patch)
     async with session_fixture() as here:
         here.worker("w1", World())
-        first, second = open_gateway(here), open_gateway(here)
+        yield open_gateway(here), open_gateway(here), reads
+
+
+async def test_a_step_is_repeated_after_a_read_that_was_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two_gateways(monkeypatch) as (first, second, reads):
         await first.reset({"seed": 0})
         await second.attach()
         await second.step({"text": "a"}, request_id="1")
@@ -55,10 +64,7 @@ async def test_a_step_is_repeated_after_a_read_that_was_not_answered(monkeypatch
 async def test_a_reset_whose_environment_another_gateway_opened_meanwhile_is_repeated_after_a_read_that_was_not_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    reads = UnansweredReads(monkeypatch)
-    async with session_fixture() as here:
-        here.worker("w1", World())
-        first, second = open_gateway(here), open_gateway(here)
+    async with two_gateways(monkeypatch) as (first, second, reads):
         await second.reset({"seed": 0})
         await second.close()
         reads.left = 1

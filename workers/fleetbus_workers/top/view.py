@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fleetbus.config.settings import ADMISSION_SHARE
@@ -158,11 +158,7 @@ def _format_episodes(numbers: dict[str, Any], is_over: bool) -> list[str]:
 def _format_engines(workers: Sequence[WorkerRow]) -> list[str]:
     """What the engines of all inference workers say of themselves together; of shares the largest and the least."""
     loads = [row.engine for row in workers if row.engine is not None]
-    found = {
-        name: [value for load in loads if (value := getattr(load, name)) is not None]
-        for name in ("running", "waiting", "tokens_per_second", "kv_cache_use", "prefix_hits", "preemptions")
-    }
-    shown = {
+    formats: dict[str, Callable[[list[Any]], str]] = {
         "running": lambda values: f"{sum(values):,} requests",
         "waiting": lambda values: f"{sum(values):,} queued",
         "tokens_per_second": lambda values: f"{format_count(sum(values))} tokens/s",
@@ -170,7 +166,10 @@ def _format_engines(workers: Sequence[WorkerRow]) -> list[str]:
         "prefix_hits": lambda values: f"prefix hits {min(values):.0%}",
         "preemptions": lambda values: f"preempted {sum(values):,}",
     }
-    parts = [shown[name](values) for name, values in found.items() if values]
+    parts = []
+    for name, form in formats.items():
+        if values := [value for load in loads if (value := getattr(load, name)) is not None]:
+            parts.append(form(values))
     return [f"engines: {parts[0]}", *parts[1:]] if parts else []
 
 
