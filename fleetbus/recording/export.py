@@ -22,7 +22,10 @@ from fleetbus.recording.writer import FRAME_ENTRIES, RecordingWriter
 from fleetbus_schemas import MalformedMessage, PolicyPublished, Subjects, decode
 
 FLUSH_SECONDS = 1.0
-"""While a log is followed, what came is readable after this."""
+"""While a log is followed, what came is readable after twice this."""
+
+BUSY_ENTRIES = 256
+"""A followed log that has this many in ``FLUSH_SECONDS`` is read once in that time."""
 
 END_SECONDS = 5.0
 """How long a server that may be gone is asked how far its log goes."""
@@ -68,26 +71,27 @@ class Export:
         progress: Callable[[int], None] = lambda seen: None,
     ) -> None:
         """Write what is stored from ``start`` on until ``stop`` is set, flushing once a second; then what is there by then, if
-        the server still is."""
+        the server still is. Of a busy log nothing is read meanwhile: the server sends many entries at once for a third of what
+        it takes to send each as it comes."""
         batch: list[StreamEntry] = []
         async with bus.read([subjects.log], start=start) as reader, anyio.create_task_group() as group:
             group.start_soon(_cancel_when_set, stop, group.cancel_scope)
+            end = 0
             while True:
                 batch.append(await reader.receive())
-                with anyio.move_on_after(FLUSH_SECONDS):
-                    while len(batch) < FRAME_ENTRIES:
+                limit = FRAME_ENTRIES if start < end else BUSY_ENTRIES
+                with anyio.move_on_after(FLUSH_SECONDS) as waited:
+                    while len(batch) < limit and batch[-1].sequence != end:
                         batch.append(await reader.receive())
                 await self._write_and_flush(batch)
                 start, batch = batch[-1].sequence + 1, []
                 progress(self.seen)
+                if start > end and not waited.cancelled_caught:
+                    await anyio.sleep(FLUSH_SECONDS)
+                    end = await _find_end(bus)
         await self._write_and_flush(batch)
-        try:
-            with anyio.fail_after(END_SECONDS):
-                end = await bus.last_sequence()
-        except (TimeoutError, BusError):
-            return
         start = batch[-1].sequence + 1 if batch else start
-        if start <= end:
+        if start <= await _find_end(bus):
             await self.copy(bus.scan([subjects.log], start=start), progress=progress)
 
     async def _write_and_flush(self, batch: Sequence[StreamEntry]) -> None:
@@ -124,6 +128,15 @@ def _find_policy_uris(entry: StreamEntry) -> Iterator[str]:
             yield decode(PolicyPublished, entry.payload).uri
         except MalformedMessage:
             return  # a learner's LineageStarted stands beside the versions
+
+
+async def _find_end(bus: Bus) -> int:
+    """The last sequence of the log; 0 if no server says in time."""
+    try:
+        with anyio.fail_after(END_SECONDS):
+            return await bus.last_sequence()
+    except (TimeoutError, BusError):
+        return 0
 
 
 async def scan_recording(reader: RecordingReader) -> AsyncIterator[StreamEntry]:
