@@ -63,6 +63,8 @@ class MemoryConsumer:
     @property
     def unacked(self) -> int:
         """How many messages that the stream still holds are not acked, delivered or not."""
+        if self._stream.count == self._stream.last_sequence:  # nothing was ever removed
+            return len(self._new) + len(self._leases) + len(self._due_again)
         return sum(self._stream.get(sequence) is not None for sequence in (*self._new, *self._leases, *self._due_again))
 
     def add(self, sequence: int) -> None:
