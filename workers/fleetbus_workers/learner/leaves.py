@@ -11,51 +11,58 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetbus.core.segments import Segment, find_leaves, fold_segments, place_in_segment, split_first
+from fleetbus.core.segments import Segment, Span, find_leaves, fold_segments, place_in_segment, split_first
 from fleetbus_schemas import Action
 from fleetbus_workers.images.placed_image import PlacedImage
 from fleetbus_workers.learner.base import TrainingSequence
 
 
 class Leaf(msgspec.Struct, frozen=True, kw_only=True):
-    """T tokens of a leaf: ``places`` int64 [T] among the tokens of all turns; ``first`` bool [T], False where a leaf before
-    this one holds the token."""
+    """A segment that is a sequence of its own, and its spans in parts: False where a leaf before this one holds the tokens."""
 
     segment: Segment
-    places: NDArray[np.int64]
-    first: NDArray[np.bool_]
+    parts: list[tuple[Span, bool]]
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """[T]: where its tokens stand among those of all turns."""
+        return np.concatenate([np.arange(*span) for span, _ in self.parts]) if self.parts else np.zeros(0, np.int64)
+
+    @property
+    def first(self) -> NDArray[np.bool_]:
+        """[T]: False where a leaf before this one holds the token."""
+        return np.repeat([first for _, first in self.parts], [stop - start for (start, stop), _ in self.parts]).astype(bool)
 
 
 def list_leaves(actions: Sequence[Action]) -> tuple[Leaf, ...]:
     """The leaves of the turns of one episode, by number of their segment. Raises `SegmentError` if they are no tree."""
     leaves = find_leaves(fold_segments(actions))
-    return tuple(
-        Leaf(
-            segment=leaf,
-            places=np.concatenate([np.arange(*span) for span, _ in parts]) if parts else np.zeros(0, np.int64),
-            first=np.repeat([first for _, first in parts], [stop - start for (start, stop), _ in parts]).astype(bool),
-        )
-        for leaf, parts in zip(leaves, split_first(leaves), strict=True)
-    )
+    return tuple(Leaf(segment=leaf, parts=parts) for leaf, parts in zip(leaves, split_first(leaves), strict=True))
+
+
+def is_whole(leaves: Sequence[Leaf]) -> bool:
+    """True if the tokens of all turns are one sequence."""
+    return len(leaves) == 1 and leaves[0].segment.number == 0
 
 
 def split_sequence(whole: TrainingSequence, leaves: Sequence[Leaf]) -> list[TrainingSequence]:
     """One sequence per leaf of the arrays over all turns; ``whole`` itself if the episode has one segment only."""
-    if len(leaves) == 1 and leaves[0].segment.number == 0:
+    if is_whole(leaves):
         return [whole]
     return [_take_leaf(whole, leaf) for leaf in leaves]
 
 
 def _take_leaf(whole: TrainingSequence, leaf: Leaf) -> TrainingSequence:
-    mask = whole.loss_mask[leaf.places] & leaf.first
+    places = leaf.places
+    mask = whole.loss_mask[places] & leaf.first
     images: list[PlacedImage] = place_in_segment(leaf.segment, whole.images)
     return msgspec.structs.replace(
         whole,
         segment=leaf.segment.number,
-        ids=whole.ids[leaf.places],
+        ids=whole.ids[places],
         loss_mask=mask,
-        logprobs=np.where(mask, whole.logprobs[leaf.places], np.float32(0)),
-        advantages=np.where(mask, whole.advantages[leaf.places], np.float32(0)),
-        versions=np.where(mask, whole.versions[leaf.places], np.int32(-1)),
+        logprobs=np.where(mask, whole.logprobs[places], np.float32(0)),
+        advantages=np.where(mask, whole.advantages[places], np.float32(0)),
+        versions=np.where(mask, whole.versions[places], np.int32(-1)),
         images=tuple(images),
     )

@@ -20,7 +20,7 @@ from fleetbus_schemas import Action, PolicyPublished, StepTrained, TensorEntry
 from fleetbus_schemas.action import FinishReason
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.checkpoints import STATE
-from fleetbus_workers.learner.leaves import Leaf, list_leaves
+from fleetbus_workers.learner.leaves import Leaf, is_whole, list_leaves
 from fleetbus_workers.replay.compare import Found
 from fleetbus_workers.replay.recorded_episode import RecordedEpisode
 
@@ -116,12 +116,16 @@ def build_sequence(
     if episode.result is not None and is_masked(truncation_mask, episode.result.outcome, last):
         whole |= {"loss_mask": np.zeros_like(whole["loss_mask"]), "logprobs": np.zeros_like(whole["logprobs"])}
         whole["versions"] = np.full_like(whole["versions"], -1)
-    leaves = [leaf for leaf in list_leaves(actions) if leaf.segment.number == segment]
-    return {name: _take_leaf(array, leaf, name, whole["loss_mask"]) for leaf in leaves[:1] for name, array in whole.items()}
+    leaves = list_leaves(actions)
+    if is_whole(leaves) and segment == 0:
+        return whole
+    chosen = [leaf for leaf in leaves if leaf.segment.number == segment]
+    return {name: _take_leaf(array, leaf, name, whole["loss_mask"]) for leaf in chosen[:1] for name, array in whole.items()}
 
 
 def _take_leaf(array: NDArray[Any], leaf: Leaf, name: str, mask: NDArray[Any]) -> NDArray[Any]:
     """One field of a leaf; what an earlier leaf trains is masked as the trainer was given it."""
     repeated = {"loss_mask": False, "logprobs": 0.0, "versions": -1}
-    taken = array[leaf.places]
-    return np.where(mask[leaf.places].astype(bool) & leaf.first, taken, repeated[name]) if name in repeated else taken
+    places = leaf.places
+    taken = array[places]
+    return np.where(mask[places].astype(bool) & leaf.first, taken, repeated[name]) if name in repeated else taken
