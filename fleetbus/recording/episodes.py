@@ -19,6 +19,7 @@ from fleetbus_schemas import (
     EpisodeFinished,
     EpisodeRequested,
     MalformedMessage,
+    Message,
     Observation,
     Split,
     Subjects,
@@ -66,11 +67,23 @@ class EpisodeIndex:
         kind = entry.subject.split(".", 3)[2]
         try:
             if kind == "task":
-                self._add_request(entry, decode(EpisodeRequested, entry.payload))
-            elif kind == "episode":
-                self._add_event(entry)
+                self.apply(entry, decode(EpisodeRequested, entry.payload))
+            elif kind == "episode" and (message := decode_episode_entry(entry)) is not None:
+                self.apply(entry, message)
         except MalformedMessage:
             return
+
+    def apply(self, entry: StreamEntry, message: Message) -> None:
+        """As `add`, of an entry that was decoded; a message on a subject of another kind says nothing."""
+        kind, name = entry.subject.split(".", 3)[2], entry.subject.rpartition(".")[2]
+        match message:
+            case EpisodeRequested() if kind == "task":
+                self._add_request(entry, message)
+            case AttemptStarted() if kind == "episode":
+                row = self._get_row(name, entry)
+                row.attempts, row.worker = message.attempt, message.worker
+            case EpisodeFinished() if kind == "episode":
+                self._add_result(self._get_row(name, entry), entry, message)
 
     def _add_request(self, entry: StreamEntry, request: EpisodeRequested) -> None:
         row = self._get_row(request.episode_id, entry)
@@ -78,15 +91,9 @@ class EpisodeIndex:
         row.task_key, row.env = request.task.key, request.task.env
         row.requested_ns = entry.time_ns
 
-    def _add_event(self, entry: StreamEntry) -> None:
-        row = self._get_row(entry.subject.rpartition(".")[2], entry)
-        message = decode_episode_entry(entry)
-        if isinstance(message, AttemptStarted):
-            row.attempts, row.worker = message.attempt, message.worker
-        elif isinstance(message, EpisodeFinished) and not row.outcome:
-            self._add_result(row, entry, message)
-
     def _add_result(self, row: EpisodeRow, entry: StreamEntry, result: EpisodeFinished) -> None:
+        if row.outcome:
+            return
         for field in ("group_id", "split", "task_key", "env", "outcome", "error_class", "error", "reward", "turns", "tokens"):
             setattr(row, field, getattr(result, field))
         for field in ("tool_calls", "tool_errors", "attempts", "policy_versions", "worker", "timings", "error_location"):

@@ -40,8 +40,9 @@ FIRST_LOOK_SECONDS = 2.5
 def command(run: str | None, once: bool, as_json: bool, stall: float, nats_http: str, **values: Any) -> int:
     """Show a live table of a run: workers and their last heartbeat, rates, reward, staleness, errors by class, the log.
 
-    Works at 80 columns and over SSH. q or Ctrl-C ends it. With --once the exit status is 0: the run works or has ended; 1: it
-    is stalled, with the reason; 2: bad input.
+    Works at 80 columns and over SSH. q or Ctrl-C ends it. Of a long log the newest entries are counted first, then all of it.
+    --once reads all of it before it prints, and its exit status is 0: the run works or has ended; 1: it is stalled, with the
+    reason; 2: bad input.
     """
     configuration = load_settings({**values, "run__name": run}).configuration
     address = build_address_resolver(configuration, nats_http)
@@ -64,10 +65,10 @@ async def _watch(
     from fleetbus_workers.watchdog import find_stalls
 
     run = configuration.run.name
-    state = RunState(configuration.learner.steps)
     async with open_run(configuration, "top", own_server=True) as bus, anyio.create_task_group() as tasks:
         with suppress_logs():
-            watch = RunObserver(bus, Subjects(run), state, build_driver(configuration))
+            state, driver = RunState(configuration.learner.steps), build_driver(configuration)
+            watch = RunObserver(bus, Subjects(run), state, driver, recent_first=not once)
             tasks.start_soon(watch.run)
             if not once:  # a server that takes its time must not hold up the picture of the workers
                 tasks.start_soon(watch.fetch_server_view, nats_http)
@@ -80,7 +81,7 @@ async def _watch(
                     []
                     if not watch.may_be_stuck(now)
                     else find_stalls(
-                        state,
+                        watch.state,
                         watch.health,
                         now=now,
                         now_ns=now_ns,
@@ -90,7 +91,15 @@ async def _watch(
                 )
                 admission = configuration.nats.admission
                 shown = build_facts(
-                    state, watch.health, server, stalls, run=run, now=now, now_ns=now_ns, ending=ending, admission=admission
+                    watch.state,
+                    watch.health,
+                    server,
+                    stalls,
+                    run=run,
+                    now=now,
+                    now_ns=now_ns,
+                    ending=ending,
+                    admission=admission,
                 )
                 return {"is_behind": is_behind} | shown
 

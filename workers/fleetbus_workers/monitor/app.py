@@ -47,6 +47,8 @@ MAX_TOKENS_SHOWN = 20_000
 
 NOT_SERVED = "the run has ended and its log is no longer served: start `fleetbus monitor` again to read it from its files"
 
+_LOG_FACTS = ("bytes", "limit_bytes", "last_sequence", "followed", "counted_from", "older_read")
+
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -142,7 +144,7 @@ class Site:
         if now - self._overview[0] >= TICK_SECONDS / 2:
             state, health, bus = self._watch.state, self._watch.health, self._watch.bus
             ending = self._watch.find_termination(now)
-            usage = {name: getattr(health, name) for name in ("bytes", "limit_bytes", "last_sequence", "followed")}
+            usage = {name: getattr(health, name) for name in _LOG_FACTS}
             facts = {
                 "run": self._subjects.run,
                 "ending": ending,

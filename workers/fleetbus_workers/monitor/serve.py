@@ -53,7 +53,7 @@ async def serve(
     ``open_operator`` connects with an operator's rights, for what the page may do to the run: without it nothing;
     ``rejoins``: ``bus`` is soon served again when the run ends."""
     subjects = Subjects(configuration.run.name)
-    watch = RunObserver(bus, subjects, RunState(configuration.learner.steps), driver)
+    watch = RunObserver(bus, subjects, RunState(configuration.learner.steps), driver, recent_first=True)
     words = await anyio.to_thread.run_sync(load_token_decoder, find_model_folder(configuration.run))
     guard = build_guard_settings(host, allowed_hosts, ())
     runs = run_folder(configuration.run).path.parent

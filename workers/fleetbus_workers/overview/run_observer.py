@@ -1,4 +1,8 @@
-"""Feeds `RunState` from the bus: the log without observations and actions, heartbeats, and how full the log is."""
+"""Feeds `RunState` from the bus: the log without observations and actions, heartbeats, and how full the log is.
+
+A long log takes minutes to read. Whoever shows a run to a person begins with its newest entries and follows them, while all of
+the log is folded beside; that fold takes the place of the first.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,8 @@ from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.errors import BusClosed, BusError, RequestUnanswered
 from fleetbus.heartbeats import follow_heartbeats
 from fleetbus.loop_clock import get_clock
-from fleetbus_schemas import EpisodeRequested, MalformedMessage, Message, Subjects
+from fleetbus.task_groups import open_first_error_task_group
+from fleetbus_schemas import EpisodeRequested, Heartbeat, MalformedMessage, Message, Subjects
 from fleetbus_schemas.message import decode_any
 from fleetbus_workers.overview.jetstream import ServerView, fetch_server_view
 from fleetbus_workers.overview.progress import FOLLOWED
@@ -31,6 +36,14 @@ ALIVE = ("working", "draining", "starting")
 FIRST_ENTRY_SECONDS = 10.0
 """In a log that has entries the first one comes within this, or none of them is of interest."""
 
+RECENT_ENTRIES = 20_000
+"""So many of the newest entries are folded first, in half a second."""
+
+RECENT_TRAINING_ENTRIES = 10 * RECENT_ENTRIES
+"""So far back training, versions and lives of workers are, of which there are few: the newest points of the curves."""
+
+RETRY_SECONDS = 1.0
+
 log = structlog.get_logger()
 
 
@@ -42,6 +55,10 @@ class LogHealth:
         self.limit_bytes = 0
         self.last_sequence = 0
         self.followed = 0
+        self.counted_from = 1
+        """Where the entries begin that are folded; later than the first one while what is older is being read."""
+        self.older_read = 0
+        """Up to where that is."""
         self.entries_per_second = 0.0
         self.problem = ""
         self.problem_since = 0.0
@@ -61,9 +78,13 @@ class LogHealth:
 
 
 class RunObserver:
-    """One run, watched. ``driver`` is what is known here of the process that drives it."""
+    """One run, watched. ``driver`` is what is known here of the process that drives it. ``recent_first`` shows a long run at
+    once: ``state`` is replaced when all of the log is folded, see ``is_whole``."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, state: RunState, driver: Driver | None = None) -> None:
+    def __init__(
+        self, bus: Bus, subjects: Subjects, state: RunState, driver: Driver | None = None, *, recent_first: bool = False
+    ) -> None:
+        self._recent_first = recent_first
         self._bus = bus
         self._subjects = subjects
         self.state = state
@@ -76,6 +97,11 @@ class RunObserver:
         self._resumed_at = math.inf
         self._end: int | None = None
         self._has_caught_up = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether ``state`` is a fold of all that the log holds."""
+        return self.health.counted_from <= 1
 
     def is_behind(self, now: float) -> bool:
         """Whether the log of before the beginning is still being read, so that what is known now may be long over.
@@ -90,7 +116,7 @@ class RunObserver:
     def find_termination(self, now: float) -> Termination | None:
         """How the run ended, None while it continues or is not known well enough."""
         state, progress = self.state, self.state.progress
-        if self.is_behind(now):
+        if self.is_behind(now) or not (self.is_whole or state.termination_state.is_known):
             return None
         return detect_termination(
             state.termination_state,
@@ -104,8 +130,10 @@ class RunObserver:
         )
 
     def may_be_stuck(self, now: float) -> bool:
-        """Whether stalls should be checked: the run is known, not over, and not just being resumed."""
-        return not self.is_behind(now) and self.find_termination(now) is None and not self._is_being_resumed(now)
+        """Whether stalls should be checked: the run is known, not over, and not just being resumed. Of what is open only the
+        whole log knows."""
+        is_known = self.is_whole and not self.is_behind(now)
+        return is_known and self.find_termination(now) is None and not self._is_being_resumed(now)
 
     def _is_being_resumed(self, now: float) -> bool:
         """An `up` drives the run, whose learner has not come back yet: it may take its time."""
@@ -126,37 +154,98 @@ class RunObserver:
             tasks.start_soon(self._poll_usage)
 
     async def _follow_log(self) -> None:
-        subjects = self._subjects
-        followed = [subjects.tasks(), subjects.episodes, subjects.train("*"), subjects.policy("*"), subjects.life("*", "*")]
-        await self._read_existing_entries(followed)
-        async with self._bus.read(followed, start=self.health.followed + 1) as reader:
-            while True:
-                self._apply_entry(await reader.receive())
+        recent = await self._find_recent() if self._recent_first else 1
+        if recent > 1:
+            await self._show_recent(recent)
+        else:
+            await self._read_existing_entries(start=1)
+        await self._follow_entries()
 
-    async def _read_existing_entries(self, followed: list[str]) -> None:
+    async def _find_recent(self) -> int:
+        """Where the newest entries begin: at the first one, if the log is short or cannot be asked."""
+        try:
+            return max(await self._bus.last_sequence() - RECENT_ENTRIES, 0) + 1
+        except RequestUnanswered:
+            return 1
+
+    async def _show_recent(self, start: int) -> None:
+        """Follow the log from ``start`` on until all of it is folded."""
+        self.health.counted_from = start
+        await self._read_training_before(start)
+        await self._read_existing_entries(start=start)
+        whole = RunState(self.state.progress.steps)
+        async with open_first_error_task_group() as tasks:
+            tasks.start_soon(self._follow_entries)
+            await self._fold_all(whole)
+            tasks.cancel_scope.cancel()
+        whole.take_over(self.state)
+        self.state = whole
+        self.health.counted_from, self.health.followed = 1, self.health.older_read
+
+    async def _read_training_before(self, start: int) -> None:
+        subjects = self._subjects
+        few = [subjects.train("*"), subjects.policy("*"), subjects.life("*", "*")]
+        try:
+            async for entry in self._bus.scan(few, start=start - RECENT_TRAINING_ENTRIES):
+                if entry.sequence < start:
+                    self._apply_entry(entry, self.state)
+        except RequestUnanswered as error:
+            log.warning("log scan failed; beginning with the newest entries", reason=str(error))
+
+    async def _fold_all(self, whole: RunState) -> None:
+        """Fold the log from its beginning to its end as of now into ``whole``."""
+        while True:
+            try:
+                end = await self._bus.last_sequence()
+                async for entry in self._bus.scan(self._followed, start=self.health.older_read + 1):
+                    self._apply_entry(entry, whole)
+                    self.health.older_read = entry.sequence
+            except RequestUnanswered as error:
+                log.warning("log scan failed; continuing it", sequence=self.health.older_read, reason=str(error))
+                await anyio.sleep(RETRY_SECONDS)
+            else:
+                self.health.older_read = max(self.health.older_read, end)
+                return
+
+    async def _read_existing_entries(self, *, start: int) -> None:
         """A scan is several times as fast as a reader by several filters; what it does not get is read after it."""
         try:
-            async for entry in self._bus.scan(followed):
-                self._apply_entry(entry)
+            async for entry in self._bus.scan(self._followed, start=start):
+                self._apply_entry(entry, self.state)
+                self.health.followed = entry.sequence
         except RequestUnanswered as error:
             log.warning("log scan failed; reading entry by entry", reason=str(error))
+        else:
+            self._has_caught_up = True
+        self.health.followed = max(self.health.followed, start - 1)
 
-    def _apply_entry(self, entry: StreamEntry) -> None:
-        self.health.followed = entry.sequence
+    async def _follow_entries(self) -> None:
+        async with self._bus.read(self._followed, start=self.health.followed + 1) as reader:
+            while True:
+                entry = await reader.receive()
+                self._apply_entry(entry, self.state)
+                self.health.followed = entry.sequence
+
+    @property
+    def _followed(self) -> list[str]:
+        subjects = self._subjects
+        return [subjects.tasks(), subjects.episodes, subjects.train("*"), subjects.policy("*"), subjects.life("*", "*")]
+
+    def _apply_entry(self, entry: StreamEntry, state: RunState) -> None:
         self._applied_at = now = self._clock()
         try:
             message = decode_any(READ_TYPES, entry.payload, subject=entry.subject)
         except MalformedMessage as malformed:
-            self.state.malformed += 1
+            state.malformed += 1
             log.warning("entry is malformed; ignoring it", sequence=entry.sequence, reason=malformed.reason)
             return
-        self.state.apply(entry, message, now, self._bus.now_ns())
+        state.apply(entry, message, now, self._bus.now_ns())
 
     async def _follow_heartbeats(self) -> None:
-        registry = self.state.worker_registry
-        await follow_heartbeats(
-            self._bus, self._subjects.heartbeats, lambda beat: registry.record_heartbeat(beat, anyio.current_time())
-        )
+        def record(beat: Heartbeat) -> None:
+            self.state.worker_registry.record_heartbeat(beat, anyio.current_time())
+
+        await follow_heartbeats(self._bus, self._subjects.heartbeats, record)
 
     async def _poll_usage(self) -> None:
         while True:

@@ -94,7 +94,7 @@ class RunState:
         self.last_time_ns = max(self.last_time_ns, entry.time_ns)
         self.progress.apply(message, entry.time_ns)
         self.worker_registry.record_life_event(message, (now_ns - entry.time_ns) / 1e9, now)
-        self.episodes.add(entry)
+        self.episodes.apply(entry, message)
         self.termination_state.apply(message, entry.time_ns)
         match message:
             case AttemptStarted():
@@ -114,6 +114,11 @@ class RunState:
             self.requested += 1
             self._prune_settled()
 
+    def take_over(self, recent: RunState) -> None:
+        """Take the place of a fold of the newest entries, which alone was shown so far: heartbeats went to that one."""
+        self.worker_registry.take_over(recent.worker_registry)
+        self.history += recent.history + 1
+
     def _apply_result(self, message: EpisodeFinished, entry: StreamEntry) -> None:
         self.last_progress_ns = entry.time_ns
         if message.split == "train":
@@ -129,7 +134,8 @@ class RunState:
     def _apply_step(self, message: StepTrained, entry: StreamEntry) -> None:
         self.last_progress_ns = self.last_step_ns = entry.time_ns
         self._reset_step_counters()
-        self.trained_in.update(dict.fromkeys(message.episodes, message.step))
+        rows = self.episodes.rows
+        self.trained_in.update((episode, message.step) for episode in message.episodes if episode in rows)
 
     def _reset_step_counters(self) -> None:
         self.since_step.clear()

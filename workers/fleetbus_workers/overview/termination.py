@@ -60,6 +60,11 @@ class TerminationState:
         self.goodbye: WorkerStopped | WorkerFailed | None = None
         self.goodbye_ns = 0
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the newest learner has said how it ended."""
+        return bool(self.finished_ns or self.goodbye)
+
     def apply(self, message: Message, time_ns: int) -> None:
         match message:
             case TrainingFinished():

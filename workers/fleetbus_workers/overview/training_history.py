@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from fleetbus.core.lineage import compute_surviving_steps, is_surviving
+from fleetbus.core.lineage import complete_lineages, compute_surviving_steps, is_surviving
 from fleetbus_schemas import EvaluationFinished, LineageStarted, Message, StepTrained, TrainingFinished
 
 
@@ -70,11 +70,7 @@ class TrainingHistory:
         """Take in an entry, stored at ``time_ns``; other messages are ignored."""
         match message:
             case LineageStarted() if all(known.lineage != message.lineage for known in self._lineages):
-                self._lineages.append(message)
-                self._surviving = compute_surviving_steps(self._lineages)
-                self._forget()
-                for point in self._points:
-                    self._count(point)
+                self._count_again([*self._lineages, message])
             case StepTrained():
                 point = StepPoint(
                     step=message.step,
@@ -96,8 +92,18 @@ class TrainingHistory:
                 self._add(TrainingEnd(step=message.step, lineage=message.lineage, reasons=_count_reasons(message)))
 
     def _add(self, point: StepPoint | EvaluationPoint | TrainingEnd) -> None:
+        lineages = complete_lineages(self._lineages, point.lineage)
+        if lineages is not self._lineages:  # what is read of the log begins after that lineage did
+            self._count_again(lineages)
         self._points.append(point)
         self._count(point)
+
+    def _count_again(self, lineages: list[LineageStarted]) -> None:
+        self._lineages = lineages
+        self._surviving = compute_surviving_steps(lineages)
+        self._forget()
+        for point in self._points:
+            self._count(point)
 
     def _forget(self) -> None:
         self.steps: list[StepPoint] = []

@@ -93,6 +93,10 @@ class WorkerRegistry:
             case WorkerFailed():
                 seen.ended, seen.note = "failed", f"{message.error_class}: {message.error}"
 
+    def take_over(self, other: WorkerRegistry) -> None:
+        """Take in what another registry of the same workers knows; that is the newer."""
+        self._records |= other._records
+
     def list_heartbeats(self) -> list[Heartbeat]:
         """The newest heartbeat of every worker that has not ended, by name."""
         return [seen.beat for _, seen in sorted(self._records.items()) if seen.beat is not None and not seen.ended]

@@ -60,6 +60,8 @@ def build_facts(
             "limit_bytes": health.limit_bytes,
             "admission": admission,
             "last_sequence": health.last_sequence,
+            "counted_from": health.counted_from,
+            "older_read": health.older_read,
             "entries_per_second": round(health.entries_per_second, 1),
             "problem": health.problem,
         },
@@ -90,6 +92,8 @@ def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
         lines.append(_Row(wrong, "yellow"))
     if shown.get("is_behind"):
         lines.append(Text("the log is still being read: these numbers are those of earlier", style="bold yellow"))
+    if older := _format_older(shown["log"]):
+        lines.append(_Row(older, "yellow"))
     if is_over:
         lines.append(Text(shown["ending"].line, style="bold"))
     lines += [Text(stall.line, style="bold red") for stall in shown["stalls"]]
@@ -183,6 +187,19 @@ def _format_log(log: dict[str, Any], server: ServerView, is_over: bool) -> list[
     if server.oldest:
         parts.append(f"oldest entry of {server.oldest[11:19]}")
     return parts
+
+
+def _format_older(log: dict[str, Any]) -> list[str]:
+    """From where on numbers count, while what is older is being read."""
+    start = log["counted_from"]
+    if start <= 1:
+        return []
+    share = log["older_read"] / log["last_sequence"] if log["last_sequence"] else 0.0
+    return [
+        f"counts begin at entry {start:,}",
+        f"all of the log is being read: {min(share, 1.0):.0%}",
+        "stalls are not looked for yet",
+    ]
 
 
 def _choose_log_style(log: dict[str, Any], is_over: bool) -> str:

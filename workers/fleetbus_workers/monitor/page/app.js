@@ -67,8 +67,11 @@ const typing = () => ["INPUT", "SELECT", "TEXTAREA"].includes(document.activeEle
 const pressing = () => !!main.querySelector("button:active");
 const pointing = () => main.matches(":hover") && !!main.querySelector("svg:hover");
 
-/** How far a long log is read; what is shown until then is of some time ago. */
-const reading = ({ log }) => (log.is_behind && log.followed < 0.9 * log.last_sequence ? `reading the log: ${percent(log.followed / log.last_sequence)}` : "");
+/** How far a long log is read; until then what is shown is of some time ago, or counted from its newest entries alone. */
+const reading = ({ log }) => {
+  if (log.counted_from > 1) return `counts begin at entry ${log.counted_from.toLocaleString("en")}, all of the log is being read: ${percent(log.older_read / log.last_sequence)}`;
+  return log.is_behind && log.followed < 0.9 * log.last_sequence ? `reading the log: ${percent(log.followed / log.last_sequence)}` : "";
+};
 
 function listen() {
   const source = new EventSource("/api/events");
@@ -78,8 +81,9 @@ function listen() {
     document.getElementById("run").textContent = seen.overview.run;
     document.title = `fleetbus · ${seen.overview.run} · step ${seen.overview.numbers.step}`;
     const { ending, log } = seen.overview;
-    if (ending) say("over", "over");
-    else say(log.problem || reading(seen.overview) || "live", log.problem ? "lost" : "live");
+    const more = reading(seen.overview);
+    if (ending) say(more ? `over; ${more}` : "over", "over");
+    else say(log.problem || (more && log.counted_from > 1 ? `live; ${more}` : more || "live"), log.problem ? "lost" : "live");
     if (route().view === "overview" && !pressing()) draw();
   });
   source.addEventListener("curves", (event) => {
