@@ -9,7 +9,8 @@ nothing ever leaves it. After so many episodes each of these is timed, the media
 ``learner``: what a learner reads until its first request, in three parts: ``book``, the learner's own entries since the run
 began; ``versions``, those published; ``requests``, the requests since the floor of its newest checkpoint.
 ``episode``: one from the middle of the run, its claim and its token history, as a worker that takes it over rebuilds it.
-``overview``: what `top` and the page read before they show a run. ``audit``: what `fleetbus audit` does.
+``overview``: what `top` and the page read before they show a run; ``whole``: until they count all of its episodes, which
+`top --once` waits for. ``audit``: what `fleetbus audit` does, with ``--state``; ``continued``: the next one, a batch later.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,17 +113,20 @@ async def time_reading(name: str, work: Callable[[], Awaitable[object]]) -> dict
     return {f"{name}_ms": round(statistics.median(took), 1), f"{name}_cpu_ms": round(statistics.median(used), 1)}
 
 
-async def open_overview(bus: Bus, last: int) -> None:
-    """Until everything that stands in the log is in the fold."""
-    observer = RunObserver(bus, SUBJECTS, RunState(0))
+async def open_overview(bus: Bus, log: LogWriter, *, whole: bool) -> None:
+    """Until the newest entry is in the fold; ``whole``: until every one is."""
+    observer = RunObserver(bus, SUBJECTS, RunState(0), recent_first=True)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(observer.run)
-        while observer.health.followed < last:  # noqa: ASYNC110 - it reads for seconds, and says nothing when it has caught up
-            await anyio.sleep(0.005)
+        while observer.health.followed < log.last or not (observer.is_whole or not whole):  # noqa: ASYNC110
+            await anyio.sleep(0.005)  # it reads for seconds, and says nothing when it has caught up
         tasks.cancel_scope.cancel()
+    state = observer.state
+    assert state.training.steps[-1].step == log.steps, "it shows the newest step"
+    assert not whole or state.progress.episodes == log.episodes, "it counts them all"
 
 
-async def measure(bus: Bus, log: LogWriter) -> dict[str, Any]:
+async def measure(bus: Bus, log: LogWriter, state: Path) -> dict[str, Any]:
     resume_point: Any = SimpleNamespace(floor=log.floor)
     middle = f"{log.episodes // 2:08d}"
 
@@ -130,11 +135,19 @@ async def measure(bus: Bus, log: LogWriter) -> dict[str, Any]:
         assert len(await read_turns(bus, SUBJECTS, middle, state)) == 2
 
     async def audit() -> None:
-        report = await audit_run(bus, SUBJECTS)
-        assert report.books.trained == log.episodes, report
+        report = await audit_run(bus, SUBJECTS, state=state)
+        assert report.balanced and report.books.trained == log.episodes, report
 
-    log.step(log.steps, [])  # of interest to an overview, so that it is known to have read to the end
-    log.flush()
+    async def audit_whole() -> None:
+        await anyio.Path(state).unlink(missing_ok=True)
+        await audit()
+
+    async def audit_next() -> None:
+        log.write_batch()
+        log.flush()
+        await audit()
+
+    log.flush()  # the last entry is of interest to an overview, so that it is known to have read to the end
     return {
         "episodes": log.episodes,
         "entries": await bus.last_sequence(),
@@ -143,12 +156,15 @@ async def measure(bus: Bus, log: LogWriter) -> dict[str, Any]:
         **await time_reading("learner_versions", lambda: read_published_versions(bus, SUBJECTS, "default")),
         **await time_reading("learner_requests", lambda: read_requests_from_floor(bus, SUBJECTS, "default", resume_point)),
         **await time_reading("episode", rebuild_episode),
-        **await time_reading("overview", lambda: open_overview(bus, log.last)),
-        **await time_reading("audit", audit),
+        **await time_reading("overview", lambda: open_overview(bus, log, whole=False)),
+        **await time_reading("whole", lambda: open_overview(bus, log, whole=True)),
+        **await time_reading("audit", audit_whole),
+        **await time_reading("continued", audit_next),
+        "state_mib": round((await anyio.Path(state).stat()).st_size / 2**20, 1),
     }
 
 
-async def main(lengths: list[int], as_json: bool) -> None:
+async def main(lengths: list[int], as_json: bool, folder: Path) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
     async with temporary_server() as url, connect(url, run=SUBJECTS.run, role="up") as bus:
         await bus.declare(plan_run(SUBJECTS.run, lanes=2, max_bytes=8 << 30))
@@ -158,7 +174,7 @@ async def main(lengths: list[int], as_json: bool) -> None:
         for length in lengths:
             while log.episodes < length:
                 log.write_batch()
-            row = await measure(bus, log)
+            row = await measure(bus, log, folder / "state")
             print(json.dumps(row) if as_json else "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
 
 
@@ -167,4 +183,5 @@ if __name__ == "__main__":
     parser.add_argument("--episodes", default="10000,30000,100000,300000", help="lengths at which it is measured")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
-    uvloop.run(main([int(each) for each in options.episodes.split(",")], options.json))
+    with TemporaryDirectory() as folder:
+        uvloop.run(main([int(each) for each in options.episodes.split(",")], options.json, Path(folder)))

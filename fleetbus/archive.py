@@ -59,13 +59,15 @@ def find_archived_result(folder: Path, subjects: Subjects, episode_id: str, *, s
     return None
 
 
-async def scan_archive_and_log(bus: Bus, subjects: Subjects, folder: Path | None) -> AsyncIterator[StreamEntry]:
-    """Archive and log as one, to the end of the log; without a folder the log alone. Of a log that went back in time what the
-    archive holds beyond that is left out: `find_lost_entries` has it."""
-    last = 0
+async def scan_archive_and_log(
+    bus: Bus, subjects: Subjects, folder: Path | None, *, start: int = 1
+) -> AsyncIterator[StreamEntry]:
+    """Archive and log as one, from ``start`` to the end of the log; without a folder the log alone. Of a log that went back in
+    time what the archive holds beyond that is left out: `find_lost_entries` has it."""
+    last = start - 1
     if folder is not None:
         lost = await find_first_lost(bus, subjects, folder)
-        async for entry in scan_archive(folder, run=subjects.run):
+        async for entry in scan_archive(folder, run=subjects.run, start=start):
             if lost is not None and entry.sequence >= lost:
                 break
             last = entry.sequence

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from fleetbus.archive import find_lost_entries, scan_archive, scan_archive_and_log
+from fleetbus.archive import find_lost_entries, read_archived_entries, scan_archive, scan_archive_and_log
+from fleetbus.audit_state import LogPosition, read_audit_state, write_audit_state
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.core.audit import Audit
 from fleetbus.core.audit_findings import Report
 from fleetbus.errors import UserError
 from fleetbus.recording.export import scan_recording
 from fleetbus.recording.reader import RecordingReader
+from fleetbus.runtime import run_in_thread
 from fleetbus_schemas import MalformedMessage, Subjects
 from fleetbus_schemas.message import decode_any
 from fleetbus_schemas.stored import STORED
@@ -23,16 +25,47 @@ _MESSAGES = {kind: STORED[kind] for kind in ("task", "obs", "act", "episode", "p
 """What an audit looks into, by the kind of subject."""
 
 
-async def audit_run(bus: Bus, subjects: Subjects, *, archive: Path | None = None) -> Report:
-    """The books of a run as of now. Raises `UserError` for a log that was trimmed when no archive is given."""
-    audit = await _audit_entries(scan_archive_and_log(bus, subjects, archive))
-    for entry in await find_lost_entries(bus, subjects, archive) if archive is not None else ():
-        audit.enter_lost(entry.sequence, entry.subject)
+async def audit_run(bus: Bus, subjects: Subjects, *, archive: Path | None = None, state: Path | None = None) -> Report:
+    """The books of a run as of now. With a file ``state`` only what was stored since the audit that wrote it is read, and the
+    file is replaced. Raises `UserError` for a log that was trimmed when no archive is given, and for the state of another."""
+    known = await run_in_thread(read_audit_state, state, subjects.run) if state is not None else None
+    audit, position = known or (Audit(), None)
+    last = None
+    if position is not None:
+        await _check_position(bus, subjects, position, archive)
+    lost = await find_lost_entries(bus, subjects, archive) if archive is not None else []
+    if lost and state is not None:
+        raise UserError(
+            f"the log of run {subjects.run} went back in time to entry {lost[0].sequence}: audit it without --state"
+        )
+    async for entry in scan_archive_and_log(bus, subjects, archive, start=position.sequence + 1 if position else 1):
+        enter(audit, entry)
+        last = entry
     if audit.missing and archive is None:
         raise UserError(
             f"{audit.missing} entries of the log of run {subjects.run} were trimmed: give --archive with the recorder's folder"
         )
+    if state is not None and last is not None:
+        await run_in_thread(write_audit_state, state, subjects.run, audit, LogPosition.of(last))
+    for entry in lost:
+        audit.enter_lost(entry.sequence, entry.subject)
     return audit.report()
+
+
+async def _check_position(bus: Bus, subjects: Subjects, position: LogPosition, archive: Path | None) -> None:
+    """Raise `UserError` unless archive or log has that very entry there."""
+    entry = await bus.next_entry(subjects.log, start=position.sequence)
+    if archive is not None and (entry is None or entry.sequence > position.sequence):
+        found = await run_in_thread(read_archived_entries, archive, (position.sequence,), run=subjects.run)
+        entry = found.get(position.sequence, entry)
+    if entry is None or LogPosition.of(entry) != position:
+        is_trimmed = entry is not None and entry.sequence > position.sequence
+        why = (
+            "was trimmed: give --archive"
+            if is_trimmed
+            else "is not that of the state: the log went back in time, or is another"
+        )
+        raise UserError(f"entry {position.sequence} of the log of run {subjects.run} {why}, or audit it without --state")
 
 
 async def audit_archive(subjects: Subjects, archive: Path) -> Report:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+import msgspec
+
 from fleetbus.core.audit_closed import ClosedBooks, count_attempts
 from fleetbus.core.audit_episode import EpisodeAudit
 from fleetbus.core.audit_findings import Attempts, Books, Findings, Report
@@ -41,22 +43,47 @@ LOST = {"task": "request", "obs": "observation", "act": "action", "episode": "cl
 EpisodeMessage = EpisodeRequested | AttemptStarted | AttemptReleased | Observation | Action | EpisodeFinished
 
 
-class Audit:
-    """Enter every entry of a log in order, then ask for the report."""
+class _Versions(msgspec.Struct):
+    """Published versions of one policy, of which old ones are known by being below the newest."""
 
-    def __init__(self) -> None:
-        self._findings = Findings()
-        self._episodes: dict[str, EpisodeAudit] = {}
-        self._training: dict[str, TrainingAudit] = {}
-        self._versions: dict[str, _Versions] = {}
-        self._counts: Counter[str] = Counter()
-        self._closed = ClosedBooks()
-        self._floor = NO_FLOOR
-        self._refused: set[str] = set()
-        self._unread: set[str] = set()
-        """What was settled when a lineage began, until the next floor: who raises it may not have read of that lineage, which
-        counts by it then."""
-        self._last_sequence = 0
+    _known: set[int] = set()
+    _oldest: int = 0
+    _forgotten: int = 0
+
+    def __contains__(self, version: object) -> bool:
+        return version in self._known or (isinstance(version, int) and 0 <= version < self._oldest)
+
+    def __len__(self) -> int:
+        return len(self._known) + self._forgotten
+
+    def add(self, version: int) -> None:
+        self._known.add(version)
+
+    def forget_old(self) -> None:
+        if len(self._known) > 2 * MAX_VERSIONS:
+            kept = sorted(self._known)[-MAX_VERSIONS:]
+            self._forgotten += len(self._known) - len(kept)
+            self._known, self._oldest = set(kept), kept[0]
+
+
+class Audit(msgspec.Struct):
+    """Enter every entry of a log in order, then ask for the report. Before that it may be kept, and continued with what comes
+    later: `encode`, `decode`.
+
+    ``_unread`` is what was settled when a lineage began, until the next floor: who raises it may not have read of that
+    lineage, which counts by it then.
+    """
+
+    _findings: Findings = msgspec.field(default_factory=Findings)
+    _episodes: dict[str, EpisodeAudit] = {}
+    _training: dict[str, TrainingAudit] = {}
+    _versions: dict[str, _Versions] = {}
+    _counts: Counter[str] = msgspec.field(default_factory=Counter)
+    _closed: ClosedBooks = msgspec.field(default_factory=ClosedBooks)
+    _floor: FloorRaised = NO_FLOOR
+    _refused: set[str] = set()
+    _unread: set[str] = set()
+    _last_sequence: int = 0
 
     def __len__(self) -> int:
         """Episodes that are known one by one: those that the floor has not passed."""
@@ -104,6 +131,15 @@ class Audit:
         """An entry that was archived and that the log has lost: another may stand at its position by now."""
         kind, name = subject.split(".")[2], subject.rpartition(".")[2]
         self._findings.add("entries_lost", f"{name}: {LOST[kind]}" if kind in LOST else f"{kind} {name}", sequence)
+
+    def encode(self) -> bytes:
+        """The books as of the last entry; to be asked for before the report, which adds what is only true of this end."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, content: bytes) -> Audit:
+        """The audit as it was encoded; raises `msgspec.DecodeError`."""
+        return msgspec.msgpack.decode(content, type=cls, dec_hook=_decode_counter)
 
     def report(self) -> Report:
         """The books as of the last entry."""
@@ -283,28 +319,8 @@ class Audit:
         )
 
 
-class _Versions:
-    """Published versions of one policy, of which old ones are known by being below the newest."""
-
-    def __init__(self) -> None:
-        self._known: set[int] = set()
-        self._oldest = 0
-        self._forgotten = 0
-
-    def __contains__(self, version: object) -> bool:
-        return version in self._known or (isinstance(version, int) and 0 <= version < self._oldest)
-
-    def __len__(self) -> int:
-        return len(self._known) + self._forgotten
-
-    def add(self, version: int) -> None:
-        self._known.add(version)
-
-    def forget_old(self) -> None:
-        if len(self._known) > 2 * MAX_VERSIONS:
-            kept = sorted(self._known)[-MAX_VERSIONS:]
-            self._forgotten += len(self._known) - len(kept)
-            self._known, self._oldest = set(kept), kept[0]
+def _decode_counter(_: type, counts: dict[str, int]) -> Counter[str]:
+    return Counter(counts)
 
 
 def _classify(episode: EpisodeAudit) -> str:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+import msgspec
+
 from fleetbus.core.audit_episode import EpisodeAudit
 
 
-class ClosedBooks:
+class ClosedBooks(msgspec.Struct):
     """Sums over episodes that were settled for good."""
 
-    def __init__(self) -> None:
-        self.requested = 0
-        self.evaluation = 0
-        self.finished = 0
-        self.outcomes: Counter[str] = Counter()
-        self.attempts: Counter[str] = Counter()
+    requested: int = 0
+    evaluation: int = 0
+    finished: int = 0
+    outcomes: Counter[str] = msgspec.field(default_factory=Counter)
+    attempts: Counter[str] = msgspec.field(default_factory=Counter)
 
     def add(self, episode: EpisodeAudit, *, is_settled: bool) -> None:
         """One episode; what training settled is counted with its step."""

@@ -33,6 +33,9 @@ from fleetbus_schemas.tokens import EMPTY_HISTORY, TOKEN_BYTES, count_tokens, ex
 MAX_TURNS = 1 << 16
 """Turn numbers beyond this are invalid."""
 
+_WORD = 32
+"""Turns per integer: one for all of an attempt might be too large to be encoded."""
+
 
 class ActionFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What is kept of an Action: its token counts, its segment, the history hashes before (of its observation) and after it,
@@ -47,10 +50,11 @@ class ActionFacts(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[str, ...]
 
 
-class EpisodeAudit(msgspec.Struct, kw_only=True):
-    """What is known of one episode so far. ``observed`` has a bit per turn, by attempt; ``hashes`` are those of the histories
-    that (attempt, turn) were observed upon; ``actions`` are by position. ``lineage`` asked for it (empty: no learner did),
-    ``stray`` if that one had been replaced by then; ``passed`` if the floor had passed its group when a lineage began."""
+class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
+    """What is known of one episode so far. ``observed`` has a bit per turn, by attempt and 32 turns; ``hashes`` are those of
+    the histories that (attempt, turn) were observed upon; ``actions`` are by position. ``lineage`` asked for it (empty: no
+    learner did), ``stray`` if that one had been replaced by then; ``passed`` if the floor had passed its group when a lineage
+    began."""
 
     episode_id: str
     requested: int = 0
@@ -67,7 +71,7 @@ class EpisodeAudit(msgspec.Struct, kw_only=True):
     result_sequence: int = 0
     outcome: Outcome | None = None
     claims: list[AttemptStarted] = []
-    observed: dict[int, int] = {}
+    observed: dict[tuple[int, int], int] = {}
     turns: list[Turn] = []
     hashes: dict[tuple[int, int], bytes] = {}
     actions: dict[int, ActionFacts] = {}
@@ -104,13 +108,16 @@ class EpisodeAudit(msgspec.Struct, kw_only=True):
         attempt = observation.attempt
         if not 1 <= attempt <= self.attempts:
             findings.add("observed_unclaimed", self.episode_id, sequence)
-        self.observed[attempt] = self.observed.get(attempt, 0) | _turn_bit(observation.turn)
+        if 0 <= observation.turn < MAX_TURNS:
+            word, bit = divmod(observation.turn, _WORD)
+            self.observed[attempt, word] = self.observed.get((attempt, word), 0) | 1 << bit
         if not self.result_sequence:
             self.hashes[attempt, observation.turn] = observation.history_hash
 
     def on_action(self, sequence: int, lane: str, action: Action, published: Container[int], findings: Findings) -> None:
         """An Action that comes after the result is late and trains nothing; it must have been asked for all the same."""
-        if not self.observed.get(action.attempt, 0) & _turn_bit(action.turn):
+        word, bit = divmod(action.turn, _WORD)
+        if not self.observed.get((action.attempt, word), 0) & 1 << bit:
             findings.add("action_unobserved", self.episode_id, sequence)
         if any(span.version not in published for span in action.versions):
             findings.add("version_unpublished", self.episode_id, sequence)
@@ -160,10 +167,6 @@ class EpisodeAudit(msgspec.Struct, kw_only=True):
             findings.add("loss_mask_length", self.episode_id, sequence)
         elif int.from_bytes(result.loss_mask, "little") & ~_build_sampled_mask(counts):
             findings.add("loss_mask_unsampled", self.episode_id, sequence)
-
-
-def _turn_bit(turn: int) -> int:
-    return 1 << turn if 0 <= turn < MAX_TURNS else 0
 
 
 def _follow_their_segments(named: Sequence[ActionFacts]) -> bool:

@@ -64,13 +64,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int = 0
 
 
-class Findings:
+class Findings(msgspec.Struct):
     """Collects offending ids by kind."""
 
-    def __init__(self) -> None:
-        self._ids: dict[str, dict[str, None]] = {}
-        self._counts: dict[str, int] = {}
-        self._sequences: dict[str, int] = {}
+    _ids: dict[str, dict[str, None]] = {}
+    _counts: dict[str, int] = {}
+    _sequences: dict[str, int] = {}
 
     def add(self, kind: str, identifier: str, sequence: int = 0) -> None:
         ids = self._ids.setdefault(kind, {})

@@ -51,16 +51,14 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class TrainingAudit:
-    """One ``train.<name>``."""
+class TrainingAudit(msgspec.Struct):
+    """One ``train.<name>``. ``_first_step`` is that of the first settlement which is not merged with others."""
 
-    def __init__(self) -> None:
-        self._lineages: list[LineageStarted] = []
-        self._settlements: list[Settlement] = []
-        self._checkpoints: list[tuple[int, CheckpointStored]] = []
-        self._closed_void = 0
-        self._first_step = 1
-        """That of the first settlement which is not merged with others."""
+    _lineages: list[LineageStarted] = []
+    _settlements: list[Settlement] = []
+    _checkpoints: list[tuple[int, CheckpointStored]] = []
+    _closed_void: int = 0
+    _first_step: int = 1
 
     @property
     def lineages(self) -> tuple[str, ...]:

@@ -103,4 +103,4 @@ def test_an_audit_keeps_nothing_per_message_once_an_episode_has_its_result() -> 
     audit = fold_audit(log_builder)
     (episode,) = audit._episodes.values()
     assert (episode.claims, episode.turns, episode.hashes, episode.actions) == ([], [], {}, {})
-    assert episode.observed == {1: (1 << 40) - 1}
+    assert episode.observed == {(1, 0): (1 << 32) - 1, (1, 1): (1 << 8) - 1}

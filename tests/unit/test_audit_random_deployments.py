@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbus_schemas import Split
-from tests.support.log_builder import fold_audit, start_log
+from fleetbus.audit import enter
+from fleetbus.bus.base import StreamEntry
+from fleetbus.core.audit import Audit
+from fleetbus_schemas import FloorRaised, Split
+from tests.support.log_builder import SUBJECTS, fold_audit, start_log
 
 
 class Fleet:
@@ -75,9 +78,7 @@ class Fleet:
         self.trained, self.settled = set(trained), set(settled)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.randoms(use_true_random=False), st.integers(1, 12))
-def test_whatever_a_fleet_that_keeps_the_rules_does_the_books_balance(dice: random.Random, count: int) -> None:
+def run_fleet(dice: random.Random, count: int) -> Fleet:
     fleet = Fleet(dice)
     plays = [fleet.play(f"e{number}", "eval" if fleet.chance(0.2) else "train") for number in range(count)]
     while plays:
@@ -88,8 +89,33 @@ def test_whatever_a_fleet_that_keeps_the_rules_does_the_books_balance(dice: rand
             fleet.train()
         if fleet.chance(0.02):
             fleet.replace_learner()
+    return fleet
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 12))
+def test_whatever_a_fleet_that_keeps_the_rules_does_the_books_balance(dice: random.Random, count: int) -> None:
+    fleet = run_fleet(dice, count)
     report = fold_audit(fleet.log_builder).report()
     assert report.findings == ()
     assert report.books.trained == len(fleet.trained)
     assert report.books.requested == report.books.accounted
     assert sum(report.books.excluded.values()) == len(fleet.settled) - len(fleet.trained)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 8), st.booleans())
+def test_an_audit_that_was_kept_and_continued_anywhere_reports_the_same(
+    dice: random.Random, count: int, is_damaged: bool
+) -> None:
+    log_builder = run_fleet(dice, count).log_builder
+    log_builder.add(SUBJECTS.floor, FloorRaised(sequence=len(log_builder.entries) // 2))
+    log_builder.play("after")
+    if is_damaged:
+        del log_builder.entries[dice.randrange(len(log_builder.entries))]
+    audit = Audit()
+    for sequence, (subject, payload) in enumerate(log_builder.entries, start=1):
+        if dice.random() < 0.1:
+            audit = Audit.decode(audit.encode())
+        enter(audit, StreamEntry(subject=subject, payload=payload, sequence=sequence, time_ns=0))
+    assert audit.report() == fold_audit(log_builder).report()

@@ -27,37 +27,53 @@ SHOWN_IDS = 10
 @source_argument
 @archive_option("; without a server it is audited alone")
 @click.option("--deep", is_flag=True, help="Prove that every trained episode is what was sampled; reads the log twice more")
+@click.option(
+    "--state",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Keep the books in this file, which only you may write: the next audit with it reads only what came after",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON")
 @reach_options
-def command(source: str | None, archive: Path | None, deep: bool, as_json: bool, **values: Any) -> int:
+def command(source: str | None, archive: Path | None, deep: bool, state: Path | None, as_json: bool, **values: Any) -> int:
     """Check from the log alone, or from a complete recording, that every episode of a run is accounted for.
 
     Requested = trained + excluded by reason + evaluation + in flight; one result per episode; nothing trained twice; no action
     without an observation. Exit status 0: the audit balances; 1: it does not, with the offending ids.
     """
+    from fleetbus.errors import UserError
     from fleetbus_workers.run_access.sources import is_recording
 
+    if state is not None and (deep or is_recording(source)):
+        why = "--deep reads all of it" if deep else f"{source} is a recording"
+        raise UserError(f"--state continues the audit of a log, and {why}: leave it out")
     backend = {"use_uvloop": os.name != "nt"}
     if is_recording(source):
         name, report = anyio.run(_audit_file, Path(str(source)), archive, deep, backend_options=backend)
     else:
         configuration = load_settings({**values, "run__name": source}).configuration
-        name, report = configuration.run.name, anyio.run(partial(_audit, configuration, archive, deep), backend_options=backend)
+        name, report = (
+            configuration.run.name,
+            anyio.run(partial(_audit, configuration, archive, deep, state), backend_options=backend),
+        )
     _print_json(report) if as_json else _print(report, name)
     return BALANCED if report.balanced else UNBALANCED
 
 
-async def _audit(configuration: Configuration, archive: Path | None, deep: bool) -> Report:
+async def _audit(configuration: Configuration, archive: Path | None, deep: bool, state: Path | None) -> Report:
     from fleetbus.archive import scan_archive, scan_archive_and_log
     from fleetbus.audit import audit_archive, audit_run
+    from fleetbus.errors import UserError
     from fleetbus_schemas import Subjects
 
     subjects = Subjects(configuration.run.name)
     if archive is not None and not is_reachable(configuration):
+        if state is not None:
+            raise UserError("--state continues the audit of a log, and no server has that of the run: leave it out")
         report = await audit_archive(subjects, archive)
         return await _add_proof(report, partial(scan_archive, archive, run=subjects.run)) if deep else report
     async with open_run(configuration, "audit", own_server=True) as bus:
-        report = await audit_run(bus, subjects, archive=archive)
+        report = await audit_run(bus, subjects, archive=archive, state=state)
         return await _add_proof(report, partial(scan_archive_and_log, bus, subjects, archive)) if deep else report
 
 
