@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from fleetbus_schemas import EpisodeRequested, Task, encode
+from fleetbus_workers.overview import run_observer
 from fleetbus_workers.overview.jetstream import fetch_server_view
 from fleetbus_workers.overview.run_observer import RunObserver
 from fleetbus_workers.overview.state import RunState
@@ -26,7 +27,11 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[SecuredServer
         yield server
 
 
-async def test_a_monitors_key_is_enough(secured: SecuredServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recent_first", [False, True])
+async def test_a_monitors_key_is_enough(
+    secured: SecuredServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recent_first: bool
+) -> None:
+    monkeypatch.setattr(run_observer, "RECENT_ENTRIES", 0)
     request = EpisodeRequested(
         episode_id="e1", group_id="g", sample_index=0, split="train", task=Task(key="t"), policy="default", deadline_ns=1
     )
@@ -36,14 +41,14 @@ async def test_a_monitors_key_is_enough(secured: SecuredServer, tmp_path: Path) 
         async with secured.connect("learner") as learner:
             await learner.publish(SUBJECTS.task("default", "e1"), encode(request))
         async with secured.connect("monitor") as bus, anyio.create_task_group() as tasks:
-            watch = RunObserver(bus, SUBJECTS, state)
+            watch = RunObserver(bus, SUBJECTS, state, recent_first=recent_first)
             tasks.start_soon(watch.run)
             tasks.start_soon(tracing.follow, bus, SUBJECTS, stop)
-            await until(lambda: state.requested == 1 and watch.health.bytes > 0)
+            await until(lambda: watch.state.requested > 0 and watch.is_whole and watch.health.bytes > 0)
             view = await fetch_server_view(bus, TRUST, None)
             assert view.entries and not view.consumers  # their names are a secret
             view = await fetch_server_view(bus, TRUST, secured.server.monitor_url)
-            assert {each.kind for each in view.consumers} == {"task", "obs", "act"} and view.pending == 3
+            assert {each.kind for each in view.consumers} == {"task", "obs", "act"} and view.pending >= 3
             await until(lambda: tracing.written.open == 1)
             stop.set()
             tasks.cancel_scope.cancel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -37,6 +37,8 @@ class OlderEntriesLater:
         self._failures, self._fails_after = failures, fails_after
         self.released = anyio.Event()
         self.starts: list[int] = []
+        self.at_end: Callable[[], Awaitable[None]] | None = None
+        """Called when all is read and the reader does not know it yet."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._bus, name)
@@ -53,6 +55,8 @@ class OlderEntriesLater:
                 raise RequestUnanswered("planted")
             count += 1
             yield entry
+        if is_older and self.at_end is not None:
+            await self.at_end()
 
 
 def build_long_log() -> LogBuilder:
@@ -165,6 +169,23 @@ async def test_what_is_stored_meanwhile_is_shown_and_counted_once(monkeypatch: p
             assert watch.state.progress.step == known
             later.released.set()
             await wait_until(watch, followed=len(log.entries), whole=True)
+        assert count(watch.state) == fold(log)
+
+
+async def test_what_is_stored_at_the_moment_of_the_change_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = build_long_log()
+    async with watched(log, monkeypatch) as (later, watch):
+
+        async def play_one() -> None:
+            known = len(log.entries)
+            log.play("late")
+            for subject, payload in log.entries[known:]:
+                await later.publish(subject, payload)
+            await wait_until(watch, followed=len(log.entries), whole=False)
+
+        later.at_end = play_one
+        later.released.set()
+        await wait_until(watch, followed=len(log.entries), whole=True)
         assert count(watch.state) == fold(log)
 
 
