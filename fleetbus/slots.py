@@ -9,6 +9,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from fleetbus.bus.base import Bus, Delivery, Subscription
+from fleetbus.compact_tasks import CompactTasks
 from fleetbus.errors import BusClosed, BusError
 from fleetbus.notifier import Notifier
 from fleetbus.task_pool import TaskPool
@@ -31,7 +32,7 @@ class Slots:
         self._pulling = True
         self.in_flight = 0
 
-    async def run(self, sources: dict[str, int], drain: anyio.Event, working: TaskGroup | TaskPool) -> None:
+    async def run(self, sources: dict[str, int], drain: anyio.Event, working: TaskGroup | TaskPool | CompactTasks) -> None:
         """Pull from each consumer into its share of slots until ``drain`` is set; what was pulled continues in ``working``."""
         async with anyio.create_task_group() as pulling:
             for consumer, slots in sources.items():
@@ -45,7 +46,7 @@ class Slots:
         while self.in_flight:
             await self._slot_freed.wait()
 
-    async def _pull(self, consumer: str, slots: int, working: TaskGroup | TaskPool) -> None:
+    async def _pull(self, consumer: str, slots: int, working: TaskGroup | TaskPool | CompactTasks) -> None:
         async with self._bus.pull(consumer, credits=slots if self._demand is None else 0) as subscription:
             self._subscriptions[subscription] = slots
             self.top_up()

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Generator
 
 import anyio
+
+
+class _Nothing:
+    """What is awaited where there is nothing to wait for."""
+
+    def __await__(self) -> Generator[None]:
+        return
+        yield
+
+
+_NOTHING = _Nothing()
 
 
 class Wakeup:
@@ -33,16 +45,13 @@ class Wakeup:
         """Wait anew from now on."""
         self.is_set = False
 
-    async def wait(self) -> None:
-        """Return once it is set; at once, without giving up the turn, if it is set already."""
+    def wait(self) -> Awaitable[None]:
+        """To be awaited at once: until it is set, or without giving up the turn if it is set already. No coroutine of its own:
+        tens of thousands may wait."""
         if self.is_set:
-            return
-        try:
-            if self._loop is not None:
-                self._waiter = self._loop.create_future()
-                await self._waiter
-            else:
-                self._waiter = anyio.Event()
-                await self._waiter.wait()
-        finally:
-            self._waiter = None
+            return _NOTHING
+        if self._loop is not None:
+            self._waiter = self._loop.create_future()
+            return self._waiter
+        self._waiter = anyio.Event()
+        return self._waiter.wait()

@@ -59,16 +59,18 @@ def no_fencing(patch: pytest.MonkeyPatch) -> None:
 def deliveries_as_attempts(patch: pytest.MonkeyPatch) -> None:
     """``num_delivered`` is taken for the attempt; a killed server counts from 1 again."""
     delivered: dict[str, int] = {}
-    run = attempts.Attempts._run
+    admit = attempts.Attempts._admit
 
-    async def faulty(self: attempts.Attempts, request: Any, delivery: Any, episode_state: EpisodeState) -> None:
-        delivered[request.episode_id] = delivery.delivered
-        await run(self, request, delivery, episode_state)
+    async def faulty(self: attempts.Attempts, delivery: Any) -> Any:
+        running = await admit(self, delivery)
+        if running is not None:
+            delivered[running.request.episode_id] = delivery.delivered
+        return running
 
     def claim(**fields: Any) -> AttemptStarted:
         return AttemptStarted(**fields | {"attempt": delivered[fields["episode_id"]]})
 
-    patch.setattr(attempts.Attempts, "_run", faulty)
+    patch.setattr(attempts.Attempts, "_admit", faulty)
     patch.setattr(attempts, "AttemptStarted", claim)
 
 
@@ -92,7 +94,7 @@ def claim_without_looking(patch: pytest.MonkeyPatch) -> None:
     read = attempts.read_episode_state  # type: ignore[attr-defined]
 
     async def faulty(bus: Any, subjects: Any, episode: str) -> EpisodeState:
-        return EpisodeState() if sys._getframe(1).f_code.co_name == "handle_request" else await read(bus, subjects, episode)
+        return EpisodeState() if sys._getframe(1).f_code.co_name == "_admit" else await read(bus, subjects, episode)
 
     patch.setattr(attempts, "read_episode_state", faulty)
 
@@ -216,15 +218,18 @@ def conflict_taken_for_stored(patch: pytest.MonkeyPatch) -> None:
 
 def deadline_ignored(patch: pytest.MonkeyPatch) -> None:
     """Attempts take all the time that they like, and requesters never close an episode."""
-    run = attempts.Attempts._run
+    admit = attempts.Attempts._admit
 
-    async def faulty(self: attempts.Attempts, request: Any, delivery: Any, episode_state: EpisodeState) -> None:
-        await run(self, msgspec.structs.replace(request, deadline_ns=request.deadline_ns * 2), delivery, episode_state)
+    async def faulty(self: attempts.Attempts, delivery: Any) -> Any:
+        running = await admit(self, delivery)
+        if running is not None:
+            running.request = msgspec.structs.replace(running.request, deadline_ns=running.request.deadline_ns * 2)
+        return running
 
     async def never(self: Any, found: Any = None) -> None:
         await anyio.sleep_forever()
 
-    patch.setattr(attempts.Attempts, "_run", faulty)
+    patch.setattr(attempts.Attempts, "_admit", faulty)
     patch.setattr(fleetbus.requests.Requests, "close_expired", never)
 
 

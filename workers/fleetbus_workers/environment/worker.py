@@ -15,6 +15,7 @@ import structlog
 
 from fleetbus.bus.base import Bus, Delivery
 from fleetbus.bus.streams import TASK_LEASE_SECONDS, actions_consumer, environment_lanes, tasks_consumer
+from fleetbus.compact_tasks import open_compact_task_group
 from fleetbus.config.settings import Configuration
 from fleetbus.control import Control
 from fleetbus.lanes import Lane, claim_lane
@@ -71,7 +72,8 @@ class EnvironmentWorker:
         self._leases = Leases(TASK_LEASE_SECONDS / 4, TASK_LEASE_SECONDS)
         self._attempts = Attempts(context, self._leases, self._counters)
         self._intake = intake
-        self._slots = Slots(bus, self._handle_request, demand=intake.count_wanted if intake else None)
+        handle = self._attempts.handle_request if intake is None else self._handle_wanted
+        self._slots = Slots(bus, handle, demand=intake.count_wanted if intake else None)
         if intake is not None:
             intake.on_wanted = self._slots.top_up
         self._session_slots = configuration.environment.session_slots
@@ -105,11 +107,9 @@ class EnvironmentWorker:
             await self._work(lifecycle)
             group.cancel_scope.cancel()
 
-    async def _handle_request(self, delivery: Delivery) -> None:
-        if self._intake is None:
-            await self._attempts.handle_request(delivery)
-        else:
-            await self._intake.handle(delivery, self._attempts.handle_request)
+    async def _handle_wanted(self, delivery: Delivery) -> None:
+        assert self._intake is not None
+        await self._intake.handle(delivery, self._attempts.handle_request)
 
     async def _receive_actions(self) -> None:
         """Actions stay in the log, so one is acked as soon as its attempt has it or no attempt waits for it."""
@@ -130,7 +130,7 @@ class EnvironmentWorker:
 
     async def _work(self, lifecycle: WorkerLifecycle) -> None:
         """Pull into free slots until drained; then wait for running episodes and return those that do not end in time."""
-        async with anyio.create_task_group() as attempts:
+        async with open_compact_task_group() as attempts:
             await self._slots.run({tasks_consumer(self._pool): self._slot_count}, self._drain, attempts)
             await lifecycle.publish_draining(in_flight=self._slots.in_flight)
             async with anyio.create_task_group() as draining:

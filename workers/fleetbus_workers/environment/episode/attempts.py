@@ -124,6 +124,25 @@ class Attempts:
 
     async def handle_request(self, delivery: Delivery) -> None:
         """Look before working: a result, an own session, or else an attempt to be run here."""
+        running = await self._admit(delivery)
+        if running is None:
+            return
+        try:
+            structlog.contextvars.bind_contextvars(episode=running.request.episode_id, attempt=running.attempt)
+            with running.scope:
+                runner = await self._start_attempt(running)
+                if runner is not None:
+                    await self._finish(await runner.play(), running.claim_sequence)
+            if running.scope.cancelled_caught:
+                await self._handle_cancellation(running)
+        except Superseded as superseded:
+            self._counters["superseded"] += 1
+            log.info("attempt is superseded; stopping it", reason=str(superseded))
+        finally:
+            await self._end(running)
+
+    async def _admit(self, delivery: Delivery) -> RunningAttempt | None:
+        """An attempt that is to be run here, or None."""
         message = delivery.message
         try:
             request = decode(EpisodeRequested, message.payload, subject=message.subject)
@@ -131,7 +150,7 @@ class Attempts:
             self._counters["malformed"] += 1
             log.error("request is malformed; acknowledging it unprocessed", reason=str(malformed))
             await delivery.ack()
-            return
+            return None
         if message.subject.rpartition(".")[2] != request.episode_id:
             self._counters["malformed"] += 1
             log.error(
@@ -140,22 +159,41 @@ class Attempts:
                 subject=message.subject,
             )
             await delivery.ack()
-            return
+            return None
         episode_state = await read_episode_state(self._bus, self._subjects, request.episode_id)
         if episode_state.result is not None or await self._is_below_floor(request, delivery):
             await delivery.ack()
-            return
+            return None
         running = self._running.get(request.episode_id)
         if running is not None:
             if running.claim is None or not episode_state.ends(running.claim):
                 self._leases.hold(request.episode_id, delivery)
-                return
+                return None
             running.scope.cancel()
             await running.wait_until_ended()
         if self._closed:
             await delivery.nak()
-        elif request.episode_id not in self._running:
-            await self._run_if_admitted(request, delivery, episode_state)
+            return None
+        if request.episode_id in self._running:
+            return None
+        is_final = episode_state.is_on_last_attempt(self._context.settings.max_attempts)
+        if is_final and self._final_attempts >= max(self._context.settings.slots // FINAL_ATTEMPT_SLOT_SHARE, 1):
+            await delivery.nak(FINAL_ATTEMPT_RETRY_SECONDS)  # it has its last chance, and others have theirs here at the moment
+            return None
+        self._final_attempts += is_final
+        running = RunningAttempt(request, message.sequence, self._context.nonce(), episode_state, is_final=is_final)
+        self._running[request.episode_id] = running
+        self._leases.hold(request.episode_id, delivery)
+        return running
+
+    async def _end(self, running: RunningAttempt) -> None:
+        episode = running.request.episode_id
+        running.mark_ended()
+        del self._running[episode]
+        self._final_attempts -= running.is_final
+        held = self._leases.take(episode)
+        if held is not None and running.nak_delay_seconds is not None:
+            await held.nak(running.nak_delay_seconds)
 
     async def _is_below_floor(self, request: EpisodeRequested, delivery: Delivery) -> bool:
         """Whether the floor refuses it by what is known here; a claim will tell for sure, where one follows."""
@@ -164,53 +202,16 @@ class Attempts:
             self._floor = await read_floor_after(self._bus, self._subjects, message.subject, message.sequence)
         return refuses_delivery(self._floor, request, message.sequence)
 
-    async def _run_if_admitted(self, request: EpisodeRequested, delivery: Delivery, episode_state: EpisodeState) -> None:
-        """Run it, unless it has its last chance and others have theirs here at the moment."""
-        settings = self._context.settings
-        if not episode_state.is_on_last_attempt(settings.max_attempts):
-            await self._run(request, delivery, episode_state)
-        elif self._final_attempts >= max(settings.slots // FINAL_ATTEMPT_SLOT_SHARE, 1):
-            await delivery.nak(FINAL_ATTEMPT_RETRY_SECONDS)
-        else:
-            self._final_attempts += 1
-            try:
-                await self._run(request, delivery, episode_state)
-            finally:
-                self._final_attempts -= 1
-
-    async def _run(self, request: EpisodeRequested, delivery: Delivery, episode_state: EpisodeState) -> None:
-        episode = request.episode_id
-        running = RunningAttempt(request, delivery.message.sequence, self._context.nonce())
-        self._running[episode] = running
-        self._leases.hold(episode, delivery)
-        try:
-            structlog.contextvars.bind_contextvars(episode=episode, attempt=episode_state.attempts + 1)
-            with running.scope:
-                await self._start_attempt(running, episode_state)
-            if running.scope.cancelled_caught:
-                await self._handle_cancellation(running)
-        except Superseded as superseded:
-            self._counters["superseded"] += 1
-            log.info("attempt is superseded; stopping it", reason=str(superseded))
-        finally:
-            running.mark_ended()
-            del self._running[episode]
-            held = self._leases.take(episode)
-            if held is not None and running.nak_delay_seconds is not None:
-                await held.nak(running.nak_delay_seconds)
-
-    async def _start_attempt(self, running: RunningAttempt, episode_state: EpisodeState) -> None:
-        request = running.request
+    async def _start_attempt(self, running: RunningAttempt) -> EpisodeRunner | None:
+        """The attempt, claimed; None if there is nothing to be played."""
+        request, episode_state, context = running.request, running.take_state(), self._context
         remaining_seconds = (request.deadline_ns - self._bus.now_ns()) / 1e9
-        if episode_state.is_poison(self._context.settings.max_attempts):
+        if episode_state.is_poison(context.settings.max_attempts):
             await self._conclude(running, episode_state, "lost", "poison")
-        elif remaining_seconds <= 0:
+            return None
+        if remaining_seconds <= 0:
             await self._conclude(running, episode_state, "timeout", "episode_timeout", describe_expiry(episode_state))
-        else:
-            await self._claim_and_play(running, episode_state, remaining_seconds)
-
-    async def _claim_and_play(self, running: RunningAttempt, episode_state: EpisodeState, remaining_seconds: float) -> None:
-        request, context = running.request, self._context
+            return None
         try:
             with Stages().time_limit("make", context.limits.open):
                 environment = context.make(request.task)
@@ -218,7 +219,7 @@ class Attempts:
             where, traceback = ended.location, self._first_failures.describe(ended)
             failure = (ended.outcome, ended.error_class, ended.error)
             await self._conclude(running, episode_state, *failure, location=where, traceback=traceback)
-            return
+            return None
         recorded = (
             await read_turns(self._bus, self._subjects, request.episode_id, episode_state) if environment.replayable else ()
         )
@@ -234,13 +235,14 @@ class Attempts:
         )
         claim_sequence = await self._claim(running, claim, episode_state)
         if claim_sequence is None or await self._is_refused(running, claim_sequence):
-            return
+            return None
+        running.claim_sequence = claim_sequence
         running.policy_client = await self._build_policy_client(request, claim, recorded)
         observed = await self._read_observations(request, recorded)
         if isinstance(environment, LivesElsewhere):
             turns = [RecordedTurn(observed[turn.action.turn], turn.action) for turn in recorded if turn.action.turn in observed]
             environment.assign(request, claim.attempt, turns)
-        session = EpisodeRunner(
+        return EpisodeRunner(
             request=request,
             claim=claim,
             environment=environment,
@@ -255,7 +257,6 @@ class Attempts:
             counters=self._counters,
             first_failures=self._first_failures,
         )
-        await self._finish(await session.play(), claim_sequence)
 
     async def _is_refused(self, running: RunningAttempt, claim_sequence: int) -> bool:
         """Whether the claim came after the episode had been settled for good: then nobody may act upon it."""

@@ -8,6 +8,7 @@ What was sent to any worker waits its turn there, and is sent again when the log
 from __future__ import annotations
 
 import math
+from collections.abc import Awaitable
 
 import msgspec
 import structlog
@@ -89,7 +90,7 @@ class PolicyClient:
         self._wakeup.set()
         return True
 
-    async def ask(
+    def ask(
         self,
         turn: int,
         messages: tuple[ChatMessage, ...],
@@ -97,7 +98,7 @@ class PolicyClient:
         *,
         tokens_left: int,
         placement: Placement = FIRST,
-    ) -> Turn:
+    ) -> Awaitable[Turn]:
         """Publish the observation of ``turn`` and wait for its Action. The caller's scope limits the wait.
 
         Raises `Superseded`, or `EpisodeEnded` when the observation went round too often.
@@ -125,9 +126,7 @@ class PolicyClient:
             segments=placement.segments,
         )
         lane = self._lane if self._lane_status.is_usable(self._lane) and not self._lane_status.is_full(self._lane) else ANY_LANE
-        answer = await self._await_answer(observation, lane)
-        self._record_answer(answer)
-        return answer
+        return self._await_answer(observation, lane)
 
     async def _await_answer(self, observation: Observation, lane: str) -> Turn:
         await self._send(observation, lane)
@@ -137,8 +136,7 @@ class PolicyClient:
             self._check_at = self._now() + pause
             await self._wakeup.wait()
             if self._answer is not None:
-                self._check_at = math.inf
-                return self._answer
+                return self._take_answer(self._answer)
             self._wakeup.clear()
             checks += 1
             try:
@@ -203,9 +201,11 @@ class PolicyClient:
         )
         return is_held is None or (not is_held and checks > 1)
 
-    def _record_answer(self, answer: Turn) -> None:
+    def _take_answer(self, answer: Turn) -> Turn:
         action = answer.action
+        self._check_at = math.inf
         self._action_sequence = answer.sequence
         self._history_hashes[action.segment] = action.history_hash
         if action.lane:
             self._lane, self._worker = action.lane, action.worker
+        return answer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -75,6 +76,9 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
     transcript: str = ""
 
 
+TIMED_OUT = Conclusion(outcome="timeout", error_class="episode_timeout", error=DEADLINE_PASSED)
+
+
 class EpisodeRunner:
     """Plays one attempt. ``recorded`` turns of earlier attempts are re-applied; ``observed`` are the observations that
     they answered."""
@@ -129,45 +133,46 @@ class EpisodeRunner:
 
     async def play(self) -> EpisodeFinished:
         """The attempt's result. Raises `Superseded`, or lets cancellation through after closing the environment."""
+        stages, conclusion = self._stages, TIMED_OUT
         try:
-            conclusion = await self._run_to_end()
+            try:
+                with self._deadlines.open(stages.now() + self._remaining_seconds) as stages.deadline:
+                    conclusion = await self._play_turns()
+            except EpisodeEnded as ended:
+                conclusion = self._describe_failure(ended)
+            finally:
+                stages.deadline = None
             if conclusion.outcome in GRADED:
                 conclusion = await self._grade(conclusion)
         finally:
             await self._close()
         return self._build_result(conclusion)
 
-    async def _run_to_end(self) -> Conclusion:
-        """Open to last step within the episode's deadline; failures become conclusions here."""
-        stages = self._stages
-        try:
-            with self._deadlines.open(stages.now() + self._remaining_seconds) as stages.deadline:
-                return await self._run_turns()
-        except EpisodeEnded as ended:
-            return Conclusion(
-                outcome=ended.outcome,
-                error_class=ended.error_class,
-                error=ended.error,
-                location=ended.location,
-                traceback=self._first_failures.describe(ended),
-            )
-        finally:
-            stages.deadline = None
-        return Conclusion(outcome="timeout", error_class="episode_timeout", error=DEADLINE_PASSED)
+    def _describe_failure(self, ended: EpisodeEnded) -> Conclusion:
+        return Conclusion(
+            outcome=ended.outcome,
+            error_class=ended.error_class,
+            error=ended.error,
+            location=ended.location,
+            traceback=self._first_failures.describe(ended),
+        )
 
-    async def _run_turns(self) -> Conclusion:
-        with self._stages.time_limit("open", self._limits.open):
-            await self._environment.open(self._request.task)
-        with self._stages.time_limit("reset", self._limits.reset):
-            start = validate_return(Start, await self._environment.reset(), "reset", self._environment)
-            messages, tools = start.messages, start.tools
+    async def _play_turns(self) -> Conclusion:
+        """From open to the last step. Each coroutine in which an episode waits holds half a KiB, so it waits for the policy
+        here and no deeper."""
+        messages, tools = await self._begin()
         placement = FIRST
         while self.turn < self._request.max_turns:
-            turn = await self._obtain_turn(messages, tools, placement)
-            if turn is None and not self.turn:  # no work of the policy is in such an episode: a grade would say nothing of it
-                return Conclusion(outcome="verifier_unknown", error_class="prompt_too_long", error=self._no_room())
+            turn = self._find_recorded(messages, placement)
+            tokens_left = self._request.max_tokens - self._context.tokens
+            if turn is None and tokens_left > 0:
+                with self._limit_answer():
+                    turn = await self._policy_client.ask(
+                        self.turn, messages, tools, tokens_left=tokens_left, placement=placement
+                    )
+                turn = self._check_answer(turn)
             if turn is None:
-                return Conclusion(outcome="truncated", error_class="tokens", note=self._describe_used_tokens())
+                return self._conclude_without_room()
             self._append_turn(turn, messages)
             if self._unread is not None:
                 (messages, placement), tools = self._go_on_after_summary(self._unread), ()
@@ -179,6 +184,14 @@ class EpisodeRunner:
                 return Conclusion(outcome="truncated", error_class="environment")
             messages, tools, placement = self._plan_turn(step)
         return Conclusion(outcome="truncated", error_class="turns")
+
+    async def _begin(self) -> tuple[tuple[ChatMessage, ...], tuple[ToolSpec, ...]]:
+        """What the policy sees first."""
+        with self._stages.time_limit("open", self._limits.open):
+            await self._environment.open(self._request.task)
+        with self._stages.time_limit("reset", self._limits.reset):
+            start = validate_return(Start, await self._environment.reset(), "reset", self._environment)
+            return start.messages, start.tools
 
     def _append_status(self, messages: tuple[ChatMessage, ...], placement: Placement) -> tuple[ChatMessage, ...]:
         """The policy's budget at the end of what it sees next, if that is wanted."""
@@ -222,23 +235,38 @@ class EpisodeRunner:
         placement = self._context.keep_summary()
         return self._append_status(append_line(unread, SUMMARY_KEPT), placement), placement
 
-    async def _obtain_turn(
-        self, messages: tuple[ChatMessage, ...], tools: tuple[ToolSpec, ...], placement: Placement
-    ) -> Turn | None:
-        """The recorded turn if there is one, else the policy's answer; None when its tokens are used up."""
-        if self.turn < len(self._recorded):
-            self._check_divergence(messages, placement)
-            return self._recorded[self.turn]
-        tokens_left = self._request.max_tokens - self._context.tokens
-        if tokens_left <= 0:
+    def _find_recorded(self, messages: tuple[ChatMessage, ...], placement: Placement) -> Turn | None:
+        """The next turn as an earlier attempt played it. It has to be asked for as then: with the same messages, in the same
+        segment."""
+        if self.turn >= len(self._recorded):
             return None
-        turn = await self._ask_policy(messages, tools, tokens_left, placement)
-        if turn.action.finish_reason == "failed":
-            raise EpisodeEnded("lost", turn.action.error_class or "action_failed", turn.action.error)
-        if not turn.action.sampled:
-            self._lack_of_room = turn.action.error
+        before = self._observed.get(self.turn)
+        if before is not None and (before.messages, Placement.of(before)) != (messages, placement):
+            raise EpisodeEnded("lost", "diverged", f"turn {self.turn} shows something else than was recorded")
+        return self._recorded[self.turn]
+
+    def _limit_answer(self) -> AbstractContextManager[None, None]:
+        """The limit of waiting for the policy, or the environment's patience, whichever ends first."""
+        idle_seconds = self._limits.idle - (self._stages.now() - self._stages.ended_at)
+        limit, seconds = min(("action", self._limits.action), ("idle", idle_seconds), key=lambda named: named[1])
+        return self._stages.time_limit("action", seconds, limit=limit)
+
+    def _check_answer(self, turn: Turn) -> Turn | None:
+        """The policy's answer; None if there was no room for any."""
+        action = turn.action
+        if action.finish_reason == "failed":
+            raise EpisodeEnded("lost", action.error_class or "action_failed", action.error)
+        if not action.sampled:
+            self._lack_of_room = action.error
             return None
         return turn
+
+    def _conclude_without_room(self) -> Conclusion:
+        """The policy's tokens are used up. No work of the policy is in an episode without a turn: a grade would say nothing of
+        it."""
+        if not self.turn:
+            return Conclusion(outcome="verifier_unknown", error_class="prompt_too_long", error=self._no_room())
+        return Conclusion(outcome="truncated", error_class="tokens", note=self._describe_used_tokens())
 
     def _no_room(self) -> str:
         """Why nothing was played."""
@@ -255,21 +283,6 @@ class EpisodeRunner:
             f"its tokens were used up in turn {self.turn} of {self._request.max_turns}: the first prompt took {prompt:,} of "
             f"{limit:,} (episode.max_episode_tokens)"
         )
-
-    async def _ask_policy(
-        self, messages: tuple[ChatMessage, ...], tools: tuple[ToolSpec, ...], tokens_left: int, placement: Placement
-    ) -> Turn:
-        """The policy's answer, within the limit of waiting for it and the environment's patience, whichever ends first."""
-        idle_seconds = self._limits.idle - (self._stages.now() - self._stages.ended_at)
-        limit, seconds = min(("action", self._limits.action), ("idle", idle_seconds), key=lambda named: named[1])
-        with self._stages.time_limit("action", seconds, limit=limit):
-            return await self._policy_client.ask(self.turn, messages, tools, tokens_left=tokens_left, placement=placement)
-
-    def _check_divergence(self, messages: tuple[ChatMessage, ...], placement: Placement) -> None:
-        """A re-applied turn has to be asked for as when it was first played: with the same messages, in the same segment."""
-        before = self._observed.get(self.turn)
-        if before is not None and (before.messages, Placement.of(before)) != (messages, placement):
-            raise EpisodeEnded("lost", "diverged", f"turn {self.turn} shows something else than was recorded")
 
     def _append_turn(self, turn: Turn, messages: tuple[ChatMessage, ...]) -> None:
         self._turns.append(turn)

@@ -10,19 +10,49 @@ from fleetbus_workers.environment.episode.policy_client import PolicyClient
 
 
 class RunningAttempt:
-    """One episode in one slot. ``nak_delay_seconds``: nak the request with that delay at the end (None: never)."""
+    """One episode in one slot. ``nak_delay_seconds``: nak the request with that delay at the end (None: never). ``is_final``:
+    one more loss would make the episode poison."""
 
-    def __init__(self, request: EpisodeRequested, sequence: int, nonce: str) -> None:
+    __slots__ = (
+        "_ended",
+        "_state",
+        "attempt",
+        "cancelled",
+        "claim",
+        "claim_sequence",
+        "handed_back",
+        "is_final",
+        "nak_delay_seconds",
+        "nonce",
+        "policy_client",
+        "request",
+        "scope",
+        "sequence",
+    )
+
+    def __init__(
+        self, request: EpisodeRequested, sequence: int, nonce: str, episode_state: EpisodeState, *, is_final: bool
+    ) -> None:
         self.request = request
         self.sequence = sequence
         self.nonce = nonce
+        self.attempt = episode_state.attempts + 1
+        self.is_final = is_final
         self.scope = anyio.CancelScope()
+        self._state: EpisodeState | None = episode_state
         self._ended: anyio.Event | None = None  # hardly any attempt is waited for
         self.claim: AttemptStarted | None = None
+        self.claim_sequence = 0
         self.policy_client: PolicyClient | None = None
         self.cancelled = False
         self.handed_back = False
         self.nak_delay_seconds: float | None = None
+
+    def take_state(self) -> EpisodeState:
+        """How the episode stood before this attempt; it is kept no longer than until it is taken."""
+        assert self._state is not None, "it was taken before"
+        state, self._state = self._state, None
+        return state
 
     async def wait_until_ended(self) -> None:
         """Until `mark_ended`."""
