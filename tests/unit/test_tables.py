@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.table import Table
 
-from fleetbus_workers.cli.tables import print_table
+from fleetbus_workers.cli.output import print_table
 
 
 def long_table() -> Table:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import click
 import msgspec
 
+from fleetbus_workers.cli.output import json_option
 from fleetbus_workers.environment.adapters.agent.known import KNOWN_AGENTS
 from fleetbus_workers.exit_status import FINISHED
 
 
 @click.command("agents")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON")
+@json_option()
 def command(as_json: bool) -> int:
     """List agents with their own loops that were tried: install, protocol, what was needed (docs/agents.md)."""
     if as_json:

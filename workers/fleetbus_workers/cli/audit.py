@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import click
+import msgspec
 
 from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.output import json_option, print_json
 from fleetbus_workers.cli.run_options import archive_option, reach_options, source_argument
+from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.run_access.log_access import is_reachable, open_run
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ SHOWN_IDS = 10
     metavar="FILE",
     help="Keep the books in this file, which only you may write: the next audit with it reads only what came after",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON")
+@json_option("the report")
 @reach_options
 def command(source: str | None, archive: Path | None, deep: bool, state: Path | None, as_json: bool, **values: Any) -> int:
     """Check from the log alone, or from a complete recording, that every episode of a run is accounted for.
@@ -47,16 +48,13 @@ def command(source: str | None, archive: Path | None, deep: bool, state: Path | 
     if state is not None and (deep or is_recording(source)):
         why = "--deep reads all of it" if deep else f"{source} is a recording"
         raise UserError(f"--state continues the audit of a log, and {why}: leave it out")
-    backend = {"use_uvloop": os.name != "nt"}
     if is_recording(source):
-        name, report = anyio.run(_audit_file, Path(str(source)), archive, deep, backend_options=backend)
+        name, report = run_async(_audit_file, Path(str(source)), archive, deep)
     else:
         configuration = load_settings({**values, "run__name": source}).configuration
-        name, report = (
-            configuration.run.name,
-            anyio.run(partial(_audit, configuration, archive, deep, state), backend_options=backend),
-        )
-    _print_json(report) if as_json else _print(report, name)
+        name, report = configuration.run.name, run_async(_audit, configuration, archive, deep, state)
+    facts = {"balanced": report.balanced, "in_flight": report.books.in_flight} | msgspec.to_builtins(report)
+    print_json(facts) if as_json else _print(report, name)
     return BALANCED if report.balanced else UNBALANCED
 
 
@@ -79,8 +77,6 @@ async def _audit(configuration: Configuration, archive: Path | None, deep: bool,
 
 async def _add_proof(report: Report, scan: Scan) -> Report:
     """The report with what the deep audit finds in the same entries."""
-    import msgspec
-
     from fleetbus_workers.learner.digest_audit import audit_digests
 
     proof = await audit_digests(scan, last_sequence=report.last_sequence)
@@ -103,13 +99,6 @@ async def _audit_file(file: Path, archive: Path | None, deep: bool) -> tuple[str
     if deep:
         report = await _add_proof(report, lambda: scan_recording(RecordingReader(file)))
     return reader.header.run, report
-
-
-def _print_json(report: Report) -> None:
-    import msgspec
-
-    facts = {"balanced": report.balanced, "in_flight": report.books.in_flight} | msgspec.to_builtins(report)
-    print(msgspec.json.format(msgspec.json.encode(facts), indent=2).decode())
 
 
 def _print(report: Report, run: str) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fleetbus_workers.cli.output import json_option
+
 if TYPE_CHECKING:
     from fleetbus.auth.folder import WriteResult
 
@@ -30,7 +32,7 @@ def command() -> None:
 )
 @click.option("--mounted-at", metavar="PATH", help="Where the server will find DIR, if not here (a volume, for example)")
 @click.option("--route", "routes", multiple=True, metavar="HOST", help="A server of a cluster, or HOST:PORT; may be repeated")
-@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON")
+@json_option("what was written")
 def init(
     folder: Path,
     runs: tuple[str, ...],

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import click
 
 from fleetbus_workers.cli.name_validation import validate_name
 from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.output import json_option, print_json
 from fleetbus_workers.cli.run_options import reach_options
+from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import REFUSED
 from fleetbus_workers.run_access.log_access import open_run
 from fleetbus_workers.run_access.server_address import generate_worker_name
@@ -27,7 +26,7 @@ ALL_OVER, NOT_ALL = 0, 1
 @click.command("cancel")
 @click.argument("episodes", nargs=-1, required=True, metavar="EPISODE...")
 @click.option("--run", "run__name", metavar="NAME", help="Name of the run [default]")
-@click.option("--json", "as_json", is_flag=True, help="Print what happened as JSON")
+@json_option("what happened")
 @reach_options
 def command(episodes: tuple[str, ...], as_json: bool, **values: Any) -> int:
     """End episodes as cancelled: by the worker that runs them, or in the log if no worker does. They are never trained.
@@ -36,9 +35,8 @@ def command(episodes: tuple[str, ...], as_json: bool, **values: Any) -> int:
     """
     configuration = load_settings(values).configuration
     wanted = list(dict.fromkeys(validate_name("episode", episode) for episode in episodes))
-    work = partial(_cancel, configuration, wanted)
-    done = anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
-    _print(done, as_json)
+    done = run_async(_cancel, configuration, wanted)
+    print_json(done) if as_json else _print(done)
     states = {each.state for each in done}
     if "unknown" in states:
         return REFUSED
@@ -54,12 +52,7 @@ async def _cancel(configuration: Configuration, episodes: Sequence[str]) -> list
         return await cancel_episodes(bus, subjects, episodes, author=author, close_seconds=configuration.limits.close + 5)
 
 
-def _print(done: Sequence[CancelResult], as_json: bool) -> None:
-    import msgspec
-
-    if as_json:
-        print(msgspec.json.format(msgspec.json.encode(done), indent=2).decode())
-        return
+def _print(done: Sequence[CancelResult]) -> None:
     for each in done:
         sentence = {
             "cancelled": f"cancelled by {each.worker}",

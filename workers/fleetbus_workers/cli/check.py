@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import click
+import msgspec
 
+from fleetbus_workers.cli.output import json_option, print_json
+from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import CRASHED, FINISHED
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ SHOWN_CHARS = 2000
 @click.option("--turns", type=click.IntRange(1), metavar="N", help="Maximum number of turns (default: that of a run)")
 @click.option("--seed", type=int, default=1, metavar="N", help="Of the random policy [1]")
 @click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="TOML file with settings")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON")
+@json_option("everything")
 def command(
     spec: str,
     location: str | None,
@@ -71,13 +72,13 @@ def command(
     configure_logs(configuration.log, role="check")
     task = _choose_task(location, key)
     chosen = _build_policy(policy, actions, task, seed)
-    work = partial(_check, configuration, spec, task, chosen, turns or configuration.episode.max_turns)
-    report = anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
+    report = run_async(_check, configuration, spec, task, chosen, turns or configuration.episode.max_turns)
     if report.episode.unopened:
         raise UserError(
             f"environment {spec} does not open: {report.episode.unopened}: check its address, and that its server runs"
         )
-    _print_json(report) if as_json else _print(report)
+    facts = {"passed": not report.has_failed} | msgspec.to_builtins(report)
+    print_json(facts) if as_json else _print(report)
     return CRASHED if report.has_failed else FINISHED
 
 
@@ -143,13 +144,6 @@ def _end_if_blocked(frame: FrameType | None, seconds: float) -> None:
     advice = "use anyio.sleep, or anyio.to_thread.run_sync"
     print(f"FAILED  the event loop is blocked at {where or 'an unknown place'}: {advice}", file=sys.stderr, flush=True)
     os._exit(CRASHED)
-
-
-def _print_json(report: CheckReport) -> None:
-    import msgspec
-
-    facts = {"passed": not report.has_failed} | msgspec.to_builtins(report)
-    print(msgspec.json.format(msgspec.json.encode(facts), indent=2).decode())
 
 
 def _print(report: CheckReport) -> None:

@@ -21,6 +21,7 @@ import msgspec
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import BusError, UserError
+from fleetbus_workers.event_loop import run_async
 
 State = Literal["ok", "warning", "failed"]
 
@@ -63,13 +64,7 @@ def diagnose(configuration: Configuration, nats_http: str | None = None) -> list
         check_memory(),
         check_disk(folder),
         check_run_folder(folder),
-        *anyio.run(
-            check_bus,
-            configuration.nats.url,
-            configuration.run.name,
-            configuration.nats.auth,
-            backend_options={"use_uvloop": os.name != "nt"},
-        ),
+        *run_async(check_bus, configuration.nats.url, configuration.run.name, configuration.nats.auth),
         *check_nats_http(nats_http, configuration.run.name),
     ]
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fleetbus_workers.cli.options import SettingsCommand, load_settings, settings_options
+from fleetbus_workers.cli.output import json_option, print_json
 from fleetbus_workers.cli.run_options import nats_http_option
 from fleetbus_workers.exit_status import CRASHED, FINISHED
 from fleetbus_workers.run_access.sources import resolve_nats_http
@@ -18,7 +19,7 @@ _MARKS = {"ok": "ok  ", "warning": "warn", "failed": "FAIL"}
 
 
 @click.command("doctor", cls=SettingsCommand)
-@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON")
+@json_option("the findings")
 @nats_http_option
 @settings_options("run", "nats")
 def command(as_json: bool, nats_http: str, **values: Any) -> int:
@@ -44,11 +45,9 @@ def command(as_json: bool, nats_http: str, **values: Any) -> int:
 
 
 def _show(findings: list[Finding], ready: bool, as_json: bool, conversation: str) -> None:
-    import msgspec
-
     if as_json:
         facts = {"ready": ready, "findings": findings} | ({"conversation": conversation} if conversation else {})
-        print(msgspec.json.format(msgspec.json.encode(facts), indent=2).decode())
+        print_json(facts)
         return
     for finding in findings:
         print(f"{_MARKS[finding.state]}  {finding.name}: {finding.detail}")

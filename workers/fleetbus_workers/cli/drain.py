@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import click
 
 from fleetbus_workers.cli.name_validation import validate_name
 from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.output import json_option
 from fleetbus_workers.cli.run_options import reach_options
+from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import REFUSED
 from fleetbus_workers.run_access.log_access import open_run
 
@@ -25,7 +24,7 @@ DRAINS, HANGS = 0, 1
 @click.command("drain")
 @click.argument("workers", nargs=-1, required=True, metavar="WORKER...")
 @click.option("--run", "run__name", metavar="NAME", help="Name of the run [default]")
-@click.option("--json", "as_json", is_flag=True, help="Print what happened as JSON")
+@json_option("what happened")
 @reach_options
 def command(workers: tuple[str, ...], as_json: bool, **values: Any) -> int:
     """Let workers finish or release their work, then stop: like SIGTERM, from any machine.
@@ -36,7 +35,7 @@ def command(workers: tuple[str, ...], as_json: bool, **values: Any) -> int:
     """
     configuration = load_settings(values).configuration
     wanted = list(dict.fromkeys(validate_name("worker", worker) for worker in workers))
-    states = anyio.run(partial(_drain, configuration, wanted), backend_options={"use_uvloop": os.name != "nt"})
+    states = run_async(_drain, configuration, wanted)
     _print(states, as_json)
     if "unknown" in states.values():
         return REFUSED

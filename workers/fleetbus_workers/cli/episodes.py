@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-import anyio
 import click
 
 from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.output import build_table, json_option, print_json, print_table
 from fleetbus_workers.cli.run_options import archive_option, reach_options, source_and_episode_arguments
+from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ SHOWN_FAILURES = 5
     metavar="FILE",
     help="Write all matching rows to FILE instead: .parquet (needs pyarrow), .csv or .jsonl",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON")
+@json_option()
 @archive_option()
 @reach_options
 def command(
@@ -69,15 +69,14 @@ def command(
     given = {} if is_recording(source) else {"run__name": source}
     configuration = load_settings({**values, **given}).configuration
     reader = open_configured_run(configuration, source or "", archive)
-    backend = {"use_uvloop": os.name != "nt"}
     if episode is not None:
-        transcript = anyio.run(reader.read_transcript, episode, backend_options=backend)
+        transcript = run_async(reader.read_transcript, episode)
         _warn(reader.damage)
         _print_transcript(transcript, episode, tokens=tokens, as_json=as_json)
         return FINISHED
     if output is not None:
         check_format(output)
-    rows = anyio.run(reader.read_episodes, backend_options=backend)
+    rows = run_async(reader.read_episodes)
     _warn(reader.damage)
     chosen = [row for row in rows if _matches(row, **filters)]
     if output is not None:
@@ -86,7 +85,7 @@ def command(
         return FINISHED
     shown = chosen[-limit:] if limit > 0 else chosen
     if as_json:
-        _print_json(shown)
+        print_json(shown)
     else:
         _print_rows(shown, len(chosen), len(rows))
         _print_failures(reader.failures.kinds, source or configuration.run.name)
@@ -134,22 +133,10 @@ def _warn(torn: str) -> None:
         click.echo(f"fleetbus: {torn}", err=True)
 
 
-def _print_json(content: Any) -> None:
-    import msgspec
-
-    print(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
-
-
 def _print_rows(rows: list[EpisodeRow], matching: int, total: int) -> None:
-    from rich.table import Table
-
-    from fleetbus_workers.cli.tables import print_table
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("episode", "task", "outcome"):
-        table.add_column(name, overflow="fold")
-    for name in ("reward", "turns", "tokens", "time", "version"):
-        table.add_column(name, justify="right")
+    table = build_table("episode,task,outcome", right="reward,turns,tokens,time,version")
+    for column in table.columns[:3]:
+        column.overflow = "fold"
     for row in rows:
         outcome = f"{row.outcome or 'open'} {row.error_class}".strip()
         reward = "" if row.reward is None else f"{row.reward:g}"
@@ -174,6 +161,6 @@ def _print_transcript(transcript: Transcript, episode: str, *, tokens: bool, as_
     from fleetbus_workers.cli.transcript import build_facts, print_transcript
 
     if as_json:
-        _print_json(build_facts(transcript, tokens=tokens))
+        print_json(build_facts(transcript, tokens=tokens))
     else:
         print_transcript(transcript, episode, tokens=tokens)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import click
 
 from fleetbus.errors import UserError
 from fleetbus_workers.cli.options import NumberRange, load_settings
+from fleetbus_workers.cli.output import json_option, print_json
 from fleetbus_workers.cli.run_options import reach_options, run_argument
+from fleetbus_workers.event_loop import run_async
 
 if TYPE_CHECKING:
     from fleetbus_workers.api.evaluation import Evaluation
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.option(
     "--inference-engine", "inference__engine", metavar="NAME", help="Engine of the worker that this command starts [the run's]"
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON")
+@json_option("the report")
 @reach_options
 def command(
     run: str | None,
@@ -60,7 +60,7 @@ def command(
         temperature=temperature,
         on_progress=_ignore_progress if as_json or not sys.stderr.isatty() else _print_progress,
     )
-    report: Evaluation = anyio.run(evaluate, backend_options={"use_uvloop": os.name != "nt"})
+    report: Evaluation = run_async(evaluate)
     if report.missing:
         count = report.missing + report.all.episodes
         print(
@@ -68,7 +68,7 @@ def command(
             "start more environment workers",
             file=sys.stderr,
         )
-    _print_json(report) if as_json else _print(report)
+    print_json(report) if as_json else _print(report)
     return 0
 
 
@@ -87,12 +87,6 @@ def _print_progress(done: int, count: int) -> None:
 
 def _ignore_progress(done: int, count: int) -> None:
     """Discard progress."""
-
-
-def _print_json(report: Evaluation) -> None:
-    import msgspec
-
-    print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
 
 
 def _print(report: Evaluation) -> None:

@@ -28,13 +28,17 @@ if TYPE_CHECKING:
     BuildLoader = Callable[[SessionClient], LoadImage | None]
 
 
-def browser_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: the options of `_pop_guard`."""
-    host = click.option("--allow-host", multiple=True, metavar="NAME", help="Answer under this host name, too (of a proxy)")
-    origin = click.option(
-        "--allow-origin", multiple=True, metavar="URL", help="Let pages of this origin call, as https://my.page"
+def listen_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: where to listen, and the options of `_build_guard`."""
+    options = (
+        click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on"),
+        click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on"),
+        click.option("--allow-host", multiple=True, metavar="NAME", help="Answer under this host name, too (of a proxy)"),
+        click.option("--allow-origin", multiple=True, metavar="URL", help="Let pages of this origin call, as https://my.page"),
     )
-    return host(origin(function))
+    for option in reversed(options):
+        function = option(function)
+    return function
 
 
 def in_process_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,9 +47,13 @@ def in_process_option(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--in-process", is_flag=True, help=text)(function)
 
 
-def _pop_guard(host: str, values: dict[str, Any]) -> GuardSettings:
+def _build_guard(host: str, values: dict[str, Any], refusal: str) -> GuardSettings:
+    """What keeps pages of other origins out; raises `UserError` with a ``refusal`` beyond loopback."""
     from fleetbus_workers.serving.browser_guard import build_guard_settings
+    from fleetbus_workers.serving.listeners import is_loopback
 
+    if refusal and not is_loopback(host):
+        raise UserError(f"--host {host} is reachable from other machines{refusal}")
     return build_guard_settings(host, values.pop("allow_host"), values.pop("allow_origin"))
 
 
@@ -55,8 +63,7 @@ def command() -> None:
 
 
 @command.command("gym", cls=SettingsCommand, short_help="The remote-gym protocol (multipart over HTTP)")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on")
+@listen_options
 @click.option(
     "--max-inflight", envvar="GYM_MAX_INFLIGHT", type=click.IntRange(0), default=0, help="Concurrent calls; 0: no limit"
 )
@@ -75,7 +82,6 @@ def command() -> None:
 @click.option("--image-mime", envvar="GYM_IMAGE_MIME", default="", help="Media type of images (default: that of the format)")
 @click.option("--image-quality", type=click.IntRange(0, 100), default=0, help="For JPEG and WEBP; 0: Pillow's default")
 @in_process_option
-@browser_options
 @role_options
 @settings_options("run", "nats", "environment", "reward", "fleet", "container", "limits", "log")
 def gym(host: str, port: int, **values: Any) -> int:
@@ -86,19 +92,15 @@ def gym(host: str, port: int, **values: Any) -> int:
     """
     names = ("max_inflight", "admit_timeout", "max_sessions", "session_timeout")
     given = {name: values.pop(name) for name in names} | {"api_key": os.environ.get("GYM_API_KEY", "")}
-    given["guard"] = _pop_guard(host, values)
+    refusal = "" if given["api_key"] else ": set GYM_API_KEY to the key that clients have to send"
+    given["guard"] = _build_guard(host, values, refusal)
     in_process = values.pop("in_process")
     image = [values.pop(f"image_{name}") for name in ("format", "mime", "quality")]
-    from fleetbus_workers.serving.listeners import is_loopback
-
-    if not is_loopback(host) and not given["api_key"]:
-        raise UserError(f"--host {host} is reachable from other machines: set GYM_API_KEY to the key that clients have to send")
     return run_role("gateway", partial(_load_gym, host, port, given, image, in_process), values)
 
 
 @command.command("openenv", cls=SettingsCommand, short_help="The OpenEnv protocol (WebSocket)")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on")
+@listen_options
 @click.option(
     "--capacity-timeout", type=SECONDS_OR_NONE, default=30.0, show_default=True, help="Seconds a reset waits for a slot"
 )
@@ -106,7 +108,6 @@ def gym(host: str, port: int, **values: Any) -> int:
 @click.option("--resume-timeout", type=SECONDS, default=60.0, help="Seconds a named session waits for its client to reconnect")
 @click.option("--open-to-others", is_flag=True, help="Allow a --host beyond this machine without OPENENV_TOKEN")
 @in_process_option
-@browser_options
 @role_options
 @settings_options("run", "nats", "environment", "reward", "fleet", "container", "limits", "log")
 def openenv(host: str, port: int, open_to_others: bool, **values: Any) -> int:
@@ -119,22 +120,14 @@ def openenv(host: str, port: int, open_to_others: bool, **values: Any) -> int:
     given = {name: values.pop(name) for name in ("capacity_timeout", "session_timeout", "resume_timeout")}
     in_process = values.pop("in_process")
     given["token"] = os.environ.get("OPENENV_TOKEN", "")
-    given["guard"] = _pop_guard(host, values)
-    from fleetbus_workers.serving.listeners import is_loopback
-
-    if not is_loopback(host) and not open_to_others and not given["token"]:
-        raise UserError(
-            f"--host {host} is reachable from other machines without a token: set OPENENV_TOKEN to the token "
-            "that clients have to send, or add --open-to-others to allow it"
-        )
+    wanted = " without a token: set OPENENV_TOKEN to the token that clients have to send, or add --open-to-others to allow it"
+    given["guard"] = _build_guard(host, values, "" if given["token"] or open_to_others else wanted)
     return run_role("gateway", partial(_load_openenv, host, port, given, in_process), values)
 
 
 @command.command("agents", cls=SettingsCommand, short_help="The run's episodes, for agents that run elsewhere")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on")
+@listen_options
 @click.option("--public-url", default="", metavar="URL", help="How agents reach this gateway (default: http://HOST:PORT)")
-@browser_options
 @role_options
 @settings_options("run", "nats", "environment", "limits", "log")
 def agents(host: str, port: int, public_url: str, **values: Any) -> int:
@@ -143,12 +136,8 @@ def agents(host: str, port: int, public_url: str, **values: Any) -> int:
     It takes the place of the run's environment workers: --environment-slots agents may play at a time. If the variable
     AGENTS_TOKEN is set, its value is needed to open sessions; gateways of one run need the same.
     """
-    guard = _pop_guard(host, values)
     token = os.environ.get("AGENTS_TOKEN", "")
-    from fleetbus_workers.serving.listeners import is_loopback
-
-    if not is_loopback(host) and not token:
-        raise UserError(f"--host {host} is reachable from other machines: set AGENTS_TOKEN to the token that opens sessions")
+    guard = _build_guard(host, values, "" if token else ": set AGENTS_TOKEN to the token that opens sessions")
     return run_role("environment", partial(_load_agents, host, port, public_url.rstrip("/"), token, guard), values)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import click
 
 from fleetbus_workers.cli.options import SettingsCommand, load_settings, settings_options
+from fleetbus_workers.cli.output import json_option
+from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.run_access.server_address import generate_worker_name, resolve_server_url
 
 if TYPE_CHECKING:
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 @click.command("init", cls=SettingsCommand)
-@click.option("--json", "as_json", is_flag=True, help="Print what was declared as JSON")
+@json_option("what was declared")
 @settings_options("run", "nats")
 def command(as_json: bool, **values: Any) -> None:
     """Declare a run's streams and consumers on a NATS server. Repeating it is harmless; `fleetbus up` does it itself."""
     configuration = load_settings(values).configuration
-    plan = anyio.run(_declare, configuration, backend_options={"use_uvloop": os.name != "nt"})
+    plan = run_async(_declare, configuration)
     _show(plan, as_json)
 
 

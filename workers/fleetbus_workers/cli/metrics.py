@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -16,6 +14,7 @@ import click
 
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.run_options import nats_http_option, reach_options, run_argument
+from fleetbus_workers.event_loop import call_on_signal, run_async
 from fleetbus_workers.exit_status import FINISHED
 from fleetbus_workers.run_access.log_access import build_driver, open_run
 from fleetbus_workers.run_access.sources import build_address_resolver
@@ -61,7 +60,7 @@ def command(run: str | None, port: int, until_finished: bool, **values: Any) -> 
             raise UserError("prometheus_client is not installed: pip install 'fleetbus[metrics]'") from error
     chosen["nats_http"] = build_address_resolver(configuration, chosen["nats_http"])
     work = partial(_export, configuration, port=port, until_finished=until_finished, **chosen)
-    anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
+    run_async(work)
     return FINISHED
 
 
@@ -96,7 +95,7 @@ async def _export(
         folder=run_folder(configuration.run).path,
     )
     async with open_run(configuration, "metrics", own_server=True) as bus, anyio.create_task_group() as tasks:
-        await tasks.start(_stop_on_signal, tasks.cancel_scope)
+        await tasks.start(call_on_signal, tasks.cancel_scope.cancel)
         with ExitStack() as stack:
             publish = _start_exposition(stack, run, host, port)
             sinks = await tasks.start(_hold_sinks, opening)
@@ -145,11 +144,3 @@ def _start_exposition(stack: ExitStack, run: str, host: str, port: int) -> Any:
     found = stack.enter_context(serve_metrics(exposition, host, port))
     print(f"run {run}: http://{host}:{found}/metrics", flush=True)
     return exposition.update
-
-
-async def _stop_on_signal(scope: anyio.CancelScope, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        task_status.started()
-        async for _ in signals:
-            scope.cancel()
-            return

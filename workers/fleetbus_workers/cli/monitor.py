@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +10,7 @@ import click
 
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.run_options import nats_http_option, reach_options, run_argument
+from fleetbus_workers.event_loop import call_on_signal, run_async
 from fleetbus_workers.exit_status import FINISHED
 from fleetbus_workers.run_access.log_access import build_driver, open_run
 from fleetbus_workers.run_access.sources import build_address_resolver
@@ -79,8 +78,7 @@ def command(
     address = build_address_resolver(configuration, nats_http)
     key = generate_key() if with_key or (with_key is None and is_loopback(host)) else ""
     with bind(host, port) as bound:
-        work = partial(_serve, configuration, host, bound, address, allow_host, key, actions)
-        anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
+        run_async(_serve, configuration, host, bound, address, allow_host, key, actions)
     return FINISHED
 
 
@@ -102,13 +100,8 @@ async def _serve(
     def on_ready(address: str) -> None:
         print(f"run {configuration.run.name}: {address}", flush=True)
 
-    async def stop_on_signal() -> None:
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async for _ in signals:
-                stop.set()
-
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(stop_on_signal)
+        tasks.start_soon(call_on_signal, stop.set)
         async with open_run(configuration, "monitor", own_server=True) as bus:
             driver = build_driver(configuration)
             await serve(

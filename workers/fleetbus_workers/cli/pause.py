@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import click
 
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.run_options import reach_options, run_argument
+from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import REFUSED
 from fleetbus_workers.run_access.log_access import open_run
 
@@ -37,7 +35,7 @@ def command(run: str | None, resume: bool, **values: Any) -> int:
     configuration = load_settings({**values, "run__name": run}).configuration
     name = configuration.run.name
     try:
-        learner = anyio.run(partial(_pause, configuration, not resume), backend_options={"use_uvloop": os.name != "nt"})
+        learner = run_async(_pause, configuration, not resume)
     except RequestUnanswered:
         print(f"run {name}: the learner does not answer")
         return UNANSWERED

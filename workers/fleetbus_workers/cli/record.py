@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,9 @@ import anyio
 import click
 
 from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.output import json_option, print_json
 from fleetbus_workers.cli.run_options import archive_option, reach_options, source_argument
+from fleetbus_workers.event_loop import call_on_signal, run_async
 from fleetbus_workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ OBJECT_SECONDS = 30.0
 @click.option("--keep-secrets", is_flag=True, help="Do not redact secrets")
 @click.option("--force", is_flag=True, help="Replace an existing output file")
 @archive_option("; without a server it is recorded alone")
-@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON")
+@json_option("what was written")
 @reach_options
 def command(
     source: str | None, output: Path, follow: bool, archive: Path | None, force: bool, as_json: bool, **values: Any
@@ -75,7 +76,7 @@ def command(
     if follow:
         _lower_priority()  # before there are threads: those keep what they were made with
     work = partial(_record, source, configuration, output, archive=archive, follow=follow, overwrite=force, **choices)
-    facts = anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
+    facts = run_async(work)
     _print(facts, output, as_json)
     return FINISHED
 
@@ -219,15 +220,8 @@ def _strip_local_settings(tables: dict[str, Any]) -> dict[str, Any]:
 async def _follow(export: Export, source: Source, writer: RecordingWriter, start: int) -> None:
     assert source.bus is not None
     stop = anyio.Event()
-
-    async def stop_on_signal() -> None:
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async for _ in signals:
-                stop.set()
-                return
-
     async with anyio.create_task_group() as group:
-        group.start_soon(stop_on_signal)
+        await group.start(call_on_signal, stop.set)
         click.echo("recording new entries; Ctrl-C stops", err=True)
         await export.follow(source.bus, source.subjects, stop, start=start, progress=_build_progress_callback(writer))
         group.cancel_scope.cancel()
@@ -269,9 +263,7 @@ def _add_weights(writer: RecordingWriter, uris: list[str], folder: Path, recorde
 
 def _print(facts: dict[str, Any], output: Path, as_json: bool) -> None:
     if as_json:
-        import msgspec
-
-        print(msgspec.json.format(msgspec.json.encode(facts), indent=2).decode())
+        print_json(facts)
         return
     redacted = f", {facts['redacted_entries']} redacted" if facts["redacted_entries"] else ""
     files = f", {facts['weights_files']} weights files" if facts["weights_files"] else ""

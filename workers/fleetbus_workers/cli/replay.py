@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -11,9 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import click
+import msgspec
 
+from fleetbus_workers.cli.output import json_option, print_json
+from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import CRASHED, FINISHED
 
 if TYPE_CHECKING:
@@ -81,19 +82,17 @@ LINE_WIDTH = 79
     is_flag=True,
     help="The file is yours: use the environment, engine, model and weights that it names, which may run code and call servers",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON")
+@json_option("the report")
 def command(file: Path, as_json: bool, **values: Any) -> int:
     """Feed one worker its recorded inputs and compare what it publishes, field by field.
 
     Workers, lanes, paths, times and durations may differ; everything else must be equal. Exit status 0: the replay is equal to
     the recording; 1: it is not, with the first difference; 2: bad input.
     """
-    report = anyio.run(partial(_run_replay, file, **values), backend_options={"use_uvloop": os.name != "nt"})
+    report = run_async(partial(_run_replay, file, **values))
     if as_json:
-        import msgspec
-
         facts = {"same": report.same, "first": report.first} | msgspec.to_builtins(report)
-        print(msgspec.json.format(msgspec.json.encode(facts), indent=2).decode())
+        print_json(facts)
     else:
         print("\n".join(report.lines()))
     return FINISHED if report.same else CRASHED

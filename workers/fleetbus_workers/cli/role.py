@@ -22,6 +22,7 @@ from fleetbus.errors import is_bad_input, is_taken_over
 from fleetbus_workers.assembly.work import Work, import_work, serve_role
 from fleetbus_workers.cli.name_validation import validate_name
 from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import CRASHED, FINISHED, INTERRUPTED
 from fleetbus_workers.run_access.server_address import generate_worker_name, resolve_server_url
 
@@ -59,7 +60,7 @@ def run_role(role: str, load_work: Callable[[], Work], values: dict[str, Any]) -
     work = import_work(load_work)
     _tune_collector()
     try:
-        status = anyio.run(_serve, role, work, configuration, name, url, backend_options={"use_uvloop": os.name != "nt"})
+        status = run_async(_serve, role, work, configuration, name, url)
         if role == "inference" and values.get("supervised"):
             _exit_at_once(status)
         return status

@@ -12,6 +12,7 @@ import click
 
 from fleetbus_workers.cli.name_validation import validate_name
 from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.output import build_table, json_option, print_json
 from fleetbus_workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def command() -> None:
 @command.command("list", short_help="Active or not, last written, size, result")
 @folder_options
 @server_options
-@click.option("--json", "as_json", is_flag=True, help="Print JSON")
+@json_option()
 def list_runs(as_json: bool, **values: Any) -> int:
     """List the runs in a folder: whether they are active, when they were last written, their sizes and results.
 
@@ -66,9 +67,7 @@ def list_runs(as_json: bool, **values: Any) -> int:
     folder = runs_folder(values)
     rows = [_describe_run(path) for path in sorted(folder.iterdir()) if _is_run(path)] if folder.is_dir() else []
     if as_json:
-        import msgspec
-
-        print(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode())
+        print_json(rows)
     elif not rows:
         print(f"no runs in {folder}: `fleetbus up` creates one")
     else:
@@ -115,9 +114,7 @@ def _list_on_server(as_json: bool, values: dict[str, Any]) -> int:
 
     rows = list_on_server(load_settings(values, earlier=False).configuration)
     if as_json:
-        import msgspec
-
-        print(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode())
+        print_json(rows)
     elif not rows:
         print(f"no runs on {values['nats__url']}: `fleetbus up` or `fleetbus init` creates one")
     else:
@@ -219,13 +216,9 @@ def _read_stat(folder: str | Path, name: str, field: str) -> Any:
 def _print(rows: list[dict[str, Any]]) -> None:
     import datetime
 
-    from rich.table import Table
-
     from fleetbus_workers.terminal import open_console
 
-    table = Table("run", "state", "changed", box=None, header_style="bold", pad_edge=False)
-    for name in ("size", "steps", "held out"):
-        table.add_column(name, justify="right")
+    table = build_table("run,state,changed", right="size,steps,held out")
     for row in rows:
         changed = datetime.datetime.fromtimestamp(row["changed"]).strftime("%Y-%m-%d %H:%M")
         state = "running" if row["running"] else "finished" if row["finished"] else "stopped"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import click
 
+from fleetbus_workers.cli.output import print_json
+
 
 @click.command("schema")
 @click.option("--asyncapi", "as_asyncapi", is_flag=True, help="Print AsyncAPI 3: subjects, roles and messages")
 def command(as_asyncapi: bool) -> None:
     """Print the JSON Schema of every message, or an AsyncAPI 3 document with subjects and senders."""
-    import msgspec
-
     if as_asyncapi:
         from fleetbus_schemas.asyncapi import build_asyncapi
 
@@ -19,4 +19,4 @@ def command(as_asyncapi: bool) -> None:
         from fleetbus_schemas.export import build_json_schema
 
         document = build_json_schema()
-    print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+    print_json(document)

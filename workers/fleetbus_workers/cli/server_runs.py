@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import click
+
+from fleetbus_workers.cli.output import build_table
+from fleetbus_workers.event_loop import run_async
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,14 +23,12 @@ LISTEN_SECONDS = 2.5
 
 def list_on_server(configuration: Configuration) -> list[dict[str, Any]]:
     """One row per run; ``running`` if a worker of it was heard."""
-    return anyio.run(partial(_list, configuration), backend_options={"use_uvloop": os.name != "nt"})
+    return run_async(_list, configuration)
 
 
 def remove_from_server(configuration: Configuration, names: Iterable[str], *, yes: bool) -> None:
     """Remove runs. Raises `UserError` if one is not there or runs; then nothing is removed."""
-    anyio.run(
-        partial(_remove, configuration, tuple(dict.fromkeys(names)), yes), backend_options={"use_uvloop": os.name != "nt"}
-    )
+    run_async(_remove, configuration, tuple(dict.fromkeys(names)), yes)
 
 
 async def _list(configuration: Configuration) -> list[dict[str, Any]]:
@@ -89,13 +88,9 @@ async def _find_live_runs(bus: Bus) -> set[str]:
 
 
 def print_server_runs(rows: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-
     from fleetbus_workers.terminal import open_console
 
-    table = Table("run", "state", "changed", box=None, header_style="bold", pad_edge=False)
-    for name in ("entries", "log", "reserved", "weights"):
-        table.add_column(name, justify="right")
+    table = build_table("run,state,changed", right="entries,log,reserved,weights")
     for row in rows:
         sizes = (f"{row[name] / 1e6:.1f} MB" for name in ("bytes", "reserved_bytes", "weights_bytes"))
         changed = row["changed"][:16].replace("T", " ")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import click
 
 from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.output import build_table, json_option, print_json, print_table
 from fleetbus_workers.cli.run_options import reach_options, run_argument
+from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import FINISHED
 from fleetbus_workers.run_access.log_access import open_run
 
@@ -26,7 +26,7 @@ ROLES = ("environment", "inference")
 
 @click.command("sessions")
 @run_argument
-@click.option("--json", "as_json", is_flag=True, help="Print JSON")
+@json_option()
 @click.option("--limit", type=int, default=50, show_default=True, help="Maximum number of rows; 0: all")
 @reach_options
 def command(run: str | None, as_json: bool, limit: int, **values: Any) -> int:
@@ -35,14 +35,9 @@ def command(run: str | None, as_json: bool, limit: int, **values: Any) -> int:
     Oldest first. Exit status 0: listed; 2: the run cannot be reached.
     """
     configuration = load_settings({**values, "run__name": run}).configuration
-    rows = anyio.run(partial(_list_sessions, configuration), backend_options={"use_uvloop": os.name != "nt"})
+    rows = run_async(_list_sessions, configuration)
     shown = rows[:limit] if limit > 0 else rows
-    if as_json:
-        import msgspec
-
-        print(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode())
-    else:
-        _print(shown, len(rows))
+    print_json(shown) if as_json else _print(shown, len(rows))
     return FINISHED
 
 
@@ -101,14 +96,9 @@ async def _read_claim(bus: Any, subjects: Any, role: str, name: str) -> dict[str
 
 
 def _print(rows: list[dict[str, Any]], total: int) -> None:
-    from rich.table import Table
-
-    from fleetbus_workers.cli.tables import print_table
     from fleetbus_workers.overview.formatting import format_duration
 
-    table = Table("session", "worker", "role", box=None, header_style="bold", pad_edge=False)
-    table.add_column("turn", justify="right")
-    table.add_column("for", justify="right")
+    table = build_table("session,worker,role", right="turn,for")
     for row in rows:
         since = "" if row["seconds"] is None else format_duration(row["seconds"])
         table.add_row(row["episode"], row["worker"], row["role"], row["turn"], since)

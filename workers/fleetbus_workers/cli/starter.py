@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from fleetbus_workers.cli.output import json_option
+
 
 @click.command("starter")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), required=False)
@@ -20,7 +22,7 @@ import click
     "--episodes", type=click.IntRange(16), default=2000, show_default=True, metavar="N", help="Episodes of random play"
 )
 @click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="TOML file with settings of that environment")
-@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON")
+@json_option("the facts")
 def command(
     folder: Path | None,
     seed: int,

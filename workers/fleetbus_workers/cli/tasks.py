@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fleetbus_workers.cli.options import NumberRange
+from fleetbus_workers.cli.output import json_option, print_json
+from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import REFUSED
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ def command() -> None:
 @click.option(
     "--environment", "specs", multiple=True, metavar="[KEY=]SPEC", help="Also check that these environments serve every task"
 )
-@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON")
+@json_option("what was found")
 def validate(location: str, specs: tuple[str, ...], as_json: bool) -> int:
     """Read every task and report all errors with file and position. Exit status 0: valid; 2: errors found.
 
@@ -47,10 +49,7 @@ def validate(location: str, specs: tuple[str, ...], as_json: bool) -> int:
     if specs:
         problems += _find_unserved(specs, tasks)
     facts = _summarize_tasks(tasks) | {"problems": problems, "warnings": list_forgeable_verifiers(tasks)}
-    if as_json:
-        _print_json(facts)
-    else:
-        _print_facts(facts, location)
+    print_json(facts) if as_json else _print_facts(facts, location)
     return REFUSED if problems else 0
 
 
@@ -61,15 +60,13 @@ def validate(location: str, specs: tuple[str, ...], as_json: bool) -> int:
 @click.option(
     "--boxes", type=click.Choice(["auto", "docker", "sandbox"]), default="auto", help="What they are played in [auto]"
 )
-@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON")
+@json_option("what was found")
 def check(location: str, parallel: int, seconds: float, boxes: str, as_json: bool) -> int:
     """Play each Harbor task twice: its own solution must get 1, doing nothing must not. LOCATION is harbor:DIR.
 
     Exit status 0: all tasks hold; 2: some do not, or cannot be played.
     """
-    import os
 
-    import anyio
     import msgspec
 
     from fleetbus.config.settings import Configuration, EnvironmentSettings, LimitSettings
@@ -84,10 +81,9 @@ def check(location: str, parallel: int, seconds: float, boxes: str, as_json: boo
         environment=EnvironmentSettings(boxes=boxes, slots=parallel),  # type: ignore[arg-type]
         limits=LimitSettings(verify=seconds, tool_call=seconds),
     )
-    backend = {"use_uvloop": os.name != "nt"}
-    findings = anyio.run(check_tasks, location, load_dataset(location), settings, parallel, backend_options=backend)
+    findings = run_async(check_tasks, location, load_dataset(location), settings, parallel)
     if as_json:
-        _print_json({"tasks": [msgspec.structs.asdict(finding) for finding in findings]})
+        print_json({"tasks": [msgspec.structs.asdict(finding) for finding in findings]})
     else:
         width = max(len(finding.key) for finding in findings)
         for finding in findings:
@@ -124,7 +120,7 @@ def check(location: str, parallel: int, seconds: float, boxes: str, as_json: boo
 @click.option("--env", "environments", multiple=True, metavar="ENV", help="Only tasks of this environment; repeatable")
 @click.option("--difficulty", "difficulties", multiple=True, type=int, help="Only tasks of this difficulty; repeatable")
 @click.option("--max-tasks", type=click.IntRange(min=1), help="Use at most N of the selected tasks")
-@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON")
+@json_option("what was written")
 def split(location: str, output: Path, formats: str, as_json: bool, **choices: Any) -> int:
     """Write train and validation tasks, held out per environment by a hash of the task key.
 
@@ -155,10 +151,7 @@ def split(location: str, output: Path, formats: str, as_json: bool, **choices: A
         "environments": _count_split(train, evaluation),
         "files": [str(path) for path in written],
     }
-    if as_json:
-        _print_json(facts)
-    else:
-        _print_table(facts)
+    print_json(facts) if as_json else _print_table(facts)
     return 0
 
 
@@ -232,9 +225,3 @@ def _print_table(facts: dict[str, Any]) -> None:
         print(f"{env:<{width}}  {row['train']:>6}  {row['validation']:>10}")
     print(f"{'all':<{width}}  {facts['train']:>6}  {facts['validation']:>10}")
     print(f"wrote {', '.join(facts['files'])} from version {facts['dataset_version']}")
-
-
-def _print_json(facts: dict[str, Any]) -> None:
-    import json
-
-    print(json.dumps(facts, indent=2, ensure_ascii=False))

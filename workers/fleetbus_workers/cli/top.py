@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -13,6 +12,7 @@ import click
 
 from fleetbus_workers.cli.options import SECONDS, load_settings
 from fleetbus_workers.cli.run_options import nats_http_option, reach_options, run_argument
+from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import FINISHED, INTERRUPTED
 from fleetbus_workers.run_access.log_access import build_driver, open_run
 from fleetbus_workers.run_access.sources import build_address_resolver
@@ -48,7 +48,7 @@ def command(run: str | None, once: bool, as_json: bool, stall: float, nats_http:
     address = build_address_resolver(configuration, nats_http)
     work = partial(_watch, configuration, once=once, as_json=as_json, stall_seconds=stall, nats_http=address)
     try:
-        return anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
+        return run_async(work)
     except KeyboardInterrupt:
         return INTERRUPTED if once else FINISHED
 

@@ -3,8 +3,6 @@ receiver or to a file."""
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from contextlib import ExitStack, aclosing, closing
 from functools import partial
@@ -16,13 +14,13 @@ import click
 
 from fleetbus_workers.cli.name_validation import validate_name
 from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.output import json_option
 from fleetbus_workers.cli.run_options import archive_option, reach_options, source_argument
+from fleetbus_workers.event_loop import call_on_signal, run_async
 from fleetbus_workers.exit_status import FINISHED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from anyio.abc import TaskStatus
 
     from fleetbus.config.settings import Configuration
     from fleetbus_workers.run_access.sources import Source
@@ -57,7 +55,7 @@ if TYPE_CHECKING:
     metavar="SEQUENCE",
     help="Continue after the last_sequence of an earlier export",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON")
+@json_option("what was written")
 @archive_option()
 @reach_options
 def command(source: str | None, as_json: bool, **values: Any) -> int:
@@ -76,7 +74,7 @@ def command(source: str | None, as_json: bool, **values: Any) -> int:
     given = {} if is_recording(source) else {"run__name": source}
     configuration = load_settings({**values, **given}).configuration
     work = partial(_trace, source, configuration, **chosen)
-    written = anyio.run(work, backend_options={"use_uvloop": os.name != "nt"})
+    written = run_async(work)
     _print(written, as_json)
     return FINISHED
 
@@ -163,17 +161,9 @@ async def _follow(source: Source, tracing: Tracing) -> None:
     stop = anyio.Event()
     assert source.bus is not None
     async with anyio.create_task_group() as tasks:
-        await tasks.start(_stop_on_signal, stop)
+        await tasks.start(call_on_signal, stop.set)
         await tracing.follow(source.bus, source.subjects, stop)
         tasks.cancel_scope.cancel()
-
-
-async def _stop_on_signal(stop: anyio.Event, *, task_status: TaskStatus[None]) -> None:
-    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        task_status.started()
-        async for _ in signals:
-            stop.set()
-            return
 
 
 def _print(written: TraceSummary, as_json: bool) -> None:

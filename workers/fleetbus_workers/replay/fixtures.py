@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import anyio
 
 from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.recording import Recording
+from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.replay.options import Replay
 from fleetbus_workers.replay.report import Report
 from fleetbus_workers.replay.run import replay_recording
@@ -35,4 +32,4 @@ def replay_blocking(source: Recording | Path, **choices: Any) -> Report:
         if choices.get(name) is not None:
             choices[name] = Path(choices[name])
     replay = Replay(**choices)
-    return anyio.run(partial(replay_recording, source, replay), backend_options={"use_uvloop": os.name != "nt"})
+    return run_async(replay_recording, source, replay)

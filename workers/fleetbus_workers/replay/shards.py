@@ -26,6 +26,7 @@ from fleetbus.errors import UserError
 from fleetbus.python_process import build_module_command
 from fleetbus.recording import Recording, RecordingReader, read_header
 from fleetbus.task_groups import open_first_error_task_group
+from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.replay.options import Replay
 from fleetbus_workers.replay.progress import Progress, report_regularly
 from fleetbus_workers.replay.report import UNLOADED, Report
@@ -173,7 +174,7 @@ def main() -> None:
             recording, seconds = _load_share(job)
             gc.freeze()  # what was loaded stays to the end: the collector need not look at it
             gc.set_threshold(50_000, 20, 100)
-            answer = anyio.run(play, backend_options={"use_uvloop": os.name != "nt"})
+            answer = run_async(play)
             answer.recorded_seconds = seconds
             send(answer)
         except UserError as error:

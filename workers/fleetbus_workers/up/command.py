@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import anyio
 import msgspec
 
 from fleetbus.config.load import LoadedConfiguration, dump_configuration
@@ -23,6 +22,7 @@ from fleetbus.errors import UserError
 from fleetbus.files import replace_file
 from fleetbus.harbor import PREFIX as HARBOR
 from fleetbus.logs import configure_logs
+from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import CRASHED, FINISHED, INTERRUPTED
 from fleetbus_workers.overview.progress import Progress
 from fleetbus_workers.up.checks import check_everything, check_writable
@@ -64,7 +64,7 @@ def run_up(
         return FINISHED
     with hold_run(configuration, folder):
         configure_logs(configuration.log, run=configuration.run.name, role="up")
-        ending = anyio.run(_run, configuration, folder, page, backend_options={"use_uvloop": True})
+        ending = run_async(_run, configuration, folder, page)
         return _report_result(ending, folder, json_summary)
 
 

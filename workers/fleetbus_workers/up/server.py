@@ -19,6 +19,7 @@ import msgspec
 from fleetbus.bus.nats.server import STOP_LIMIT_SECONDS, SYNC_SECONDS, NatsServerProcess, run_server
 from fleetbus.errors import UserError
 from fleetbus.files import replace_file
+from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import CRASHED, FINISHED, REFUSED
 from fleetbus_workers.up.parent_death import exit_with_parent
 from fleetbus_workers.up.restarts import RestartBudget
@@ -113,7 +114,7 @@ def _main(store: str, port: str, file: str, sync: str = str(SYNC_SECONDS), confi
     exit_with_parent(seconds_to_drain=0, exit_timeout_seconds=STOP_LIMIT_SECONDS + 2)
     try:
         arguments = (Path(store), int(port), Path(file), float(sync), Path(config) if config else None)
-        return anyio.run(hold_server, *arguments, backend_options={"use_uvloop": True})
+        return run_async(hold_server, *arguments)
     except UserError as error:
         print(f"fleetbus: {error}", file=sys.stderr)  # noqa: T201
         return REFUSED

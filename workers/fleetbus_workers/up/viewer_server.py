@@ -22,6 +22,7 @@ from fleetbus.bus.nats.server import run_server
 from fleetbus.config.run_folder import RunFolder
 from fleetbus.errors import UserError
 from fleetbus.files import replace_file
+from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import FINISHED, REFUSED
 from fleetbus_workers.up.lock import is_held, lock_run
 from fleetbus_workers.up.run import find_free_port
@@ -112,7 +113,7 @@ def _is_unwatched(folder: RunFolder) -> bool:
 def main(path: str) -> int:
     """Exit status 2 if another serves the files already."""
     try:
-        anyio.run(serve_viewers, RunFolder(Path(path)), backend_options={"use_uvloop": True})
+        run_async(serve_viewers, RunFolder(Path(path)))
     except UserError as error:
         print(f"fleetbus: {error}", file=sys.stderr)  # noqa: T201
         return REFUSED

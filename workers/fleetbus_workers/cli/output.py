@@ -1,0 +1,46 @@
+"""What commands print: JSON, and tables as wide as a terminal; elsewhere as wide as they are: a row is a line for grep."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+import msgspec
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+F = TypeVar("F", bound=Callable[..., object])
+
+UNBROKEN_WIDTH = 10_000
+"""Wider than any row, in columns."""
+
+
+def json_option(what: str = "") -> Callable[[F], F]:
+    """Decorator: ``--json`` as the argument ``as_json``; ``what`` is printed."""
+    return click.option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON" if what else "Print JSON")
+
+
+def print_json(value: object) -> None:
+    """Print structs and collections as indented JSON."""
+    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def build_table(columns: str, right: str = "") -> Table:
+    """An empty table without lines; ``columns`` and those at the ``right`` edge are separated by commas."""
+    from rich.table import Table
+
+    table = Table(*columns.split(","), box=None, header_style="bold", pad_edge=False)
+    for name in right.split(",") if right else ():
+        table.add_column(name, justify="right")
+    return table
+
+
+def print_table(table: Table) -> None:
+    """Print it."""
+    from fleetbus_workers.terminal import open_console
+
+    width = None if sys.stdout.isatty() else UNBROKEN_WIDTH
+    open_console(highlight=False, markup=False, width=width).print(table)
