@@ -131,3 +131,14 @@ def _is_secret(key: str) -> bool:
 
 def _clean_text(text: str) -> str:
     return redact_formats(strip_credentials(text) if "://" in text else text)
+
+
+@contextmanager
+def suppress_logs() -> Iterator[None]:
+    """Only critical log lines for the length of the block."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)

@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from fleetbus.config.reward_settings import RewardSettings as RewardSettings
 from fleetbus.config.table import Settings
 from fleetbus.config.training_settings import AlgorithmSettings as AlgorithmSettings
 from fleetbus.config.training_settings import LearnerSettings as LearnerSettings
+from fleetbus.config.training_settings import RewardSettings as RewardSettings
 from fleetbus.config.training_settings import TinkerSettings as TinkerSettings
 from fleetbus.config.training_settings import TrainerSettings as TrainerSettings
 

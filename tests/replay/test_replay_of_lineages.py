@@ -15,6 +15,7 @@ import trio.testing
 
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
 from fleetbus.episodes import decode_entries
+from fleetbus.logs import suppress_logs
 from fleetbus.recording import Recording, RecordingHeader
 from fleetbus_schemas import CheckpointStored, LineageStarted, StepTrained, Task, TensorEntry, decode, encode
 from fleetbus_schemas.stored import STORED
@@ -23,7 +24,6 @@ from fleetbus_workers.learner.held_out import find_newest_version, play
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.replay.driver import ReplayContext
 from fleetbus_workers.replay.learner_driver import replay_learner
-from fleetbus_workers.replay.log_suppression import suppress_logs
 from fleetbus_workers.replay.options import Replay
 from fleetbus_workers.replay.report import Report
 from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment

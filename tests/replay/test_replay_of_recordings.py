@@ -239,12 +239,12 @@ def weights_of(recording: Recording) -> list[str]:
 
     import anyio
 
+    from fleetbus.logs import suppress_logs
     from fleetbus.recording.reader import Recording as Kind
     from fleetbus_workers.assembly.trainers import build_trainer_settings
     from fleetbus_workers.learner.torch.trainer import TorchTrainer
     from fleetbus_workers.replay.driver import ReplayContext
     from fleetbus_workers.replay.learner_driver import replay_learner
-    from fleetbus_workers.replay.log_suppression import suppress_logs
 
     assert isinstance(recording, Kind)
     hashes: list[str] = []

@@ -7,7 +7,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.config.reward_settings import RewardSettings
+from fleetbus.config.training_settings import RewardSettings
 from fleetbus.errors import UserError
 from fleetbus_workers.judge.client import Judge
 from fleetbus_workers.judge.failure import JudgeFailed

@@ -9,8 +9,8 @@ import anyio
 import msgspec
 import pytest
 
-from fleetbus.config.reward_settings import RewardSettings
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
+from fleetbus.config.training_settings import RewardSettings
 from fleetbus.episodes import decode_entries
 from fleetbus.recording import Recording, RecordingHeader
 from fleetbus_schemas import EpisodeFinished, StepTrained, Task

@@ -15,7 +15,7 @@ from fleetbus_schemas import ChatMessage, EngineLoad, Heartbeat, SamplingSetting
 from fleetbus_workers.assembly.engines import launch_engine
 from fleetbus_workers.inference.base import EngineFailed, GenerationRequest, RequestRefused
 from fleetbus_workers.inference.openai import OpenAISampler, pool
-from fleetbus_workers.inference.openai.server_load import parse_load
+from fleetbus_workers.inference.openai.model_server import parse_load
 from tests.support.model_server import STOP, ByteCodec, ModelServer, answer, is_unknown, logprob
 from tests.support.openai_sampling import LIMIT_SECONDS, PROMPT, MakeServer, make_request, model_servers, open_sampler, until
 

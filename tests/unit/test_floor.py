@@ -6,8 +6,7 @@ import pytest
 
 from fleetbus.core.floor import NO_FLOOR, merge_floors, refuses_delivery, refuses_request
 from fleetbus.core.lineage import complete_lineages, compute_surviving_steps
-from fleetbus.core.retention import KEPT_CHECKPOINTS, Retention
-from fleetbus.core.session_retention import SessionRetention
+from fleetbus.core.retention import KEPT_CHECKPOINTS, Retention, SessionRetention
 from fleetbus_schemas import (
     CheckpointStored,
     EpisodeFinished,

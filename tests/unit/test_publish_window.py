@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from fleetbus.bus.nats.publish_window import PublishWindow
+from fleetbus.bus.nats.publisher import PublishWindow
 
 
 @pytest.fixture

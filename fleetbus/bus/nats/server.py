@@ -23,7 +23,7 @@ import anyio.abc
 import msgspec
 
 from fleetbus.errors import UserError
-from fleetbus.parent_death import build_parent_death_command
+from fleetbus.python_process import build_parent_death_command
 
 MINIMUM_VERSION = (2, 11)
 """Batched direct gets came with 2.11."""

@@ -15,7 +15,7 @@ from fleetbus.config.settings import AlgorithmSettings, Configuration, TrainerSe
 from fleetbus.core.corrections import kl_k1, kl_penalty
 from fleetbus_workers.assembly.trainers import build_trainer_settings
 from fleetbus_workers.learner.torch.batches import truncate_sequence
-from fleetbus_workers.learner.torch.schedule import compute_learning_rate
+from fleetbus_workers.learner.torch.optimizer import compute_learning_rate
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.weights.delta import write_smaller
 from fleetbus_workers.weights.file import read_weights

@@ -69,7 +69,7 @@ async def evaluate_run(
     """Play ``samples`` episodes of each held-out task. ``ks``: the k of pass@k (1 and ``samples`` unless given);
     ``temperature`` None: the run's. ``environment_work``: what an environment worker does that is started here, unless the
     run's SPEC says it. Raises `UserError`."""
-    from fleetbus_workers.assembly.curriculum import build_curriculum
+    from fleetbus_workers.assembly.learner_parts import build_curriculum
     from fleetbus_workers.learner.held_out import find_newest_version, play
 
     temperature = configuration.episode.temperature if temperature is None else temperature

@@ -10,7 +10,7 @@ from typing import Literal, Self
 
 import msgspec
 
-from fleetbus.thread_wakeup import ThreadWakeup
+from fleetbus.wakeup import ThreadWakeup
 from fleetbus_schemas import EvaluationFinished, Message, StepTrained, WorkerFailed, WorkerStarted
 from fleetbus_workers.overview.progress import Progress
 from fleetbus_workers.up.display import PlainDisplay

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fleetbus_workers.cli.name_validation import validate_name
-from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.options import load_settings, validate_name
 from fleetbus_workers.cli.output import json_option
 from fleetbus_workers.cli.run_options import reach_options
 from fleetbus_workers.event_loop import run_async

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 def _load_work() -> Work:
     from fleetbus.config.run_folder import run_folder
-    from fleetbus_workers.assembly.curriculum import build_curriculum
     from fleetbus_workers.assembly.engines import check_packages
-    from fleetbus_workers.assembly.group_judge import open_group_judge
+    from fleetbus_workers.assembly.learner_parts import build_curriculum, open_group_judge
     from fleetbus_workers.assembly.model import find_model_folder
     from fleetbus_workers.assembly.trainers import build_trainer_settings
     from fleetbus_workers.assembly.vision import check_vision
@@ -73,7 +72,7 @@ async def _train_on_tinker(
 ) -> None:
     from fleetbus.config.run_folder import run_folder
     from fleetbus_workers.assembly.engines import check_packages
-    from fleetbus_workers.assembly.group_judge import open_group_judge
+    from fleetbus_workers.assembly.learner_parts import open_group_judge
     from fleetbus_workers.assembly.model import find_model_folder
     from fleetbus_workers.learner.tinker import TinkerTrainer
     from fleetbus_workers.learner.worker import run_learner

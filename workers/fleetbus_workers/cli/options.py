@@ -165,3 +165,14 @@ def _find_section(parameter: click.Parameter) -> str:
     if not isinstance(parameter, SettingOption) or parameter.setting.name in SHORT_FLAGS:
         return "Options"
     return f"Settings of {parameter.setting.table}"
+
+
+def validate_name(kind: str, name: str) -> str:
+    """``name`` unchanged if it can be a token of a subject; raises `UserError` that names ``kind``."""
+    from fleetbus.errors import UserError
+    from fleetbus_schemas.subjects import InvalidName, check_name
+
+    try:
+        return check_name(kind, name)
+    except InvalidName as error:
+        raise UserError(str(error)) from error

@@ -20,8 +20,7 @@ import click
 
 from fleetbus.errors import is_bad_input, is_taken_over
 from fleetbus_workers.assembly.work import Work, import_work, serve_role
-from fleetbus_workers.cli.name_validation import validate_name
-from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.options import load_settings, validate_name
 from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import CRASHED, FINISHED, INTERRUPTED
 from fleetbus_workers.run_access.server_address import generate_worker_name, resolve_server_url

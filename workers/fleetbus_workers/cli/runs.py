@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fleetbus_workers.cli.name_validation import validate_name
-from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.options import load_settings, validate_name
 from fleetbus_workers.cli.output import build_table, json_option, print_json
 from fleetbus_workers.exit_status import FINISHED
 

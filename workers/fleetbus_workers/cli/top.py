@@ -56,11 +56,11 @@ def command(run: str | None, once: bool, as_json: bool, stall: float, nats_http:
 async def _watch(
     configuration: Configuration, *, once: bool, as_json: bool, stall_seconds: float, nats_http: Callable[[], str | None]
 ) -> int:
+    from fleetbus.logs import suppress_logs
     from fleetbus_schemas import Subjects
     from fleetbus_workers.overview.jetstream import fetch_server_view
     from fleetbus_workers.overview.run_observer import RunObserver
     from fleetbus_workers.overview.state import RunState
-    from fleetbus_workers.replay.log_suppression import suppress_logs
     from fleetbus_workers.top.view import build_facts
     from fleetbus_workers.watchdog import find_stalls
 

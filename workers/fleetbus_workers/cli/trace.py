@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import click
 
-from fleetbus_workers.cli.name_validation import validate_name
-from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.options import load_settings, validate_name
 from fleetbus_workers.cli.output import json_option
 from fleetbus_workers.cli.run_options import archive_option, reach_options, source_argument
 from fleetbus_workers.event_loop import call_on_signal, run_async

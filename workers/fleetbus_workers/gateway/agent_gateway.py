@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from socket import socket
+from typing import Any
 
 import anyio
 import msgspec
@@ -18,18 +19,20 @@ import structlog
 
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
+from fleetbus.episodes import read_answered_observations, read_episode_state, read_turns
 from fleetbus.errors import UserError
 from fleetbus.requests import Requests
 from fleetbus.tasks import load_dataset
-from fleetbus_schemas import EpisodeRequested, Subjects, Task
+from fleetbus_schemas import EpisodeRequested, Subjects, Task, decode
+from fleetbus_schemas.tokens import unpack_ids, unpack_logprobs
 from fleetbus_workers.environment.adapters.agent.elsewhere import ElsewhereEnvironment
 from fleetbus_workers.environment.adapters.agent.sessions import KeyRefused, TooManyCalls
+from fleetbus_workers.environment.episode.segments import Placement
 from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits
 from fleetbus_workers.environment.worker import run_environment
 from fleetbus_workers.gateway.agent_app import Gateway, build_agent_application
 from fleetbus_workers.gateway.agent_keys import SessionKeys, read_secret
 from fleetbus_workers.gateway.agent_sessions import OWN_PREFIX, AgentSessions
-from fleetbus_workers.gateway.agent_trajectories import read_trajectory
 from fleetbus_workers.serving.browser_guard import GuardSettings
 from fleetbus_workers.serving.serve import serve
 
@@ -141,3 +144,43 @@ def check_configuration(configuration: Configuration) -> None:
     }
     if wrong := [setting for setting, is_set in changed.items() if is_set]:
         raise UserError(f"an agent decides about its context itself: leave out {', '.join(wrong)}")
+
+
+async def read_trajectory(bus: Bus, subjects: Subjects, pool: str, episode: str) -> dict[str, Any] | None:
+    """None for an episode that nobody asked for, or that has left the log. ``prompt_ids`` are what a turn's messages became,
+    ``sampled_ids`` and ``logprobs`` what the policy said; a turn continues the ids of its ``segment``."""
+    stored = await bus.last(subjects.task(pool, episode))
+    if stored is None:
+        return None
+    request = decode(EpisodeRequested, stored.payload, subject=stored.subject)
+    state = await read_episode_state(bus, subjects, episode)
+    turns = await read_turns(bus, subjects, episode, state)
+    observed = await read_answered_observations(bus, subjects, request.policy, episode, turns)
+    shown = []
+    for turn in turns:
+        action, asked = turn.action, observed.get(turn.action.turn)
+        shown.append(
+            {
+                "turn": action.turn,
+                "segment": action.segment,
+                "origin": None if asked is None else msgspec.to_builtins(Placement.of(asked).origin),
+                "messages": [] if asked is None else msgspec.to_builtins(asked.messages),
+                "tools": [] if asked is None else msgspec.to_builtins(asked.tools),
+                "text": action.text,
+                "tool_calls": msgspec.to_builtins(action.tool_calls),
+                "prompt_ids": unpack_ids(action.prompt_delta),
+                "sampled_ids": unpack_ids(action.sampled),
+                "logprobs": unpack_logprobs(action.logprobs),
+                "versions": [span.version for span in action.versions],
+            }
+        )
+    result = state.result
+    return {
+        "id": episode,
+        "task_key": request.task.key,
+        "split": request.split,
+        "attempts": state.attempts,
+        "turns": shown,
+        "outcome": None if result is None else result.outcome,
+        "reward": None if result is None else result.reward,
+    }

@@ -18,8 +18,8 @@ from fleetbus_schemas import PolicyPublished
 from fleetbus_workers.images.model_folder import has_vision
 from fleetbus_workers.weights.adapters import WEIGHTS_NAME as ADAPTER_NAME
 from fleetbus_workers.weights.adapters import check_adapters, has_adapters, write_configuration
-from fleetbus_workers.weights.companions import copy_companions
 from fleetbus_workers.weights.file import WeightsRejected, read_weights
+from fleetbus_workers.weights.names import copy_companions
 
 WEIGHTS_NAME = "model.safetensors"
 CONFIGURATION = "config.json"

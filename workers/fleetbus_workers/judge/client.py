@@ -18,7 +18,7 @@ import anyio.to_thread
 import httpx
 import structlog
 
-from fleetbus.config.reward_settings import RewardSettings
+from fleetbus.config.training_settings import RewardSettings
 from fleetbus.files import replace_file
 from fleetbus_workers.bounded_http import bound
 from fleetbus_workers.judge.failure import JudgeFailed

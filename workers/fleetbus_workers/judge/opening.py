@@ -16,7 +16,7 @@ from fleetbus.core.reward_components import parse_weights
 from fleetbus.errors import UserError
 
 if TYPE_CHECKING:
-    from fleetbus.config.reward_settings import RewardSettings
+    from fleetbus.config.training_settings import RewardSettings
     from fleetbus_workers.judge.client import Judge
 
 KEY = "JUDGE_API_KEY"

@@ -246,3 +246,12 @@ def _decode_entry(subject: str, payload: bytes) -> BookEntry | None:
         return None
     assert isinstance(entry, BookEntry)
     return entry
+
+
+LINEAGE_TABLES = ("episode", "limits", "learner", "algorithm", "trainer", "evaluation")
+"""Tables whose settings the log keeps with each lineage."""
+
+
+def select_lineage_settings(configuration: Configuration) -> dict[str, dict[str, bool | int | float | str]]:
+    """The tables that decide what a learner asks for, trains and publishes, for a replay; none of them holds a secret."""
+    return {table: msgspec.to_builtins(getattr(configuration, table)) for table in LINEAGE_TABLES}

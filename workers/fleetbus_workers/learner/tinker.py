@@ -25,7 +25,7 @@ from fleetbus_workers.learner.checkpoints import STATE, WEIGHTS
 from fleetbus_workers.learner.minibatches import split_minibatches
 from fleetbus_workers.learner.tinker_batches import TinkerMetrics, build_datum_arrays
 from fleetbus_workers.tinker_service import SamplerPath, format_error
-from fleetbus_workers.weights.companions import copy_companions
+from fleetbus_workers.weights.names import copy_companions
 
 if TYPE_CHECKING:
     from fleetbus.config.settings import LearnerSettings, TinkerSettings

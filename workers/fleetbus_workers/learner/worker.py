@@ -37,10 +37,14 @@ from fleetbus_workers.learner.disk_full import retry_while_disk_full
 from fleetbus_workers.learner.evaluation import Evaluations
 from fleetbus_workers.learner.group_judge import GroupJudge
 from fleetbus_workers.learner.journal import FencedAppender
-from fleetbus_workers.learner.lineage_settings import select_lineage_settings
 from fleetbus_workers.learner.pool import GroupPool, compute_max_replaced
 from fleetbus_workers.learner.publication import Publication
-from fleetbus_workers.learner.resume import ResumePoint, read_requests_from_floor, wait_for_resume_point
+from fleetbus_workers.learner.resume import (
+    ResumePoint,
+    read_requests_from_floor,
+    select_lineage_settings,
+    wait_for_resume_point,
+)
 from fleetbus_workers.learner.signal_log import SignalLog
 from fleetbus_workers.learner.training_digest import train_with_digests
 from fleetbus_workers.weights.store import get_object_store, open_store

@@ -16,8 +16,7 @@ import structlog
 from fleetbus.archive_writer import ArchiveWriter
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.core.floor import NO_FLOOR
-from fleetbus.core.retention import Retention
-from fleetbus.core.session_retention import SessionRetention
+from fleetbus.core.retention import Retention, SessionRetention
 from fleetbus.episodes import read_entry
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
 from fleetbus.runtime import Runtime

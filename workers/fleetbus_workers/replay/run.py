@@ -16,10 +16,10 @@ import msgspec
 
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
+from fleetbus.logs import suppress_logs
 from fleetbus.recording import Recording, load_recording
 from fleetbus.recording.export import restore_files
 from fleetbus_workers.replay.driver import ReplayContext
-from fleetbus_workers.replay.log_suppression import suppress_logs
 from fleetbus_workers.replay.options import Replay, read_configuration
 from fleetbus_workers.replay.progress import Progress
 from fleetbus_workers.replay.recorded_choices import choose_model, find_run_weights, list_files, restrict_recorded_choices

@@ -24,8 +24,7 @@ from fleetbus.bus.base import StreamEntry
 from fleetbus.core.trace_ids import ROOT, build_turn_path, span_id, trace_id
 from fleetbus_schemas import GRADED, Action, AttemptReleased, AttemptStarted, EpisodeFinished, EpisodeRequested, Observation
 from fleetbus_schemas.tokens import count_tokens
-from fleetbus_workers.tracing.span import Span, Value
-from fleetbus_workers.tracing.trace import Trace
+from fleetbus_workers.tracing.span import Span, Trace, Value
 
 
 class EpisodeTrace(Trace):

@@ -23,8 +23,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from fleetbus.config.load import strip_credentials
 from fleetbus.errors import UserError
-from fleetbus_workers.tracing.resource import SCOPE, build_resource_attributes
-from fleetbus_workers.tracing.span import Span, SpansRefused
+from fleetbus_workers.tracing.span import SCOPE, Span, SpansRefused, build_resource_attributes
 
 PATH = "/v1/traces"
 MAX_REASON_CHARACTERS = 300

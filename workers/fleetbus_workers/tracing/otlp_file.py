@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 
 from fleetbus.errors import UserError
-from fleetbus_workers.tracing.resource import SCOPE, build_resource_attributes
-from fleetbus_workers.tracing.span import Span, SpansRefused, Value
+from fleetbus_workers.tracing.span import SCOPE, Span, SpansRefused, Value, build_resource_attributes
 
 INTERNAL = 1
 ERROR = 2

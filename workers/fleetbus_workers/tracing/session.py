@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from fleetbus.bus.base import StreamEntry
 from fleetbus.core.trace_ids import ROOT, build_call_path, compute_session_trace_id
 from fleetbus_schemas import SessionClaimed, SessionEnded, SessionRecorded
-from fleetbus_workers.tracing.span import Span, Value
-from fleetbus_workers.tracing.trace import Trace
+from fleetbus_workers.tracing.span import Span, Trace, Value
 
 
 class SessionTrace(Trace):

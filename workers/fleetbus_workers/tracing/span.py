@@ -1,4 +1,4 @@
-"""A span before it is OpenTelemetry's: what the fold makes and the sinks write."""
+"""A span before it is OpenTelemetry's: what the fold makes, by paths that never change, and the sinks write."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
+
+from fleetbus.core.trace_ids import span_id
+from fleetbus.recording.writer import read_fleetbus_version
 
 Value = str | int | float | bool | tuple[str, ...] | tuple[int, ...]
 
@@ -42,3 +45,52 @@ class SpanSink(Protocol):
 
 class SpansRefused(Exception):
     """Spans were refused; the message names the receiver and the reason."""
+
+
+class Trace:
+    """Spans of one trace. ``common`` are the attributes of every span; ``_sequence`` is the entry that is being taken in."""
+
+    def __init__(self, trace_id: int, sequence: int, common: dict[str, Value]) -> None:
+        self.trace_id = trace_id
+        self._sequence = sequence
+        self._common = common
+
+    def _span(
+        self,
+        name: str,
+        path: str,
+        parent: str,
+        start_ns: int,
+        end_ns: int,
+        *,
+        role: str = "environment",
+        worker: str = "",
+        error: str = "",
+        about: Mapping[str, Value] = {},
+        links: tuple[tuple[int, int], ...] = (),
+    ) -> Span:
+        own: dict[str, Value] = {**self._common, "fleetbus.worker": worker} if worker else self._common
+        return Span(
+            trace_id=self.trace_id,
+            span_id=span_id(self.trace_id, path),
+            parent_id=span_id(self.trace_id, parent) if parent else 0,
+            name=name,
+            start_ns=min(start_ns, end_ns),
+            end_ns=end_ns,
+            sequence=self._sequence,
+            role=role,
+            worker=worker,
+            attributes={**own, **about},
+            error=error,
+            links=links,
+        )
+
+
+SCOPE = "fleetbus"
+
+
+def build_resource_attributes(run: str, role: str, worker: str) -> dict[str, str]:
+    """The attributes of a worker's OpenTelemetry resource: a role is a service, a worker one instance of it."""
+    named = {"service.instance.id": worker} if worker else {}
+    about = {"service.name": f"fleetbus-{role}", "service.namespace": "fleetbus", "service.version": read_fleetbus_version()}
+    return about | named | {"fleetbus.run": run}

@@ -6,11 +6,23 @@ names of files, which every engine reads.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+COMPANIONS = (".json", ".jinja", ".txt", ".model")
+"""Suffixes of what lies beside the weights in a model folder; an index of weights belongs to the weights."""
+
+
+def copy_companions(model: Path, folder: Path) -> None:
+    """Copy what lies beside the weights, as configuration and tokenizer, from one folder into another. Raises `OSError`."""
+    for file in model.iterdir():
+        if file.suffix in COMPANIONS and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, folder / file.name)
 
 
 def has_other_names(model: Any) -> bool:

@@ -21,10 +21,9 @@ from fleetbus_schemas import EngineLoad, PolicyPublished
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused, list_distorting
 from fleetbus_workers.inference.openai.capability_probe import probe
 from fleetbus_workers.inference.openai.dialects import NOT_STANDARD, ServerCall
-from fleetbus_workers.inference.openai.model_server import ModelServer, ServerFailed
+from fleetbus_workers.inference.openai.model_server import ModelServer, ServerFailed, merge_loads
 from fleetbus_workers.inference.openai.partial_generation import PartialGeneration
 from fleetbus_workers.inference.openai.pool import ServerPool, build_weight_label
-from fleetbus_workers.inference.openai.server_load import merge_loads
 from fleetbus_workers.inference.weight_folders import WeightFolders
 from fleetbus_workers.weights.adapters import has_adapters
 from fleetbus_workers.weights.file import WeightsRejected

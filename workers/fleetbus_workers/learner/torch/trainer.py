@@ -41,12 +41,11 @@ from fleetbus_workers.learner.torch.forward import (
     find_head,
 )
 from fleetbus_workers.learner.torch.loss import LossMetrics, SampledTokens, Totals, compute_loss
-from fleetbus_workers.learner.torch.optimizer import build_optimizer, collect_state, prepare_moments
-from fleetbus_workers.learner.torch.schedule import compute_learning_rate
+from fleetbus_workers.learner.torch.optimizer import build_optimizer, collect_state, compute_learning_rate, prepare_moments
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.sharding import gather_tensor, init_shards, resolve_device
 from fleetbus_workers.learner.torch.token_scores import Scores
-from fleetbus_workers.weights.companions import copy_companions
+from fleetbus_workers.weights.names import copy_companions
 
 if TYPE_CHECKING:
     from fleetbus.core.objectives import Objective

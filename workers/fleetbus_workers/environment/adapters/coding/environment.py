@@ -20,10 +20,10 @@ from fleetbus.core.prompts import (
 )
 from fleetbus.core.tool_calls import final_answer, is_done
 from fleetbus_schemas import Action, ChatMessage, Task, ToolOutput, ToolSpec
-from fleetbus_workers.environment.adapters.common.code_calls import extract_source
 from fleetbus_workers.environment.adapters.common.tool_results import (
     answer_first_call,
     build_tool_messages,
+    extract_source,
     is_final_answer,
     read_final_answer,
 )

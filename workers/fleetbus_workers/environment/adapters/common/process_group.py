@@ -15,7 +15,7 @@ from typing import IO, Self
 import anyio
 from anyio.abc import Process
 
-from fleetbus.parent_death import build_parent_death_command
+from fleetbus.python_process import build_parent_death_command
 from fleetbus_workers.environment.base import EnvironmentFailed
 
 STOP_SECONDS = 5.0

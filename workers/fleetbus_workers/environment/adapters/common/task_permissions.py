@@ -15,7 +15,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import EnvironmentSettings
+from fleetbus.errors import UserError
 from fleetbus_workers.environment.base import EnvironmentFailed
 
 _PATH = re.compile(r"[/\\\0]|^~|^\.\.?$")
@@ -103,3 +105,18 @@ def _is_below(url: str, listed: str) -> bool:
 
 def _split(text: str) -> tuple[str, ...]:
     return tuple(filter(None, map(str.strip, text.split(","))))
+
+
+def check_http_address(spec: str, url: str, *, example: str, secret: str) -> None:
+    """Raises `UserError` that shows ``spec`` without its credentials, and an ``example``, if ``url`` is no HTTP address, or has
+    a password: specs are shown and stored. ``secret`` is the environment variable that takes one instead."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        valid = False
+    if not valid or any(character.isspace() for character in url):
+        shown, address = strip_credentials(spec), strip_credentials(url)
+        raise UserError(f"environment {shown!r}: {address!r} is not an address such as {example}")
+    if parts.username or parts.password:
+        raise UserError(f"the address of {parts.hostname} must not hold a password: set {secret} instead")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import msgspec
 
-from fleetbus.core.prompts import format_error
+from fleetbus.core.prompts import format_error, format_further_calls, format_unknown_tool
 from fleetbus.core.reasoning import remove_reasoning
-from fleetbus.core.tool_calls import final_answer
-from fleetbus_schemas import Action, ChatMessage, Image, Text, ToolCall
+from fleetbus.core.tool_calls import final_answer, parse_tool_calls
+from fleetbus_schemas import Action, ChatMessage, Image, Text, ToolCall, ToolSpec
 from fleetbus_workers.environment.base import Step
 
 CUT_RESPONSE = format_error("the response was cut at its limit of tokens: answer more briefly")
@@ -51,3 +52,22 @@ def read_final_answer(action: Action) -> str:
 
 def _build_result(call: ToolCall, content: Content) -> ChatMessage:
     return ChatMessage(role="tool", content=content, tool_call_id=call.id, name=call.name)
+
+
+def extract_source(action: Action, tool: ToolSpec, fenced: re.Pattern[str], missing: str) -> tuple[str | None, str, str]:
+    """The only argument of the first call of ``tool``, or the first block that ``fenced`` finds; the message if there is none,
+    ``missing`` where nothing was tried; the notice about what is not run."""
+    (argument,) = tool.parameters["required"]
+    calls = action.tool_calls or parse_tool_calls(action.text).calls
+    if calls:
+        more = format_further_calls(len(calls) - 1) if len(calls) > 1 else ""
+        if calls[0].name != tool.name:
+            return None, format_unknown_tool(calls[0].name, (tool,)), more
+        source = calls[0].arguments.get(argument)
+        if not isinstance(source, str) or "\0" in source:
+            return None, format_error(f'{tool.name} needs "{argument}", a text'), more
+        return source, "", more
+    blocks = fenced.findall(action.text)
+    if blocks:
+        return blocks[0], "", format_further_calls(len(blocks) - 1) if len(blocks) > 1 else ""
+    return None, missing, ""

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task, ToolCall
-from fleetbus_workers.environment.adapters.common.addresses import check_http_address
+from fleetbus_workers.environment.adapters.common.task_permissions import check_http_address
 from fleetbus_workers.environment.adapters.fleet.api import DEFAULT_BASE_URL
 from fleetbus_workers.environment.adapters.fleet.connection import COMPUTER, SCREEN_MODALITIES, FleetConnection
 from fleetbus_workers.environment.adapters.fleet.grader import PlatformGrader

@@ -21,10 +21,10 @@ from fleetbus.core.prompts import (
 from fleetbus.core.tool_calls import is_done
 from fleetbus.harbor import HarborStep, HarborTask, Healthcheck
 from fleetbus_schemas import Action, ChatMessage, Task, ToolOutput, ToolSpec
-from fleetbus_workers.environment.adapters.common.code_calls import extract_source
 from fleetbus_workers.environment.adapters.common.tool_results import (
     answer_first_call,
     build_tool_messages,
+    extract_source,
     is_final_answer,
 )
 from fleetbus_workers.environment.adapters.harbor.box import SOLUTION, Box, CommandResult

@@ -18,7 +18,7 @@ from fleetbus.config.load import strip_credentials
 from fleetbus.errors import UserError
 from fleetbus.user_code import load_callable
 from fleetbus_schemas import Task
-from fleetbus_workers.environment.adapters.common.addresses import check_http_address
+from fleetbus_workers.environment.adapters.common.task_permissions import check_http_address
 from fleetbus_workers.environment.adapters.mcp.client import ClientConnection, ConnectionHost, open_command, open_server
 from fleetbus_workers.environment.adapters.mcp.connection import Connection, DirectConnection, has_default_lifespan
 from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment, PromptStyle
