@@ -10,11 +10,13 @@ import atexit
 import os
 import threading
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from fleetbus.auth.access import build_access
+from fleetbus.bus.nats import connect
 from fleetbus.client.sessions import Session, SessionClient, sessions
 from fleetbus_schemas import Subjects
 
@@ -65,11 +67,6 @@ def _connect(url: str, run: str) -> SharedClient:
 
 def open_client(portal: BlockingPortal, url: str, run: str) -> AbstractContextManager[SessionClient]:
     """A client on the portal's loop; where the server wants a key, that of a gateway out of the folder `AUTH_VARIABLE`."""
-    from contextlib import asynccontextmanager
-
-    from fleetbus.auth.access import build_access
-    from fleetbus.bus.nats import connect
-
     access = build_access("gateway", os.environ.get(AUTH_VARIABLE, ""), run)
 
     @asynccontextmanager

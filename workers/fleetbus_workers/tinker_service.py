@@ -6,14 +6,12 @@ Shared by both, which must not import each other; the SDK is imported only when 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from fleetbus.config.settings import TinkerSettings
 from fleetbus.errors import UserError
-
-if TYPE_CHECKING:
-    from fleetbus.config.settings import TinkerSettings
 
 KEY = "TINKER_API_KEY"
 

@@ -10,24 +10,22 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import msgspec
+from anyio.abc import TaskGroup
 
+from fleetbus.bus.base import Bus
+from fleetbus.config.settings import Configuration
 from fleetbus.core.evaluation_summary import Summary as ResultSummary
 from fleetbus.core.evaluation_summary import summarise_by_environment, summarise_results
 from fleetbus.errors import UserError
 from fleetbus_schemas import Heartbeat, MalformedMessage, Subjects, decode
+from fleetbus_workers.assembly.engines import check_packages
 from fleetbus_workers.assembly.work import Work, import_work
 from fleetbus_workers.run_access.log_access import open_run
 from fleetbus_workers.run_access.server_address import generate_worker_name
-
-if TYPE_CHECKING:
-    from anyio.abc import TaskGroup
-
-    from fleetbus.bus.base import Bus
-    from fleetbus.config.settings import Configuration
 
 HEARD_SECONDS = 5.0
 """Workers beat every two seconds; who is silent for this long is not there."""
@@ -134,8 +132,6 @@ def start_missing_roles(
     environment_work: Work | None = None,
 ) -> None:
     """Workers for a run that has none; of one that has only some, the missing kind is named. Raises `UserError`."""
-    from fleetbus_workers.assembly.engines import check_packages
-
     missing = {"environment", "inference"} - live_roles
     if not missing:
         return

@@ -19,6 +19,7 @@ import structlog
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import is_bad_input, is_taken_over, iterate_leaves
 from fleetbus_workers.api.environment_object import ObjectFactory
+from fleetbus_workers.assembly.environment_work import work_with
 from fleetbus_workers.assembly.work import serve_role
 from fleetbus_workers.exit_status import CRASHED, FINISHED, REFUSED
 from fleetbus_workers.up.process_plans import DRAIN_SECONDS, STOP_LIMITS_SECONDS
@@ -119,6 +120,4 @@ def build_environment_plan(
 async def _work(
     make_factory: Callable[[], ObjectFactory], configuration: Configuration, url: str, name: str, drain: anyio.Event
 ) -> None:
-    from fleetbus_workers.assembly.environment_work import work_with
-
     await serve_role("environment", partial(work_with, make_factory()), configuration, name, url, drain)

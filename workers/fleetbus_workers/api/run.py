@@ -17,6 +17,7 @@ from fleetbus_workers.api.arguments import EnvironmentArgument, RunArguments, Ta
 from fleetbus_workers.api.evaluation import Evaluation, evaluate_run
 from fleetbus_workers.api.events import Event
 from fleetbus_workers.api.own_loop import run_in_own_loop
+from fleetbus_workers.api.reader import open_configured_run
 from fleetbus_workers.api.run_thread import RunThread
 from fleetbus_workers.up.summary_builder import Summary
 
@@ -138,8 +139,6 @@ class Run:
 
     async def episodes(self) -> list[EpisodeRow]:
         """One row per episode so far, in the order of their requests; also after the run has ended."""
-        from fleetbus_workers.api.reader import open_configured_run
-
         reader = open_configured_run(self._thread.configuration)
         return await run_in_own_loop(reader.read_episodes)
 

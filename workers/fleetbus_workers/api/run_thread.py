@@ -25,6 +25,7 @@ from fleetbus_workers.api.arguments import RunArguments, write_tasks_file
 from fleetbus_workers.api.environment_object import ObjectFactory
 from fleetbus_workers.api.events import Event, EventDisplay, EventLog
 from fleetbus_workers.api.local_worker import build_environment_plan
+from fleetbus_workers.assembly.environment_work import work_with
 from fleetbus_workers.assembly.work import Work
 from fleetbus_workers.overview.progress import Progress
 from fleetbus_workers.up.command import (
@@ -133,8 +134,6 @@ class RunThread:
         factory, configuration = self.arguments.factory, self.configuration
 
         async def work(bus: Bus, settings: Configuration, name: str, drain: anyio.Event) -> None:
-            from fleetbus_workers.assembly.environment_work import work_with
-
             await work_with(ObjectFactory(factory, configuration), bus, settings, name, drain)
 
         return work

@@ -16,8 +16,13 @@ import anyio.to_thread
 from fleetbus.config.engine_arguments import parse_engine_arguments
 from fleetbus.config.run_folder import run_folder
 from fleetbus.errors import UserError
+from fleetbus_schemas import ChatMessage
 from fleetbus_workers.assembly.model import find_model_folder
 from fleetbus_workers.assembly.vision import ENGINES_WITH_VISION
+from fleetbus_workers.images.reader import image_reader
+from fleetbus_workers.inference.chat_template import ChatTemplate
+from fleetbus_workers.inference.tinker import TinkerSampler
+from fleetbus_workers.inference.weight_folders import WeightFolders
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
@@ -98,8 +103,6 @@ async def launch_engine(configuration: Configuration, worker: str) -> AsyncItera
             await servers.probe()
             yield servers, template
         case "tinker":
-            from fleetbus_workers.inference.tinker import TinkerSampler
-
             tinker = TinkerSampler(configuration.tinker, max_model_len=settings.max_model_len, slots=settings.max_num_seqs)
             await tinker.open()
             yield tinker, template
@@ -110,7 +113,6 @@ def build_image_source(template: ChatTemplate, bus: Bus, run: str) -> ImageSourc
     processor: ImageProcessor | None = getattr(template, "processor", None)
     if processor is None:
         return None
-    from fleetbus_workers.images.reader import image_reader
     from fleetbus_workers.inference.image_prompts import ImagePrompts
 
     return ImagePrompts(processor, image_reader(bus, run))
@@ -125,8 +127,6 @@ def _load_image_processor(folder: Path) -> ImageProcessor:
 
 
 def _load_template(folder: Path, settings: InferenceSettings, processor: ImageProcessor | None) -> ChatTemplate:
-    from fleetbus_workers.inference.chat_template import ChatTemplate
-
     thinking = {"auto": None, "on": True, "off": False}[settings.thinking]
     if processor is not None:
         from fleetbus_workers.inference.image_template import ImageTemplate
@@ -144,9 +144,7 @@ def _open_torch(folder: Path, settings: InferenceSettings, processor: ImageProce
 
 
 def _open_servers(folder: Path, settings: InferenceSettings, place: Path, template: ChatTemplate) -> OpenAISampler:
-    from fleetbus_schemas import ChatMessage
     from fleetbus_workers.inference.openai import OpenAISampler
-    from fleetbus_workers.inference.weight_folders import WeightFolders
 
     urls = [url.strip() for url in settings.urls.split(",") if url.strip()]
     if any(not url.startswith(("http://", "https://")) for url in urls):

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fleetbus_workers.environment.composed_reward import ComposedRewardFactory
+from fleetbus.config.settings import Configuration
+from fleetbus_workers.environment.composed_reward import AsksJudge, ComposedRewardFactory
 from fleetbus_workers.environment.isolation.verifier import Policy, Verifier, VerifierLimits
 from fleetbus_workers.environment.keyed_specs import build_keyed_factory
 from fleetbus_workers.environment.specs import EnvironmentFactory, build_environment_factory
 from fleetbus_workers.judge.opening import open_judge, read_weights
-
-if TYPE_CHECKING:
-    from fleetbus.config.settings import Configuration
-    from fleetbus_workers.environment.composed_reward import AsksJudge
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
+from fleetbus.auth.access import build_access
 from fleetbus.errors import UserError
 from fleetbus_workers.assembly.environment_work import work
 
@@ -38,7 +39,6 @@ async def host_environments(
 ) -> AsyncIterator[None]:
     """A worker of that name for the length of the body, which begins when it serves; at the end it drains. Raises
     `UserError` where the configuration has no places for sessions."""
-    from fleetbus.auth.access import build_access
     from fleetbus.bus.nats import connect
 
     if not configuration.environment.session_slots:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
 
 import anyio
 
+from fleetbus.bus.base import Bus
+from fleetbus.config.settings import Configuration
 from fleetbus.control import run_until_drained
 from fleetbus_workers.assembly.engines import build_image_source, find_scratch_folder, launch_engine
 from fleetbus_workers.assembly.vision import check_vision, load_local_tasks
+from fleetbus_workers.inference.base import Sampler
+from fleetbus_workers.inference.chat_template import ChatTemplate
 from fleetbus_workers.inference.worker import run_inference
 from fleetbus_workers.weights.fetch import WeightsFetcher
 from fleetbus_workers.weights.store import get_object_store
-
-if TYPE_CHECKING:
-    from fleetbus.bus.base import Bus
-    from fleetbus.config.settings import Configuration
-    from fleetbus_workers.inference.base import Sampler
-    from fleetbus_workers.inference.chat_template import ChatTemplate
 
 
 async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:

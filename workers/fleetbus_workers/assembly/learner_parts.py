@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from fleetbus.config.settings import Configuration
 from fleetbus.core.reward_components import JUDGE
@@ -12,9 +11,6 @@ from fleetbus_workers.environment.adapters.warehouse.tasks import build_held_out
 from fleetbus_workers.judge.opening import open_judge, read_weights
 from fleetbus_workers.learner.curriculum import Curriculum, load_curriculum
 from fleetbus_workers.learner.group_judge import GroupJudge
-
-if TYPE_CHECKING:
-    from fleetbus.config.settings import Configuration
 
 WAREHOUSE_TASKS = 4096
 """Training tasks of the default environment: more than a run of the default length plays."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
+from fleetbus.tasks import load_dataset
 from fleetbus_schemas import Task
-
-if TYPE_CHECKING:
-    from fleetbus.config.settings import Configuration
+from fleetbus_workers.assembly.model import find_model_folder
+from fleetbus_workers.environment.keyed_specs import parse_keyed_specs
+from fleetbus_workers.images.model_folder import has_vision
 
 ENGINES_WITH_VISION = frozenset({"torch", "vllm"})
 TRAINERS_WITH_VISION = frozenset({"torch"})
@@ -56,16 +58,11 @@ def check_vision(
 
 def load_local_tasks(configuration: Configuration) -> list[Task]:
     """The run's tasks if they lie on this machine: a worker that never reads them does not fetch them for a check."""
-    from fleetbus.tasks import load_dataset
-
     tasks = configuration.run.tasks
     return load_dataset(tasks) if tasks and Path(tasks).exists() else []
 
 
 def _check_model(configuration: Configuration, what: str, instead: str) -> None:
-    from fleetbus_workers.assembly.model import find_model_folder
-    from fleetbus_workers.images.model_folder import has_vision
-
     folder = find_model_folder(configuration.run)
     if not has_vision(folder):
         name = configuration.run.model or "that a run starts with"
@@ -74,8 +71,6 @@ def _check_model(configuration: Configuration, what: str, instead: str) -> None:
 
 def _find_image_source(shown: list[str], configuration: Configuration) -> tuple[str, str]:
     """What shows images, and how to do without; empty if nothing does."""
-    from fleetbus_workers.environment.keyed_specs import parse_keyed_specs
-
     if shown:
         names = ", ".join(shown[:MAX_LISTED]) + (f" and {len(shown) - MAX_LISTED} more" if len(shown) > MAX_LISTED else "")
         return f"these tasks show images: {names}", SKIP_HINT

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 
+from fleetbus.auth.access import build_access
+from fleetbus.bus.base import Bus
+from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
-
-if TYPE_CHECKING:
-    from fleetbus.bus.base import Bus
-    from fleetbus.config.settings import Configuration
+from fleetbus_schemas import Subjects
 
 Work = Callable[["Bus", "Configuration", str, anyio.Event], Coroutine[Any, Any, None]]
 """A role's loop: returns when it is finished or, once the event is set, drained."""
@@ -33,10 +33,8 @@ def import_work(load_work: Callable[[], Work]) -> Work:
 
 async def serve_role(role: str, work: Work, configuration: Configuration, name: str, url: str, drain: anyio.Event) -> None:
     """Connect as ``role`` and work until finished or drained. Raises `UserError` if the run is not declared on that server."""
-    from fleetbus.auth.access import build_access
     from fleetbus.bus.nats import connect
     from fleetbus.service_api import Microservice
-    from fleetbus_schemas import Subjects
 
     access = build_access(role, configuration.nats.auth, configuration.run.name)
     run = configuration.run.name

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from fleetbus.errors import UserError
+from fleetbus.recording.reader import RecordingReader
+from fleetbus_schemas import Subjects
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.output import json_option, print_json
 from fleetbus_workers.cli.run_options import archive_option, reach_options, source_argument
 from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.run_access.log_access import is_reachable, open_run
+from fleetbus_workers.run_access.sources import is_recording
 
 if TYPE_CHECKING:
     from fleetbus.config.settings import Configuration
@@ -42,9 +46,6 @@ def command(source: str | None, archive: Path | None, deep: bool, state: Path | 
     Requested = trained + excluded by reason + evaluation + in flight; one result per episode; nothing trained twice; no action
     without an observation. Exit status 0: the audit balances; 1: it does not, with the offending ids.
     """
-    from fleetbus.errors import UserError
-    from fleetbus_workers.run_access.sources import is_recording
-
     if state is not None and (deep or is_recording(source)):
         why = "--deep reads all of it" if deep else f"{source} is a recording"
         raise UserError(f"--state continues the audit of a log, and {why}: leave it out")
@@ -61,8 +62,6 @@ def command(source: str | None, archive: Path | None, deep: bool, state: Path | 
 async def _audit(configuration: Configuration, archive: Path | None, deep: bool, state: Path | None) -> Report:
     from fleetbus.archive import scan_archive, scan_archive_and_log
     from fleetbus.audit import audit_archive, audit_run
-    from fleetbus.errors import UserError
-    from fleetbus_schemas import Subjects
 
     subjects = Subjects(configuration.run.name)
     if archive is not None and not is_reachable(configuration):
@@ -86,9 +85,7 @@ async def _add_proof(report: Report, scan: Scan) -> Report:
 async def _audit_file(file: Path, archive: Path | None, deep: bool) -> tuple[str, Report]:
     """The run that a recording is of, and its books."""
     from fleetbus.audit import audit_recording
-    from fleetbus.errors import UserError
     from fleetbus.recording.export import scan_recording
-    from fleetbus.recording.reader import RecordingReader
 
     if archive is not None:
         raise UserError(f"--archive belongs to a run and not to a recording: leave it out to audit {file}")

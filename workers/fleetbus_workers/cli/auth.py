@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
+from fleetbus.auth.certificates import check_host
+from fleetbus.auth.cluster_config import with_port
+from fleetbus.auth.folder import AuthFolder, WriteResult, write_folder
+from fleetbus.bus.streams import plan_run
+from fleetbus.errors import UserError
+from fleetbus_schemas.subjects import InvalidName, check_name
 from fleetbus_workers.cli.output import json_option
-
-if TYPE_CHECKING:
-    from fleetbus.auth.folder import WriteResult
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
@@ -51,13 +54,6 @@ def init(
     kept, the configuration is replaced: to allow further runs, call it again with all of them. With --route for each
     server of a cluster it writes cluster.conf as well. Needs `pip install 'fleetbus[auth]'`.
     """
-    from fleetbus.auth.certificates import check_host
-    from fleetbus.auth.cluster_config import with_port
-    from fleetbus.auth.folder import AuthFolder, write_folder
-    from fleetbus.bus.streams import plan_run
-    from fleetbus.errors import UserError
-    from fleetbus_schemas.subjects import InvalidName
-
     try:
         plans = [
             plan_run(run, pools=pools or ("default",), policies=policies or ("default",), lanes=lanes)
@@ -80,15 +76,11 @@ def init(
 
 
 def _check_names(names: tuple[str, ...]) -> None:
-    from fleetbus_schemas.subjects import check_name
-
     for name in names:
         check_name("name", name)
 
 
 def _show(written: WriteResult, as_json: bool) -> None:
-    import msgspec
-
     if as_json:
         print(msgspec.json.encode(written).decode())
         return

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from fleetbus_schemas import Subjects
 from fleetbus_workers.cli.options import load_settings, validate_name
 from fleetbus_workers.cli.output import json_option, print_json
 from fleetbus_workers.cli.run_options import reach_options
@@ -44,7 +45,6 @@ def command(episodes: tuple[str, ...], as_json: bool, **values: Any) -> int:
 
 async def _cancel(configuration: Configuration, episodes: Sequence[str]) -> list[CancelResult]:
     from fleetbus.cancel import cancel_episodes
-    from fleetbus_schemas import Subjects
 
     subjects, author = Subjects(configuration.run.name), generate_worker_name("cancel")
     async with open_run(configuration, "cancel") as bus:

@@ -10,7 +10,20 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from fleetbus.blocked_loop import watch_blocked_loop
+from fleetbus.errors import UserError
+from fleetbus.tasks import load_dataset
+from fleetbus.user_code import load_callable
+from fleetbus_schemas import Task
+from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.output import json_option, print_json
+from fleetbus_workers.environment.check.policies import (
+    NO_OPERATION,
+    ORACLE,
+    build_random_policy,
+    build_scripted_policy,
+    find_oracle,
+)
 from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import CRASHED, FINISHED
 
@@ -64,9 +77,7 @@ def command(
     Exit status 0: no failure (there may be warnings); 1: an episode would not be trained, with FILE:LINE; 2: bad input, or a
     server that does not answer.
     """
-    from fleetbus.errors import UserError
     from fleetbus.logs import configure_logs
-    from fleetbus_workers.cli.options import load_settings
 
     configuration = load_settings({**values, "run__environment": (spec,)}, earlier=False).configuration
     configure_logs(configuration.log, role="check")
@@ -83,10 +94,6 @@ def command(
 
 
 def _choose_task(location: str | None, key: str | None) -> Task:
-    from fleetbus.errors import UserError
-    from fleetbus.tasks import load_dataset
-    from fleetbus_schemas import Task
-
     if location is None:
         if key is not None:
             raise UserError("--task names a task of a file: give --tasks, too")
@@ -99,15 +106,6 @@ def _choose_task(location: str | None, key: str | None) -> Task:
 
 
 def _build_policy(name: str, actions: tuple[str, ...], task: Task, seed: int) -> Policy:
-    from fleetbus.errors import UserError
-    from fleetbus_workers.environment.check.policies import (
-        NO_OPERATION,
-        ORACLE,
-        build_random_policy,
-        build_scripted_policy,
-        find_oracle,
-    )
-
     if actions:
         return build_scripted_policy(actions)
     if name == "random":
@@ -120,14 +118,11 @@ def _build_policy(name: str, actions: tuple[str, ...], task: Task, seed: int) ->
             raise UserError(f"task {task.key} has no oracle: put the actions that solve it into its config as `oracle`")
         return build_scripted_policy(texts)
     if ":" in name:
-        from fleetbus.user_code import load_callable
-
         return load_callable(f"--policy {name}", name)
     raise UserError(f"--policy {name}: choose random, {NO_OPERATION}, {ORACLE} or MODULE:FUNCTION")
 
 
 async def _check(configuration: Configuration, spec: str, task: Task, policy: Policy, turns: int) -> CheckReport:
-    from fleetbus.blocked_loop import watch_blocked_loop
     from fleetbus_workers.assembly.environments import open_environments
     from fleetbus_workers.environment.check.report import check_task
 

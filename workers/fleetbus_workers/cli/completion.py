@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import click
+from click.shell_completion import get_completion_class
 
+from fleetbus_workers.cli.program import program
 from fleetbus_workers.exit_status import FINISHED
 
 
@@ -14,10 +16,6 @@ def command(shell: str) -> int:
 
     fish: `fleetbus completion fish > ~/.config/fish/completions/fleetbus.fish`.
     """
-    from click.shell_completion import get_completion_class
-
-    from fleetbus_workers.cli.program import program
-
     kind = get_completion_class(shell)
     assert kind is not None, shell
     print(kind(program, {}, "fleetbus", "_FLEETBUS_COMPLETE").source())

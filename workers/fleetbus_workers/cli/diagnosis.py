@@ -18,10 +18,14 @@ from typing import Literal
 import anyio
 import msgspec
 
+from fleetbus.auth.access import build_access
+from fleetbus.bus.streams import plan_run
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import BusError, UserError
 from fleetbus_workers.event_loop import run_async
+from fleetbus_workers.overview.nats_http import read_nats_server
+from fleetbus_workers.up.checks import check_writable
 
 State = Literal["ok", "warning", "failed"]
 
@@ -152,8 +156,6 @@ def check_disk(folder: Path) -> Finding:
 
 
 def check_run_folder(folder: Path) -> Finding:
-    from fleetbus_workers.up.checks import check_writable
-
     try:
         check_writable(folder)
     except UserError as error:
@@ -175,7 +177,6 @@ async def check_bus(url: str, run: str, auth: str = "") -> list[Finding]:
 
 def check_nats_http(url: str | None, run: str) -> list[Finding]:
     """What the server's own endpoints tell; how to turn them on where they are not known; nothing where there is no server."""
-    from fleetbus_workers.overview.nats_http import read_nats_server
     from fleetbus_workers.top.view import SLOW_BYTES, format_bytes
 
     if url is None:
@@ -214,7 +215,6 @@ def _build_clock_finding(seconds: float | None, run: str) -> Finding:
 async def _measure_own_clock_skew() -> float | None:
     from fleetbus.bus.nats import connect
     from fleetbus.bus.nats.server import run_server
-    from fleetbus.bus.streams import plan_run
 
     with tempfile.TemporaryDirectory() as folder:
         async with run_server(Path(folder), ends_with_parent=True) as server:
@@ -225,7 +225,6 @@ async def _measure_own_clock_skew() -> float | None:
 
 async def _measure_clock_skew(url: str, run: str, auth: str = "") -> float | None:
     """Seconds that the server's clock is ahead of ours; None if the run has no stream there, whose answers tell the time."""
-    from fleetbus.auth.access import build_access
     from fleetbus.bus.nats import connect
 
     async with connect(url, run=run, role="doctor", worker="doctor", **build_access("doctor", auth, run)) as bus:

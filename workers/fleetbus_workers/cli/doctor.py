@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from fleetbus_workers.cli.diagnosis import Finding, diagnose
+from fleetbus_workers.cli.model_diagnosis import diagnose_model
 from fleetbus_workers.cli.options import SettingsCommand, load_settings, settings_options
 from fleetbus_workers.cli.output import json_option, print_json
 from fleetbus_workers.cli.run_options import nats_http_option
 from fleetbus_workers.exit_status import CRASHED, FINISHED
 from fleetbus_workers.run_access.sources import resolve_nats_http
-
-if TYPE_CHECKING:
-    from fleetbus_workers.cli.diagnosis import Finding
 
 _MARKS = {"ok": "ok  ", "warning": "warn", "failed": "FAIL"}
 
@@ -29,14 +28,10 @@ def command(as_json: bool, nats_http: str, **values: Any) -> int:
     starting one. With --model it also says what the chat template of that folder does with tools and reasoning, and shows
     the conversation of three turns that proves it.
     """
-    from fleetbus_workers.cli.diagnosis import diagnose
-
     configuration = load_settings(values).configuration
     findings = diagnose(configuration, resolve_nats_http(configuration, nats_http))
     conversation = ""
     if configuration.run.model:
-        from fleetbus_workers.cli.model_diagnosis import diagnose_model
-
         found, conversation = diagnose_model(configuration)
         findings += found
     ready = all(finding.state != "failed" for finding in findings)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import msgspec
 
+from fleetbus.config.settings import Configuration
+from fleetbus_schemas import Subjects
 from fleetbus_workers.cli.options import load_settings, validate_name
 from fleetbus_workers.cli.output import json_option
 from fleetbus_workers.cli.run_options import reach_options
 from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import REFUSED
 from fleetbus_workers.run_access.log_access import open_run
-
-if TYPE_CHECKING:
-    from fleetbus.config.settings import Configuration
 
 DRAINS, HANGS = 0, 1
 
@@ -43,15 +43,12 @@ def command(workers: tuple[str, ...], as_json: bool, **values: Any) -> int:
 
 async def _drain(configuration: Configuration, workers: Sequence[str]) -> dict[str, str]:
     from fleetbus.cancel import drain_workers
-    from fleetbus_schemas import Subjects
 
     async with open_run(configuration, "drain") as bus:
         return await drain_workers(bus, Subjects(configuration.run.name), workers)
 
 
 def _print(states: dict[str, str], as_json: bool) -> None:
-    import msgspec
-
     if as_json:
         print(msgspec.json.encode(states).decode())
         return

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import anyio
 import click
 
+from fleetbus.auth.access import build_access
+from fleetbus.blocked_loop import watch_blocked_loop
+from fleetbus.bus.base import Bus
+from fleetbus.config.settings import Configuration
+from fleetbus_schemas import Subjects
 from fleetbus_workers.assembly.work import Work
 from fleetbus_workers.cli.options import SettingsCommand, settings_options
 from fleetbus_workers.cli.role import role_options, run_role
 from fleetbus_workers.run_access.server_address import resolve_server_url
 
-if TYPE_CHECKING:
-    import anyio
-
-    from fleetbus.bus.base import Bus
-    from fleetbus.config.settings import Configuration
-
 
 def _load_work() -> Work:
-    from fleetbus.auth.access import build_access
-    from fleetbus.blocked_loop import watch_blocked_loop
     from fleetbus.bus.nats import connect
-    from fleetbus_schemas import Subjects
     from fleetbus_workers.assembly.environment_work import work
     from fleetbus_workers.environment.blocked_loop_report import BlockedLoopReport
 

@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from fleetbus.errors import UserError
+from fleetbus_schemas import Outcome
+from fleetbus_workers.api.tables import build_rows, check_format, list_columns, write_rows
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.output import build_table, json_option, print_json, print_table
 from fleetbus_workers.cli.run_options import archive_option, reach_options, source_and_episode_arguments
+from fleetbus_workers.cli.transcript import build_facts, print_transcript
 from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import FINISHED
+from fleetbus_workers.run_access.sources import is_recording
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,8 +65,6 @@ def command(
     """
     from fleetbus.recording.episodes import EpisodeRow
     from fleetbus_workers.api.reader import open_configured_run
-    from fleetbus_workers.api.tables import build_rows, check_format, list_columns, write_rows
-    from fleetbus_workers.run_access.sources import is_recording
 
     _check_outcome(values["outcome"])
     names = ("outcome", "error", "split", "task", "group", "min_reward", "max_reward", "tool_errors")
@@ -93,9 +96,6 @@ def command(
 
 
 def _check_outcome(name: str | None) -> None:
-    from fleetbus.errors import UserError
-    from fleetbus_schemas import Outcome
-
     known = ("open", *get_args(Outcome))
     if name is not None and name not in known:
         raise UserError(f"unknown outcome {name!r}: choose one of {', '.join(known)}")
@@ -158,8 +158,6 @@ def _print_failures(failures: Sequence[FailureKind], source: str) -> None:
 
 
 def _print_transcript(transcript: Transcript, episode: str, *, tokens: bool, as_json: bool) -> None:
-    from fleetbus_workers.cli.transcript import build_facts, print_transcript
-
     if as_json:
         print_json(build_facts(transcript, tokens=tokens))
     else:

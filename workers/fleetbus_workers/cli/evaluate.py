@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from fleetbus.errors import UserError
+from fleetbus_workers.api.evaluation import Evaluation, evaluate_run
 from fleetbus_workers.cli.options import NumberRange, load_settings
 from fleetbus_workers.cli.output import json_option, print_json
 from fleetbus_workers.cli.run_options import reach_options, run_argument
 from fleetbus_workers.event_loop import run_async
-
-if TYPE_CHECKING:
-    from fleetbus_workers.api.evaluation import Evaluation
 
 
 @click.command("evaluate")
@@ -47,7 +45,6 @@ def command(
     """
     configuration = load_settings({**values, "run__name": run}).configuration
     from fleetbus.logs import configure_logs
-    from fleetbus_workers.api.evaluation import evaluate_run
 
     chosen = _parse_ks(ks, samples)
     configure_logs(configuration.log, run=configuration.run.name, role="evaluate", worker="evaluate")

@@ -12,10 +12,12 @@ import anyio
 import click
 
 from fleetbus.errors import UserError
+from fleetbus_schemas import Heartbeat, Subjects
 from fleetbus_workers.assembly.work import Work
 from fleetbus_workers.cli.options import SECONDS, SECONDS_OR_NONE, SettingsCommand, settings_options
 from fleetbus_workers.cli.role import role_options, run_role
 from fleetbus_workers.run_access.server_address import resolve_server_url
+from fleetbus_workers.weights.store import get_object_store
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
@@ -197,11 +199,9 @@ def _build_gateway_work(host: str, port: int, application: Callable[[Entered, Bu
 
     from fleetbus.client.sessions import sessions
     from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
-    from fleetbus_schemas import Heartbeat, Subjects
     from fleetbus_workers.gateway.images import InMemoryImageStore, build_image_loader
     from fleetbus_workers.serving.listeners import bind, format_host
     from fleetbus_workers.serving.serve import serve
-    from fleetbus_workers.weights.store import get_object_store
 
     if in_process:
         from fleetbus_workers.assembly.hosted_environments import host_environments

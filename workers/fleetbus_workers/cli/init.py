@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import msgspec
 
+from fleetbus.auth.access import build_access
+from fleetbus.bus.streams import RunPlan
+from fleetbus.config.settings import Configuration
 from fleetbus_workers.cli.options import SettingsCommand, load_settings, settings_options
 from fleetbus_workers.cli.output import json_option
 from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.run_access.server_address import generate_worker_name, resolve_server_url
-
-if TYPE_CHECKING:
-    from fleetbus.bus.streams import RunPlan
-    from fleetbus.config.settings import Configuration
 
 
 @click.command("init", cls=SettingsCommand)
@@ -27,7 +27,6 @@ def command(as_json: bool, **values: Any) -> None:
 
 
 async def _declare(configuration: Configuration) -> RunPlan:
-    from fleetbus.auth.access import build_access
     from fleetbus.bus.nats import connect
     from fleetbus_workers.up.process_plans import build_stream_plan
 
@@ -40,8 +39,6 @@ async def _declare(configuration: Configuration) -> RunPlan:
 
 
 def _show(plan: RunPlan, as_json: bool) -> None:
-    import msgspec
-
     if as_json:
         print(msgspec.json.encode(plan).decode())
     else:

@@ -11,7 +11,13 @@ from typing import Any
 import click
 import msgspec
 
+from fleetbus.errors import UserError
+from fleetbus_workers.assembly.engines import check_packages
+from fleetbus_workers.assembly.model import find_model_folder
 from fleetbus_workers.cli.options import SettingsCommand, load_settings, settings_options
+from fleetbus_workers.exit_status import FINISHED
+from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
+from fleetbus_workers.up.plan import load_shape
 
 RATE = 1e-5
 """Learning rate of a pretrained model's fine-tuning, unless one is given."""
@@ -45,12 +51,6 @@ def command(recordings: tuple[Path, ...], output: Path, method: str, **values: A
     preference optimization, each group's better episodes are preferred to its worse ones, more than the model does that is
     trained. Nothing that a recording names is imported or run; its token ids have to be of the model's tokenizer.
     """
-    from fleetbus.errors import UserError
-    from fleetbus_workers.assembly.engines import check_packages
-    from fleetbus_workers.assembly.model import find_model_folder
-    from fleetbus_workers.exit_status import FINISHED
-    from fleetbus_workers.up.plan import load_shape
-
     options = {name: values.pop(name) for name in ("min_reward", "per_task", "beta", "min_gap", "epochs", "batch")}
     _check_options(method)
     loaded = load_settings(values, earlier=False)
@@ -58,8 +58,6 @@ def command(recordings: tuple[Path, ...], output: Path, method: str, **values: A
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("fleetbus learn trains in one process: start it without torchrun")
     check_packages("torch")
-    from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
-
     folder = find_model_folder(configuration.run)
     learner = configuration.learner
     if configuration.run.model and "learner.learning_rate" not in loaded.given:
@@ -73,8 +71,6 @@ def command(recordings: tuple[Path, ...], output: Path, method: str, **values: A
 
 def _check_options(method: str) -> None:
     """Refuse an option of the other method, and numbers that nothing can be compared with."""
-    from fleetbus.errors import UserError
-
     context = click.get_current_context()
     for name in ("min_reward", "beta", "min_gap"):
         if not math.isfinite(context.params[name]):
@@ -87,7 +83,6 @@ def _check_options(method: str) -> None:
 def _learn_by_likelihood(
     recordings: tuple[Path, ...], folder: Path, output: Path, options: dict[str, Any], settings: Any, vocabulary: int, seed: int
 ) -> None:
-    from fleetbus.errors import UserError
     from fleetbus_workers.learner.fine_tuning import fine_tune
     from fleetbus_workers.learner.rejection_sampling import select_rewarded
 
@@ -106,7 +101,6 @@ def _learn_by_likelihood(
 def _learn_by_preference(
     recordings: tuple[Path, ...], folder: Path, output: Path, options: dict[str, Any], settings: Any, vocabulary: int, seed: int
 ) -> None:
-    from fleetbus.errors import UserError
     from fleetbus_workers.learner.preference_pairs import count_pairs, select_pairs
     from fleetbus_workers.learner.preferences import prefer
 

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import anyio.to_thread
 import click
+from anyio.abc import TaskStatus
 
+from fleetbus.config.load import flatten_configuration
+from fleetbus.config.run_folder import run_folder
+from fleetbus.config.settings import Configuration
+from fleetbus.errors import UserError
+from fleetbus.metrics.sinks import Sink, open_sinks
+from fleetbus_schemas import Subjects
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.run_options import nats_http_option, reach_options, run_argument
 from fleetbus_workers.event_loop import call_on_signal, run_async
 from fleetbus_workers.exit_status import FINISHED
+from fleetbus_workers.overview.jetstream import fetch_server_view
 from fleetbus_workers.run_access.log_access import build_driver, open_run
 from fleetbus_workers.run_access.sources import build_address_resolver
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from anyio.abc import TaskStatus
-
-    from fleetbus.config.settings import Configuration
-    from fleetbus.metrics.sinks import Sink
 
 DEFAULT_PORT = 9464
 EVERY_SECONDS = 1.0
@@ -49,8 +50,6 @@ def command(run: str | None, port: int, until_finished: bool, **values: Any) -> 
 
     Prometheus scrapes http://127.0.0.1:9464/metrics. Needs `pip install 'fleetbus[metrics]'`.
     """
-    from fleetbus.errors import UserError
-
     chosen = {name: values.pop(name) for name in ("host", "jsonl", "tensorboard", "wandb", "nats_http")}
     configuration = load_settings({**values, "run__name": run}).configuration
     if port >= 0:
@@ -75,12 +74,7 @@ async def _export(
     nats_http: Callable[[], str | None],
     until_finished: bool,
 ) -> None:
-    from fleetbus.config.load import flatten_configuration
-    from fleetbus.config.run_folder import run_folder
-    from fleetbus.metrics.sinks import open_sinks
-    from fleetbus_schemas import Subjects
     from fleetbus_workers.metrics.collect import collect, iterate_evaluation_values, iterate_step_values
-    from fleetbus_workers.overview.jetstream import fetch_server_view
     from fleetbus_workers.overview.run_observer import RunObserver
     from fleetbus_workers.overview.state import RunState
     from fleetbus_workers.watchdog import find_stalls

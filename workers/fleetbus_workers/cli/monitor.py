@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import click
 
+from fleetbus.config.settings import Configuration
+from fleetbus.errors import UserError
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.run_options import nats_http_option, reach_options, run_argument
 from fleetbus_workers.event_loop import call_on_signal, run_async
 from fleetbus_workers.exit_status import FINISHED
 from fleetbus_workers.run_access.log_access import build_driver, open_run
 from fleetbus_workers.run_access.sources import build_address_resolver
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable
-
-    from fleetbus.config.settings import Configuration
 
 DEFAULT_PORT = 8450
 
@@ -62,8 +60,6 @@ def command(
     The page is live during the run; afterwards it shows the run's files. Ctrl-C ends the server. Needs
     `pip install 'fleetbus[monitor]'`; the page loads nothing from the internet.
     """
-    from fleetbus.errors import UserError
-
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import click
 
+from fleetbus.errors import UserError
+from fleetbus_workers.cli.new_environment import build_files
+
 MOST_CHARS = 64
 
 
@@ -27,9 +30,6 @@ def environment(name: str, sync: bool, folder: Path) -> int:
 
     NAME is in lower case, like a Python module. Existing files are never overwritten.
     """
-    from fleetbus.errors import UserError
-    from fleetbus_workers.cli.new_environment import build_files
-
     if not re.fullmatch(rf"[a-z][a-z0-9_]{{0,{MOST_CHARS - 1}}}", name) or keyword.iskeyword(name):
         shown = name if len(name) <= MOST_CHARS else f"{name[:MOST_CHARS]}..."
         raise UserError(

@@ -6,16 +6,18 @@ Values stay text here; `fleetbus.config.load` converts and checks them, so that 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from fleetbus.config.fields import Setting, tables
-
-if TYPE_CHECKING:
-    from fleetbus.config.load import LoadedConfiguration
+from fleetbus.config.load import LoadedConfiguration, find_default_file, load_configuration
+from fleetbus.config.run_folder import read_earlier_configuration
+from fleetbus.errors import UserError
+from fleetbus_schemas.subjects import InvalidName, check_name
 
 SHORT_FLAGS = {
     "run.name": "--run",
@@ -107,11 +109,6 @@ def settings_options(*names: str) -> Callable[[F], F]:
 def load_settings(values: dict[str, Any], *, earlier: bool = True) -> LoadedConfiguration:
     """The effective configuration for the flags that click collected, on top of what the run was last started with, unless
     ``earlier`` is False; raises `UserError`."""
-    import os
-
-    from fleetbus.config.load import find_default_file, load_configuration
-    from fleetbus.config.run_folder import read_earlier_configuration
-
     given = {name: value for name, value in values.items() if _SEPARATOR in name and value not in (None, ())}
     flags = {name.replace(_SEPARATOR, "."): value for name, value in given.items()}
     file = values.get("config") or find_default_file(Path.cwd())
@@ -169,9 +166,6 @@ def _find_section(parameter: click.Parameter) -> str:
 
 def validate_name(kind: str, name: str) -> str:
     """``name`` unchanged if it can be a token of a subject; raises `UserError` that names ``kind``."""
-    from fleetbus.errors import UserError
-    from fleetbus_schemas.subjects import InvalidName, check_name
-
     try:
         return check_name(kind, name)
     except InvalidName as error:

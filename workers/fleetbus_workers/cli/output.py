@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 import msgspec
 
+from fleetbus_workers.terminal import open_console
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -40,7 +42,5 @@ def build_table(columns: str, right: str = "") -> Table:
 
 def print_table(table: Table) -> None:
     """Print it."""
-    from fleetbus_workers.terminal import open_console
-
     width = None if sys.stdout.isatty() else UNBROKEN_WIDTH
     open_console(highlight=False, markup=False, width=width).print(table)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from fleetbus.config.settings import Configuration
+from fleetbus.errors import RequestUnanswered
+from fleetbus_schemas import Subjects
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.run_options import reach_options, run_argument
 from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import REFUSED
 from fleetbus_workers.run_access.log_access import open_run
-
-if TYPE_CHECKING:
-    from fleetbus.config.settings import Configuration
 
 DONE, UNANSWERED = 0, 1
 
@@ -30,8 +30,6 @@ def command(run: str | None, resume: bool, **values: Any) -> int:
 
     Exit status 0: done; 1: the learner does not answer; 2: bad input, or no learner works on the run.
     """
-    from fleetbus.errors import RequestUnanswered
-
     configuration = load_settings({**values, "run__name": run}).configuration
     name = configuration.run.name
     try:
@@ -48,7 +46,6 @@ def command(run: str | None, resume: bool, **values: Any) -> int:
 
 async def _pause(configuration: Configuration, is_paused: bool) -> str | None:
     from fleetbus.cancel import pause_admission
-    from fleetbus_schemas import Subjects
 
     async with open_run(configuration, "pause") as bus:
         return await pause_admission(bus, Subjects(configuration.run.name), is_paused=is_paused)

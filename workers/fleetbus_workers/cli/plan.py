@@ -7,7 +7,15 @@ from typing import Any
 import click
 import msgspec
 
+from fleetbus.errors import UserError
 from fleetbus_workers.cli.options import NumberRange, SettingsCommand, load_settings, settings_options
+from fleetbus_workers.exit_status import CRASHED, FINISHED
+from fleetbus_workers.up.hub_model import find_config
+from fleetbus_workers.up.model_limits import fit_limits
+from fleetbus_workers.up.placement import place_roles
+from fleetbus_workers.up.plan import build_plan, format_plan, load_shape
+from fleetbus_workers.up.profile import fit_machine
+from fleetbus_workers.up.step_time import Device
 
 
 @click.command("plan", cls=SettingsCommand)
@@ -26,15 +34,6 @@ def command(gpus: int, gpu_memory: float, gpu_tflops: float, gpu_bandwidth: floa
     --model is a folder or a Hub id, of which only config.json is read. Settings are those that `up` would choose on such a
     machine, unless they are given. Exit status 1 if something does not fit.
     """
-    from fleetbus.errors import UserError
-    from fleetbus_workers.exit_status import CRASHED, FINISHED
-    from fleetbus_workers.up.hub_model import find_config
-    from fleetbus_workers.up.model_limits import fit_limits
-    from fleetbus_workers.up.placement import place_roles
-    from fleetbus_workers.up.plan import build_plan, format_plan, load_shape
-    from fleetbus_workers.up.profile import fit_machine
-    from fleetbus_workers.up.step_time import Device
-
     loaded = load_settings(values, earlier=False)
     model = loaded.configuration.run.model
     if not model:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import click
+import msgspec
 
+from fleetbus.bus.objects import ObjectMissing, get_content
+from fleetbus.config.load import dump_configuration
+from fleetbus.config.run_folder import run_folder
+from fleetbus.errors import BusError, UserError
+from fleetbus.recording.format import RecordingHeader, compute_message_schema
+from fleetbus.recording.reader import read_header
+from fleetbus.recording.writer import create_recording, read_fleetbus_version
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.output import json_option, print_json
 from fleetbus_workers.cli.run_options import archive_option, reach_options, source_argument
 from fleetbus_workers.event_loop import call_on_signal, run_async
 from fleetbus_workers.exit_status import FINISHED
+from fleetbus_workers.run_access.sources import is_recording, open_source
+from fleetbus_workers.weights.store import get_object_store
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import StreamEntry
@@ -65,9 +76,6 @@ def command(
     content of images is not checked. `fleetbus episodes FILE` shows the content, `fleetbus replay FILE` plays it against a
     worker. Exit status 0: written; 2: bad input, nothing was written.
     """
-    from fleetbus.errors import UserError
-    from fleetbus_workers.run_access.sources import is_recording
-
     choices = {name: values.pop(name) for name in ("episodes", "weights", "keep_secrets", "objects", "max_objects")}
     if follow and is_recording(source):
         raise UserError("--follow needs a reachable run, not a file")
@@ -104,15 +112,9 @@ async def _record(
     objects: bool,
     max_objects: int,
 ) -> dict[str, Any]:
-    import msgspec
-
-    from fleetbus.config.run_folder import run_folder
-    from fleetbus.errors import UserError
     from fleetbus.recording.export import Export
     from fleetbus.recording.objects import add_objects
     from fleetbus.recording.redaction import Redactor, find_environment_secrets
-    from fleetbus.recording.writer import create_recording
-    from fleetbus_workers.run_access.sources import open_source
 
     redactor = None if keep_secrets else Redactor(find_environment_secrets(os.environ))
     async with open_source(source, configuration, archive) as entries_of:
@@ -151,10 +153,6 @@ async def _record(
 
 def _build_object_fetch(source: Source) -> Callable[[str], Awaitable[bytes | None]]:
     """A function that reads objects where the entries came from; None for those that are not there, or do not come in time."""
-    from fleetbus.bus.objects import ObjectMissing, get_content
-    from fleetbus.errors import BusError
-    from fleetbus_workers.weights.store import get_object_store
-
     store = get_object_store(source.bus, source.subjects.run) if source.bus is not None else None
 
     async def fetch(name: str) -> bytes | None:
@@ -186,14 +184,6 @@ class _SequenceTracker:
 
 def _build_header(source: Source, configuration: Configuration, episodes: tuple[str, ...], redacted: bool) -> RecordingHeader:
     import time
-
-    import msgspec
-
-    from fleetbus.config.load import dump_configuration
-    from fleetbus.config.run_folder import run_folder
-    from fleetbus.recording.format import RecordingHeader, compute_message_schema
-    from fleetbus.recording.reader import read_header
-    from fleetbus.recording.writer import read_fleetbus_version
 
     if source.file is not None:
         earlier = read_header(source.file)
@@ -229,8 +219,6 @@ async def _follow(export: Export, source: Source, writer: RecordingWriter, start
 
 def _build_progress_callback(writer: RecordingWriter) -> Callable[[int], None]:
     """On a terminal one line that counts; elsewhere nothing."""
-    import sys
-
     if not sys.stderr.isatty():
         return lambda seen: None
 

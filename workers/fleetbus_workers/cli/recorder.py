@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import click
 
+from fleetbus.bus.base import Bus
+from fleetbus.config.settings import Configuration
 from fleetbus_workers.assembly.work import Work
 from fleetbus_workers.cli.options import SettingsCommand, settings_options
 from fleetbus_workers.cli.role import role_options, run_role
-
-if TYPE_CHECKING:
-    from fleetbus.bus.base import Bus
-    from fleetbus.config.settings import Configuration
 
 
 @click.command("recorder", cls=SettingsCommand)

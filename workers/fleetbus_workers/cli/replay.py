@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from fleetbus.errors import UserError
 from fleetbus_workers.cli.output import json_option, print_json
 from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import CRASHED, FINISHED
@@ -115,7 +116,6 @@ async def _run_replay(
     distinct: bool,
     trust_recording: bool,
 ) -> Report:
-    from fleetbus.errors import UserError
     from fleetbus_workers.replay import Replay, replay_recording
     from fleetbus_workers.replay.progress import Progress
 
@@ -167,8 +167,6 @@ async def _show_progress(progress: Progress, role: str) -> AsyncIterator[None]:
 
 
 def _parse_speed(text: str) -> float | None:
-    from fleetbus.errors import UserError
-
     if text == "max":
         return None
     try:

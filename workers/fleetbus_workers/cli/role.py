@@ -13,21 +13,19 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import anyio
 import click
 
+from fleetbus.config.settings import Configuration
 from fleetbus.errors import is_bad_input, is_taken_over
 from fleetbus_workers.assembly.work import Work, import_work, serve_role
 from fleetbus_workers.cli.options import load_settings, validate_name
 from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import CRASHED, FINISHED, INTERRUPTED
 from fleetbus_workers.run_access.server_address import generate_worker_name, resolve_server_url
-
-if TYPE_CHECKING:
-    from fleetbus.config.settings import Configuration
-
+from fleetbus_workers.up.parent_death import exit_with_parent
 
 COLLECTOR_THRESHOLDS = (20_000, 20, 20)
 """New objects until the youngest are looked at, and so often until the older ones are."""
@@ -51,8 +49,6 @@ def run_role(role: str, load_work: Callable[[], Work], values: dict[str, Any]) -
     validate_name("--name", name)
     url = resolve_server_url(configuration)
     if values.get("supervised"):
-        from fleetbus_workers.up.parent_death import exit_with_parent
-
         exit_with_parent()
     configure_logs(configuration.log, run=configuration.run.name, role=role, worker=name)
     os.environ.setdefault("TQDM_DISABLE", "1")  # a bar for weights that are read in a second is noise in a log

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import click
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def reach_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: where the run is. The values have the names that `fleetbus_workers.cli.options.load_settings` takes."""
-    from pathlib import Path
-
     options = [
         click.option("--nats", "nats__url", metavar="URL", help="Server to use (default: the run's own)"),
         click.option(
@@ -80,8 +77,6 @@ def _choose_run(context: click.Context, _: click.Parameter, value: str | None) -
 
 def archive_option(alone: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: ``--archive DIR`` as the argument ``archive``; ``alone`` is passed in addition."""
-    from pathlib import Path
-
     return click.option(
         "--archive",
         type=click.Path(path_type=Path, file_okay=False, exists=True),

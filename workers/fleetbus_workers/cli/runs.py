@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import anyio
 import click
+import msgspec
 
+from fleetbus.config.run_folder import RunFolder
+from fleetbus.config.settings import Configuration
+from fleetbus.errors import FleetbusError, UserError
+from fleetbus_schemas import CheckpointStored, EvaluationFinished, LineageStarted, StepTrained, Subjects, TrainingFinished
+from fleetbus_schemas.message import decode_any
 from fleetbus_workers.cli.options import load_settings, validate_name
 from fleetbus_workers.cli.output import build_table, json_option, print_json
+from fleetbus_workers.cli.server_runs import list_on_server, print_server_runs, remove_from_server
 from fleetbus_workers.exit_status import FINISHED
-
-if TYPE_CHECKING:
-    from fleetbus.config.settings import Configuration
+from fleetbus_workers.run_access.log_access import open_run
+from fleetbus_workers.terminal import open_console
+from fleetbus_workers.up.lock import is_held
 
 STEP_SECONDS = 3.0
 """For asking the server of a run that is running for its last step."""
@@ -85,11 +94,7 @@ def remove_runs(names: tuple[str, ...], yes: bool, **values: Any) -> int:
     With --nats, remove log, lanes and weights on a server. Exit status 0: removed; 2: a run is unknown or active, and nothing
     was removed.
     """
-    from fleetbus.errors import UserError
-
     if values["nats__url"]:
-        from fleetbus_workers.cli.server_runs import remove_from_server
-
         remove_from_server(load_settings(values, earlier=False).configuration, names, yes=yes)
         return FINISHED
     folder = runs_folder(values)
@@ -109,8 +114,6 @@ def remove_runs(names: tuple[str, ...], yes: bool, **values: Any) -> int:
 
 
 def _list_on_server(as_json: bool, values: dict[str, Any]) -> int:
-    from fleetbus_workers.cli.server_runs import list_on_server, print_server_runs
-
     rows = list_on_server(load_settings(values, earlier=False).configuration)
     if as_json:
         print_json(rows)
@@ -127,13 +130,10 @@ def _is_run(path: Path) -> bool:
 
 def _is_running(path: Path) -> bool:
     """True while an `up` holds the run's lock."""
-    from fleetbus_workers.up.lock import is_held
-
     return is_held(path / "lock")
 
 
 def _describe_run(path: Path) -> dict[str, Any]:
-    from fleetbus.config.run_folder import RunFolder
     from fleetbus_workers.learner.checkpoints import list_checkpoints
 
     run = RunFolder(path)
@@ -161,10 +161,6 @@ def _describe_run(path: Path) -> dict[str, Any]:
 
 def _read_step(path: Path) -> int | None:
     """The last step in the log of a run that `up` drives now; None if its server does not tell in time."""
-    import anyio
-
-    from fleetbus.errors import FleetbusError
-
     settings = {"run__name": path.name, "run__folder": str(path.parent)}
     try:
         return anyio.run(_ask_for_step, load_settings(settings).configuration)
@@ -173,12 +169,6 @@ def _read_step(path: Path) -> int | None:
 
 
 async def _ask_for_step(configuration: Configuration) -> int | None:
-    import anyio
-
-    from fleetbus_schemas import CheckpointStored, EvaluationFinished, LineageStarted, StepTrained, Subjects, TrainingFinished
-    from fleetbus_schemas.message import decode_any
-    from fleetbus_workers.run_access.log_access import open_run
-
     with anyio.fail_after(STEP_SECONDS):
         async with open_run(configuration, "look") as bus:
             subject = Subjects(configuration.run.name).train(configuration.run.policy)
@@ -191,8 +181,6 @@ async def _ask_for_step(configuration: Configuration) -> int | None:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    import msgspec
-
     try:
         content = msgspec.json.decode(file.read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -213,10 +201,6 @@ def _read_stat(folder: str | Path, name: str, field: str) -> Any:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    import datetime
-
-    from fleetbus_workers.terminal import open_console
-
     table = build_table("run,state,changed", right="size,steps,held out")
     for row in rows:
         changed = datetime.datetime.fromtimestamp(row["changed"]).strftime("%Y-%m-%d %H:%M")

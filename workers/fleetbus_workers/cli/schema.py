@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from fleetbus_schemas.asyncapi import build_asyncapi
+from fleetbus_schemas.export import build_json_schema
 from fleetbus_workers.cli.output import print_json
 
 
@@ -12,11 +14,7 @@ from fleetbus_workers.cli.output import print_json
 def command(as_asyncapi: bool) -> None:
     """Print the JSON Schema of every message, or an AsyncAPI 3 document with subjects and senders."""
     if as_asyncapi:
-        from fleetbus_schemas.asyncapi import build_asyncapi
-
         document = build_asyncapi()
     else:
-        from fleetbus_schemas.export import build_json_schema
-
         document = build_json_schema()
     print_json(document)

@@ -6,9 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import click
+import msgspec
 
+from fleetbus.auth.access import build_access
+from fleetbus.errors import UserError
+from fleetbus_schemas.subjects import ALL_HEARTBEATS
 from fleetbus_workers.cli.output import build_table
 from fleetbus_workers.event_loop import run_async
+from fleetbus_workers.run_access.server_address import generate_worker_name
+from fleetbus_workers.terminal import open_console
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,8 +38,6 @@ def remove_from_server(configuration: Configuration, names: Iterable[str], *, ye
 
 
 async def _list(configuration: Configuration) -> list[dict[str, Any]]:
-    import msgspec
-
     from fleetbus.bus.nats.bus import NatsBus
 
     async with _server(configuration) as bus:
@@ -44,7 +48,6 @@ async def _list(configuration: Configuration) -> list[dict[str, Any]]:
 
 async def _remove(configuration: Configuration, names: tuple[str, ...], yes: bool) -> None:
     from fleetbus.bus.nats.bus import NatsBus
-    from fleetbus.errors import UserError
 
     async with _server(configuration) as bus:
         assert isinstance(bus, NatsBus)
@@ -64,9 +67,7 @@ async def _remove(configuration: Configuration, names: tuple[str, ...], yes: boo
 
 
 def _server(configuration: Configuration) -> Any:
-    from fleetbus.auth.access import build_access
     from fleetbus.bus.nats import connect
-    from fleetbus_workers.run_access.server_address import generate_worker_name
 
     access = build_access("init", configuration.nats.auth, configuration.run.name)
     return connect(
@@ -76,8 +77,6 @@ def _server(configuration: Configuration) -> Any:
 
 async def _find_live_runs(bus: Bus) -> set[str]:
     """The runs of whose workers a heartbeat was heard."""
-    from fleetbus_schemas.subjects import ALL_HEARTBEATS
-
     heard: set[str] = set()
     with anyio.move_on_after(LISTEN_SECONDS):
         async with bus.listen(ALL_HEARTBEATS) as listener:
@@ -88,8 +87,6 @@ async def _find_live_runs(bus: Bus) -> set[str]:
 
 
 def print_server_runs(rows: list[dict[str, Any]]) -> None:
-    from fleetbus_workers.terminal import open_console
-
     table = build_table("run,state,changed", right="entries,log,reserved,weights")
     for row in rows:
         sizes = (f"{row[name] / 1e6:.1f} MB" for name in ("bytes", "reserved_bytes", "weights_bytes"))

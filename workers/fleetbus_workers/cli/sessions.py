@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import click
 
+from fleetbus.config.settings import Configuration
+from fleetbus.errors import NoResponders, RequestUnanswered
+from fleetbus_schemas import Heartbeat, MalformedMessage, Subjects, decode
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.output import build_table, json_option, print_json, print_table
 from fleetbus_workers.cli.run_options import reach_options, run_argument
 from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import FINISHED
 from fleetbus_workers.run_access.log_access import open_run
-
-if TYPE_CHECKING:
-    from fleetbus.config.settings import Configuration
 
 LISTEN_SECONDS = 2.5
 """A heartbeat of every living worker comes within this."""
@@ -42,8 +42,6 @@ def command(run: str | None, as_json: bool, limit: int, **values: Any) -> int:
 
 
 async def _list_sessions(configuration: Configuration) -> list[dict[str, Any]]:
-    from fleetbus_schemas import Subjects
-
     subjects = Subjects(configuration.run.name)
     async with open_run(configuration, "operator") as bus:
         held: dict[str, tuple[str, tuple[str, ...]]] = {}
@@ -58,8 +56,6 @@ async def _list_sessions(configuration: Configuration) -> list[dict[str, Any]]:
 
 
 async def _list_workers(bus: Any, subjects: Any) -> list[tuple[str, str]]:
-    from fleetbus_schemas import Heartbeat, MalformedMessage, decode
-
     found: dict[tuple[str, str], None] = {}
     async with bus.listen(subjects.heartbeats) as heartbeats:
         with anyio.move_on_after(LISTEN_SECONDS):
@@ -75,7 +71,6 @@ async def _list_workers(bus: Any, subjects: Any) -> list[tuple[str, str]]:
 
 
 async def _request_sessions(bus: Any, subjects: Any, role: str, worker: str) -> tuple[str, ...] | None:
-    from fleetbus.errors import NoResponders, RequestUnanswered
     from fleetbus_schemas import ControlAnswered, ControlRequested, MalformedMessage, decode, encode
 
     subject = subjects.control(role, worker)

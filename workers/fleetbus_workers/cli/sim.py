@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from fleetbus.errors import UserError
 from fleetbus_workers.exit_status import CRASHED, FINISHED
@@ -127,8 +128,6 @@ def _print_violations(report: Report) -> None:
 
 
 def _print_json(report: Report) -> None:
-    import msgspec
-
     print(msgspec.json.encode(msgspec.structs.replace(report, lines=())).decode())
 
 

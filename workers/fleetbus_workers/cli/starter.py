@@ -7,8 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import click
+import msgspec
 
+from fleetbus.core.splits import split_tasks
+from fleetbus.errors import UserError
+from fleetbus.tasks import load_dataset
+from fleetbus_workers.assembly.model import find_starter_folder
+from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.output import json_option
 
 
@@ -65,23 +72,15 @@ def _show_on_stderr(line: str) -> None:
 
 
 def _print_location(as_json: bool) -> None:
-    from fleetbus_workers.assembly.model import find_starter_folder
-
     print(json.dumps({"folder": str(find_starter_folder())}) if as_json else find_starter_folder())
 
 
 def _check_new(folder: Path) -> None:
-    from fleetbus.errors import UserError
-
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is not empty: name a new folder")
 
 
 def _build(folder: Path, seed: int, vision: bool, report: Callable[[str], None]) -> dict[str, Any]:
-    import msgspec
-
-    from fleetbus.errors import UserError
-
     _check_new(folder)
     build: Callable[..., Any]
     try:
@@ -108,14 +107,6 @@ def _build_for_environment(
     values: dict[str, Any],
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    import anyio
-    import msgspec
-
-    from fleetbus.core.splits import split_tasks
-    from fleetbus.errors import UserError
-    from fleetbus.tasks import load_dataset
-    from fleetbus_workers.cli.options import load_settings
-
     _check_new(folder)
     tasks, _ = split_tasks(load_dataset(location))
     configuration = load_settings({**values, "run__environment": (spec,)}, earlier=False).configuration

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import msgspec
 
+from fleetbus.config.settings import Configuration, EnvironmentSettings, LimitSettings
+from fleetbus.core.splits import split_tasks
+from fleetbus.datasets import redact_location
+from fleetbus.errors import UserError
+from fleetbus.tasks import check_dataset, check_verifiers, list_forgeable_verifiers, load_dataset
+from fleetbus.tasks_output import write_split
+from fleetbus_schemas import Task
 from fleetbus_workers.cli.options import NumberRange
 from fleetbus_workers.cli.output import json_option, print_json
+from fleetbus_workers.environment.keyed_specs import check_tasks_are_served, parse_keyed_specs
 from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import REFUSED
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fleetbus_schemas import Task
 
 SHOWN_PROBLEMS = 20
 LOCATION = click.argument("location", metavar="LOCATION")
@@ -42,8 +47,6 @@ def validate(location: str, specs: tuple[str, ...], as_json: bool) -> int:
     Checks the fields, that keys are unique, that tasks fit into a message, and that verifiers compile. Warns of verifiers whose
     verdict the policy's code could forge; the exit status stays.
     """
-    from fleetbus.tasks import check_dataset, check_verifiers, list_forgeable_verifiers
-
     tasks, problems = check_dataset(location)
     problems += check_verifiers(tasks)
     if specs:
@@ -67,15 +70,9 @@ def check(location: str, parallel: int, seconds: float, boxes: str, as_json: boo
     Exit status 0: all tasks hold; 2: some do not, or cannot be played.
     """
 
-    import msgspec
-
-    from fleetbus.config.settings import Configuration, EnvironmentSettings, LimitSettings
-    from fleetbus.tasks import load_dataset
     from fleetbus_workers.environment.adapters.harbor.check import check_tasks, is_harbor
 
     if not is_harbor(location):
-        from fleetbus.errors import UserError
-
         raise UserError(f"{location}: only Harbor tasks have a solution to be checked: give harbor:DIR")
     settings = Configuration(
         environment=EnvironmentSettings(boxes=boxes, slots=parallel),  # type: ignore[arg-type]
@@ -127,12 +124,6 @@ def split(location: str, output: Path, formats: str, as_json: bool, **choices: A
     A task is always on the same side. To split as Fleet's data preparation does: --eval-ratio 0.2 --max-eval 20 --min-eval 5
     --all-or-none --max-eval-total 96 --max-env-share 0.2.
     """
-    from fleetbus.core.splits import split_tasks
-    from fleetbus.datasets import redact_location
-    from fleetbus.errors import UserError
-    from fleetbus.tasks import load_dataset
-    from fleetbus.tasks_output import write_split
-
     tasks = _select_tasks(load_dataset(location), choices)
     if not tasks:
         raise UserError(f"{redact_location(location)}: no task is left to split; loosen --modality, --env or --difficulty")
@@ -167,9 +158,6 @@ def _select_tasks(tasks: Sequence[Task], choices: dict[str, Any]) -> list[Task]:
 
 
 def _find_unserved(specs: Sequence[str], tasks: Sequence[Task]) -> list[str]:
-    from fleetbus.errors import UserError
-    from fleetbus_workers.environment.keyed_specs import check_tasks_are_served, parse_keyed_specs
-
     try:
         check_tasks_are_served(parse_keyed_specs("\n".join(specs)), tasks)
     except UserError as error:
@@ -200,8 +188,6 @@ def _count_split(train: Sequence[Task], evaluation: Sequence[Task]) -> dict[str,
 
 
 def _print_facts(facts: dict[str, Any], location: str) -> None:
-    from fleetbus.datasets import redact_location
-
     problems, warnings = facts["problems"], [f"warning: {warning}" for warning in facts["warnings"]]
     for lines in (problems, warnings):
         for line in lines[:SHOWN_PROBLEMS]:

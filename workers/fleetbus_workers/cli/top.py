@@ -5,20 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import click
+import msgspec
 
+from fleetbus.config.settings import Configuration
+from fleetbus_schemas import Subjects
 from fleetbus_workers.cli.options import SECONDS, load_settings
 from fleetbus_workers.cli.run_options import nats_http_option, reach_options, run_argument
 from fleetbus_workers.event_loop import run_async
 from fleetbus_workers.exit_status import FINISHED, INTERRUPTED
+from fleetbus_workers.overview.jetstream import fetch_server_view
 from fleetbus_workers.run_access.log_access import build_driver, open_run
 from fleetbus_workers.run_access.sources import build_address_resolver
-
-if TYPE_CHECKING:
-    from fleetbus.config.settings import Configuration
+from fleetbus_workers.terminal import open_console
+from fleetbus_workers.terminal_keys import read_keys
 
 REFRESH_SECONDS = 1.0
 DRAW_SECONDS = 0.5
@@ -57,8 +60,6 @@ async def _watch(
     configuration: Configuration, *, once: bool, as_json: bool, stall_seconds: float, nats_http: Callable[[], str | None]
 ) -> int:
     from fleetbus.logs import suppress_logs
-    from fleetbus_schemas import Subjects
-    from fleetbus_workers.overview.jetstream import fetch_server_view
     from fleetbus_workers.overview.run_observer import RunObserver
     from fleetbus_workers.overview.state import RunState
     from fleetbus_workers.top.view import build_facts
@@ -126,8 +127,6 @@ async def _show(look: Callable[[], Awaitable[dict[str, Any]]], as_json: bool) ->
             _print(await look(), as_json)
     from rich.live import Live
 
-    from fleetbus_workers.terminal import open_console
-    from fleetbus_workers.terminal_keys import read_keys
     from fleetbus_workers.top.view import screen
 
     with read_keys() as keys, Live("", console=open_console(), auto_refresh=False, screen=True) as live:
@@ -139,11 +138,8 @@ async def _show(look: Callable[[], Awaitable[dict[str, Any]]], as_json: bool) ->
 
 def _print(shown: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        import msgspec
-
         print(msgspec.json.encode(shown).decode(), flush=True)
         return
-    from fleetbus_workers.terminal import open_console
     from fleetbus_workers.top.view import screen
 
     open_console().print(screen(shown))

@@ -11,12 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import click
+import msgspec
 
+from fleetbus.errors import UserError
 from fleetbus_workers.cli.options import load_settings, validate_name
 from fleetbus_workers.cli.output import json_option
 from fleetbus_workers.cli.run_options import archive_option, reach_options, source_argument
 from fleetbus_workers.event_loop import call_on_signal, run_async
 from fleetbus_workers.exit_status import FINISHED
+from fleetbus_workers.run_access.sources import is_recording, open_source
+from fleetbus_workers.tracing.otlp_file import FileSink
+from fleetbus_workers.tracing.span import SpansRefused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,8 +70,6 @@ def command(source: str | None, as_json: bool, **values: Any) -> int:
     and the episode or session, so exporting again adds no duplicates. Headers with keys come from OTEL_EXPORTER_OTLP_HEADERS.
     --otlp needs `pip install 'fleetbus[otel]'`. Exit status 2: bad input, or a receiver that accepts nothing.
     """
-    from fleetbus_workers.run_access.sources import is_recording
-
     names = ("otlp", "jsonl", "follow", "episodes", "sessions", "sample", "after", "archive")
     chosen = {name: values.pop(name) for name in names}
     _check_options(source, chosen)
@@ -79,9 +82,6 @@ def command(source: str | None, as_json: bool, **values: Any) -> int:
 
 
 def _check_options(source: str | None, chosen: dict[str, Any]) -> None:
-    from fleetbus.errors import UserError
-    from fleetbus_workers.run_access.sources import is_recording
-
     if not chosen["otlp"] and chosen["jsonl"] is None:
         raise UserError("no output: give --otlp URL or --jsonl FILE")
     if chosen["follow"] and (is_recording(source) or chosen["archive"] or chosen["episodes"] or chosen["sessions"]):
@@ -103,11 +103,8 @@ async def _trace(
     after: int,
     archive: Path | None,
 ) -> TraceSummary:
-    from fleetbus.errors import UserError
-    from fleetbus_workers.run_access.sources import open_source
     from fleetbus_workers.tracing.fold import LogTraces
     from fleetbus_workers.tracing.run import Tracing
-    from fleetbus_workers.tracing.span import SpansRefused
 
     with ExitStack() as stack:
         async with open_source(source, configuration, archive) as opened:
@@ -128,8 +125,6 @@ async def _trace(
 
 
 def _open_sinks(run: str, otlp: str, jsonl: Path | None) -> list[SpanSink]:
-    from fleetbus.errors import UserError
-
     sinks: list[SpanSink] = []
     if otlp:
         try:
@@ -138,8 +133,6 @@ def _open_sinks(run: str, otlp: str, jsonl: Path | None) -> list[SpanSink]:
             raise UserError(f"{error.name} is not installed: pip install 'fleetbus[otel]'") from error
         sinks.append(OtlpSink(otlp, run=run))
     if jsonl is not None:
-        from fleetbus_workers.tracing.otlp_file import FileSink
-
         sinks.append(FileSink(jsonl, run=run))
     return sinks
 
@@ -166,8 +159,6 @@ async def _follow(source: Source, tracing: Tracing) -> None:
 
 
 def _print(written: TraceSummary, as_json: bool) -> None:
-    import msgspec
-
     if as_json:
         print(msgspec.json.encode(written).decode())
         return

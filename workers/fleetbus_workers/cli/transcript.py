@@ -5,6 +5,10 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from fleetbus_schemas.tokens import count_tokens, unpack_ids, unpack_logprobs
+
 if TYPE_CHECKING:
     from fleetbus.core.turn_contexts import TurnContext
     from fleetbus.recording.episodes import Transcript, TranscriptTurn
@@ -64,8 +68,6 @@ def _print_turn(turn: TranscriptTurn, context: TurnContext | None, *, tokens: bo
 
 
 def _print_tokens(action: Action) -> None:
-    from fleetbus_schemas.tokens import count_tokens, unpack_ids, unpack_logprobs
-
     spans = ", ".join(f"version {span.version} for [{span.start}, {span.stop})" for span in action.versions)
     print(f"  {count_tokens(action.prompt_delta)} prompt tokens: {unpack_ids(action.prompt_delta)}")
     print(f"  {count_tokens(action.sampled)} sampled tokens, {spans or 'no version'}, by {action.worker}:")
@@ -82,10 +84,6 @@ def _format_content(message: ChatMessage) -> str:
 
 def build_facts(transcript: Transcript, *, tokens: bool) -> dict[str, Any]:
     """JSON-like: arrays of numbers instead of bytes, and only if ``tokens``."""
-    import msgspec
-
-    from fleetbus_schemas.tokens import unpack_ids, unpack_logprobs
-
     facts: dict[str, Any] = msgspec.to_builtins(transcript, builtin_types=(bytes,))
     for shown, turn in zip(facts["turns"], transcript.turns, strict=True):
         if turn.action is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from fleetbus.core.reward_components import JUDGE, VERIFIER, combine, find_missing
 from fleetbus_schemas import Action, ChatMessage, EpisodeRequested, Task
@@ -22,12 +22,10 @@ from fleetbus_workers.environment.base import (
     TaskEnvironmentFactory,
     Verdict,
 )
+from fleetbus_workers.environment.specs import EnvironmentFactory
 from fleetbus_workers.environment.validation import validate_return
 from fleetbus_workers.judge.failure import JudgeFailed
 from fleetbus_workers.judge.prompts import format_transcript
-
-if TYPE_CHECKING:
-    from fleetbus_workers.environment.specs import EnvironmentFactory
 
 
 class AsksJudge(Protocol):

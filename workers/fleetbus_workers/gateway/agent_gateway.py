@@ -17,6 +17,7 @@ import anyio
 import msgspec
 import structlog
 
+from fleetbus.auth.access import build_access
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
 from fleetbus.episodes import read_answered_observations, read_episode_state, read_turns
@@ -119,7 +120,6 @@ async def run_agent_gateway(
 @asynccontextmanager
 async def open_requests(configuration: Configuration, url: str, name: str) -> AsyncIterator[Requests | None]:
     """What asks for evaluations, on a connection with the operator's rights; None where this machine has no key of its."""
-    from fleetbus.auth.access import build_access
     from fleetbus.bus.nats import connect
 
     run = configuration.run.name

@@ -10,21 +10,19 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import anyio.to_thread
 import msgspec
 
+from fleetbus.config.settings import TinkerSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import PolicyPublished, VersionSpan
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused, list_distorting
 from fleetbus_workers.inference.weight_folders import parse_file_uri
 from fleetbus_workers.tinker_service import SamplerPath, format_error, open_service_client
 from fleetbus_workers.weights.file import WeightsRejected
-
-if TYPE_CHECKING:
-    from fleetbus.config.settings import TinkerSettings
 
 SEED_MASK = (1 << 31) - 1
 UNKNOWN_SETTINGS = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from fleetbus.config.settings import AlgorithmSettings
+from fleetbus.core.objectives import Clip, Objective
 from fleetbus.errors import UserError
 from fleetbus.user_code import describe_error, load_callable
-
-if TYPE_CHECKING:
-    from fleetbus.config.settings import AlgorithmSettings
-    from fleetbus.core.objectives import Objective
 
 ROWS, WIDTH = 3, 5
 
@@ -35,8 +33,6 @@ def load_loss(spec: str) -> Objective:
     `fleetbus.core.objectives` has them. Raises `UserError` unless it gives finite losses of that shape, with a finite gradient
     that is not 0 everywhere."""
     import torch
-
-    from fleetbus.core.objectives import Clip
 
     setting = f"algorithm.loss = {spec}"
     function: Objective = load_callable(setting, spec)

@@ -12,12 +12,13 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import msgspec
 import numpy as np
 
+from fleetbus.config.settings import LearnerSettings, TinkerSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import TensorEntry
 from fleetbus_workers.learner.base import TrainingSequence
@@ -26,9 +27,6 @@ from fleetbus_workers.learner.minibatches import split_minibatches
 from fleetbus_workers.learner.tinker_batches import TinkerMetrics, build_datum_arrays
 from fleetbus_workers.tinker_service import SamplerPath, format_error
 from fleetbus_workers.weights.names import copy_companions
-
-if TYPE_CHECKING:
-    from fleetbus.config.settings import LearnerSettings, TinkerSettings
 
 CALL_SECONDS = 1800.0
 """For one call of the service: a batch of a large model waits its turn there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,10 +12,8 @@ from fleetbus.config.fields import tables
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus.recording import Recording
+from fleetbus_workers.environment.base import Environment
 from fleetbus_workers.replay.compare import LOGPROB_TOLERANCE
-
-if TYPE_CHECKING:
-    from fleetbus_workers.environment.base import Environment
 
 PATIENCE_SECONDS = 60.0
 NEVER_SECONDS = 1e6

@@ -7,16 +7,13 @@ compared.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from fleetbus.core.reward_components import JUDGE, combine, parse_weights
 from fleetbus_schemas import GRADED, EpisodeFinished, StepTrained
 from fleetbus_workers.learner.group_judge import RecordedGroupJudge
-
-if TYPE_CHECKING:
-    from fleetbus_workers.replay.driver import ReplayContext
+from fleetbus_workers.replay.driver import ReplayContext
 
 FAILED = "judge: "
 """What the error of an episode begins with that the judge did not score."""

@@ -14,11 +14,17 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from fleetbus.bus.memory_objects import MemoryObjectStore
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus.logs import suppress_logs
 from fleetbus.recording import Recording, load_recording
 from fleetbus.recording.export import restore_files
+from fleetbus_workers.assembly.engines import build_image_source, launch_engine
+from fleetbus_workers.assembly.environments import open_environments
+from fleetbus_workers.assembly.model import find_model_folder
+from fleetbus_workers.assembly.trainers import build_trainer_settings
+from fleetbus_workers.environment.images.store import build_image_store
 from fleetbus_workers.replay.driver import ReplayContext
 from fleetbus_workers.replay.options import Replay, read_configuration
 from fleetbus_workers.replay.progress import Progress
@@ -63,9 +69,6 @@ async def replay_here(recording: Recording, replay: Replay, progress: Progress) 
 
 
 async def _replay_environment(context: ReplayContext, folder: Path) -> None:
-    from fleetbus.bus.memory_objects import MemoryObjectStore
-    from fleetbus_workers.assembly.environments import open_environments
-    from fleetbus_workers.environment.images.store import build_image_store
     from fleetbus_workers.replay.environment_driver import replay_environment
     from fleetbus_workers.replay.recorded_judge import find_recorded_judge
 
@@ -85,7 +88,6 @@ async def _replay_environment(context: ReplayContext, folder: Path) -> None:
 
 
 async def _replay_inference(context: ReplayContext, folder: Path) -> None:
-    from fleetbus_workers.assembly.engines import build_image_source, launch_engine
     from fleetbus_workers.replay.inference_driver import replay_inference
 
     options, configuration = context.options, context.configuration
@@ -116,7 +118,6 @@ async def _replay_learner(context: ReplayContext, folder: Path) -> None:
 
 
 def _make_trainer(context: ReplayContext, configuration: Configuration) -> Trainer:
-    from fleetbus_workers.assembly.trainers import build_trainer_settings
     from fleetbus_workers.learner.torch.trainer import TorchTrainer
 
     return TorchTrainer(find_model(context), settings=build_trainer_settings(configuration))
@@ -125,8 +126,6 @@ def _make_trainer(context: ReplayContext, configuration: Configuration) -> Train
 def find_model(context: ReplayContext) -> Path:
     """The model folder; raises `UserError` if it is not there, or if only a recording that is not trusted names one."""
     from transformers.utils.logging import disable_progress_bar
-
-    from fleetbus_workers.assembly.model import find_model_folder
 
     disable_progress_bar()
     recorded = read_configuration(context.recording).run

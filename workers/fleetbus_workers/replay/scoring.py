@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
 
 from fleetbus.config.settings import InferenceSettings
 from fleetbus_schemas import PolicyPublished, SamplingSettings, VersionSpan
@@ -66,8 +67,6 @@ class ScoringSampler(WatchedSampler):
     """
 
     def __init__(self, sampler: Sampler, folder: Path, *, max_model_len: int, threads: int = 1) -> None:
-        from transformers import AutoModelForCausalLM
-
         super().__init__(sampler)
         self._folder = folder
         self._max_model_len = max_model_len

@@ -6,8 +6,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from fleetbus.errors import UserError
+from fleetbus.auth.access import build_access
+from fleetbus.config.run_folder import run_folder
+from fleetbus.errors import BusClosed, BusError, UserError
+from fleetbus_workers.overview.resume_command import build_resume_command
 from fleetbus_workers.run_access.server_address import find_local_server_url, generate_worker_name, resolve_server_url
+from fleetbus_workers.run_access.shared_server import share_server
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
@@ -22,15 +26,11 @@ async def open_run(configuration: Configuration, role: str, *, own_server: bool 
     With ``own_server`` a run that nobody serves now is served from its own files meanwhile, by a server that all who read
     them share; an `up` that begins takes over, and the connection goes on with its server.
     """
-    from fleetbus.auth.access import build_access
     from fleetbus.bus.nats import connect
-    from fleetbus.config.run_folder import run_folder
 
     name, run = generate_worker_name(role), configuration.run.name
     folder = run_folder(configuration.run)
     if own_server and not configuration.nats.url and folder.store.is_dir():
-        from fleetbus_workers.run_access.shared_server import share_server
-
         # files that no `up` serves are read without keys: whoever can serve them could read them, too
         access = build_access(role, configuration.nats.auth if find_local_server_url(folder) else "", run)
         async with share_server(folder) as url, connect(url, run=run, role=role, worker=name, **access) as bus:
@@ -45,8 +45,6 @@ async def open_run(configuration: Configuration, role: str, *, own_server: bool 
 
 def build_driver(configuration: Configuration) -> Driver:
     """Detect whether an `up` on this machine drives the run."""
-    from fleetbus.config.run_folder import run_folder
-    from fleetbus_workers.overview.resume_command import build_resume_command
     from fleetbus_workers.overview.termination import Driver
 
     run, folder = configuration.run, run_folder(configuration.run)
@@ -59,8 +57,6 @@ def build_driver(configuration: Configuration) -> Driver:
 
 
 async def _check_run(bus: Bus, run: str) -> None:
-    from fleetbus.errors import BusClosed, BusError
-
     try:
         await bus.last_sequence()
     except BusClosed:
@@ -71,8 +67,6 @@ async def _check_run(bus: Bus, run: str) -> None:
 
 def is_reachable(configuration: Configuration) -> bool:
     """Whether there is anything to connect to, or files to serve."""
-    from fleetbus.config.run_folder import run_folder
-
     try:
         resolve_server_url(configuration)
     except UserError:

@@ -6,13 +6,13 @@ import os
 import re
 import secrets
 import socket
-from typing import TYPE_CHECKING
 
+import msgspec
+
+from fleetbus.config.run_folder import RunFolder, run_folder
+from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
-
-if TYPE_CHECKING:
-    from fleetbus.config.run_folder import RunFolder
-    from fleetbus.config.settings import Configuration
+from fleetbus_workers.up.lock import is_held
 
 
 def generate_worker_name(role: str) -> str:
@@ -24,8 +24,6 @@ def generate_worker_name(role: str) -> str:
 
 def resolve_server_url(configuration: Configuration) -> str:
     """The server to connect to: the one that was named, or the one that a running `up` of the same run started here."""
-    from fleetbus.config.run_folder import run_folder
-
     if url := configuration.nats.url or find_local_server_url(run_folder(configuration.run)):
         return url
     raise UserError(
@@ -40,10 +38,6 @@ def find_local_server_url(folder: RunFolder) -> str:
 
 def read_server_address(folder: RunFolder) -> dict[str, str]:
     """Server address written by a running `up`, else empty: an `up` that was killed leaves a stale file."""
-    import msgspec
-
-    from fleetbus_workers.up.lock import is_held
-
     if not folder.server.is_file() or (folder.lock.is_file() and not is_held(folder.lock)):
         return {}
     try:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 import anyio
 
+from fleetbus.config.run_folder import RunFolder
 from fleetbus.errors import UserError
 from fleetbus.python_process import build_module_command
 from fleetbus_workers.run_access.server_address import find_local_server_url
-
-if TYPE_CHECKING:
-    from fleetbus.config.run_folder import RunFolder
+from fleetbus_workers.up.lock import is_held
 
 START_SECONDS = 60.0
 STOP_SECONDS = 6.0
@@ -90,8 +88,6 @@ class _ViewerServer:
         return find_local_server_url(self._folder) or read_address(self._folder)
 
     def _start_if_unserved(self) -> None:
-        from fleetbus_workers.up.lock import is_held
-
         if is_held(self._folder.lock) or (self._process is not None and self._process.poll() is None):
             return
         self._process = subprocess.Popen(

@@ -6,23 +6,23 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
+from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.bus.memory_subjects import any_matcher
+from fleetbus.config.run_folder import run_folder
+from fleetbus.config.settings import Configuration
+from fleetbus.recording.reader import RecordingReader, read_header
+from fleetbus_schemas import Subjects
+from fleetbus_workers.overview.nats_http import parse_monitoring_address
 from fleetbus_workers.run_access.log_access import is_reachable, open_run
 from fleetbus_workers.run_access.server_address import read_server_address
-
-if TYPE_CHECKING:
-    from fleetbus.bus.base import Bus, StreamEntry
-    from fleetbus.config.settings import Configuration
-    from fleetbus_schemas import Subjects
 
 
 class Source:
     """Where entries come from: ``bus`` for a run within reach, ``file`` for a recording, ``archive`` alone or besides."""
 
     def __init__(self, run: str, *, bus: Bus | None = None, file: Path | None = None, archive: Path | None = None) -> None:
-        from fleetbus_schemas import Subjects
-
         self.subjects: Subjects = Subjects(run)
         self.bus = bus
         self.file = file
@@ -36,8 +36,6 @@ class Source:
 
     async def entries(self, subjects: list[str] | None = None) -> AsyncGenerator[StreamEntry]:
         """All entries, or those that match one of these subjects (wildcards allowed), in order. Who leaves early closes it."""
-        from fleetbus.bus.memory_subjects import any_matcher
-
         if self.bus is not None and self.archive is None and subjects:
             async with aclosing(cast("AsyncGenerator[StreamEntry]", self.bus.scan(subjects))) as entries:
                 async for entry in entries:
@@ -51,7 +49,6 @@ class Source:
     async def _all(self) -> AsyncIterator[StreamEntry]:
         from fleetbus.archive import scan_archive, scan_archive_and_log
         from fleetbus.recording.export import scan_recording
-        from fleetbus.recording.reader import RecordingReader
 
         if self.file is not None:
             reader = RecordingReader(self.file)
@@ -68,16 +65,12 @@ class Source:
 
 def find_monitor_address(configuration: Configuration) -> str:
     """Monitoring address of the server that `up` started on this machine, empty if unknown."""
-    from fleetbus.config.run_folder import run_folder
-
     return "" if configuration.nats.url else read_server_address(run_folder(configuration.run)).get("monitor", "")
 
 
 def resolve_nats_http(configuration: Configuration, given: str) -> str | None:
     """The address of the server's monitoring: the one that was given, or that of `up`; empty if it is unknown, None for a
     run that is not served. Raises `UserError` for what is no address."""
-    from fleetbus_workers.overview.nats_http import parse_monitoring_address
-
     known = parse_monitoring_address(given) or find_monitor_address(configuration)
     return known if known or configuration.nats.url else None
 
@@ -99,8 +92,6 @@ def is_recording(name: str | None) -> bool:
 async def open_source(name: str | None, configuration: Configuration, archive: Path | None = None) -> AsyncIterator[Source]:
     """The recording if ``name`` is one, else the run of the configuration; raises `UserError`."""
     if is_recording(name):
-        from fleetbus.recording.reader import read_header
-
         yield Source(read_header(Path(str(name))).run, file=Path(str(name)))
         return
     run = configuration.run.name

@@ -7,24 +7,31 @@ import os
 import socket
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
+from fleetbus.auth.access import build_access
+from fleetbus.auth.folder import AuthFolder
+from fleetbus.auth.server_config import WRITTEN_BY, parse_runs, run_accounts
 from fleetbus.auth.stores import check_store
 from fleetbus.config.check import check_trained_distribution
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, NatsSettings
 from fleetbus.errors import UserError
+from fleetbus.tasks import check_verifiers, load_dataset
+from fleetbus_schemas import Task
+from fleetbus_workers.assembly.engines import PACKAGES, check_packages
+from fleetbus_workers.assembly.model import find_model_folder
+from fleetbus_workers.assembly.vision import check_vision
+from fleetbus_workers.environment.keyed_specs import build_keyed_factory, check_tasks_are_served, parse_keyed_specs
+from fleetbus_workers.environment.specs import build_environment_factory, is_own_class
+from fleetbus_workers.inference.chat_template import ChatTemplate
 from fleetbus_workers.judge.opening import check_judge
 from fleetbus_workers.up.model_checks import check_model_contents
 from fleetbus_workers.up.placement import find_gpus, place_roles
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from fleetbus_schemas import Task
 
 CONNECT_SECONDS = 10.0
 SERVICE_SECONDS = 2.0
@@ -96,8 +103,6 @@ def check_algorithm(configuration: Configuration) -> None:
 
 def check_engine(configuration: Configuration) -> None:
     """What the engine needs, found but not imported, in the Python that will run it."""
-    from fleetbus_workers.assembly.engines import PACKAGES, check_packages
-
     inference = configuration.inference
     if inference.purpose != "train":
         raise UserError("inference.purpose = evaluate: `up` trains; leave it out, or start `fleetbus inference` separately")
@@ -186,17 +191,11 @@ def check_model(folder: Path) -> None:
 
 def check_tools(configuration: Configuration) -> None:
     """A chat template that can describe tools and write calls and results, as environment.prompt = template asks for."""
-    from fleetbus_workers.assembly.model import find_model_folder
-    from fleetbus_workers.inference.chat_template import ChatTemplate
-
     _ = ChatTemplate(find_model_folder(configuration.run)).tools
 
 
 def check_images(configuration: Configuration) -> None:
     """Tasks that load, from wherever they are, and nothing that shows images to who reads text only."""
-    from fleetbus.tasks import load_dataset
-    from fleetbus_workers.assembly.vision import check_vision
-
     check_vision(configuration, load_dataset(configuration.run.tasks) if configuration.run.tasks else ())
 
 
@@ -205,10 +204,6 @@ def check_environment(specs: str, tasks: str = "", played: Configuration | None 
     ``played`` settings, classes of the user's own play a task first."""
     if specs == "warehouse":  # ours, and checking it would import all of mcp before the first line is shown
         return
-    from fleetbus.tasks import check_verifiers, load_dataset
-    from fleetbus_workers.environment.keyed_specs import build_keyed_factory, check_tasks_are_served, parse_keyed_specs
-    from fleetbus_workers.environment.specs import build_environment_factory
-
     build_keyed_factory(specs, lambda spec: build_environment_factory(spec, verifier=_NoGrader()))
     if tasks:
         dataset = load_dataset(tasks)
@@ -221,7 +216,6 @@ def check_environment(specs: str, tasks: str = "", played: Configuration | None 
 
 def _play_own_classes(specs: Mapping[str, str], tasks: Sequence[Task], configuration: Configuration) -> None:
     from fleetbus_workers.environment.check.quick import check_quickly
-    from fleetbus_workers.environment.specs import build_environment_factory, is_own_class
 
     for key, spec in specs.items():
         task = next((task for task in tasks if task.env == key or (not key and task.env not in specs)), None)
@@ -239,16 +233,12 @@ class _NoGrader:
 
 def check_access(folder: str, run: str) -> None:
     """The keys of all roles."""
-    from fleetbus.auth.access import build_access
-
     for role in ("up", "environment", "inference", "learner"):
         build_access(role, folder, run)
 
 
 def check_rights(configuration: Configuration) -> None:
     """The configuration of the server that we start is there and, if `fleetbus auth init` wrote it, allows this run."""
-    from fleetbus.auth.folder import AuthFolder
-    from fleetbus.auth.server_config import WRITTEN_BY, parse_runs, run_accounts
     from fleetbus_workers.up.process_plans import build_stream_plan
 
     run, nats = configuration.run, configuration.nats

@@ -35,6 +35,7 @@ from fleetbus_workers.up.placement import find_gpus, find_memory, place_roles
 from fleetbus_workers.up.plan import build_plan, find_shape
 from fleetbus_workers.up.process_plans import build_role_command
 from fleetbus_workers.up.profile import fit_machine
+from fleetbus_workers.up.reward_chart import draw_reward_chart
 from fleetbus_workers.up.run import Run, RunResult, ServePage
 from fleetbus_workers.up.summary_builder import Summary, is_summarized
 from fleetbus_workers.up.summary_report import format_finished_report, format_report, load_summary, write_summary
@@ -217,8 +218,6 @@ def _report_result(ending: RunResult, folder: RunFolder, json_summary: Path | No
 
 def draw_chart_if_possible(summary: Summary, folder: RunFolder) -> bool:
     """Draw the reward chart; False without matplotlib."""
-    from fleetbus_workers.up.reward_chart import draw_reward_chart
-
     try:
         draw_reward_chart(summary, folder.picture)
     except ModuleNotFoundError:

@@ -24,6 +24,7 @@ from fleetbus_workers.overview.formatting import (
     in_flight,
 )
 from fleetbus_workers.overview.progress import Progress
+from fleetbus_workers.terminal import open_console
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -110,8 +111,6 @@ async def open_display(progress: Progress, stream: TextIO | None = None) -> Asyn
 @asynccontextmanager
 async def _open_live_display(progress: Progress, target: TextIO) -> AsyncIterator[Display]:
     from rich.live import Live
-
-    from fleetbus_workers.terminal import open_console
 
     began = anyio.current_time()
 

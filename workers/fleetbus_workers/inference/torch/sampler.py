@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from fleetbus.errors import UserError
 from fleetbus.task_groups import open_flat_task_group
@@ -218,9 +220,6 @@ async def _run_engine(engine: Engine) -> None:
 
 
 def _open_model(folder: Path, device: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
     logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)

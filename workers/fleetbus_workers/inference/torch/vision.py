@@ -15,6 +15,8 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import torch
+from transformers import AutoModelForImageTextToText
+from transformers.utils import logging
 
 from fleetbus.errors import UserError
 from fleetbus_workers.images.embedding import (
@@ -105,9 +107,6 @@ class VisionRunner(GenericRunner):
 
 def open_model(folder: Path, device: str, dtype: torch.dtype, processor: ImageProcessor) -> Any:
     """The image-text model of a folder, tried with two images. Raises `UserError`."""
-    from transformers import AutoModelForImageTextToText
-    from transformers.utils import logging
-
     logging.disable_progress_bar()
     try:
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, local_files_only=True)

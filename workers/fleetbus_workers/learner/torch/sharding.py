@@ -17,6 +17,8 @@ import structlog
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from fleetbus.errors import UserError
 from fleetbus_workers.exit_status import CRASHED
@@ -91,7 +93,6 @@ class Shards:
         """Shard a model that is whole, layer by layer; its parameters become `DTensor`s."""
         if self._mesh is None:
             return
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         lower = self._precision if self._precision != torch.float32 else None
@@ -168,8 +169,6 @@ class Shards:
         """``own`` as this process's part of what is sharded as ``tensor``, if that is sharded."""
         if not hasattr(tensor, "full_tensor"):
             return own
-        from torch.distributed.tensor import DTensor
-
         return DTensor.from_local(
             own, self._cpu_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )

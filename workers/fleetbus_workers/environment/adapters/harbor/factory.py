@@ -21,7 +21,9 @@ from fleetbus_workers.environment.adapters.common.task_permissions import TaskPe
 from fleetbus_workers.environment.adapters.harbor.box import Box, BoxMaker, Recipe
 from fleetbus_workers.environment.adapters.harbor.environment import HarborEnvironment
 from fleetbus_workers.environment.adapters.harbor.grading import Grade, grade_separately, grade_shared, resolve_variables
+from fleetbus_workers.environment.adapters.harbor.sandbox_box import SandboxBoxes
 from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.isolation.sandbox import SandboxLimits, find_isolation
 from fleetbus_workers.environment.specs import AdapterContext, EnvironmentFactory
 
 _log = structlog.get_logger(__name__)
@@ -165,8 +167,6 @@ def _with_image(place: Place, image: str | None) -> Place:
 
 async def build_box_maker(settings: Configuration) -> BoxMaker:
     """Containers where a Docker engine answers, else the sandbox; `environment.boxes` names one of them. Raises `UserError`."""
-    from fleetbus_workers.environment.isolation.sandbox import SandboxLimits, find_isolation
-
     wanted = settings.environment.boxes
     if wanted in ("auto", "docker"):
         from fleetbus_workers.environment.adapters.harbor.docker_box import DockerBoxes, find_engine
@@ -176,8 +176,6 @@ async def build_box_maker(settings: Configuration) -> BoxMaker:
             return DockerBoxes(settings)
         if wanted == "docker":
             raise UserError(f"Harbor tasks in containers: {problem}")
-    from fleetbus_workers.environment.adapters.harbor.sandbox_box import SandboxBoxes
-
     limits = SandboxLimits(
         seconds=settings.limits.episode,
         cpu_seconds=int(settings.limits.episode),

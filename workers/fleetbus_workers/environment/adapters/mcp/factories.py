@@ -25,6 +25,7 @@ from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment
 from fleetbus_workers.environment.adapters.mcp.http_connection import http_connection
 from fleetbus_workers.environment.adapters.mcp.merged_connection import MergedConnection
 from fleetbus_workers.environment.adapters.mcp.server_pool import PooledConnection, WarmPool
+from fleetbus_workers.environment.adapters.warehouse.server import serve_task
 from fleetbus_workers.environment.specs import AdapterContext, Factory
 
 TOKEN_VARIABLE = "MCP_BEARER_TOKEN"
@@ -33,8 +34,6 @@ TOKEN_VARIABLE = "MCP_BEARER_TOKEN"
 
 def build_warehouse_factory(context: AdapterContext) -> Factory:
     """The environment that ships, in this process."""
-    from fleetbus_workers.environment.adapters.warehouse.server import serve_task
-
     return _build_in_process_factory(context, serve_task, "compact", replayable=True)
 
 

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_workers.environment.adapters.providers.base import Provider
+from fleetbus_workers.environment.adapters.providers.docker import DockerProvider, check_docker_installed
+from fleetbus_workers.environment.adapters.providers.kubernetes import KubernetesProvider, check_kubernetes_installed
+from fleetbus_workers.environment.adapters.providers.process import ProcessProvider
 from fleetbus_workers.environment.adapters.providers.provisioned_environment import ServerHost
 from fleetbus_workers.environment.specs import EnvironmentFactory
 
@@ -41,8 +44,6 @@ def build_server_host(
 
 def _build_provider(spec: str, form: str, target: str, settings: Configuration) -> Provider:
     if form == "process":
-        from fleetbus_workers.environment.adapters.providers.process import ProcessProvider
-
         listed = settings.environment.pass_variables.split(",")
         return ProcessProvider(target, passed=tuple(filter(None, map(str.strip, listed))))
     try:
@@ -51,14 +52,10 @@ def _build_provider(spec: str, form: str, target: str, settings: Configuration) 
         raise UserError(f"environment {spec!r}: the command cannot be read: {error}") from error
     container = settings.container
     if form == "docker":
-        from fleetbus_workers.environment.adapters.providers.docker import DockerProvider, check_docker_installed
-
         check_docker_installed()
         return DockerProvider(
             image, port=container.port, command=command, memory_bytes=container.memory_bytes, cpus=container.cpus
         )
-    from fleetbus_workers.environment.adapters.providers.kubernetes import KubernetesProvider, check_kubernetes_installed
-
     check_kubernetes_installed()
     return KubernetesProvider(
         image,

@@ -16,6 +16,7 @@ import sys
 import threading
 from typing import Any
 
+import anyio
 import msgspec
 
 from fleetbus.user_code import load_callable
@@ -23,6 +24,7 @@ from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.adapters.python_class.environment import CALLS
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.failure_location import format_traceback, locate_error
+from fleetbus_workers.environment.images.observation import encode_image_file
 from fleetbus_workers.environment.validation import validate_return
 
 PARENT_DEATH_SIGNAL = 1
@@ -79,8 +81,6 @@ def _with_pictures(result: Any) -> Any:
     """Images as files: what the class has of them cannot leave the process."""
     if not isinstance(result, (Start, Step)) or not len(result.images):
         return result
-    from fleetbus_workers.environment.images.observation import encode_image_file
-
     return msgspec.structs.replace(result, images=tuple(encode_image_file(image) for image in result.images))
 
 
@@ -93,8 +93,6 @@ def _encode_plain(value: Any) -> Any:
 
 def main() -> None:
     """``pool_process.py FD LIFELINE PATH``: answer requests on the socket FD until it closes."""
-    import anyio
-
     exit_with_parent(int(sys.argv[2]))
     os.dup2(2, 1)  # what the class prints belongs to the worker's log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker drains first
