@@ -9,11 +9,11 @@ from collections.abc import Generator
 import anyio
 import pytest
 
-from fleetbus.auth.operations import covers
 from fleetbus.auth.permissions import USERS, build_rights
 from fleetbus.bus.objects import weights_bucket
 from fleetbus.bus.streams import API, IMPORTED_API, plan_run
 from fleetbus_schemas import Subjects
+from tests.support.auth_operations import covers
 from tests.support.bare_client import BareClient, bare_client, describe_state
 from tests.support.secured_server import LOG, SUBJECTS, TRUST, SecuredServer, secured_server
 from tests.support.small_deployment import LANES, RUN

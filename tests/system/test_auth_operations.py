@@ -12,9 +12,9 @@ import pytest
 from nats.aio.msg import Msg
 
 from fleetbus.auth.folder import AuthFolder
-from fleetbus.auth.operations import ASK, CALL, LISTEN, PUBLISH, TELL, Operation, is_allowed, operations, table
 from fleetbus.auth.permissions import USERS, WORKERS, build_rights
 from fleetbus.bus.streams import plan_run
+from tests.support.auth_operations import ASK, CALL, LISTEN, PUBLISH, TELL, Operation, is_allowed, operations, table
 from tests.support.bare_client import BareClient, bare_client
 from tests.support.secured_server import TRUST, SecuredServer, secured_server
 from tests.support.small_deployment import LANES
@@ -35,7 +35,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[SecuredServer
 def test_there_are_48_operations_and_docs_say_who_may_do_them() -> None:
     assert len(OPERATIONS) == len({operation.subject for operation in OPERATIONS}) == 48
     page = (Path(__file__).parents[2] / "docs" / "accounts.md").read_text()
-    assert table() in page, "replace the table in docs/accounts.md: python -m fleetbus.auth.operations"
+    assert table() in page, "replace the table in docs/accounts.md: python -m tests.support.auth_operations"
 
 
 def test_every_operation_is_somebodys_or_only_the_admins() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fleetbus.auth.operations import covers
 from fleetbus.auth.stores import check_store, reading_config
 from fleetbus.errors import UserError
+from tests.support.auth_operations import covers
 
 
 def test_a_run_goes_on_as_it_was_begun(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The same 48 operations on the bus for every user: what each may do, as a table that people read and tests carry out. Pure.
+"""The same 48 operations on the bus for every user: what each may do, as a table that people read and tests carry out.
 
 A row is one message of a client. Whether a user may do it follows from `fleetbus.auth.permissions` alone.
 """
@@ -123,4 +123,4 @@ def table(users: Sequence[str] = USERS) -> str:
 
 
 if __name__ == "__main__":
-    print(table())  # noqa: T201
+    print(table())
