@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 _FORMATTING = "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff"
 _CONTROL = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_FORMATTING}]")
@@ -20,7 +19,7 @@ def escape_control_characters(text: str) -> str:
     return _CONTROL.sub(_escape, text)
 
 
-def escape_in_values(value: Any) -> Any:
+def escape_in_values(value: object) -> object:
     """The same for every text in JSON-like data, keys included; line feeds, too: a value is one line."""
     if isinstance(value, str):
         return escape_control_characters(value).replace("\n", "\\n")

@@ -146,7 +146,7 @@ class _Store:
     def _entries(self, place: str) -> list[tuple[str, bool]]:
         """Names with their protocol, and whether they are folders."""
         try:
-            listed: Sequence[dict[str, Any]] = self._system.ls(place, detail=True)
+            listed: Sequence[dict[str, object]] = self._system.ls(place, detail=True)
         except FileNotFoundError:
             return []
         except Exception as error:  # every store has its own errors
@@ -169,7 +169,7 @@ class _Store:
         return data
 
 
-def _open_file_system(place: str) -> Any:
+def _open_file_system(place: str) -> object:
     scheme = place.partition("://")[0]
     try:
         import fsspec

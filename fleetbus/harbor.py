@@ -265,7 +265,7 @@ def _list_verifier_places(config: HarborConfig) -> list[tuple[str, Place]]:
     return [(f"{owner}.environment", rules.environment) for owner, rules in owners if rules.environment is not None]
 
 
-def _without_deprecated(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
+def _without_deprecated(folder: Path, raw: dict[str, object]) -> dict[str, object]:
     """``memory = "2G"``, ``storage`` and ``allow_internet`` of earlier versions, as they are written now."""
     place = raw.get("environment")
     if isinstance(place, dict):
@@ -342,7 +342,7 @@ def _find_solution(folder: Path) -> Path | None:
     return folder if (folder / "solve.sh").is_file() else None
 
 
-def _list_artifacts(folder: Path, entries: list[str | dict[str, Any]]) -> tuple[str, ...]:
+def _list_artifacts(folder: Path, entries: list[str | dict[str, object]]) -> tuple[str, ...]:
     """Paths in the agent's container that a separate verifier gets."""
     paths = []
     for entry in entries:

@@ -37,7 +37,7 @@ SECRET_WORDS = (
 Processors = list[structlog.typing.Processor]
 
 
-def configure_logs(settings: LogSettings, *, stream: TextIO | None = None, **bound_values: Any) -> None:
+def configure_logs(settings: LogSettings, *, stream: TextIO | None = None, **bound_values: object) -> None:
     """Log to ``stream`` (standard error unless given); ``bound_values`` (run, role, worker) stand in every line.
 
     Colours only on a terminal. Libraries that use `logging` come out in the same format, from warnings up.
@@ -92,18 +92,18 @@ def _configure_libraries(target: TextIO, context: Processors, rendering: Process
 
 
 @contextmanager
-def bind_log_context(**values: Any) -> Iterator[None]:
+def bind_log_context(**values: object) -> Iterator[None]:
     """Bind run, role, worker, episode, attempt or turn to every line that this task logs inside the block."""
     with structlog.contextvars.bound_contextvars(**values):
         yield
 
 
-def redact_event(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+def redact_event(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, object]:
     """A structlog processor: values of secret keys, credentials in URLs and nkey seeds become ``[redacted]``, at any depth."""
     return {key: _clean(key, value) for key, value in event.items()}
 
 
-def escape_event(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+def escape_event(_logger: object, _method: str, event: MutableMapping[str, object]) -> MutableMapping[str, object]:
     """A structlog processor for lines that a terminal shows: no value can give it commands or look like a line of its own."""
     tracebacks = {"exception", "stack"}
     return {
@@ -112,7 +112,7 @@ def escape_event(_logger: Any, _method: str, event: MutableMapping[str, Any]) ->
     }
 
 
-def _clean(key: str, value: Any) -> Any:
+def _clean(key: str, value: object) -> object:
     if isinstance(value, Mapping):
         return {name: _clean(str(name), item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -12,7 +12,7 @@ import anyio.to_thread
 import msgspec
 
 
-async def run_in_thread(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+async def run_in_thread(function: Callable[..., object], *args: object, **options: Any) -> Any:
     """Run blocking work in a worker thread; cancellation waits for it to end."""
     return await anyio.to_thread.run_sync(functools.partial(function, *args, **options))
 

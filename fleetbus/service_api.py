@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import msgspec
 import structlog
@@ -61,16 +60,16 @@ class Microservice:
             return None
         return verb
 
-    def build_response(self, verb: str) -> dict[str, Any]:
+    def build_response(self, verb: str) -> dict[str, object]:
         """The answer to one of `VERBS`."""
-        response: dict[str, Any] = {
+        response: dict[str, object] = {
             "type": TYPE.format(verb=verb.lower()),
             "name": self.name,
             "id": self.identifier,
             "version": _read_version(),
             "metadata": self._metadata,
         }
-        endpoint: dict[str, Any] = {"name": "control", "subject": self._control, "queue_group": ""}
+        endpoint: dict[str, object] = {"name": "control", "subject": self._control, "queue_group": ""}
         if verb == "INFO":
             response |= {"description": f"{self._worker}: a worker of run {self._metadata['run']}", "endpoints": [endpoint]}
         elif verb == "STATS":

@@ -75,7 +75,7 @@ def check_dataset(location: str) -> tuple[list[Task], list[str]]:
     return [msgspec.structs.replace(task, dataset_version=files.version) for task in tasks], problems
 
 
-def build_tasks(entries: Iterable[Task | Mapping[str, Any]], name: str = "tasks") -> list[Task]:
+def build_tasks(entries: Iterable[Task | Mapping[str, object]], name: str = "tasks") -> list[Task]:
     """Tasks from objects, or from mappings as they stand in a tasks file. Raises `UserError`, which calls the list ``name``."""
     content = [
         build_task_entry(entry) if isinstance(entry, Task) else dict(entry) if isinstance(entry, Mapping) else entry
@@ -154,7 +154,7 @@ def _parse(name: str, data: bytes) -> tuple[list[Task], list[str]]:
     return _parse_content(name, read_parquet(name, data) if name.endswith(".parquet") else _read_json(name, data))
 
 
-def _parse_content(name: str, content: Any) -> tuple[list[Task], list[str]]:
+def _parse_content(name: str, content: object) -> tuple[list[Task], list[str]]:
     tasks, problems = [], []
     for position, entry in enumerate(_parse_entries(name, content), 1):
         try:
@@ -179,7 +179,7 @@ def _read_json(name: str, data: bytes) -> Any:
         raise UserError(f"{name}: cannot be read as JSON: {str(error) or 'nested too deeply'}") from None
 
 
-def _parse_entries(file: str, content: Any) -> Sequence[Any]:
+def _parse_entries(file: str, content: object) -> Sequence[object]:
     if isinstance(content, dict):
         if "tasks" not in content:
             raise UserError(f'{file}: has no "tasks"; it must be a list of tasks or an object with a list "tasks"')
@@ -191,7 +191,7 @@ def _parse_entries(file: str, content: Any) -> Sequence[Any]:
     return content
 
 
-def _parse_task(file: str, position: int, entry: Any) -> Task:
+def _parse_task(file: str, position: int, entry: object) -> Task:
     if not isinstance(entry, dict):
         raise UserError(f'{file}: task {position} is {_describe_type(entry)}; it must be an object with "key" and "prompt"')
     key = _find_value(entry, "key")
@@ -213,17 +213,17 @@ def _parse_task(file: str, position: int, entry: Any) -> Task:
     return task
 
 
-def _find_value(entry: dict[str, Any], field: str) -> Any:
+def _find_value(entry: dict[str, object], field: str) -> object:
     return next((entry[name] for name in _NAMES[field] if entry.get(name)), None)
 
 
-def _parse_prompt(place: str, prompt: Any) -> str:
+def _parse_prompt(place: str, prompt: object) -> str:
     if not isinstance(prompt, str) or (prompt and not prompt.strip()):
         raise UserError(f'{place} has no prompt; add "prompt": the instruction of the policy, "" if the environment gives it')
     return prompt
 
 
-def _parse_text(place: str, entry: dict[str, Any], field: str) -> str:
+def _parse_text(place: str, entry: dict[str, object], field: str) -> str:
     value = _find_value(entry, field)
     if value is None:
         return ""
@@ -232,14 +232,14 @@ def _parse_text(place: str, entry: dict[str, Any], field: str) -> str:
     return value
 
 
-def _parse_modality(place: str, entry: dict[str, Any]) -> str:
+def _parse_modality(place: str, entry: dict[str, object]) -> str:
     modality = _parse_text(place, entry, "modality") or MODALITIES[0]
     if modality not in MODALITIES:
         raise UserError(f"{place}: task_modality is {modality!r}; it must be one of {', '.join(MODALITIES)}")
     return modality
 
 
-def _parse_object(place: str, entry: dict[str, Any], field: str) -> dict[str, Any]:
+def _parse_object(place: str, entry: dict[str, object], field: str) -> dict[str, object]:
     """An object, or one as JSON text (Fleet's parquet files have it so)."""
     value = _find_value(entry, field)
     if isinstance(value, str):
@@ -254,13 +254,13 @@ def _parse_object(place: str, entry: dict[str, Any], field: str) -> dict[str, An
     return value
 
 
-def _parse_seed(place: str, seed: Any) -> int | None:
+def _parse_seed(place: str, seed: object) -> int | None:
     if seed is None or (isinstance(seed, int) and not isinstance(seed, bool)):
         return seed
     raise UserError(f"{place}: seed is {_describe_type(seed)}; it must be a whole number")
 
 
-def _find_used_name(entry: dict[str, Any], field: str) -> str:
+def _find_used_name(entry: dict[str, object], field: str) -> str:
     return next(name for name in _NAMES[field] if entry.get(name))
 
 
@@ -284,12 +284,12 @@ def _find_repeated_keys(name: str, tasks: Sequence[Task]) -> list[str]:
     return problems
 
 
-def _describe_type(value: Any) -> str:
+def _describe_type(value: object) -> str:
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
     return names.get(type(value), "null")
 
 
-def build_task_entry(task: Task) -> dict[str, Any]:
+def build_task_entry(task: Task) -> dict[str, object]:
     """A task as an entry of a tasks file."""
     clashing = {name: value for name, value in task.config.items() if name in _KNOWN}
     entry = {

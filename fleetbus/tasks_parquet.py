@@ -34,7 +34,7 @@ def write_parquet(entries: Sequence[dict[str, Any]], path: Path) -> None:
     parquet.write_table(pyarrow.table({column: [row[column] for row in rows] for column in columns}), path)
 
 
-def _build_row(entry: dict[str, Any], variables: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _build_row(entry: dict[str, Any], variables: dict[str, dict[str, Any]]) -> dict[str, object]:
     environment = str(entry.get("env_key", ""))
     known = entry.get("env_variables") or variables.get(environment, {})
     return {
@@ -53,14 +53,14 @@ def _build_row(entry: dict[str, Any], variables: dict[str, dict[str, Any]]) -> d
 
 def _collect_first_variables(entries: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The first variables of each environment, for its tasks that have none."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, object]] = {}
     for entry in entries:
         if entry.get("env_variables"):
             found.setdefault(str(entry.get("env_key", "")), entry["env_variables"])
     return found
 
 
-def _build_entry(row: dict[str, Any]) -> dict[str, Any]:
+def _build_entry(row: dict[str, Any]) -> dict[str, object]:
     entry = {
         name: value for name, value in row.items() if value is not None and name not in ("data_source", "env_variable_keys")
     }

@@ -102,8 +102,8 @@ def _account_lines(run: RunAccess, user: str, rights: Mapping[str, Rights]) -> I
             yield f'    allow_responses: {{ max: 1, expires: "{ANSWER_SECONDS}s" }}'
         yield "  }"
     yield "} ]"
-    yield from _listed("exports", _streams_exports(run, rights) if user == "admin" else _worker_exports(run, user, rights))
-    yield from _listed("imports", _imports(run.plan.run, own))
+    yield from _format_list("exports", _streams_exports(run, rights) if user == "admin" else _worker_exports(run, user, rights))
+    yield from _format_list("imports", _imports(run.plan.run, own))
 
 
 def _streams_exports(run: RunAccess, rights: Mapping[str, Rights]) -> Iterator[str]:
@@ -154,7 +154,7 @@ def _render_subjects(name: str, subjects: Sequence[str]) -> Iterator[str]:
     yield "    ] }"
 
 
-def _listed(name: str, items: Iterator[str]) -> Iterator[str]:
+def _format_list(name: str, items: Iterator[str]) -> Iterator[str]:
     lines = [f"  {{ {item} }}" for item in items]
     if lines:
         yield f"{name}: ["

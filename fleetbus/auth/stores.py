@@ -26,7 +26,7 @@ def check_store(store: Path, run: str, *, keys: bool) -> None:
         raise UserError(f"run {run} was begun without keys: leave out --nats-auth, or begin another run (--run)")
 
 
-def reading_config(store: Path, run: str) -> Path | None:
+def build_reading_config(store: Path, run: str) -> Path | None:
     """A configuration for a server of one's own that shows the log to whoever is on this machine, as one without configuration
     would; None if it needs none, because the log was begun without keys. Raises `UserError`."""
     if not _holds_log(store, account_of(run), run):

@@ -90,7 +90,7 @@ def _describe_bounds(limits: msgspec.Meta) -> list[str]:
     return [f"{word} {bound}" for word, bound in words if bound is not None]
 
 
-def _split(annotation: Any) -> tuple[Any, msgspec.Meta]:
+def _split(annotation: object) -> tuple[object, msgspec.Meta]:
     if typing.get_origin(annotation) is not Annotated:
         return annotation, msgspec.Meta()
     base, *rest = typing.get_args(annotation)

@@ -49,7 +49,7 @@ def load_configuration(
     *,
     file: Path | None = None,
     variables: Mapping[str, str] | None = None,
-    flags: Mapping[str, Any] | None = None,
+    flags: Mapping[str, object] | None = None,
     typed: Mapping[str, str] | None = None,
     earlier: Callable[[RunSettings], Mapping[str, Any] | None] | None = None,
 ) -> LoadedConfiguration:
@@ -74,7 +74,7 @@ def find_default_file(folder: Path) -> Path | None:
     return file if file.is_file() else None
 
 
-def read_tables(file: Path) -> dict[str, Any]:
+def read_tables(file: Path) -> dict[str, object]:
     """The tables of a TOML file, or of a ``.json`` file written by `dump_configuration`. Raises `UserError`."""
     try:
         content = file.read_bytes()
@@ -111,7 +111,7 @@ def strip_credentials(url: str) -> str:
     return _CREDENTIALS.sub("", url)
 
 
-def _from_tables(content: Mapping[str, Any], file: str) -> dict[str, _SourcedValue]:
+def _from_tables(content: Mapping[str, object], file: str) -> dict[str, _SourcedValue]:
     found: dict[str, _SourcedValue] = {}
     for table, values in content.items():
         if table not in tables():
@@ -148,7 +148,7 @@ def _reject_variable(variable: str, known: Iterable[str]) -> None:
         raise UserError(f"unknown variable {variable}; `fleetbus up --help` lists the settings")
 
 
-def _from_flags(flags: Mapping[str, Any], typed: Mapping[str, str]) -> dict[str, _SourcedValue]:
+def _from_flags(flags: Mapping[str, object], typed: Mapping[str, str]) -> dict[str, _SourcedValue]:
     by_name = {setting.name: setting for setting in list_settings()}
     return {
         name: _convert(by_name[name], value, typed.get(name, by_name[name].flag), text=isinstance(value, str))
@@ -177,7 +177,7 @@ def _suggest_table(name: str) -> str:
     return "the tables are " + ", ".join(tables())
 
 
-def _convert(setting: Setting, value: Any, origin: str, *, text: bool) -> _SourcedValue:
+def _convert(setting: Setting, value: object, origin: str, *, text: bool) -> _SourcedValue:
     try:
         return _SourcedValue(setting.convert(value, text=text), origin)
     except InvalidValue as error:
@@ -185,13 +185,13 @@ def _convert(setting: Setting, value: Any, origin: str, *, text: bool) -> _Sourc
         raise UserError(f"{origin} = {shown} is not allowed: it takes {error}") from error
 
 
-def _format_value(value: Any) -> str:
+def _format_value(value: object) -> str:
     shown = strip_credentials(value) if isinstance(value, str) and value.isprintable() else repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 def _assemble(given: Mapping[str, _SourcedValue]) -> Configuration:
-    values: dict[str, dict[str, Any]] = {table: {} for table in tables()}
+    values: dict[str, dict[str, object]] = {table: {} for table in tables()}
     for name, item in given.items():
         table, _, key = name.partition(".")
         values[table][key] = item.value

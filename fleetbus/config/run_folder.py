@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -78,7 +77,7 @@ def run_folder(run: RunSettings) -> RunFolder:
     return RunFolder(Path(run.folder).expanduser() / run.name)
 
 
-def read_earlier_configuration(run: RunSettings) -> dict[str, Any] | None:
+def read_earlier_configuration(run: RunSettings) -> dict[str, object] | None:
     """The tables that the run was last started with on this machine, or None."""
     file = run_folder(run).configuration
     return read_tables(file) if file.is_file() else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -34,7 +33,7 @@ def build_grid_tool(tool: ToolSpec) -> ToolSpec:
     return msgspec.structs.replace(tool, description=text)
 
 
-def convert_to_pixels(arguments: Mapping[str, Any], screen: tuple[int, int]) -> dict[str, Any]:
+def convert_to_pixels(arguments: Mapping[str, object], screen: tuple[int, int]) -> dict[str, object]:
     """The arguments with their coordinates in pixels, within the screen. Raises `ValueError` naming what is no coordinate."""
     scaled = dict(arguments)
     for name in COORDINATES:
@@ -43,11 +42,11 @@ def convert_to_pixels(arguments: Mapping[str, Any], screen: tuple[int, int]) -> 
     return scaled
 
 
-def _scale(name: str, value: Any, screen: tuple[int, int]) -> list[int]:
+def _scale(name: str, value: object, screen: tuple[int, int]) -> list[int]:
     if not isinstance(value, list | tuple) or len(value) != 2 or not all(map(_is_number, value)):
         raise ValueError(f"{name} must be two numbers between 0 and {GRID}, as [500, 500]")
     return [min(max(int(part / GRID * size), 0), size - 1) for part, size in zip(value, screen, strict=True)]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

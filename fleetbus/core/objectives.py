@@ -59,7 +59,7 @@ def dppo_tv(logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array
     """
     xp = find_namespace(logprobs)
     now = stop_gradient(logprobs)
-    outside = _moved_too_far(_compute_moved(now, old_logprobs), advantages, clip)
+    outside = _has_moved_too_far(_compute_moved(now, old_logprobs), advantages, clip)
     losses = -token_ratio(logprobs, old_logprobs) * advantages
     return xp.where(outside, xp.zeros_like(losses), losses)
 
@@ -89,7 +89,7 @@ def find_clipped(objective: str, logprobs: Array, old_logprobs: Array, advantage
     """True [B, T] where ``objective`` limits a token: no gradient reaches it, or (``cispo``) less weight than its ratio."""
     if objective == "dppo_tv":
         moved = _compute_moved(logprobs, old_logprobs)
-        return _moved_too_far(moved, advantages, clip)
+        return _has_moved_too_far(moved, advantages, clip)
     difference = logprobs - old_logprobs
     if objective == "gspo":
         xp = find_namespace(difference)
@@ -131,7 +131,7 @@ def _compute_moved(logprobs: Array, old_logprobs: Array) -> Array:
     return xp.exp(logprobs) - xp.exp(old_logprobs)
 
 
-def _moved_too_far(moved: Array, advantages: Array, clip: Clip) -> Array:
+def _has_moved_too_far(moved: Array, advantages: Array, clip: Clip) -> Array:
     return ((advantages > 0) & (moved > clip.high)) | ((advantages <= 0) & (moved < -clip.low))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import date
-from typing import Any
 
 from fleetbus_schemas import ToolSpec
 
@@ -28,7 +27,7 @@ def build_fleet_system_prompt(
     tools: Sequence[ToolSpec],
     *,
     today: date,
-    env_variables: Mapping[str, Any] | None = None,
+    env_variables: Mapping[str, object] | None = None,
     modality: str = "tool_use",
 ) -> str:
     """The long prompt of Fleet tasks, section by section: date, who is logged in, the tools as JSON, format, errors, answers.
@@ -48,7 +47,7 @@ def build_fleet_system_prompt(
     return "\n\n".join(section for section in sections if section)
 
 
-def format_tool_result(result: Any) -> str:
+def format_tool_result(result: object) -> str:
     """What the policy reads after a call. Text stays as it is, anything else becomes JSON; a result that says that it is an
     error (see `find_result_error`) is shown as one; nothing at all is an acknowledgement."""
     error = find_result_error(result)
@@ -64,7 +63,7 @@ def format_error(message: str) -> str:
     return message if message.lower().startswith("error:") else f"Error: {message or 'the tool failed without a reason'}"
 
 
-def find_result_error(result: Any) -> str | None:
+def find_result_error(result: object) -> str | None:
     """The error that a result reports by its shape: text that starts with ``Error:``, or an object with a true ``error``."""
     if isinstance(result, str):
         text = result.strip()
@@ -96,7 +95,7 @@ def truncate_text(text: str, limit_bytes: int) -> str:
     return encoded[: max(0, limit_bytes - len(notice))].decode("utf-8", "ignore") + notice
 
 
-def _build_function(tool: ToolSpec) -> dict[str, Any]:
+def _build_function(tool: ToolSpec) -> dict[str, object]:
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 
@@ -108,7 +107,7 @@ def _build_date_section(today: date) -> str:
     )
 
 
-def _build_context_section(variables: Mapping[str, Any]) -> str:
+def _build_context_section(variables: Mapping[str, object]) -> str:
     named = {"LOGGED_IN_USER": "Logged in user ID", "LOGGED_IN_NAME": "Logged in as"}
     lines = [f"- {label}: {variables[key]}" for key, label in named.items() if variables.get(key)]
     lines += [f"- {key}: {value}" for key, value in variables.items() if key not in (*named, "CURRENT_DATE")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from fleetbus_schemas import EpisodeFinished
 
@@ -14,7 +13,7 @@ SUCCESS_KEYS = ("success", "is_success")
 """What environments of Gymnasium, of VAGEN and their like call it in their ``info``."""
 
 
-def success_in(info: Mapping[str, Any]) -> bool | None:
+def success_in(info: Mapping[str, object]) -> bool | None:
     """What an environment's ``info`` says of success; None if it says nothing."""
     for key in SUCCESS_KEYS:
         if isinstance(info.get(key), (bool, int, float)):

@@ -109,7 +109,7 @@ def _read_block(text: str, start: int, after_tag: int) -> CallBlock:
         return CallBlock(start, stop, None, str(problem))
 
 
-def read_json(text: str, begin: int, limit: int) -> tuple[Any, int, str]:
+def read_json(text: str, begin: int, limit: int) -> tuple[object, int, str]:
     """The JSON value at ``begin``, where it ends, and what was wrong with it. One that lacks closing brackets ends at
     ``limit``, wherever its strings do."""
     try:
@@ -163,7 +163,7 @@ def _close_brackets(body: str) -> str | None:
     return "".join((*pieces, body[position:], *reversed(closers)))
 
 
-def build_call(value: Any) -> ToolCall:
+def build_call(value: object) -> ToolCall:
     """The call that a JSON value describes. Raises `ValueError` that says what it lacks."""
     if not isinstance(value, dict):
         raise ValueError("a tool call must be a JSON object")
@@ -182,7 +182,7 @@ def build_call(value: Any) -> ToolCall:
     return ToolCall(name=_replace_surrogates(name.strip()), arguments=_make_portable(arguments, MAX_DEPTH))
 
 
-def _make_portable(value: Any, depth: int) -> Any:
+def _make_portable(value: object, depth: int) -> Any:
     """``value`` as msgpack can carry it: lone surrogates replaced, nesting bounded (`ValueError` beyond)."""
     if isinstance(value, str):
         return _replace_surrogates(value)
@@ -233,7 +233,7 @@ def _find_strict_body(text: str, tag: str) -> str:
     return (body if closing else rest.partition("<|")[0]).strip()
 
 
-def _parse_strict_value(body: str) -> Any:
+def _parse_strict_value(body: str) -> object:
     for closers in ("", "}", "}}", "}}}"):
         try:
             return json.loads(body + closers)

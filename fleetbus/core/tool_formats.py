@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
 
 import msgspec
 
@@ -131,7 +130,7 @@ def _build_text_call(
 ) -> CallBlock:
     """A call whose arguments are texts, one by one in ``body``."""
     properties = _get_properties(name.strip(), tools)
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, object] = {}
     position = 0
     while (found := pair.match(body, position)) is not None:
         key = found[1].strip()
@@ -144,13 +143,13 @@ def _build_text_call(
     return _build_block(start, stop, {"name": name, "arguments": arguments})
 
 
-def _get_properties(name: str, tools: Sequence[ToolSpec]) -> Mapping[str, Any]:
+def _get_properties(name: str, tools: Sequence[ToolSpec]) -> Mapping[str, object]:
     parameters = next((tool.parameters for tool in tools if tool.name == name), {})
     properties = parameters.get("properties")
     return properties if isinstance(properties, Mapping) else {}
 
 
-def _read_argument(text: str, schema: Any) -> Any:
+def _read_argument(text: str, schema: object) -> object:
     """``text`` as the type that the schema names: as it stands if that is a string, else as JSON if it can be read so."""
     kinds = schema.get("type") if isinstance(schema, Mapping) else None
     if kinds == "string" or (isinstance(kinds, list) and "string" in kinds and not _is_null(text, kinds)):
@@ -164,7 +163,7 @@ def _read_argument(text: str, schema: Any) -> Any:
     return text if error or body[stop:].strip() else value
 
 
-def _is_null(text: str, kinds: Sequence[Any]) -> bool:
+def _is_null(text: str, kinds: Sequence[object]) -> bool:
     return "null" in kinds and text.strip() in ("null", "None")
 
 
@@ -251,7 +250,7 @@ def _find_command_calls(text: str, _: Sequence[ToolSpec]) -> Iterator[CallBlock]
         opening = _COMMAND.search(text, max(stop, opening.end()))
 
 
-def _split_list(start: int, stop: int, value: Any) -> Iterator[CallBlock]:
+def _split_list(start: int, stop: int, value: object) -> Iterator[CallBlock]:
     """A block per item of a list of calls; the first has the text, the others have none of it."""
     items = value if isinstance(value, list) else [value]
     if not items:
@@ -272,7 +271,7 @@ def _build_json_call(text: str, start: int, stop: int, name: str, body: str, fir
     return _build_block(start, stop, {"name": name, "arguments": value})
 
 
-def _build_block(start: int, stop: int, value: Any) -> CallBlock:
+def _build_block(start: int, stop: int, value: object) -> CallBlock:
     if isinstance(value, dict) and "tool_name" in value:
         value = value | {"name": value["tool_name"]}
     try:

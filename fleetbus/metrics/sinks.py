@@ -101,7 +101,7 @@ class TensorBoardSink:
     """Scalars in an event file, by TensorBoard's own writer, which keeps them as 32-bit floats; needs no torch. The
     configuration is a text beside them."""
 
-    def __init__(self, folder: Path, configuration: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, configuration: Mapping[str, object]) -> None:
         try:
             from tensorboard.summary import Writer  # type: ignore[import-not-found,import-untyped,unused-ignore]
         except ImportError as error:
@@ -122,7 +122,7 @@ class TensorBoardSink:
         self._writer.close()
 
 
-def _format_table(values: Mapping[str, Any]) -> str:
+def _format_table(values: Mapping[str, object]) -> str:
     """A Markdown table, which TensorBoard renders."""
     return "\n".join(["| setting | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in values.items())])
 
@@ -155,7 +155,7 @@ class WandbSink:
     machine is exported: not its load, its console, its repository.
     """
 
-    def __init__(self, project: str, *, run: str, configuration: Mapping[str, Any], folder: Path | None) -> None:
+    def __init__(self, project: str, *, run: str, configuration: Mapping[str, object], folder: Path | None) -> None:
         try:
             import wandb  # type: ignore[import-not-found,import-untyped,unused-ignore]
         except ImportError as error:

@@ -103,7 +103,7 @@ class Redactor:
         text = _URL.sub(lambda found: strip_credentials(found.group()), text)
         return _ASSIGNED.sub(_redact_assignment, text)
 
-    def clean_value(self, key: str, value: Any) -> Any:
+    def clean_value(self, key: str, value: object) -> Any:
         """A JSON-like value without secrets; ``key`` is where it stands."""
         if isinstance(value, Mapping):
             return {name: self.clean_value(str(name), item) for name, item in value.items()}
@@ -116,7 +116,7 @@ class Redactor:
             return REDACTED
         return self.clean_text(value)
 
-    def _clean_message(self, content: dict[str, Any]) -> dict[str, Any]:
+    def _clean_message(self, content: dict[str, Any]) -> dict[str, object]:
         cleaned: dict[str, Any] = self.clean_value("", content)
         turn = (content.get("episode_id", ""), content.get("turn", 0))
         match content.get("type"):

@@ -163,10 +163,10 @@ def list_channels() -> tuple[Channel, ...]:
     )
 
 
-def build_asyncapi() -> dict[str, Any]:
+def build_asyncapi() -> dict[str, object]:
     """The document, new with every call and plain JSON."""
     found = list_channels()
-    components: dict[str, Any] = {
+    components: dict[str, object] = {
         "schemas": _build_schemas(),
         "messages": {kind.__name__: _build_message(kind) for kind in MESSAGES},
     }
@@ -188,11 +188,11 @@ def build_asyncapi() -> dict[str, Any]:
         "operations": {name: operation for channel in found for name, operation in _build_operations(channel).items()},
         "components": components,
     }
-    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(document))
+    plain: dict[str, object] = msgspec.json.decode(msgspec.json.encode(document))
     return plain
 
 
-def _build_channel(channel: Channel) -> dict[str, Any]:
+def _build_channel(channel: Channel) -> dict[str, object]:
     kept = "Stored in the log." if channel.stored else "A core message, not stored."
     return {
         "address": channel.address,
@@ -202,7 +202,7 @@ def _build_channel(channel: Channel) -> dict[str, Any]:
     }
 
 
-def _build_reply_channel(channel: Channel) -> dict[str, Any]:
+def _build_reply_channel(channel: Channel) -> dict[str, object]:
     """Answers go to the reply subject of the question, whatever that is."""
     return {
         "address": None,
@@ -211,11 +211,11 @@ def _build_reply_channel(channel: Channel) -> dict[str, Any]:
     }
 
 
-def _build_operations(channel: Channel) -> dict[str, Any]:
-    operations: dict[str, Any] = {}
+def _build_operations(channel: Channel) -> dict[str, object]:
+    operations: dict[str, object] = {}
     for action, roles in (("send", channel.senders), ("receive", channel.receivers)):
         for role in roles:
-            operation: dict[str, Any] = {
+            operation: dict[str, object] = {
                 "action": action,
                 "channel": {"$ref": f"#/channels/{channel.name}"},
                 "summary": f"{role}: {action} {', '.join(kind.__name__ for kind in channel.messages)}",
@@ -230,7 +230,7 @@ def _build_operations(channel: Channel) -> dict[str, Any]:
     return operations
 
 
-def _build_message(kind: type[Message]) -> dict[str, Any]:
+def _build_message(kind: type[Message]) -> dict[str, object]:
     return {
         "name": kind.__name__,
         "contentType": CONTENT_TYPE,
@@ -239,7 +239,7 @@ def _build_message(kind: type[Message]) -> dict[str, Any]:
     }
 
 
-def _build_schemas() -> dict[str, Any]:
+def _build_schemas() -> dict[str, object]:
     """As `fleetbus_schemas.export`, in the dialect of AsyncAPI, which writes tuples as draft 7 does."""
     _, definitions = msgspec.json.schema_components(MESSAGES, ref_template="#/components/schemas/{name}")
     for definition in definitions.values():
@@ -249,7 +249,7 @@ def _build_schemas() -> dict[str, Any]:
     return dialect
 
 
-def _convert_to_draft_7(value: Any) -> Any:
+def _convert_to_draft_7(value: object) -> Any:
     if isinstance(value, dict):
         plain = {key: _convert_to_draft_7(item) for key, item in value.items()}
         if "prefixItems" in plain:

@@ -33,7 +33,7 @@ def build_json_schema() -> dict[str, Any]:
         "oneOf": list(references),
         "$defs": definitions,
     }
-    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(document))
+    plain: dict[str, object] = msgspec.json.decode(msgspec.json.encode(document))
     return plain
 
 

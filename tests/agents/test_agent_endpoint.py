@@ -201,7 +201,7 @@ async def test_a_call_whose_client_went_away_is_not_played() -> None:
     async with serving() as (_, session):
         session.enter(AgentCall(messages=SAID), "gone", repetition=False)
         kept = session.enter(AgentCall(messages=SAID), "kept", repetition=False)
-        async with kept.wanted():
+        async with kept.hold_request():
             assert await session.next_call() is kept
             kept.set_answer(ANSWER)
         again = session.enter(AgentCall(messages=SAID), "gone", repetition=True)

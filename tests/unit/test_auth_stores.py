@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fleetbus.auth.stores import check_store, reading_config
+from fleetbus.auth.stores import build_reading_config, check_store
 from fleetbus.errors import UserError
 from tests.support.auth_operations import covers
 
@@ -26,9 +26,9 @@ def test_a_run_goes_on_as_it_was_begun(tmp_path: Path) -> None:
 
 
 def test_a_log_of_keys_is_shown_by_a_server_with_its_account(tmp_path: Path) -> None:
-    assert reading_config(tmp_path, "b") is None
+    assert build_reading_config(tmp_path, "b") is None
     (tmp_path / "jetstream" / "fb_b" / "streams" / "fb_b").mkdir(parents=True)
-    file = reading_config(tmp_path, "b")
+    file = build_reading_config(tmp_path, "b")
     assert file is not None and list(json.loads(file.read_text())["accounts"]) == ["fb_b"]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
@@ -64,7 +64,7 @@ def replay(request: pytest.FixtureRequest) -> Callable[..., Report]:
 
     folder = request.path.parent
 
-    def play(file: str | Path | Recording, *, check: bool = True, **choices: Any) -> Report:
+    def play(file: str | Path | Recording, *, check: bool = True, **choices: object) -> Report:
         report = replay_blocking(folder / file if isinstance(file, (str, Path)) else file, **choices)
         if check:
             report.check()
@@ -86,7 +86,7 @@ def scripted_sampler() -> Callable[..., CannedSampler]:
 
 
 @pytest.fixture
-def virtual_clock() -> Callable[..., Any]:
+def virtual_clock() -> Callable[..., object]:
     """``virtual_clock(coroutine_function)``: run it on trio where waiting takes no time; the same ``seed``, the same order.
 
     Needs ``pip install 'fleetbus[simulation]'``; the test is skipped without it.

@@ -38,7 +38,7 @@ class EscapingStream:
         for line in lines:
             self.write(line)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.unescaped, name)
 
 
@@ -53,7 +53,7 @@ def escape_output() -> Iterator[None]:
         sys.stdout, sys.stderr = output, errors
 
 
-def unescaped(stream: TextIO) -> TextIO:
+def get_unescaped(stream: TextIO) -> TextIO:
     """The stream below an escaping one, else the stream itself."""
     return getattr(stream, "unescaped", stream)
 
@@ -71,4 +71,4 @@ def open_console(stream: TextIO | None = None, **options: Any) -> Console:
                 else:
                     yield Segment(escape_control_characters(segment.text), segment.style)
 
-    return EscapingConsole(file=unescaped(stream or sys.stdout), **options)
+    return EscapingConsole(file=get_unescaped(stream or sys.stdout), **options)

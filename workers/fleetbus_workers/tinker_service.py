@@ -6,7 +6,6 @@ Shared by both, which must not import each other; the SDK is imported only when 
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import msgspec
 
@@ -22,7 +21,7 @@ class SamplerPath(msgspec.Struct, frozen=True, kw_only=True, tag="tinker"):
     sampler: str
 
 
-def open_service_client(settings: TinkerSettings) -> Any:
+def open_service_client(settings: TinkerSettings) -> object:
     """A client of the service; blocking. Raises `UserError` if there is no key or no answer."""
     import tinker
 

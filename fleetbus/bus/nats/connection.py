@@ -13,7 +13,6 @@ import secrets
 import ssl
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
@@ -197,7 +196,7 @@ class Connection:
 
 @asynccontextmanager
 async def open_connection(
-    url: str, *, name: str, inbox_prefix: str, api_prefix: str = API, reconnect: bool, options: dict[str, Any]
+    url: str, *, name: str, inbox_prefix: str, api_prefix: str = API, reconnect: bool, options: dict[str, object]
 ) -> AsyncGenerator[Connection]:
     """A connection for the length of the block; raises `UserError` if no server answers, `BusClosed` if it is lost for good.
 
@@ -214,7 +213,7 @@ async def open_connection(
             await connection.close()
 
 
-async def _connect(connection: Connection, url: str, **options: Any) -> None:
+async def _connect(connection: Connection, url: str, **options: object) -> None:
     wire = connection.wire
     try:
         with anyio.fail_after(max(CONNECT_TIMEOUT_SECONDS, GREETING_LIMIT_SECONDS)):

@@ -91,7 +91,7 @@ def stream_config(plan: StreamPlan) -> dict[str, Any]:
     }
 
 
-def consumer_config(plan: ConsumerPlan) -> dict[str, Any]:
+def consumer_config(plan: ConsumerPlan) -> dict[str, object]:
     """A durable pull consumer as the server's API takes it."""
     return {
         "durable_name": plan.name,

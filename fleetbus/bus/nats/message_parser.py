@@ -8,7 +8,6 @@ server sends, what is kept of it is bounded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from nats.errors import ProtocolError
 from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
@@ -26,7 +25,7 @@ MAX_LINE_BYTES = 1 << 20
 class MessageParser(Parser):  # type: ignore[misc]  # nats-py is untyped
     """nats-py's parser; ``dispatch`` gets the messages."""
 
-    def __init__(self, client: Any, dispatch: Dispatch) -> None:
+    def __init__(self, client: object, dispatch: Dispatch) -> None:
         self._resets = 0
         super().__init__(client)
         self._dispatch = dispatch

@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
@@ -214,7 +213,7 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
             await self._error_cb(error)
             await self._process_op_err(error)
 
-    async def _connect_to_server(self, s: Any) -> None:
+    async def _connect_to_server(self, s: object) -> None:
         self._abort()  # an earlier attempt that got no greeting would leave its socket open
         await super()._connect_to_server(s)
 

@@ -45,7 +45,10 @@ class RunArguments(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_arguments(
-    environment: EnvironmentArgument, tasks: TasksArgument, config: str | os.PathLike[str] | None, settings: Mapping[str, Any]
+    environment: EnvironmentArgument,
+    tasks: TasksArgument,
+    config: str | os.PathLike[str] | None,
+    settings: Mapping[str, object],
 ) -> RunArguments:
     """The configuration of a run: defaults < the run's earlier configuration < TOML file < variables < arguments. ``settings``
     has the other arguments, None for those that were not given. Raises `UserError` naming the argument."""
@@ -98,7 +101,7 @@ def write_tasks_file(arguments: RunArguments) -> Iterator[None]:
 
 
 def _load(given: Mapping[str, Any], config: str | os.PathLike[str] | None) -> LoadedConfiguration:
-    flags: dict[str, Any] = {}
+    flags: dict[str, object] = {}
     typed: dict[str, str] = {}
     for argument, value in given.items():
         setting = find_setting(argument)

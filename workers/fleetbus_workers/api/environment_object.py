@@ -40,18 +40,18 @@ class ObjectFactory:
 class _CallableKind:
     """A callable that makes environments, with the calls of one of them as attributes, as a class has them."""
 
-    def __init__(self, make: Factory, example: Any) -> None:
+    def __init__(self, make: Factory, example: object) -> None:
         self._make = make
         self._example = example
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         return self._make()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._example, name)
 
 
-def check_environment_object(kind: Any) -> None:
+def check_environment_object(kind: object) -> None:
     """Raise `UserError` unless ``kind`` is a class or callable without arguments that makes environments. A callable is
     called once, to look at what it makes."""
     name = describe_object(kind)
@@ -73,7 +73,7 @@ def build_object_spec(kind: Factory) -> str:
     return f"{PYTHON_OBJECT}:{describe_object(kind)}"
 
 
-def describe_object(kind: Any) -> str:
+def describe_object(kind: object) -> str:
     """Module and qualified name, of the function inside for a partial, of the class for an instance."""
     while isinstance(kind, functools.partial):
         kind = kind.func

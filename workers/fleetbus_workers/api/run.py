@@ -95,7 +95,7 @@ class Run:
         steps: int | None = None,
         seed: int | None = None,
         config: str | os.PathLike[str] | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> None:
         given = {"model": model, "name": name, "folder": folder, "steps": steps, "seed": seed, **settings}
         self._parse: Callable[[], RunArguments] = partial(parse_arguments, environment, tasks, config, given)

@@ -99,7 +99,7 @@ def _build_values(rows: Sequence[Row], columns: Columns) -> dict[str, list[Any]]
     return {field: [_flatten(row.get(field)) for row in rows] for field in columns}
 
 
-def _flatten(value: Any) -> Any:
+def _flatten(value: object) -> Any:
     if isinstance(value, tuple | list) and all(isinstance(item, bool | int | float | str) for item in value):
         return list(value)
     return value if value is None or isinstance(value, bool | int | float | str) else msgspec.json.encode(value).decode()
@@ -115,7 +115,7 @@ def _write_parquet(rows: Iterable[Row], file: Path, columns: Columns) -> int:
     return count
 
 
-def _build_schema(arrow: Any, columns: Columns) -> Any:
+def _build_schema(arrow: Any, columns: Columns) -> object:
     """Types that do not depend on the rows: a column may be empty in the first of them."""
     types = {"text": arrow.string(), "integer": arrow.int64(), "number": arrow.float64(), "flag": arrow.bool_()}
     types |= {f"{name}s": arrow.list_(types[name]) for name in ("integer", "number", "flag")}

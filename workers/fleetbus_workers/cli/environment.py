@@ -24,7 +24,7 @@ def _load_work() -> Work:
     from fleetbus_workers.assembly.environment_work import work
     from fleetbus_workers.environment.blocked_loop_report import BlockedLoopReport
 
-    async def watched_work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
+    async def work_watched(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
         run = configuration.run.name
         access = build_access("environment", configuration.nats.auth, run)
         url = resolve_server_url(configuration)
@@ -36,7 +36,7 @@ def _load_work() -> Work:
         )
         await work(bus, configuration, name, drain, watch=watch_blocked_loop(report))
 
-    return watched_work
+    return work_watched
 
 
 @click.command("environment", cls=SettingsCommand)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     BuildLoader = Callable[[SessionClient], LoadImage | None]
 
 
-def listen_options(function: Callable[..., Any]) -> Callable[..., Any]:
+def listen_options(function: Callable[..., object]) -> Callable[..., Any]:
     """Decorator: where to listen, and the options of `_build_guard`."""
     options = (
         click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on"),
@@ -43,7 +43,7 @@ def listen_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def in_process_option(function: Callable[..., Any]) -> Callable[..., Any]:
+def in_process_option(function: Callable[..., object]) -> Callable[..., Any]:
     """Decorator: the option of `_build_gateway_work`."""
     text = "Run the environments that --environment names in this process: faster on one machine"
     return click.option("--in-process", is_flag=True, help=text)(function)
@@ -132,7 +132,7 @@ def openenv(host: str, port: int, open_to_others: bool, **values: Any) -> int:
 @click.option("--public-url", default="", metavar="URL", help="How agents reach this gateway (default: http://HOST:PORT)")
 @role_options
 @settings_options("run", "nats", "environment", "limits", "log")
-def agents(host: str, port: int, public_url: str, **values: Any) -> int:
+def agents(host: str, port: int, public_url: str, **values: object) -> int:
     """Give the run's episodes to agents that run elsewhere, and serve their model calls (OpenAI's and Anthropic's protocols).
 
     It takes the place of the run's environment workers: --environment-slots agents may play at a time. If the variable
@@ -192,7 +192,7 @@ def _load_openenv(host: str, port: int, given: dict[str, Any], in_process: bool)
     return _build_gateway_work(host, port, application, in_process)
 
 
-def _build_gateway_work(host: str, port: int, application: Callable[[Entered, BuildLoader], Any], in_process: bool) -> Work:
+def _build_gateway_work(host: str, port: int, application: Callable[[Entered, BuildLoader], object], in_process: bool) -> Work:
     """A role that serves an application over the sessions of the run; the port is taken before anything else happens. With
     ``in_process`` the environments of the configuration are run here as well."""
     import structlog

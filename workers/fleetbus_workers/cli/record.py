@@ -200,7 +200,7 @@ def _build_header(source: Source, configuration: Configuration, episodes: tuple[
     )
 
 
-def _strip_local_settings(tables: dict[str, Any]) -> dict[str, Any]:
+def _strip_local_settings(tables: dict[str, Any]) -> dict[str, object]:
     """Drop addresses and paths that are meaningful on this machine only."""
     tables["nats"]["url"] = ""
     tables["run"]["folder"] = ""

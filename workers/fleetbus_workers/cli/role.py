@@ -31,7 +31,7 @@ COLLECTOR_THRESHOLDS = (20_000, 20, 20)
 """New objects until the youngest are looked at, and so often until the older ones are."""
 
 
-def role_options(function: Callable[..., Any]) -> Callable[..., Any]:
+def role_options(function: Callable[..., object]) -> Callable[..., Any]:
     """Decorator: what every role command takes besides settings."""
     name = click.option("--name", metavar="NAME", help="Name of this worker, unique in the run (default: generated)")
     supervised = click.option("--supervised", is_flag=True, hidden=True, help="Exit when standard input is closed")

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 
-def reach_options(function: Callable[..., Any]) -> Callable[..., Any]:
+def reach_options(function: Callable[..., object]) -> Callable[..., Any]:
     """Decorator: where the run is. The values have the names that `fleetbus_workers.cli.options.load_settings` takes."""
     options = [
         click.option("--nats", "nats__url", metavar="URL", help="Server to use (default: the run's own)"),
@@ -28,17 +28,17 @@ _NAMED_RUN = "fleetbus.run"
 """Where the context keeps what ``--run`` names, until the argument is read."""
 
 
-def run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+def run_argument(function: Callable[..., object]) -> Callable[..., Any]:
     """Decorator: the run as an argument, or as ``--run`` as for the commands that work; the function gets it as ``run``."""
     return click.argument("run", required=False, metavar="[RUN]", callback=_choose_run)(_run_option(function))
 
 
-def source_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+def source_argument(function: Callable[..., object]) -> Callable[..., Any]:
     """Decorator: a run or a recording as an argument, or a run as ``--run``; the function gets it as ``source``."""
     return click.argument("source", required=False, metavar="[RUN|FILE]", callback=_choose_run)(_run_option(function))
 
 
-def source_and_episode_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+def source_and_episode_arguments(function: Callable[..., object]) -> Callable[..., Any]:
     """Decorator: as `source_argument`, and an ``episode`` after it, which is the only argument besides ``--run``."""
 
     def choose_source(context: click.Context, _: click.Parameter, value: str | None) -> str | None:
@@ -59,7 +59,7 @@ def source_and_episode_arguments(function: Callable[..., Any]) -> Callable[..., 
     return source(episode(_run_option(function)))
 
 
-def _run_option(function: Callable[..., Any]) -> Callable[..., Any]:
+def _run_option(function: Callable[..., object]) -> Callable[..., object]:
     def keep(context: click.Context, _: click.Parameter, value: str | None) -> None:
         context.meta[_NAMED_RUN] = value
 
@@ -75,7 +75,7 @@ def _choose_run(context: click.Context, _: click.Parameter, value: str | None) -
     return value if value is not None else named
 
 
-def archive_option(alone: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def archive_option(alone: str = "") -> Callable[[Callable[..., Any]], Callable[..., object]]:
     """Decorator: ``--archive DIR`` as the argument ``archive``; ``alone`` is passed in addition."""
     return click.option(
         "--archive",
@@ -85,7 +85,7 @@ def archive_option(alone: str = "") -> Callable[[Callable[..., Any]], Callable[.
     )
 
 
-def nats_http_option(function: Callable[..., Any]) -> Callable[..., Any]:
+def nats_http_option(function: Callable[..., object]) -> Callable[..., Any]:
     """Decorator: ``--nats-http URL`` as the argument ``nats_http``, for `nats_http_of`."""
     return click.option(
         "--nats-http",

@@ -30,7 +30,7 @@ STEP_SECONDS = 3.0
 """For asking the server of a run that is running for its last step."""
 
 
-def server_options(function: Callable[..., Any]) -> Callable[..., Any]:
+def server_options(function: Callable[..., object]) -> Callable[..., Any]:
     """Decorator: a server whose runs are meant, and not those of a folder."""
     url = click.option("--nats", "nats__url", metavar="URL", help="Use the runs on this server instead of a folder")
     auth = click.option(
@@ -39,7 +39,7 @@ def server_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return url(auth(function))
 
 
-def folder_options(function: Callable[..., Any]) -> Callable[..., Any]:
+def folder_options(function: Callable[..., object]) -> Callable[..., Any]:
     """Decorator: where the runs are, as `runs_folder` takes it."""
     folder = click.option(
         "--run-folder",
@@ -51,7 +51,7 @@ def folder_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return folder(config(function))
 
 
-def runs_folder(values: dict[str, Any]) -> Path:
+def runs_folder(values: dict[str, object]) -> Path:
     """Where `up` keeps its runs; raises `UserError`."""
     return Path(load_settings(values, earlier=False).configuration.run.folder).expanduser()
 
@@ -65,7 +65,7 @@ def command() -> None:
 @folder_options
 @server_options
 @json_option()
-def list_runs(as_json: bool, **values: Any) -> int:
+def list_runs(as_json: bool, **values: object) -> int:
     """List the runs in a folder: whether they are active, when they were last written, their sizes and results.
 
     With --nats, list the runs on a server: whether they have live workers, the size of their logs and their reserved storage.
@@ -88,7 +88,7 @@ def list_runs(as_json: bool, **values: Any) -> int:
 @folder_options
 @server_options
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation")
-def remove_runs(names: tuple[str, ...], yes: bool, **values: Any) -> int:
+def remove_runs(names: tuple[str, ...], yes: bool, **values: object) -> int:
     """Remove runs with all their files: log, weights, checkpoints, models. An active run is refused.
 
     With --nats, remove log, lanes and weights on a server. Exit status 0: removed; 2: a run is unknown or active, and nothing
@@ -113,7 +113,7 @@ def remove_runs(names: tuple[str, ...], yes: bool, **values: Any) -> int:
     return FINISHED
 
 
-def _list_on_server(as_json: bool, values: dict[str, Any]) -> int:
+def _list_on_server(as_json: bool, values: dict[str, object]) -> int:
     rows = list_on_server(load_settings(values, earlier=False).configuration)
     if as_json:
         print_json(rows)

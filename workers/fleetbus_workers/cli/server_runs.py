@@ -27,7 +27,7 @@ LISTEN_SECONDS = 2.5
 """A heartbeat of every living worker comes within this."""
 
 
-def list_on_server(configuration: Configuration) -> list[dict[str, Any]]:
+def list_on_server(configuration: Configuration) -> list[dict[str, object]]:
     """One row per run; ``running`` if a worker of it was heard."""
     return run_async(_list, configuration)
 

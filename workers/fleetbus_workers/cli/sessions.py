@@ -41,7 +41,7 @@ def command(run: str | None, as_json: bool, limit: int, **values: Any) -> int:
     return FINISHED
 
 
-async def _list_sessions(configuration: Configuration) -> list[dict[str, Any]]:
+async def _list_sessions(configuration: Configuration) -> list[dict[str, object]]:
     subjects = Subjects(configuration.run.name)
     async with open_run(configuration, "operator") as bus:
         held: dict[str, tuple[str, tuple[str, ...]]] = {}
@@ -81,7 +81,7 @@ async def _request_sessions(bus: Any, subjects: Any, role: str, worker: str) -> 
         return None
 
 
-async def _read_claim(bus: Any, subjects: Any, role: str, name: str) -> dict[str, Any]:
+async def _read_claim(bus: Any, subjects: Any, role: str, name: str) -> dict[str, object]:
     """When the session's newest claim was stored, and how far it is."""
     episode, _, rest = name.partition(".")
     entries = await bus.history([subjects.episode(episode), subjects.session(episode)]) if "(" not in name else []

@@ -80,7 +80,7 @@ def _check_new(folder: Path) -> None:
         raise UserError(f"{folder} is not empty: name a new folder")
 
 
-def _build(folder: Path, seed: int, vision: bool, report: Callable[[str], None]) -> dict[str, Any]:
+def _build(folder: Path, seed: int, vision: bool, report: Callable[[str], None]) -> dict[str, object]:
     _check_new(folder)
     build: Callable[..., Any]
     try:
@@ -106,7 +106,7 @@ def _build_for_environment(
     seed: int,
     values: dict[str, Any],
     report: Callable[[str], None],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     _check_new(folder)
     tasks, _ = split_tasks(load_dataset(location))
     configuration = load_settings({**values, "run__environment": (spec,)}, earlier=False).configuration

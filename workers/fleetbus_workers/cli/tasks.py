@@ -165,7 +165,7 @@ def _find_unserved(specs: Sequence[str], tasks: Sequence[Task]) -> list[str]:
     return []
 
 
-def _summarize_tasks(tasks: Sequence[Task]) -> dict[str, Any]:
+def _summarize_tasks(tasks: Sequence[Task]) -> dict[str, object]:
     return {
         "dataset_version": tasks[0].dataset_version if tasks else "",
         "tasks": len(tasks),

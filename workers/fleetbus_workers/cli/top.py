@@ -74,7 +74,7 @@ async def _watch(
             if not once:  # a server that takes its time must not hold up the picture of the workers
                 tasks.start_soon(watch.fetch_server_view, nats_http)
 
-            async def look() -> dict[str, Any]:
+            async def look() -> dict[str, object]:
                 server = await fetch_server_view(bus, run, nats_http()) if once else watch.server
                 now, now_ns = anyio.current_time(), bus.now_ns()
                 is_behind, ending = watch.is_behind(now), watch.find_termination(now)
@@ -109,7 +109,7 @@ async def _watch(
     return result
 
 
-async def _show_once(look: Callable[[], Awaitable[dict[str, Any]]], as_json: bool) -> int:
+async def _show_once(look: Callable[[], Awaitable[dict[str, object]]], as_json: bool) -> int:
     """After reading the log up to now, and long enough to hear of every worker."""
     await anyio.sleep(FIRST_LOOK_SECONDS)
     shown = await look()
@@ -120,7 +120,7 @@ async def _show_once(look: Callable[[], Awaitable[dict[str, Any]]], as_json: boo
     return 1 if shown["stalls"] else FINISHED
 
 
-async def _show(look: Callable[[], Awaitable[dict[str, Any]]], as_json: bool) -> int:
+async def _show(look: Callable[[], Awaitable[dict[str, object]]], as_json: bool) -> int:
     if as_json or not sys.stdout.isatty():
         while True:
             await anyio.sleep(REFRESH_SECONDS)
@@ -136,7 +136,7 @@ async def _show(look: Callable[[], Awaitable[dict[str, Any]]], as_json: bool) ->
     return FINISHED
 
 
-def _print(shown: dict[str, Any], as_json: bool) -> None:
+def _print(shown: dict[str, object], as_json: bool) -> None:
     if as_json:
         print(msgspec.json.encode(shown).decode(), flush=True)
         return

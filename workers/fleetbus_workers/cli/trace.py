@@ -81,7 +81,7 @@ def command(source: str | None, as_json: bool, **values: Any) -> int:
     return FINISHED
 
 
-def _check_options(source: str | None, chosen: dict[str, Any]) -> None:
+def _check_options(source: str | None, chosen: dict[str, object]) -> None:
     if not chosen["otlp"] and chosen["jsonl"] is None:
         raise UserError("no output: give --otlp URL or --jsonl FILE")
     if chosen["follow"] and (is_recording(source) or chosen["archive"] or chosen["episodes"] or chosen["sessions"]):

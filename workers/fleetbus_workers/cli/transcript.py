@@ -82,7 +82,7 @@ def _format_content(message: ChatMessage) -> str:
     return " ".join(getattr(part, "text", "") or f"[object {part.object[:12]}]" for part in message.content)
 
 
-def build_facts(transcript: Transcript, *, tokens: bool) -> dict[str, Any]:
+def build_facts(transcript: Transcript, *, tokens: bool) -> dict[str, object]:
     """JSON-like: arrays of numbers instead of bytes, and only if ``tokens``."""
     facts: dict[str, Any] = msgspec.to_builtins(transcript, builtin_types=(bytes,))
     for shown, turn in zip(facts["turns"], transcript.turns, strict=True):

@@ -82,7 +82,7 @@ class ComposedRewardEnvironment:
         self._seen: list[ChatMessage] = []
 
     @property
-    def implementation(self) -> Any:
+    def implementation(self) -> object:
         """What a failure is located in."""
         return getattr(self._inner, "implementation", self._inner)
 

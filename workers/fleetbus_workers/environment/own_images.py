@@ -60,7 +60,7 @@ class ImageStoringEnvironment:
         self._factory = factory
 
     @property
-    def implementation(self) -> Any:
+    def implementation(self) -> object:
         """The user's object: what a failure is located in."""
         return getattr(self._inner, "implementation", self._inner)
 

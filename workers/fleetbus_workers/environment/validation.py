@@ -55,7 +55,7 @@ def check_messages(messages: Iterable[ChatMessage], where: str = "an environment
 def _validate(kind: type[T], value: object, call: str) -> T:
     if not isinstance(value, kind):
         raise InvalidReturn(f"{call} returned {_describe(value)}; it must return {kind.__name__}")
-    changed: dict[str, Any] = {}
+    changed: dict[str, object] = {}
     match value:
         case Start():
             changed = {
@@ -174,7 +174,7 @@ def _check_count(value: Any, where: str) -> int:
         raise InvalidReturn(f"{where} must be a whole number, not {_describe(value)}") from None
 
 
-def _check_flag(value: Any, where: str) -> bool:
+def _check_flag(value: object, where: str) -> bool:
     """Flags of NumPy and 0 or 1 will do; text would be true whatever it says."""
     if value is None or isinstance(value, (str, bytes, Mapping, list, tuple)):
         raise InvalidReturn(f"{where} must be true or false, not {_describe(value)}")

@@ -249,6 +249,6 @@ def is_reward_of(result: EpisodeFinished, reward: float | None) -> bool:
     return reward in (result.reward, result.reward_components.get(VERIFIER))
 
 
-def describe_result(result: EpisodeFinished) -> dict[str, Any]:
+def describe_result(result: EpisodeFinished) -> dict[str, object]:
     """How an episode ended."""
     return {"outcome": result.outcome, "reward": result.reward, "error_class": result.error_class, "error": result.error}

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from socket import socket
-from typing import Any
 
 import anyio
 import msgspec
@@ -146,7 +145,7 @@ def check_configuration(configuration: Configuration) -> None:
         raise UserError(f"an agent decides about its context itself: leave out {', '.join(wrong)}")
 
 
-async def read_trajectory(bus: Bus, subjects: Subjects, pool: str, episode: str) -> dict[str, Any] | None:
+async def read_trajectory(bus: Bus, subjects: Subjects, pool: str, episode: str) -> dict[str, object] | None:
     """None for an episode that nobody asked for, or that has left the log. ``prompt_ids`` are what a turn's messages became,
     ``sampled_ids`` and ``logprobs`` what the policy said; a turn continues the ids of its ``segment``."""
     stored = await bus.last(subjects.task(pool, episode))

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
 
 import anyio
 import msgspec
@@ -83,7 +82,7 @@ class GymGateway:
         assert self._calls is not None, "the application's lifespan has not begun"
         return self._calls
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, object]:
         """What ``/sessions`` says; times are Unix seconds, those of a session in use do not run."""
         now, limit = time.monotonic(), self._settings.session_timeout
         listed = [

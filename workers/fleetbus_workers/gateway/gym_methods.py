@@ -59,7 +59,7 @@ class Answer(NamedTuple):
     images: Sequence[bytes] = ()
 
 
-def build_task(config: dict[str, Any]) -> Task:
+def build_task(config: dict[str, object]) -> Task:
     """A task made of the configuration itself: the environment reads it from ``task.config``."""
     return Task(
         key=str(config.get("task_key", config.get("key", "gym"))),
@@ -140,7 +140,7 @@ class GymCalls:
         self._failed_journals.pop(session, None)
         await self._client.call(call, timeout=self._call_seconds)
 
-    async def _dispatch(self, session: str, method: str, key: str, parameters: dict[str, Any]) -> Answer:
+    async def _dispatch(self, session: str, method: str, key: str, parameters: dict[str, object]) -> Answer:
         if method == "system_prompt":
             return await self._system_prompt(session)
         if method == "reset":
@@ -174,7 +174,7 @@ class GymCalls:
             reward += await self._unpaid(session, key, info)
         return await self._build_step_answer(answer, reward=reward, info=info)
 
-    async def _build_step_answer(self, answer: SessionAnswer, *, reward: float, info: dict[str, Any]) -> Answer:
+    async def _build_step_answer(self, answer: SessionAnswer, *, reward: float, info: dict[str, object]) -> Answer:
         text, images = await render_messages(answer.messages, self._load, self._format)
         return Answer({"obs": text, "reward": reward, "done": answer.terminated or answer.truncated, "info": info}, images)
 
@@ -197,7 +197,7 @@ class GymCalls:
         opened = await self._execute(session, "open", f"{key}o", task=journal.claim.task)
         return opened if opened.end is not None else await self._execute(session, "reset", key, seed=seed)
 
-    async def _unpaid(self, session: str, key: str, info: dict[str, Any]) -> float:
+    async def _unpaid(self, session: str, key: str, info: dict[str, object]) -> float:
         """What the steps were not rewarded of the verdict."""
         answer = await self._execute(session, "verify", f"{key}v")
         if answer.end is not None or answer.reward is None or answer.unpaid is None:
@@ -306,12 +306,12 @@ async def _handle_missing_images(answer: Awaitable[Answer]) -> Answer:
         return Answer({"obs": FAILED, "info": info, "reward": 0.0, "done": True})
 
 
-def _info(answer: SessionAnswer) -> dict[str, Any]:
+def _info(answer: SessionAnswer) -> dict[str, object]:
     ended = {"terminated": answer.terminated, "truncated": answer.truncated}
     return answer.state | ended | describe_context(answer.context)
 
 
-def _build_failure(answer: SessionAnswer) -> dict[str, Any]:
+def _build_failure(answer: SessionAnswer) -> dict[str, object]:
     """An environment's failure as an end of the episode that clients do not retry and do not train on."""
     info = {"training_usable": False, "outcome": answer.end, "error_class": answer.error_class, "error": answer.error}
     return {"obs": FAILED, "info": info}
@@ -325,7 +325,7 @@ def _is_valid_name(session: str) -> bool:
     return True
 
 
-def _parse_seed(value: Any) -> int | None:
+def _parse_seed(value: object) -> int | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     raise CallRefused(400, "seed must be an integer")

@@ -70,10 +70,10 @@ class BaseGymHandler(ABC):
         self.max_sessions = max_sessions
 
     @abstractmethod
-    async def create_env(self, env_config: dict[str, Any]) -> Any:
+    async def create_env(self, env_config: dict[str, object]) -> Any:
         """A new environment for one session."""
 
-    def get_session_stats(self) -> dict[str, Any]:
+    def get_session_stats(self) -> dict[str, object]:
         """What ``/sessions`` of its service says; there are none before a service was built."""
         limits = {"max_sessions": self.max_sessions, "session_timeout": self.session_timeout}
         return {"num_sessions": 0, **limits, "sessions": []}
@@ -222,7 +222,7 @@ class HandlerEnvironment:
         if self._environment is not None:
             await self._environment.close()
 
-    async def _message(self, role: Any, observation: Any) -> ChatMessage:
+    async def _message(self, role: Any, observation: object) -> ChatMessage:
         """An observation is a text, or ``obs_str`` and images for each ``<image>`` in it."""
         if not isinstance(observation, dict):
             return ChatMessage(role=role, content=str(observation))

@@ -41,7 +41,7 @@ class ImageFormat(msgspec.Struct, frozen=True, kw_only=True):
     def _save(self, image: Any) -> bytes:
         if self.name == "PNG":
             return protect_last_byte(encode_png(image))
-        options: dict[str, Any] = {}
+        options: dict[str, object] = {}
         if self.quality:
             options["quality"] = self.quality
             if self.name == "WEBP" and self.quality == 100:

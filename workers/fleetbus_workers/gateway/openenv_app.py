@@ -223,10 +223,10 @@ class OpenEnvGateway:
     async def _step(self, request: Request) -> Response:
         return await self._handle_call(request, self._step_episode, make=False)
 
-    async def _reset_episode(self, episode: OpenEnvEpisode, body: dict[str, Any]) -> dict[str, Any]:
+    async def _reset_episode(self, episode: OpenEnvEpisode, body: dict[str, Any]) -> dict[str, object]:
         return await episode.reset(body)
 
-    async def _step_episode(self, episode: OpenEnvEpisode, body: dict[str, Any]) -> dict[str, Any]:
+    async def _step_episode(self, episode: OpenEnvEpisode, body: dict[str, Any]) -> dict[str, object]:
         timeout = body.get("timeout_s")
         if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0):
             raise FrameError("VALIDATION_ERROR", "timeout_s must be a number of seconds above 0")
@@ -298,7 +298,7 @@ class OpenEnvGateway:
             return build_error(None, error.code, str(error))
         return await self._answer_request(message_body, episode, name=name)
 
-    async def _answer_request(self, message_body: Any, episode: OpenEnvEpisode | None, *, name: str = "") -> dict[str, Any]:
+    async def _answer_request(self, message_body: Any, episode: OpenEnvEpisode | None, *, name: str = "") -> dict[str, object]:
         """The answer to one request, which is for ``episode`` unless it names a session."""
         try:
             request = read_request(message_body)
@@ -371,7 +371,7 @@ def _build_error_response(error: FrameError) -> Response:
     return _build_detail_response(error.status, str(error), **error.details)
 
 
-def _build_detail_response(status: int, detail: Any, **more: Any) -> Response:
+def _build_detail_response(status: int, detail: Any, **more: object) -> Response:
     return Response(write_json({"detail": detail} | more), status_code=status, media_type="application/json")
 
 

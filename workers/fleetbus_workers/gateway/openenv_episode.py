@@ -107,7 +107,7 @@ class OpenEnvEpisode:
             key = _hash_text(f"{self._resets}:{step_id}") if step_id else self._new_key()
             return await self._step_session(key, text, calls, timeout)
 
-    async def _step_session(self, key: str, text: str, calls: tuple[ToolCall, ...], timeout: float | None) -> dict[str, Any]:
+    async def _step_session(self, key: str, text: str, calls: tuple[ToolCall, ...], timeout: float | None) -> dict[str, object]:
         answer = await self._call_session("step", key=key, timeout=timeout, text=text, tool_calls=calls)
         over = answer.terminated or answer.truncated
         reward = answer.reward or 0.0
@@ -212,7 +212,7 @@ class OpenEnvEpisode:
         return max((int(number) for number in found if number.isdigit()), default=-1)
 
 
-def _task(settings: dict[str, Any], seed: int | None) -> Task:
+def _task(settings: dict[str, object], seed: int | None) -> Task:
     named = {field: str(settings[key]) for key, field in TASK_KEYS.items() if key in settings}
     config = {name: value for name, value in settings.items() if name not in TASK_KEYS}
     return msgspec.structs.replace(Task(key="openenv", config=config, seed=seed), **named)

@@ -63,13 +63,13 @@ def write_json(value: Any) -> str:
         return _write(to_plain_values(value))
 
 
-def read_object(data: Any) -> dict[str, Any]:
+def read_object(data: Any) -> dict[str, object]:
     if not isinstance(data, dict):
         raise FrameError("VALIDATION_ERROR", "data must be an object")
     return data
 
 
-def read_action(data: dict[str, Any]) -> tuple[str, tuple[ToolCall, ...]]:
+def read_action(data: dict[str, object]) -> tuple[str, tuple[ToolCall, ...]]:
     """The text of an action, or its tool call."""
     if data.get("type") == "call_tool":
         name, arguments = data.get("tool_name"), data.get("arguments") or {}
@@ -97,13 +97,13 @@ def read_id(value: Any) -> str:
     return value
 
 
-def read_seed(value: Any) -> int | None:
+def read_seed(value: object) -> int | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63):
         return value
     raise FrameError("VALIDATION_ERROR", "seed must be a whole number of 0 or more, below 2**63")
 
 
-async def write_observation(answer: SessionAnswer, load: LoadImage | None, *, tool: str = "") -> dict[str, Any]:
+async def write_observation(answer: SessionAnswer, load: LoadImage | None, *, tool: str = "") -> dict[str, object]:
     """``observation`` and ``metadata``; ``load`` None: placeholders for images. ``tool``: the one that was called, whose
     result then stands where OpenEnv's MCP clients look for it. What was said for a policy alone is left out. Raises
     `FrameError` for an image that is gone."""
@@ -138,14 +138,14 @@ def select_environment_messages(answer: SessionAnswer) -> tuple[ChatMessage, ...
     return (ChatMessage(role="user", content=(Text(text=text), *pictures) if pictures else text),)
 
 
-def _data(structured: Any, text: str) -> Any:
+def _data(structured: object, text: str) -> object:
     """A result as OpenEnv's clients return it: a single value that was wrapped into an object comes out of it."""
     if structured is None:
         return text
     return structured["result"] if isinstance(structured, dict) and set(structured) == {"result"} else structured
 
 
-def describe_tools(tools: Sequence[ToolSpec], *, schema: str = "input_schema") -> list[dict[str, Any]]:
+def describe_tools(tools: Sequence[ToolSpec], *, schema: str = "input_schema") -> list[dict[str, object]]:
     return [{"name": tool.name, "description": tool.description, schema: tool.parameters} for tool in tools]
 
 
@@ -157,7 +157,7 @@ def _render_text(message: ChatMessage, load: LoadImage | None) -> str:
     )
 
 
-async def _render_content(message: ChatMessage, load: LoadImage | None) -> str | list[dict[str, Any]]:
+async def _render_content(message: ChatMessage, load: LoadImage | None) -> str | list[dict[str, object]]:
     if isinstance(message.content, str) or load is None:
         return _render_text(message, load)
     return [
@@ -168,14 +168,14 @@ async def _render_content(message: ChatMessage, load: LoadImage | None) -> str |
     ]
 
 
-def _convert_to_mcp_blocks(content: Any) -> list[dict[str, Any]]:
+def _convert_to_mcp_blocks(content: Any) -> list[dict[str, object]]:
     """Chat content as MCP content."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return [part if part["type"] == "text" else _build_image_block(part["image_url"]["url"]) for part in content]
 
 
-def _build_image_block(url: str) -> dict[str, Any]:
+def _build_image_block(url: str) -> dict[str, object]:
     kind, _, data = url.partition(";base64,")
     return {"type": "image", "data": data, "mimeType": kind.removeprefix("data:")}
 

@@ -108,12 +108,12 @@ async def _openapi(request: Request) -> Response:
     return JSONResponse({"openapi": "3.1.0", "info": about, "paths": paths})
 
 
-def _build_operation(summary: str, *, answer: dict[str, Any], body: dict[str, Any] | None = None) -> dict[str, Any]:
+def _build_operation(summary: str, *, answer: dict[str, Any], body: dict[str, Any] | None = None) -> dict[str, object]:
     operation = {"summary": summary, "responses": {"200": {"description": "OK", "content": _build_json_content(answer)}}}
     return operation | ({"requestBody": {"content": _build_json_content(body)}} if body is not None else {})
 
 
-def _build_json_content(schema: dict[str, Any]) -> dict[str, Any]:
+def _build_json_content(schema: dict[str, object]) -> dict[str, Any]:
     return {"application/json": {"schema": schema}}
 
 

@@ -32,7 +32,7 @@ class RpcError(Exception):
 class RpcRequest:
     """One request; ``session`` is its ``params.session_id``."""
 
-    def __init__(self, number: Any, method: str, parameters: dict[str, Any]) -> None:
+    def __init__(self, number: Any, method: str, parameters: dict[str, object]) -> None:
         self.number = number
         self.method = method
         self.parameters = parameters
@@ -84,7 +84,7 @@ async def _ensure_started(episode: OpenEnvEpisode) -> None:
         await episode.reset({})
 
 
-async def _call_tool(episode: OpenEnvEpisode, parameters: dict[str, Any]) -> dict[str, Any]:
+async def _call_tool(episode: OpenEnvEpisode, parameters: dict[str, object]) -> dict[str, Any]:
     name, arguments = parameters.get("name"), parameters.get("arguments") or {}
     if not isinstance(name, str):
         raise RpcError(-32602, "tools/call needs the name of a tool")
@@ -100,9 +100,9 @@ async def _call_tool(episode: OpenEnvEpisode, parameters: dict[str, Any]) -> dic
     return dict(observed["result"]) | paid
 
 
-def build_result(number: Any, result: dict[str, Any]) -> dict[str, Any]:
+def build_result(number: Any, result: dict[str, object]) -> dict[str, Any]:
     return {"jsonrpc": "2.0", "id": number, "result": result}
 
 
-def build_error(number: Any, code: int, message: str, data: Any = None) -> dict[str, Any]:
+def build_error(number: Any, code: int, message: str, data: object = None) -> dict[str, Any]:
     return {"jsonrpc": "2.0", "id": number, "error": {"code": code, "message": message, "data": data}}

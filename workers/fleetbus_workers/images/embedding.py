@@ -64,7 +64,7 @@ def encode_image_ids(ids: NDArray[np.int64], images: Sequence[tuple[ImageSpan, P
     return result
 
 
-def compute_image_features(model: Any, images: Sequence[ProcessedImage]) -> dict[int, torch.Tensor]:
+def compute_image_features(model: object, images: Sequence[ProcessedImage]) -> dict[int, torch.Tensor]:
     """Embeddings [n, hidden] of images by their number, with gradient if it is on. Images of one shape go in together."""
     alike: dict[tuple[object, ...], list[ProcessedImage]] = {}
     for seen in {each.name: each for each in images}.values():

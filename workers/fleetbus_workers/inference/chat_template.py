@@ -212,7 +212,7 @@ class ChatTemplate:
             raise UserError(f"{self._folder}: this model reads text only, and a message has an image")
         return "".join(texts)
 
-    def _render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None) -> str:
+    def _render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, object]] | None = None) -> str:
         from jinja2 import TemplateError
 
         try:
@@ -296,7 +296,7 @@ def _count_characters(message: ChatMessage) -> int:
     return sum(len(part.text) for part in message.content if isinstance(part, Text))
 
 
-def _merge_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _merge_system_message(messages: list[dict[str, Any]]) -> list[dict[str, object]]:
     """A leading system message as the beginning of the user message after it."""
     if len(messages) < 2 or (messages[0]["role"], messages[1]["role"]) != ("system", "user"):
         return messages

@@ -38,7 +38,7 @@ class ImageTemplate(ChatTemplate):
         ]
         return {"role": message.role, "content": parts, **self._convert_reference(message)}
 
-    def _render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None) -> str:
+    def _render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, object]] | None = None) -> str:
         """Templates of such models want contents in parts; a few take text alone for a text."""
         if not self._in_parts:
             return super()._render(messages, tools)
@@ -58,9 +58,9 @@ class ImageTemplate(ChatTemplate):
             )
 
 
-def _is_text(message: dict[str, Any]) -> bool:
+def _is_text(message: dict[str, object]) -> bool:
     return isinstance(message["content"], str)
 
 
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+def _in_parts(message: dict[str, object]) -> dict[str, Any]:
     return message | {"content": [{"type": "text", "text": message["content"]}]} if _is_text(message) else message

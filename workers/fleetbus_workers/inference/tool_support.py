@@ -201,7 +201,7 @@ def _build_assistant_turn(calls: Sequence[ToolCall], support: ToolSupport) -> di
     }
 
 
-def build_call_entry(call: ToolCall, *, as_text: bool = False) -> dict[str, Any]:
+def build_call_entry(call: ToolCall, *, as_text: bool = False) -> dict[str, object]:
     """A call as chat templates take it."""
-    arguments: Any = json.dumps(call.arguments, ensure_ascii=False) if as_text else call.arguments
+    arguments: object = json.dumps(call.arguments, ensure_ascii=False) if as_text else call.arguments
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

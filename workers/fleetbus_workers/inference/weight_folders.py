@@ -181,7 +181,7 @@ def parse_file_uri(uri: str) -> Path:
     return Path(unquote(urlsplit(uri).path)) if uri.startswith("file://") else Path(uri)
 
 
-def _link_or_write(source: Path, target: Path, tensors: Mapping[str, Any]) -> None:
+def _link_or_write(source: Path, target: Path, tensors: Mapping[str, object]) -> None:
     """The file that was checked, or its tensors where it is not a file of this machine."""
     if source.is_file():
         _link_or_copy(source, target)

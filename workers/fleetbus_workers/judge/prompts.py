@@ -10,7 +10,6 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from fleetbus_schemas import ChatMessage, Image
 
@@ -62,7 +61,7 @@ def read_scores(answer: str, count: int) -> list[float]:
     return [score / SCALE for score in _check_scores(scores, count)]
 
 
-def _check_scores(scores: Any, count: int) -> list[float]:
+def _check_scores(scores: object, count: int) -> list[float]:
     if not isinstance(scores, list) or len(scores) != count:
         raise ValueError(f"its answer has to score {count} transcripts")
     for score in scores:

@@ -23,7 +23,7 @@ _MIN_FREE_BYTES = 1 << 20
 log = structlog.get_logger()
 
 
-async def retry_while_disk_full(runtime: Runtime, function: Callable[..., Any], *arguments: Any) -> Any:
+async def retry_while_disk_full(runtime: Runtime, function: Callable[..., object], *arguments: object) -> Any:
     """Run a blocking function that writes files, again and again while the disk is full. The caller's scope ends it."""
     while True:
         try:

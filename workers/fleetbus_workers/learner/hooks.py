@@ -73,13 +73,13 @@ def load_advantage(spec: str) -> Callable[..., Any]:
     return function
 
 
-def _call(setting: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def _call(setting: str, function: Callable[..., Any], *arguments: object, **named: Any) -> Any:
     try:
         return function(*arguments, **named)
     except Exception as error:  # it is the user's code
         raise UserError(f"{setting}: it fails on a few numbers: {describe_error(error)}") from error
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     shape = getattr(value, "shape", None)
     return f"{type(value).__name__} of shape {tuple(shape)}" if shape is not None else type(value).__name__

@@ -28,7 +28,7 @@ from fleetbus_workers.learner.torch.trainer import TorchTrainer
 Floats = NDArray[np.float64]
 
 
-def weighted_log_likelihood(logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array, clip: Clip) -> Array:
+def weigh_log_likelihood(logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array, clip: Clip) -> Array:
     """``-A log pi`` per token, in the form of an objective."""
     return -advantages * logprobs
 
@@ -81,7 +81,7 @@ def build_trainer(model: Path, settings: TorchTrainerSettings) -> TorchTrainer:
         settings, learner=msgspec.structs.replace(settings.learner, minibatches=1, advantage_estimator="grpo"),
         trainer=msgspec.structs.replace(settings.trainer, epochs=1),
     )  # fmt: skip
-    return TorchTrainer(model, settings=settings, objective=weighted_log_likelihood)
+    return TorchTrainer(model, settings=settings, objective=weigh_log_likelihood)
 
 
 def compute_likelihoods(trainer: TorchTrainer, pairs: Sequence[Pair]) -> Floats:

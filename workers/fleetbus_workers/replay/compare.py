@@ -114,7 +114,7 @@ class _Comparison:
                     return found
         return None
 
-    def _mappings(self, path: str, recorded: dict[Any, Any], replayed: dict[Any, Any]) -> Found | None:
+    def _mappings(self, path: str, recorded: dict[object, object], replayed: dict[object, object]) -> Found | None:
         absent = object()
         further = () if path == "metrics" else (key for key in replayed if key not in recorded)  # metrics are only ever added
         for key in [*recorded, *further]:
@@ -129,7 +129,7 @@ class _Comparison:
                 return found
         return None
 
-    def _sequences(self, path: str, recorded: Sequence[Any], replayed: Sequence[Any]) -> Found | None:
+    def _sequences(self, path: str, recorded: Sequence[object], replayed: Sequence[object]) -> Found | None:
         for index, (one, other) in enumerate(zip(recorded, replayed, strict=False)):
             if one != other:
                 found = self.values(f"{path}[{index}]", one, other)
@@ -139,7 +139,7 @@ class _Comparison:
             return Found(f"{path} (length)", str(len(recorded)), str(len(replayed)))
         return None
 
-    def _same(self, path: str, recorded: Any, replayed: Any) -> bool:
+    def _same(self, path: str, recorded: object, replayed: object) -> bool:
         if isinstance(recorded, float) and isinstance(replayed, (int, float)):
             bound = 0.0
             if path.startswith("logprobs["):
@@ -161,7 +161,7 @@ def _without_indices(path: str) -> str:
     return "".join(part.partition("]")[2] if index else part for index, part in enumerate(path.split("[")))
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, bytes):
         return value.hex()
     return repr(value)

@@ -114,7 +114,7 @@ class EnvironmentDriver(Driver):
         observation = msgspec.structs.replace(observation, request_sequence=position)
         recorded_turn = episode.turns[turn]
         name = f"Observation of turn {turn}"
-        compared = self._compared(episode, name, recorded_turn.observation_entry)
+        compared = self._describe_compared(episode, name, recorded_turn.observation_entry)
         return self.compare(recorded_turn.observation, observation, compared, entry.subject)
 
     def _check_result(self, episode: RecordedEpisode, turn: int, entry: StreamEntry, result: EpisodeFinished) -> None:
@@ -124,15 +124,15 @@ class EnvironmentDriver(Driver):
         elif episode.result is not None and episode.result_entry is not None:  # else the recording ends before the episode
             translated = translate_positions(result, self.environment.recorded_positions)
             translated = take_recorded_score(episode.result, translated, self.context.configuration.reward.weights)
-            compared = self._compared(episode, "EpisodeFinished", episode.result_entry)
+            compared = self._describe_compared(episode, "EpisodeFinished", episode.result_entry)
             self.compare(episode.result, translated, compared, entry.subject)
 
     def _note_difference(self, episode: RecordedEpisode, name: str, recorded: str, replayed: str) -> None:
         """A message of another type than the recorded one, or none."""
         entry = episode.result_entry or episode.turns[-1].observation_entry
-        self.note_difference(Found("type", recorded, replayed), self._compared(episode, name, entry))
+        self.note_difference(Found("type", recorded, replayed), self._describe_compared(episode, name, entry))
 
-    def _compared(self, episode: RecordedEpisode, name: str, entry: StreamEntry) -> Compared:
+    def _describe_compared(self, episode: RecordedEpisode, name: str, entry: StreamEntry) -> Compared:
         name = f"{name} of episode {episode.episode_id}"
         return Compared(name, entry.sequence, episode.episode_id, partial(self._describe, episode))
 

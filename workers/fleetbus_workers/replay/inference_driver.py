@@ -212,14 +212,14 @@ class InferenceDriver(Driver):
         turn = episode.turns[self._next_turn[episode.episode_id]]
         assert turn.action is not None
         replayed = msgspec.structs.replace(action, attempt=turn.action.attempt)
-        same = self.compare(turn.action, replayed, self._compared(episode), subject)
+        same = self.compare(turn.action, replayed, self._describe_compared(episode), subject)
         self._next_turn[episode.episode_id] += same
         return same
 
     def _note_silence(self, episode: RecordedEpisode) -> None:
-        self.note_difference(Found("type", "Action", self.silence), self._compared(episode))
+        self.note_difference(Found("type", "Action", self.silence), self._describe_compared(episode))
 
-    def _compared(self, episode: RecordedEpisode) -> Compared:
+    def _describe_compared(self, episode: RecordedEpisode) -> Compared:
         turn = episode.turns[self._next_turn[episode.episode_id]]
         assert turn.action is not None and turn.action_entry is not None
         name = f"Action of turn {turn.observation.turn} of episode {episode.episode_id}"

@@ -224,7 +224,7 @@ class LearnerDriver(Driver):
         self._offloaded = 0
         self.train_seconds = 0.0
 
-    def _find(self, kind: type[Any]) -> Iterable[tuple[StreamEntry, Any]]:
+    def _find(self, kind: type[object]) -> Iterable[tuple[StreamEntry, Any]]:
         return ((entry, message) for entry, message in self._expected.values() if isinstance(message, kind))
 
     def _remove_unscheduled(self) -> Key | None:
@@ -238,7 +238,7 @@ class LearnerDriver(Driver):
             self.report.skipped["checkpoints that were stored because the log was full"] += 1
         return ("CheckpointStored", f"step {last}") if last in unscheduled else None
 
-    async def offload(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    async def offload(self, function: Callable[..., object], *arguments: object, **options: Any) -> Any:
         """Blocking work of the learner. It trains only when it has made the requests that were recorded before that step ended;
         with the last batch taken, all other results are stored."""
         is_training = function is train_with_digests
@@ -303,7 +303,7 @@ class LearnerDriver(Driver):
         self._optional.discard(key)
         self.context.progress.advance()
         self.environment.map_position(recorded_entry.sequence, entry.sequence)
-        compared = self._compared(key, recorded_entry.sequence)
+        compared = self._describe_compared(key, recorded_entry.sequence)
         same = self.compare(sort_exclusions(recorded), sort_exclusions(message), compared, entry.subject)
         if same and isinstance(message, EpisodeRequested):
             await self._take_request(message)
@@ -373,9 +373,9 @@ class LearnerDriver(Driver):
         )
 
     def _note_difference(self, key: Key, sequence: int, found: Found) -> None:
-        self.note_difference(found, self._compared(key, sequence))
+        self.note_difference(found, self._describe_compared(key, sequence))
 
-    def _compared(self, key: Key, sequence: int) -> Compared:
+    def _describe_compared(self, key: Key, sequence: int) -> Compared:
         return Compared(" ".join(key), sequence, describe=self._describe)
 
     def _describe(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -58,7 +58,7 @@ def read_configuration(recording: Recording) -> Configuration:
 
 
 def apply_settings(
-    configuration: Configuration, recorded: Mapping[str, Mapping[str, Any]], recording: Recording
+    configuration: Configuration, recorded: Mapping[str, Mapping[str, object]], recording: Recording
 ) -> Configuration:
     """``configuration`` with the recorded tables, unknown settings left out; raises `UserError` when a value does not fit."""
     try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -51,7 +50,7 @@ TRUST = "or trust the recording, if it is your own: --trust-recording"
 
 
 def restrict_recorded_choices(
-    configuration: Configuration, recording: Recording, *, role: str, environment: Any
+    configuration: Configuration, recording: Recording, *, role: str, environment: object
 ) -> Configuration:
     """The recorded configuration without what a foreign file may not choose. ``environment`` is what the caller named.
 
@@ -99,10 +98,10 @@ def list_files(folder: Path) -> dict[str, Path]:
 def take_harmless_settings(configuration: Configuration) -> Configuration:
     """The recorded configuration with defaults for free text that is not listed above, and bounded numbers."""
     defaults = Configuration()
-    tables: dict[str, Any] = {}
+    tables: dict[str, object] = {}
     for table in configuration.__struct_fields__:
         recorded, default = getattr(configuration, table), getattr(defaults, table)
-        changes: dict[str, Any] = {}
+        changes: dict[str, object] = {}
         for key in recorded.__struct_fields__:
             name, value = f"{table}.{key}", getattr(recorded, key)
             if isinstance(value, str) and _is_free_text(type(recorded), key):

@@ -45,7 +45,7 @@ class ResumeState:
         self._checkpoints = checkpoints
         self._surviving = compute_surviving_steps([each.started for each in lineages if each.sequence <= lineage.sequence])
         self._settled = find_settled(lineages, lineage)
-        stored = [each for _, each in self._trained_before() if isinstance(each, CheckpointStored) and self._is_own(each)]
+        stored = [each for _, each in self._find_trained_before() if isinstance(each, CheckpointStored) and self._is_own(each)]
         self._stored = stored[-1] if stored else None
 
     def _is_own(self, stored: CheckpointStored) -> bool:
@@ -64,12 +64,12 @@ class ResumeState:
         if self._stored is not None:
             self._write_checkpoint(self._stored)
         open_episodes = []
-        for entry, episode in self._requested_before(self._lineage.fence):
+        for entry, episode in self._find_requested_before(self._lineage.fence):
             if entry.sequence >= self._lineage.started.floor:
                 environment.store_as_recorded(entry)
                 if episode.episode_id not in self._settled:
                     open_episodes.append(episode)
-        for entry, message in self._trained_before():
+        for entry, message in self._find_trained_before():
             if isinstance(message, CheckpointStored):
                 file = self._folder(message) if self._is_own(message) else self._checkpoints / "of-no-use"
                 message = msgspec.structs.replace(message, file=str(file), floor=WHOLE_LOG)
@@ -89,10 +89,10 @@ class ResumeState:
         assert made is not None
         trained_at = next(
             entry.sequence
-            for entry, message in self._trained_before()
+            for entry, message in self._find_trained_before()
             if getattr(message, "lineage", "") == stored.lineage and getattr(message, "step", -1) == stored.step
         )
-        requested = [episode.request for _, episode in self._requested_before(trained_at)]
+        requested = [episode.request for _, episode in self._find_requested_before(trained_at)]
         checkpoint = Checkpoint(
             lineage=stored.lineage,
             step=stored.step,
@@ -104,7 +104,7 @@ class ResumeState:
         )
         (folder / INDEX).write_bytes(msgspec.json.encode(checkpoint))
 
-    def _requested_before(self, sequence: int) -> Iterator[tuple[StreamEntry, RecordedEpisode]]:
+    def _find_requested_before(self, sequence: int) -> Iterator[tuple[StreamEntry, RecordedEpisode]]:
         """Learners' training requests before a position."""
         for entry in self._before("task", sequence):
             episode = self._episodes.get(entry.subject.rpartition(".")[2])
@@ -112,7 +112,7 @@ class ResumeState:
             if episode is not None and request is not None and request.split == "train" and request.lineage:
                 yield entry, episode
 
-    def _trained_before(self) -> Iterator[tuple[StreamEntry, Message | None]]:
+    def _find_trained_before(self) -> Iterator[tuple[StreamEntry, Message | None]]:
         """What learners before this one published on ``train``."""
         for entry in self._before("train", self._lineage.sequence):
             yield entry, read_entry(STORED["train"], entry)

@@ -174,7 +174,7 @@ class ScoringSampler(WatchedSampler):
     def _compute_hidden(self, batch: MicroBatch, shared: SharedPrefix | None) -> torch.Tensor:
         """What the model makes of the tokens before sampled ones, history by history; without a plain head the logits."""
         began = perf_counter()
-        options: dict[str, Any] = {"use_cache": False}
+        options: dict[str, object] = {"use_cache": False}
         if shared is not None:
             options = {"use_cache": True, "past_key_values": shared.cache(len(batch.ids))}
         if self._plain_head:

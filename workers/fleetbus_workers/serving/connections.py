@@ -45,7 +45,7 @@ class _JoinedWrites:
         self._parts: list[bytes] = []
         self._size = 0
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
@@ -111,7 +111,7 @@ class BoundedProtocol(asyncio.Protocol):
         elif self.cycle is None or self.cycle.response_complete:
             self._expect_head()
 
-    def handle_websocket_upgrade(self, *event: Any) -> None:
+    def handle_websocket_upgrade(self, *event: object) -> None:
         self._unmark_waiting()
         self.transport = self.transport.release()
         super().handle_websocket_upgrade(*event)  # type: ignore[misc]
@@ -183,7 +183,7 @@ def build_bounded_protocol(bounds: Bounds) -> type[BoundedProtocol]:
     """The protocol of one server, for `uvicorn.Config(http=...)`; connections are counted per server. Its own ``bounds`` have
     as many of them as this process can hold."""
     available_bounds = msgspec.structs.replace(bounds, connections=reserve_descriptors(bounds.connections))
-    members: dict[str, Any] = {"bounds": available_bounds, "waiting": OrderedDict()}
+    members: dict[str, object] = {"bounds": available_bounds, "waiting": OrderedDict()}
     return cast("type[BoundedProtocol]", type("Bounded", (find_protocol(),), members))
 
 

@@ -36,13 +36,13 @@ def answer_cancelled_calls(application: Application) -> Application:
             return
         begun = False
 
-        async def noted(message: Message) -> None:
+        async def note_and_send(message: Message) -> None:
             nonlocal begun
             begun = True
             await send(message)
 
         try:
-            await application(scope, receive, noted if scope["type"] == "http" else send)
+            await application(scope, receive, note_and_send if scope["type"] == "http" else send)
         except anyio.get_cancelled_exc_class():
             log.warning("server is stopping; aborting the call", path=scope.get("path", ""))
             if scope["type"] == "http" and not begun:

@@ -10,7 +10,6 @@ import json
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from fleetbus.core.prompts import TOOL_RESULT
 from fleetbus_schemas import ChatMessage, ToolSpec
@@ -54,7 +53,7 @@ def _use_tools(draw: random.Random, asked: str, last: str, tools: Sequence[ToolS
     return f"<tool_call>{json.dumps({'name': tool.name, 'arguments': arguments})}</tool_call>"
 
 
-def _choose_argument(draw: random.Random, schema: Any, asked: str, found: Sequence[str]) -> Any:
+def _choose_argument(draw: random.Random, schema: object, asked: str, found: Sequence[str]) -> object:
     kind = schema.get("type") if isinstance(schema, Mapping) and not schema.get("enum") else None
     if kind in ("integer", "number"):
         numbers = [text for text in found if _NUMBER.fullmatch(text)] or _NUMBER.findall(asked)
@@ -75,7 +74,7 @@ def _find_values(result: str) -> Iterator[str]:
         yield from _NUMBER.findall(text) or _WORD.findall(text)
 
 
-def _list_leaves(value: Any) -> Iterator[str]:
+def _list_leaves(value: object) -> Iterator[str]:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):

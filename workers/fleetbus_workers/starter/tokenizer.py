@@ -58,7 +58,7 @@ def train_tokenizer(texts: Iterable[str], *, whole_words: bool = False) -> Any:
     """A `PreTrainedTokenizerFast` trained on rendered conversations, with the chat template. With ``whole_words`` no token has
     letters and something else, so that a word is the same tokens in a question, in quotes and in JSON."""
     tokenizer = Tokenizer(models.BPE())
-    split: list[Any] = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    split: list[object] = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     if whole_words:
         pieces = pre_tokenizers.Split(Regex(r"\p{L}+|\p{N}|[^\p{L}\p{N}]+"), "isolated")
         split = [pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

@@ -56,8 +56,8 @@ def request(spans: Sequence[Span], run: str) -> dict[str, Any]:
     }
 
 
-def _encode_span(span: Span) -> dict[str, Any]:
-    encoded: dict[str, Any] = {
+def _encode_span(span: Span) -> dict[str, object]:
+    encoded: dict[str, object] = {
         "traceId": f"{span.trace_id:032x}",
         "spanId": f"{span.span_id:016x}",
         "name": span.name,
@@ -75,11 +75,11 @@ def _encode_span(span: Span) -> dict[str, Any]:
     return encoded
 
 
-def _encode_attributes(attributes: Mapping[str, Value]) -> list[dict[str, Any]]:
+def _encode_attributes(attributes: Mapping[str, Value]) -> list[dict[str, object]]:
     return [{"key": name, "value": _encode_value(value)} for name, value in attributes.items()]
 
 
-def _encode_value(value: Value) -> dict[str, Any]:
+def _encode_value(value: Value) -> dict[str, object]:
     match value:
         case bool():
             return {"boolValue": value}

@@ -227,7 +227,7 @@ def _play_own_classes(specs: Mapping[str, str], tasks: Sequence[Task], configura
 class _NoGrader:
     """Stands in for the grader of a factory that never makes an environment."""
 
-    async def verify(self, *_: Any, **__: Any) -> Any:
+    async def verify(self, *_: object, **__: Any) -> Any:
         raise NotImplementedError
 
 

@@ -7,7 +7,6 @@ layer at a time, activations, and a chunk of logits. Beside them `benchmarks/mem
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -83,7 +82,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return int(by_hidden * self.hidden + by_width * self.intermediate + by_head * attention + routed)
 
 
-def read_shape(config: Mapping[str, Any], name: str = "config.json") -> ModelShape:
+def read_shape(config: Mapping[str, object], name: str = "config.json") -> ModelShape:
     """The shape of a Llama-like decoder, dense or with experts. Raises `UserError` if a size is missing or no number."""
     nested = config.get("text_config")
     config = nested if isinstance(nested, Mapping) else config

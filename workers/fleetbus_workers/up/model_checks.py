@@ -43,7 +43,7 @@ def check_model_contents(folder: Path, *, engine: str = "torch") -> None:
     check_finite(folder)
 
 
-def check_model_type(folder: Path, config: Mapping[str, Any], engine: str) -> None:
+def check_model_type(folder: Path, config: Mapping[str, object], engine: str) -> None:
     """An architecture that the installed transformers knows, with a causal language model."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
@@ -138,7 +138,7 @@ def read_header(file: Path) -> Iterator[tuple[str, str, list[int], int, int]]:
     yield from found
 
 
-def check_vocabulary(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[str, list[int]]]) -> None:
+def check_vocabulary(folder: Path, config: Mapping[str, object], shapes: Mapping[str, tuple[str, list[int]]]) -> None:
     """As many embeddings as the configuration says that there are tokens."""
     nested = config.get("text_config")
     told = config.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
@@ -194,13 +194,13 @@ def _read_transformers(*names: str) -> str:
     return "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
 
 
-def _build_generation_extension(jinja2: Any) -> Any:
+def _build_generation_extension(jinja2: Any) -> object:
     """The block ``{% generation %}`` of transformers' templates, which marks what an assistant says."""
 
     class Generation(jinja2.ext.Extension):  # type: ignore[misc]
         tags = {"generation"}  # noqa: RUF012
 
-        def parse(self, parser: Any) -> Any:
+        def parse(self, parser: Any) -> object:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return jinja2.nodes.Scope(body).set_lineno(line) if hasattr(jinja2.nodes, "Scope") else body

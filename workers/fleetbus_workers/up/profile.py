@@ -119,8 +119,8 @@ def _check_engine(configuration: Configuration) -> None:
         )
 
 
-def _replace(configuration: Configuration, values: Mapping[str, Any]) -> Configuration:
-    tables: dict[str, dict[str, Any]] = {}
+def _replace(configuration: Configuration, values: Mapping[str, object]) -> Configuration:
+    tables: dict[str, dict[str, object]] = {}
     for name, value in values.items():
         table, _, key = name.partition(".")
         tables.setdefault(table, {})[key] = value
@@ -128,5 +128,5 @@ def _replace(configuration: Configuration, values: Mapping[str, Any]) -> Configu
     return msgspec.structs.replace(configuration, **changed)
 
 
-def _format(value: Any) -> str:
+def _format(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

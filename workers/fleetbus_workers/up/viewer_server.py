@@ -17,7 +17,7 @@ from typing import IO
 import anyio
 import msgspec
 
-from fleetbus.auth.stores import reading_config
+from fleetbus.auth.stores import build_reading_config
 from fleetbus.bus.nats.server import run_server
 from fleetbus.config.run_folder import RunFolder
 from fleetbus.errors import UserError
@@ -87,7 +87,7 @@ def evict_viewers(folder: RunFolder) -> None:
 async def serve_viewers(folder: RunFolder) -> None:
     """Serve the run's files until nobody looks at them any more, or an `up` drives the run. Raises `UserError`."""
     with lock_run(server_lock(folder), folder.path.name):
-        config = reading_config(folder.store, folder.path.name)
+        config = build_reading_config(folder.store, folder.path.name)
         port = find_free_port(folder.port)
         async with run_server(folder.store, port=port, config=config, ends_with_parent=True) as server:
             address = {"url": server.url, "monitor": server.monitor_url or ""}

@@ -89,7 +89,7 @@ def _build_header(layout: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) ->
     """A safetensors file's beginning, and where the bytes of each tensor stand behind it. Larger types stand first, so that
     each tensor is aligned to its own."""
     names = _map_dtype_names()
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, tuple[int, int]] = {}
     end = 0
     for name, shape, dtype in sorted(layout, key=lambda each: (-each[2].itemsize, each[0])):

@@ -25,7 +25,7 @@ def copy_companions(model: Path, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def has_other_names(model: Any) -> bool:
+def has_other_names(model: object) -> bool:
     """True if files of a model that transformers loaded have other tensors than its memory."""
     return bool(getattr(model, "_weight_conversions", None))
 

@@ -237,7 +237,7 @@ def find_tool_problems(tools: Sequence[ToolSpec]) -> list[str]:
     return problems
 
 
-def _find_schema_problems(schema: Any, where: str) -> Iterator[str]:
+def _find_schema_problems(schema: object, where: str) -> Iterator[str]:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping):
@@ -258,7 +258,7 @@ def _find_schema_problems(schema: Any, where: str) -> Iterator[str]:
         yield from _find_schema_problems(schema["items"], f"{where}.items")
 
 
-def _find_required_problems(required: Any, properties: Mapping[str, Any], where: str) -> Iterator[str]:
+def _find_required_problems(required: object, properties: Mapping[str, Any], where: str) -> Iterator[str]:
     if isinstance(required, (str, bytes)) or not isinstance(required, Iterable):
         yield f"{where}.required must be a list of names"
         return

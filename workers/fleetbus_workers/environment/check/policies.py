@@ -55,14 +55,14 @@ def read_text(message: ChatMessage) -> str:
     return content if isinstance(content, str) else " ".join(getattr(part, "text", "") for part in content)
 
 
-def _fill_object(schema: Mapping[str, Any], choose: random.Random) -> dict[str, Any]:
+def _fill_object(schema: Mapping[str, Any], choose: random.Random) -> dict[str, object]:
     """Arguments: all that are required, and each other one half of the time."""
     required = schema.get("required", ())
     properties = schema.get("properties", {})
     return {name: fill_schema(inner, choose) for name, inner in properties.items() if name in required or choose.random() < 0.5}
 
 
-def fill_schema(schema: Any, choose: random.Random) -> Any:
+def fill_schema(schema: object, choose: random.Random) -> Any:
     """A random value that a JSON schema of a tool's argument allows."""
     if not isinstance(schema, Mapping):
         return ""

@@ -60,7 +60,7 @@ def _picture_of_file(data: bytes) -> EncodedImage:
         raise ValueError(f"an image cannot be read: {error}") from error
 
 
-def _image_of_array(value: Any) -> Pillow.Image:
+def _image_of_array(value: object) -> Pillow.Image:
     import numpy as np
     from PIL import Image as Pillow
 

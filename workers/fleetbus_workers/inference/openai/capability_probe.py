@@ -42,7 +42,7 @@ async def probe(server: ModelServer, *, model: str, ids: Sequence[int], text: st
         state.takes_weights = await server.fetch_weight_label() is not None
 
 
-def _is_supported(dialect: Dialect, answer: dict[str, Any]) -> bool:
+def _is_supported(dialect: Dialect, answer: dict[str, object]) -> bool:
     try:
         piece = dialect.parse_chunk(answer)
     except (MalformedResponse, KeyError, TypeError, AttributeError):
@@ -50,7 +50,7 @@ def _is_supported(dialect: Dialect, answer: dict[str, Any]) -> bool:
     return len(piece.ids) == len(piece.logprobs) == 1 if dialect.returns_tokens else "choices" in answer
 
 
-def _has_scaled_logprobs(dialect: Dialect, first: dict[str, Any] | None, second: dict[str, Any]) -> bool:
+def _has_scaled_logprobs(dialect: Dialect, first: dict[str, object] | None, second: dict[str, object]) -> bool:
     """True if a candidate has another log-probability at the other temperature."""
     before, after = _read_top_logprobs(dialect, first or {}), _read_top_logprobs(dialect, second)
     return any(abs(before[name] - after[name]) > 1e-3 for name in before.keys() & after.keys())

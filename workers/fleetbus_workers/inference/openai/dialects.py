@@ -65,7 +65,7 @@ class ServerCall(msgspec.Struct, frozen=True, kw_only=True):
         return self.request.max_tokens - len(self.generated_ids)
 
     @property
-    def sampling(self) -> dict[str, Any]:
+    def sampling(self) -> dict[str, object]:
         """What all dialects say in the same words. Nothing is left to a server's own defaults, which it may take from the
         model's ``generation_config``."""
         settings = self.request.sampling
@@ -76,7 +76,7 @@ class ServerCall(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     @property
-    def standard_sampling(self) -> dict[str, Any]:
+    def standard_sampling(self) -> dict[str, object]:
         """The part of it that the protocol itself has."""
         settings = self.request.sampling
         return {
@@ -208,7 +208,7 @@ def _get_choice(chunk: dict[str, Any]) -> dict[str, Any] | None:
     choices = chunk.get("choices")
     if not choices:
         return None  # a chunk with usage alone
-    choice: dict[str, Any] = choices[0]
+    choice: dict[str, object] = choices[0]
     return choice
 
 
@@ -227,7 +227,7 @@ def _parse_ids(ids: Any) -> list[int]:
     return list(ids)
 
 
-def _parse_token(token: Any) -> int:
+def _parse_token(token: object) -> int:
     """``token_id:17``, as servers spell tokens when they are asked for ids."""
     digits = str(token).removeprefix("token_id:")
     if not digits.isdecimal():
@@ -235,7 +235,7 @@ def _parse_token(token: Any) -> int:
     return int(digits)
 
 
-def _parse_number(value: Any) -> float:
+def _parse_number(value: object) -> float:
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise MalformedResponse("a log-probability is not a number")
     return float(value)

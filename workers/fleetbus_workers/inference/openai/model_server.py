@@ -152,7 +152,7 @@ class ModelServer:
         if not finished:
             raise ServerFailed(f"{self.url}: the answer ended in the middle")
 
-    async def request_once(self, dialect: Dialect, call: ServerCall) -> dict[str, Any] | None:
+    async def request_once(self, dialect: Dialect, call: ServerCall) -> dict[str, object] | None:
         """The whole answer as JSON; None if the server does not know such requests. Raises `ServerFailed`."""
         response = await self._post(dialect.path, dialect.build_body(call))
         if response.status_code in REFUSED | {403, 501}:

@@ -59,7 +59,7 @@ def is_gpu_available() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def start_engine(settings: EngineSettings, recorder: LoadRecorder) -> Any:
+def start_engine(settings: EngineSettings, recorder: LoadRecorder) -> object:
     """A running ``AsyncLLM``, which tells ``recorder`` how busy it is. Raises `UserError` if vLLM is missing or cannot run
     this model here."""
     has_gpu = is_gpu_available()
@@ -80,7 +80,7 @@ def start_engine(settings: EngineSettings, recorder: LoadRecorder) -> Any:
         memory = {"kv_cache_memory_bytes": (settings.kv_cache_mib or CPU_CACHE_MIB) << 20}
     if not has_gpu:  # a seeded request whose prompt is computed in parts ends the engine: "CPU Generator does not use offset"
         memory |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(settings.max_model_len, CPU_BATCH_TOKENS)}
-    wanted: dict[str, Any] = {
+    wanted: dict[str, object] = {
         "model": str(settings.folder),
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_len,
@@ -102,7 +102,7 @@ def start_engine(settings: EngineSettings, recorder: LoadRecorder) -> Any:
         raise UserError(f"{settings.folder}: vllm cannot run this model here: {_first_line(error)}") from error
 
 
-def _build_adapter_arguments(rank: int) -> dict[str, Any]:
+def _build_adapter_arguments(rank: int) -> dict[str, object]:
     """Room for adapters of ``rank``: those that running turns began with, and the next ones."""
     if not rank:
         return {}

@@ -20,7 +20,9 @@ CACHE_GIB = 0.25
 """Processed images that vLLM keeps, twice: beside the event loop, and in the engine's process."""
 
 
-async def build_image_prompt(engine: Any, request: GenerationRequest, salt: str, processor: ImageProcessor) -> dict[str, Any]:
+async def build_image_prompt(
+    engine: Any, request: GenerationRequest, salt: str, processor: ImageProcessor
+) -> dict[str, object]:
     """What `AsyncLLM.generate` takes. Images are named with ``salt``, so that embeddings under other weights are never
     taken for theirs. Raises `RequestRefused` if vLLM makes other tokens of an image than stand in the history."""
     from vllm import TokensPrompt
@@ -47,7 +49,7 @@ async def build_image_prompt(engine: Any, request: GenerationRequest, salt: str,
     }
 
 
-def _decode_images(images: tuple[PlacedImage, ...]) -> list[Any]:
+def _decode_images(images: tuple[PlacedImage, ...]) -> list[object]:
     try:
         return [open_image(image.object, image.data) for image in images]
     except ImageFailed as error:

@@ -32,7 +32,7 @@ class LoadRecorder:
         self._schedulers.pop(engine_index, None)
         return self
 
-    def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
+    def record(self, scheduler_stats: object, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
         """Called by vLLM on the event loop, with either or both."""
         if scheduler_stats is not None:
             self._schedulers[engine_idx] = scheduler_stats

@@ -174,7 +174,7 @@ class VllmSampler:
         if adapter is not None:
             self._adapters_in_use[folder] += 1
         try:
-            prompt: Any = TokensPrompt(prompt_token_ids=list(request.ids), cache_salt=self._salt)
+            prompt: object = TokensPrompt(prompt_token_ids=list(request.ids), cache_salt=self._salt)
             if request.images:
                 prompt = await self._build_image_prompt(engine, request)
             async with aclosing(engine.generate(prompt, parameters, name, lora_request=adapter)) as outputs:
@@ -198,7 +198,7 @@ class VllmSampler:
             return generation
         return msgspec.structs.replace(generation, versions=(VersionSpan(version=version, start=0, stop=len(generation.ids)),))
 
-    async def _build_image_prompt(self, engine: Any, request: GenerationRequest) -> Any:
+    async def _build_image_prompt(self, engine: object, request: GenerationRequest) -> Any:
         if self._processor is None:
             raise RequestRefused("this engine was started without images, and its prompt has one")
         from fleetbus_workers.inference.vllm.images import build_image_prompt
@@ -221,7 +221,7 @@ class VllmSampler:
 
     # Weights
 
-    async def _replace_weights(self, engine: Any, folder: Path, policy: PolicyPublished) -> None:
+    async def _replace_weights(self, engine: object, folder: Path, policy: PolicyPublished) -> None:
         try:
             await self._swap(engine, folder, policy.version)
         except Exception as error:
@@ -262,7 +262,7 @@ class VllmSampler:
             raise
         await engine.resume_generation()
 
-    async def _restore_weights(self, engine: Any) -> None:
+    async def _restore_weights(self, engine: object) -> None:
         """After a failed load nothing is sampled before good weights are in: the old ones, or a restarted engine."""
         try:
             await self._swap(engine, self._folder, self.version)
@@ -273,7 +273,7 @@ class VllmSampler:
 
     # Restarts
 
-    def _mark_dead(self, engine: Any) -> None:
+    def _mark_dead(self, engine: object) -> None:
         """Have a dead engine restarted unless that is under way; further requests wait."""
         if engine is self._engine and self._alive.is_set():
             self._alive = anyio.Event()

@@ -156,7 +156,7 @@ def _is_plain(module: str, name: str) -> bool:
 
 
 class _PlainReader(FileSystemReader):
-    def read_metadata(self, *arguments: Any, **named: Any) -> Metadata:
+    def read_metadata(self, *arguments: Any, **named: object) -> Metadata:
         try:
             with (Path(self.path) / INDEX).open("rb") as stream:
                 metadata: Metadata = _MetadataUnpickler(stream).load()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -146,7 +145,7 @@ class Critic:
             yield micro_batch, self._forward(micro_batch), counts
 
     def _forward(self, batch: MicroBatch) -> torch.Tensor:
-        options: dict[str, Any] = {"input_ids": batch.ids, "use_cache": False}
+        options: dict[str, object] = {"input_ids": batch.ids, "use_cache": False}
         if batch.positions is not None:
             options["position_ids"] = batch.positions
         precision: torch.dtype = getattr(torch, self._settings.trainer.precision)

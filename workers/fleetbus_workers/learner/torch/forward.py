@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -74,7 +73,7 @@ def has_plain_logits(model: PreTrainedModel) -> bool:
     ids = torch.tensor([[1, 2]], device=model.device)
     made: list[torch.Tensor] = []
 
-    def enlarge(module: torch.nn.Module, given: Any, logits: torch.Tensor) -> torch.Tensor:
+    def enlarge(module: torch.nn.Module, given: object, logits: torch.Tensor) -> torch.Tensor:
         made.append(1e4 * logits)
         return made[-1]
 
@@ -129,7 +128,7 @@ def compute_scores(
     the head's logits, such as a soft cap. ``precision`` bfloat16 computes in that type; logits are turned to float32 before
     their softmax. ``inputs`` puts images in the place of tokens.
     """
-    options: dict[str, Any] = {"use_cache": False}
+    options: dict[str, object] = {"use_cache": False}
     if prefix is not None:
         options = {"use_cache": True, "past_key_values": prefix.cache(len(batch.ids))}
     if batch.positions is not None:
@@ -160,7 +159,7 @@ def _score_inside(
     model: PreTrainedModel,
     head: torch.nn.Module,
     batch: MicroBatch,
-    called: dict[str, Any],
+    called: dict[str, object],
     score: Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], Scores],
 ) -> Scores:
     """Scores made where the model makes its logits: a sharded head is whole only there. What the model returns as logits [1,
@@ -182,7 +181,7 @@ def _score_inside(
     return Scores(found[:, 0], found[:, 1])
 
 
-def _compute_logits(model: PreTrainedModel, batch: MicroBatch, called: dict[str, Any]) -> torch.Tensor:
+def _compute_logits(model: PreTrainedModel, batch: MicroBatch, called: dict[str, object]) -> torch.Tensor:
     """Logits [N, vocabulary] at the places whose next token was sampled."""
     logits: torch.Tensor
     if supports_logits_to_keep(model) and len(batch.columns):

@@ -33,7 +33,7 @@ from fleetbus_workers.learner.torch.forward import Inputs
 class TrainingImages:
     """The images of batches for one model. Raises `UserError` if the model cannot be shown images here."""
 
-    def __init__(self, folder: Path, model: Any, *, processes: int) -> None:
+    def __init__(self, folder: Path, model: object, *, processes: int) -> None:
         if processes > 1:
             raise UserError(
                 "training on images supports one process only: start the learner without torchrun, or leave out images"

@@ -36,7 +36,7 @@ def load_model(folder: Path, settings: TorchTrainerSettings, device: torch.devic
     """The causal language model of a folder, or its image-text model, without dropout; raises `UserError`. With several
     processes each loads its shard alone."""
     kind = AutoModelForImageTextToText if settings.images else AutoModelForCausalLM
-    options: dict[str, Any] = {"dtype": getattr(torch, settings.dtype)}
+    options: dict[str, object] = {"dtype": getattr(torch, settings.dtype)}
     if settings.trainer.attention != "auto":
         options["attn_implementation"] = settings.trainer.attention
     try:
@@ -166,7 +166,7 @@ def write_adapters(
     return write_weights(file, tensors)
 
 
-def _gather_merged(shards: Shards, tensor: torch.Tensor, adapter: Any, dtype: torch.dtype | None) -> torch.Tensor:
+def _gather_merged(shards: Shards, tensor: torch.Tensor, adapter: object, dtype: torch.dtype | None) -> torch.Tensor:
     if adapter is None:
         return shards.gather_to_leader(tensor, dtype)
     whole = shards.gather_to_leader(tensor)
@@ -186,7 +186,7 @@ def iterate_tensors(model: PreTrainedModel, *, adapters: bool = False) -> Iterat
             yield name, tensor
 
 
-def _has_adapter(module: Any) -> bool:
+def _has_adapter(module: object) -> bool:
     return hasattr(module, "lora_A") and _ADAPTER in module.lora_A
 
 

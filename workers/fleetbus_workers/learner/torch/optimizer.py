@@ -70,7 +70,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 
 
 def build_optimizer(
-    groups: Sequence[dict[str, Any]], settings: TorchTrainerSettings, shards: Shards, device: torch.device
+    groups: Sequence[dict[str, object]], settings: TorchTrainerSettings, shards: Shards, device: torch.device
 ) -> torch.optim.AdamW:
     """For the parameters of ``groups``, which lie on ``device``."""
     options: dict[str, Any] = {

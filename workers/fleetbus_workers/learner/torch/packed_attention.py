@@ -7,7 +7,6 @@ long one. Here each sequence has a causal call of its own. The linear layers sti
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -28,7 +27,7 @@ def attend_by_sequence(
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None = None,
     sliding_window: int | None = None,
-    **options: Any,
+    **options: object,
 ) -> tuple[torch.Tensor, None]:
     """SDPA of query [R, heads, S, D] within each sequence: one begins wherever ``position_ids`` [R, S] is 0, alike in all rows.
     Without positions a row is taken for one sequence."""

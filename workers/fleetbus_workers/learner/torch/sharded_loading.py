@@ -24,7 +24,7 @@ from fleetbus.errors import UserError
 
 
 def load_sharded(
-    kind: Any, folder: Path, device: torch.device, *, shard: Callable[[PreTrainedModel], None], options: dict[str, Any]
+    kind: Any, folder: Path, device: torch.device, *, shard: Callable[[PreTrainedModel], None], options: dict[str, object]
 ) -> PreTrainedModel:
     """The model of ``folder``, of the auto class ``kind``; ``shard`` shards it while it has no memory. ``options`` are those of
     ``from_config``, ``dtype`` among them. Every process has to ask.
@@ -49,12 +49,12 @@ def load_sharded(
     return model
 
 
-def open_slices(folder: Path) -> dict[str, Any]:
+def open_slices(folder: Path) -> dict[str, object]:
     """By name, what reads any part of a tensor in the folder's safetensors files. Raises `UserError` if there are none."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"{folder} holds no safetensors files: a model that is sharded is read from those")
-    slices: dict[str, Any] = {}
+    slices: dict[str, object] = {}
     for file in files:
         try:
             stored = safe_open(file, framework="pt")

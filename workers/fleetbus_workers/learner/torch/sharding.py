@@ -191,7 +191,7 @@ class Shards:
             self._peers.close()
             dist.destroy_process_group()
 
-    def _all_reduce(self, values: Sequence[float], operation: Any) -> list[float]:
+    def _all_reduce(self, values: Sequence[float], operation: object) -> list[float]:
         if self._mesh is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self._device)

@@ -6,8 +6,6 @@ and the paths of its conversations.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import structlog
 
@@ -102,10 +100,10 @@ class Conversations:
             return ContextChange(reason=attached.reason, tools=attached.tools)
         return None if attached.segment == before else ContextChange(resume=attached.segment)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         return {"calls_extending": self._paths.extended, "segments_begun": dict(self._paths.reasons)}
 
-    def describe_state(self) -> dict[str, Any]:
+    def describe_state(self) -> dict[str, object]:
         return {"calls": self._answers, "tool_calls": self._tool_calls, **self.describe()}
 
     def _build_answer(self, action: Action) -> Answer:

@@ -120,8 +120,8 @@ class ElsewhereEnvironment:
 class NoTools:
     """What a verifier may ask of an agent outside: nothing but what was said."""
 
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+    async def call_tool(self, name: str, arguments: dict[str, object]) -> Any:
         raise LookupError(f"unknown tool {name!r}: the agent runs elsewhere, and its files are not known here")
 
-    async def query(self, sql: str, params: Sequence[Any]) -> Any:
+    async def query(self, sql: str, params: Sequence[Any]) -> object:
         raise LookupError("this environment has no database")

@@ -90,7 +90,7 @@ class AgentEndpoint:
 
 def build_application(routes: Sequence[BaseRoute], settings: GuardSettings) -> Starlette:
     """An application of these routes, with what all of them need."""
-    handlers: dict[Any, Any] = {BodyRefused: refuse_body, ClientDisconnect: drop_call}
+    handlers: dict[object, Any] = {BodyRefused: refuse_body, ClientDisconnect: drop_call}
     handlers |= dict.fromkeys(REFUSALS, answer_refusal)
     return Starlette(routes=routes, middleware=[Middleware(BrowserGuard, settings=settings)], exception_handlers=handlers)
 
@@ -180,7 +180,7 @@ class StreamedAnswer(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._session.requests += 1
         try:
-            async with self._pending.wanted():
+            async with self._pending.hold_request():
                 await super().__call__(scope, receive, send)
         finally:
             self._session.requests -= 1
@@ -274,7 +274,7 @@ async def drop_call(request: Request, gone: Exception) -> Response:
 
 async def wait_for_answer(dialect: Dialect, call: AgentCall, pending: PendingCall, request: Request) -> Response:
     """The answer as JSON, unless its client goes away."""
-    async with pending.wanted(), open_first_error_task_group() as group:
+    async with pending.hold_request(), open_first_error_task_group() as group:
         group.start_soon(cancel_when_disconnected, request, group.cancel_scope)
         answer = await pending.wait()
         group.cancel_scope.cancel()

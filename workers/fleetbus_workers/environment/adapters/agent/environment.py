@@ -133,7 +133,7 @@ class FolderTools:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+    async def call_tool(self, name: str, arguments: dict[str, object]) -> Any:
         if name != "read_file":
             raise LookupError(f"unknown tool {name!r}: there is read_file")
         return await anyio.to_thread.run_sync(self._read_file, str(arguments.get("path", "")))
@@ -145,5 +145,5 @@ class FolderTools:
             raise LookupError(f"there is no file {path!r} in the agent's folder")
         return content[:FILE_BYTES].decode(errors="replace")
 
-    async def query(self, sql: str, params: Sequence[Any]) -> Any:
+    async def query(self, sql: str, params: Sequence[Any]) -> object:
         raise LookupError("this environment has no database")

@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import anyio
 import anyio.to_thread
@@ -145,7 +145,7 @@ def _write_settings(
     command: Sequence[str], folder: Path, variables: Mapping[str, str], limits: AgentLimits, confinement: Confinement
 ) -> int:
     """A file in memory: command lines can be read by everybody, and the variables hold the session's key."""
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "command": list(command),
         "variables": dict(variables),
         "folder": str(folder),

@@ -11,7 +11,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import anyio
 
@@ -23,7 +22,7 @@ def main() -> None:
     function = getattr(importlib.import_module(module), name)
     task = json.loads(Path(os.environ["FLEETBUS_TASK_FILE"]).read_bytes())
 
-    async def run_async() -> Any:
+    async def run_async() -> object:
         return await function(task)
 
     if inspect.iscoroutinefunction(function):

@@ -89,7 +89,7 @@ class PendingCall:
         return is_due
 
     @asynccontextmanager
-    async def wanted(self) -> AsyncIterator[None]:
+    async def hold_request(self) -> AsyncIterator[None]:
         """One more request wants the answer; a little longer than it lasts, for its client may come again."""
         self.waiters += 1
         try:

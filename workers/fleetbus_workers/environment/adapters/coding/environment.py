@@ -155,7 +155,7 @@ class CodingEnvironment:
         """The verdict of the task's verifier, which may run code of its own (see `call_tool`)."""
         return await grade(self._grader, self._task, final_answer=self._answer, conversation=self._conversation, tools=self)
 
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+    async def call_tool(self, name: str, arguments: dict[str, object]) -> Any:
         """For the verifier: ``python`` runs code in the episode's interpreter, ``python_fresh`` in one of its own, which the
         policy's code cannot have prepared. Both give ``stdout``, ``stderr``, ``exit_code`` and ``ended``.
 
@@ -178,7 +178,7 @@ class CodingEnvironment:
                 await session.close()
         raise LookupError(f"there is no {name}: python, python_fresh and python_call are there")
 
-    async def _call_function(self, code: str, function: object, arguments: object) -> dict[str, Any]:
+    async def _call_function(self, code: str, function: object, arguments: object) -> dict[str, object]:
         if not isinstance(function, str) or not isinstance(arguments, list) or not all(isinstance(a, list) for a in arguments):
             raise LookupError("python_call needs function, a name, and arguments, a list with a list for each call")
         session = self._make_session()
@@ -195,7 +195,7 @@ class CodingEnvironment:
         ended = next((result.ended for result in results if result.ended), state["ended"])
         return state | {"ended": ended, "results": [{"value": each.value, "error": each.error} for each in results]}
 
-    async def query(self, sql: str, params: Sequence[Any]) -> Any:
+    async def query(self, sql: str, params: Sequence[Any]) -> object:
         raise LookupError("a coding environment has no database")
 
     async def close(self) -> None:
@@ -218,7 +218,7 @@ def _format_observation(result: ExecutionResult, *, report_loss: bool) -> str:
     return TOOL_RESULT + (text or "(no output)")
 
 
-def _build_state(result: ExecutionResult) -> dict[str, Any]:
+def _build_state(result: ExecutionResult) -> dict[str, object]:
     """A result as verifiers see it: code that exits before its last statement, where tests may stand, never has exit code 0."""
     ended = result.ended or result.code_ended
     exit_code = result.exit_code or (EXITED_EARLY if ended else 0)

@@ -67,7 +67,7 @@ def read_permissions(settings: EnvironmentSettings) -> TaskPermissions:
     )
 
 
-def check_arguments(value: Any, where: str) -> Any:
+def check_arguments(value: object, where: str) -> Any:
     """JSON-like arguments for somebody's constructor, if no text in them can be a file's name; raises `NotPermitted`."""
     if isinstance(value, str):
         if _PATH.search(value):

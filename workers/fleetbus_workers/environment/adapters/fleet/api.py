@@ -119,14 +119,14 @@ class FleetApi:
         """Begin the instance's episode; its manager wants the runner's token, not the key."""
         await self._manage(instance, "POST", "/reset", {"timestamp": None, "seed": seed}, seconds)
 
-    async def query(self, instance: Instance, sql: str, args: list[Any]) -> list[dict[str, Any]]:
+    async def query(self, instance: Instance, sql: str, args: list[Any]) -> list[dict[str, object]]:
         """Rows of the instance's database, read only; raises `LookupError` with the database's own error."""
         columns, rows = await self.select(instance, sql, args)
         return [dict(zip(columns, row, strict=True)) for row in rows]
 
     async def select(
         self, instance: Instance, sql: str, args: list[Any], *, database: str = "current"
-    ) -> tuple[list[str], list[list[Any]]]:
+    ) -> tuple[list[str], list[list[object]]]:
         """Columns and rows from one of the instance's databases by its name; as `query`."""
         path = f"/resources/sqlite/{quote(database, safe='')}/query"
         answer = await self._manage(instance, "POST", path, {"query": sql, "args": args or None, "read_only": True}, 60.0)
@@ -142,13 +142,13 @@ class FleetApi:
             return False
         return isinstance(answer, dict) and bool(answer.get("success"))
 
-    async def execute_verifier(self, body: dict[str, Any], *, seconds: float) -> dict[str, Any]:
+    async def execute_verifier(self, body: dict[str, object], *, seconds: float) -> dict[str, Any]:
         answer = await self._request("POST", "/v1/verifiers/execute", json=body, timeout=seconds)
         if not isinstance(answer, dict):
             raise FleetRefused("Fleet: the response to a verification is not an object")
         return answer
 
-    async def _manage(self, instance: Instance, method: str, path: str, body: Any, seconds: float) -> dict[str, Any]:
+    async def _manage(self, instance: Instance, method: str, path: str, body: object, seconds: float) -> dict[str, Any]:
         assert instance.urls is not None
         token = await self._token()
         headers = {"X-Runner-Token": token} if token else {}
@@ -177,7 +177,7 @@ class FleetApi:
             raise FleetRefused(f"Fleet: {method} {path} cannot be sent: {self._redact(str(error))}") from error
         return await self._send(request, f"{method} {path}")
 
-    async def _send(self, request: httpx.Request, what: str) -> Any:
+    async def _send(self, request: httpx.Request, what: str) -> object:
         try:
             response = await self._client.send(request)
         except httpx.TimeoutException as error:
@@ -203,13 +203,13 @@ class FleetApi:
         return " ".join(text.replace(self._secret, "[redacted]").split())[:MAX_REASON]
 
 
-def _is_full(status: int, fields: dict[str, Any], said: str) -> bool:
+def _is_full(status: int, fields: dict[str, object], said: str) -> bool:
     words = ("instance limit", "instance_limit", "too many in-flight", "rate limit")
     stated = f"{fields.get('error_type') or ''} {said}".lower()
     return status == 429 or (status in (400, 403) and any(word in stated for word in words))
 
 
-def _parse_json(response: httpx.Response) -> Any:
+def _parse_json(response: httpx.Response) -> object:
     try:
         return response.json()
     except (ValueError, RecursionError):

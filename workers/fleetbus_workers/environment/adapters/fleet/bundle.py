@@ -15,7 +15,6 @@ import pickle
 import re
 import zipfile
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -60,19 +59,19 @@ def build_execution_request(
     key: str,
     instance_id: str,
     final_answer: str | None,
-    conversation: Sequence[dict[str, Any]],
+    conversation: Sequence[dict[str, object]],
     seconds: int,
     region: str,
     with_code: bool,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The body of ``POST /v1/verifiers/execute``. The answer and the conversation go to those functions that ask for them."""
-    given: dict[str, Any] = {}
+    given: dict[str, object] = {}
     if final_answer is not None and "final_answer" in code.parameters:
         given["final_answer"] = final_answer
     if "conversation" in code.parameters:
         given["conversation"] = json.dumps(list(conversation), ensure_ascii=False)
     environment = {"env": instance_id}
-    body: dict[str, Any] = {
+    body: dict[str, object] = {
         "key": key,
         "sha256": code.sha256,
         "args": base64.b64encode(pickle.dumps({"args": (None, environment), "kwargs": given}, protocol=4)).decode(),

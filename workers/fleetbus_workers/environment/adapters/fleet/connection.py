@@ -135,7 +135,7 @@ class FleetConnection:
         await anyio.lowlevel.checkpoint()
         return self._tools
 
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+    async def call_tool(self, name: str, arguments: dict[str, object]) -> ToolResult:
         assert self._endpoints is not None
         if name == SUBMIT and SUBMIT_TOOL in self._tools:
             return _record_answer(arguments)
@@ -148,14 +148,14 @@ class FleetConnection:
                 return ToolResult(content=str(error), failed=True)
         return read_result(await self._endpoints.call_tool(name, arguments))
 
-    async def query(self, sql: str, params: Sequence[Any]) -> Any:
+    async def query(self, sql: str, params: Sequence[Any]) -> object:
         """Rows of the instance's current database, for verifiers that run here."""
         assert self._host.api is not None
         if self.instance is None:
             raise LookupError("there is no instance")
         return await self._host.api.query(self.instance, sql, list(params))
 
-    async def database(self, name: str, sql: str, params: Sequence[Any]) -> dict[str, Any]:
+    async def database(self, name: str, sql: str, params: Sequence[object]) -> dict[str, Any]:
         """Columns and rows of one of the instance's databases, for verifiers that run here."""
         assert self._host.api is not None
         if self.instance is None:
@@ -181,7 +181,7 @@ class FleetConnection:
                 await endpoints.close()
 
 
-def build_instance_request(task: Task, host: FleetHost, episode_seconds: float) -> dict[str, Any]:
+def build_instance_request(task: Task, host: FleetHost, episode_seconds: float) -> dict[str, object]:
     """The body of the request for an instance; empty fields are left out. Raises `EnvironmentFailed` for a task that
     names no environment, or an unknown modality."""
     env, _, env_version = task.env.partition(":")
@@ -224,7 +224,7 @@ def read_result(result: ToolResult) -> ToolResult:
     return msgspec.structs.replace(result, content=text, failed=failed, images=(*result.images, image))
 
 
-def _record_answer(arguments: dict[str, Any]) -> ToolResult:
+def _record_answer(arguments: dict[str, object]) -> ToolResult:
     answer = arguments.get("answer")
     if answer is None:
         return ToolResult(content=f"{SUBMIT} needs an answer", failed=True)

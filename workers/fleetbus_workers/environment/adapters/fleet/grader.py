@@ -65,8 +65,8 @@ class PlatformGrader:
         return Verdict(reward=None, reason=f"no verdict in {TRIES} tries: {reason}")
 
     async def _execute_verifier(
-        self, verifier: VerifierCode, final_answer: str | None, conversation: Sequence[dict[str, Any]]
-    ) -> dict[str, Any]:
+        self, verifier: VerifierCode, final_answer: str | None, conversation: Sequence[dict[str, object]]
+    ) -> dict[str, object]:
         api, connection = self._host.api, self.connection
         if api is None or connection is None or connection.instance is None:
             raise FleetRefused("Fleet: there is no instance to verify")
@@ -90,12 +90,12 @@ class PlatformGrader:
         raise FleetRefused("Fleet: the platform lost the verifier's code")
 
 
-def is_passing(answer: dict[str, Any]) -> bool:
+def is_passing(answer: dict[str, object]) -> bool:
     """Whether another try may end otherwise: the execution failed, or the verifier's judge did."""
     return not answer.get("success") or _JUDGE_ERROR.search(str(answer.get("stdout") or "")) is not None
 
 
-def read_verdict(answer: dict[str, Any], *, partial: bool, printed: bool = False) -> Verdict:
+def read_verdict(answer: dict[str, object], *, partial: bool, printed: bool = False) -> Verdict:
     """The verdict in the platform's answer: a number, true or false, an object with a ``score``, or nothing for a pass.
 
     ``partial``: a score of 0 is replaced by ``partial`` of that object, in [0, 1]. ``printed``: or by a share that was printed,
@@ -114,13 +114,13 @@ def read_verdict(answer: dict[str, Any], *, partial: bool, printed: bool = False
     if not isinstance(value, int | float) or not math.isfinite(value):
         return Verdict(reward=None, reason=f"the verifier returned {result!r}, no finite number"[:500])
     if value == 0:
-        share = _returned_share(result) if partial else None
+        share = _read_returned_share(result) if partial else None
         if share is None and printed:
             share = partial_reward(output)
         value = value if share is None else share
     return Verdict(reward=float(value), reason=output)
 
 
-def _returned_share(result: object) -> float | None:
+def _read_returned_share(result: object) -> float | None:
     share = result.get("partial") if isinstance(result, dict) else None
     return float(share) if isinstance(share, int | float) and 0 <= share <= 1 else None

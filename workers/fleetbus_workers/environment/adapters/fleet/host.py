@@ -19,7 +19,6 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
@@ -120,7 +119,7 @@ class FleetHost:
                     tasks.cancel_scope.cancel()
                     await self._delete_all()
 
-    def lease(self, body: dict[str, Any]) -> InstanceLease:
+    def lease(self, body: dict[str, object]) -> InstanceLease:
         """An instance made after ``body`` (as ``POST /v1/env/instances`` takes it), under this worker's label."""
         if self._tasks is None:
             raise RuntimeError("enter run() of the environment factory before the first episode")
@@ -128,7 +127,7 @@ class FleetHost:
         self._tasks.start_soon(self._run_lease, lease, body)
         return lease
 
-    async def _run_lease(self, lease: InstanceLease, body: dict[str, Any]) -> None:
+    async def _run_lease(self, lease: InstanceLease, body: dict[str, object]) -> None:
         """The life of one instance."""
         self._leases.add(lease)
         try:
@@ -144,7 +143,7 @@ class FleetHost:
             lease.settled.set()
             lease.ended.set()
 
-    async def _create_instance(self, lease: InstanceLease, body: dict[str, Any]) -> Instance | None:
+    async def _create_instance(self, lease: InstanceLease, body: dict[str, object]) -> Instance | None:
         """Tries that fail for a passing reason are repeated under one request id, so that none makes a second instance; none
         is made for an episode that has gone."""
         body = body | {"run_id": self.label, "heartbeat_interval": int(self.settings.heartbeat_seconds)}
@@ -173,7 +172,7 @@ class FleetHost:
                 await lease.released.wait()
         return None
 
-    async def _create_or_find(self, body: dict[str, Any], request_id: str) -> Instance:
+    async def _create_or_find(self, body: dict[str, object], request_id: str) -> Instance:
         assert self.api is not None
         try:
             return await self.api.create(body, request_id=request_id)

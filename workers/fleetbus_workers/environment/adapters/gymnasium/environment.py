@@ -139,7 +139,7 @@ class GymnasiumEnvironment:
             info=info,
         )
 
-    def _apply_action(self, chosen: Any) -> tuple[float, bool, bool, dict[str, Any], tuple[str, list[EncodedImage]]]:
+    def _apply_action(self, chosen: object) -> tuple[float, bool, bool, dict[str, object], tuple[str, list[EncodedImage]]]:
         observation, reward, terminated, truncated, info = self._require_env().step(chosen)
         parts = clip_values(info, INFO_BYTES)
         return float(reward), bool(terminated), bool(truncated), parts, self._render(observation)
@@ -195,7 +195,7 @@ class GymnasiumEnvironment:
         self._busy = False
         return result
 
-    def _require_env(self) -> gymnasium.Env[Any, Any]:
+    def _require_env(self) -> gymnasium.Env[object, object]:
         if self._environment is None:
             raise EnvironmentFailed("the environment was never opened, or is closed")
         return self._environment

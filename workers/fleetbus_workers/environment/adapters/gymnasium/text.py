@@ -38,13 +38,13 @@ class UnknownAction(ValueError):
     """What the policy said is none of the actions; the message says what there is."""
 
 
-def get_short_name(environment: gymnasium.Env[Any, Any]) -> str:
+def get_short_name(environment: gymnasium.Env[object, object]) -> str:
     """``FrozenLake`` for FrozenLake-v1, whatever its namespace."""
     name = environment.spec.id if environment.spec is not None else type(environment.unwrapped).__name__
     return name.rpartition("/")[2].partition("-v")[0]
 
 
-def list_action_names(environment: gymnasium.Env[Any, Any], given: Sequence[str] = ()) -> tuple[str, ...]:
+def list_action_names(environment: gymnasium.Env[object, Any], given: Sequence[str] = ()) -> tuple[str, ...]:
     """Names of a discrete environment's actions, in order; none for other spaces. Raises `ValueError` on a wrong count."""
     space = environment.action_space
     if not isinstance(space, gymnasium.spaces.Discrete):
@@ -62,7 +62,7 @@ def list_action_names(environment: gymnasium.Env[Any, Any], given: Sequence[str]
     return names
 
 
-def parse_action(text: str, environment: gymnasium.Env[Any, Any], names: Sequence[str]) -> Any:
+def parse_action(text: str, environment: gymnasium.Env[object, object], names: Sequence[str]) -> object:
     """What ``text`` means in the environment's action space. Raises `UnknownAction`."""
     space = environment.action_space
     if isinstance(space, gymnasium.spaces.Discrete):
@@ -81,7 +81,7 @@ def parse_action(text: str, environment: gymnasium.Env[Any, Any], names: Sequenc
     return action
 
 
-def format_observation(environment: gymnasium.Env[Any, Any], observation: Any) -> str:
+def format_observation(environment: gymnasium.Env[object, object], observation: object) -> str:
     """The observation as text: its picture in letters if there is one, else its values."""
     if environment.render_mode == "ansi":
         return strip_ansi_codes(str(environment.render()))
@@ -99,7 +99,7 @@ def strip_ansi_codes(picture: str) -> str:
     return _ESCAPE.sub("", picture).strip("\n")
 
 
-def _plain_value(value: Any) -> Any:
+def _plain_value(value: object) -> object:
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     return str(value)

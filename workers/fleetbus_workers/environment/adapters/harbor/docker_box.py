@@ -240,7 +240,7 @@ class _Build:
                 if not self._has_hung_up:
                     raise requests.ConnectionError(str(error)) from error
 
-    def _note_answer(self, answer: Any, **_: Any) -> None:
+    def _note_answer(self, answer: Any, **_: object) -> None:
         self._answers.append(answer)
         if self._has_hung_up:
             self.hang_up()

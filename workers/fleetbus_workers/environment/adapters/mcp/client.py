@@ -167,7 +167,7 @@ class ClientConnection:
                 break
         return tuple(tools)
 
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+    async def call_tool(self, name: str, arguments: dict[str, object]) -> ToolResult:
         with anyio.move_on_after(self._call_seconds) as scope:
 
             async def extend(progress: float, total: float | None, message: str | None) -> None:
@@ -177,7 +177,7 @@ class ClientConnection:
         await self._check_alive()
         return build_timeout_result(self._call_seconds)
 
-    async def _send_call(self, name: str, arguments: dict[str, Any], on_progress: Any) -> ToolResult:
+    async def _send_call(self, name: str, arguments: dict[str, object], on_progress: Any) -> ToolResult:
         try:
             result = await self._require_client().call_tool(name, arguments, progress_callback=on_progress)
         except MCPError as error:
@@ -196,7 +196,7 @@ class ClientConnection:
             return
         raise ServerGone(f"the MCP server answers nothing, {LIVENESS_SECONDS:g} s after a call that timed out")
 
-    async def query(self, sql: str, params: Sequence[Any]) -> Any:
+    async def query(self, sql: str, params: Sequence[Any]) -> object:
         raise LookupError("this environment has no database")
 
     async def close(self) -> None:

@@ -77,10 +77,10 @@ class Connection(Protocol):
 
     async def list_tools(self) -> tuple[ToolSpec, ...]: ...
 
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+    async def call_tool(self, name: str, arguments: dict[str, object]) -> ToolResult:
         """Raises `ServerGone` when the server is; whatever else goes wrong with a call is its result."""
 
-    async def query(self, sql: str, params: Sequence[Any]) -> Any:
+    async def query(self, sql: str, params: Sequence[Any]) -> object:
         """Rows from the database behind the server, for verifiers; raises `LookupError` if it shows none."""
 
     async def close(self) -> None: ...
@@ -96,7 +96,7 @@ class DirectConnection:
     def __init__(
         self,
         server: Server[Any],
-        listings: dict[type[Server[Any]], tuple[ToolSpec, ...]],
+        listings: dict[type[Server[object]], tuple[ToolSpec, ...]],
         *,
         call_seconds: float = math.inf,
     ) -> None:
@@ -128,12 +128,12 @@ class DirectConnection:
                 break
         return tuple(tools)
 
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+    async def call_tool(self, name: str, arguments: dict[str, object]) -> ToolResult:
         with anyio.move_on_after(self._call_seconds):
             return await self._call_tool(name, arguments)
         return build_timeout_result(self._call_seconds)
 
-    async def _call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+    async def _call_tool(self, name: str, arguments: dict[str, object]) -> ToolResult:
         params = {"name": name, "arguments": arguments, **_ENVELOPE}
         try:
             return parse_tool_result(await self._handle(_RequestContext(), "tools/call", params))
@@ -145,7 +145,7 @@ class DirectConnection:
             _log.warning("tool raised an exception; returning an error to the policy", tool=name, error=repr(error))
             return ToolResult(content=f"the tool failed ({type(error).__name__})", failed=True)
 
-    async def query(self, sql: str, params: Sequence[Any]) -> Any:
+    async def query(self, sql: str, params: Sequence[Any]) -> object:
         query = getattr(self._server, "query", None)
         if query is None:
             raise LookupError("this environment has no database")
@@ -172,7 +172,7 @@ def parse_tool_spec(tool: Mapping[str, Any]) -> ToolSpec:
 def parse_tool_result(result: Mapping[str, Any]) -> ToolResult:
     """A call's result as the wire carries it: its texts, a placeholder for each other block, or the structured content."""
     parts = [_format_block(block) for block in result.get("content", ())]
-    content: Any = "\n".join(parts) if parts else result.get("structuredContent")
+    content: object = "\n".join(parts) if parts else result.get("structuredContent")
     failed = bool(result.get("isError")) or find_result_error(content) is not None
     images = _decode_images(result.get("content", ()))
     return ToolResult(content=content, failed=failed, images=images, structured=result.get("structuredContent"))
@@ -191,7 +191,7 @@ def tool_output(result: ToolResult, limit: int) -> ToolOutput:
     )
 
 
-def _decode_images(blocks: Sequence[Mapping[str, Any]]) -> tuple[EncodedImage, ...]:
+def _decode_images(blocks: Sequence[Mapping[str, object]]) -> tuple[EncodedImage, ...]:
     found = (decode_image(block) for block in blocks if block.get("type") == "image")
     return tuple(islice((each for each in found if each is not None), MAX_IMAGES))
 
@@ -257,11 +257,11 @@ class _RequestContext:
     def __init__(self) -> None:
         self.cancel_requested = anyio.Event()
 
-    async def notify(self, method: str, params: Mapping[str, Any] | None, opts: CallOptions | None = None) -> None:
+    async def notify(self, method: str, params: Mapping[str, object] | None, opts: CallOptions | None = None) -> None:
         pass
 
     async def send_raw_request(
-        self, method: str, params: Mapping[str, Any] | None, opts: CallOptions | None = None
+        self, method: str, params: Mapping[str, object] | None, opts: CallOptions | None = None
     ) -> dict[str, Any]:
         raise NoBackChannelError(method)
 

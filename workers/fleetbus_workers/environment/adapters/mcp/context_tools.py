@@ -123,7 +123,7 @@ class ContextTools:
         page = _get_number(arguments, "page", 1)
         return read_page(self._get_output(arguments), page=page, page_size=page_size, limit=self._output_chars)
 
-    def _get_output(self, arguments: dict[str, Any]) -> str:
+    def _get_output(self, arguments: dict[str, object]) -> str:
         if not self._outputs:
             raise ValueError("no output was cut so far")
         number = _get_number(arguments, "output", len(self._outputs))
@@ -132,14 +132,14 @@ class ContextTools:
         return self._outputs[number]
 
 
-def _get_text(arguments: dict[str, Any], name: str) -> str:
+def _get_text(arguments: dict[str, object], name: str) -> str:
     value = arguments.get(name)
     if not isinstance(value, str):
         raise ValueError(f"{name} must be text")
     return value
 
 
-def _get_number(arguments: dict[str, Any], name: str, default: int) -> int:
+def _get_number(arguments: dict[str, object], name: str, default: int) -> int:
     value = arguments.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number from 1 on")

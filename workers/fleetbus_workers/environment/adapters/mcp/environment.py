@@ -264,7 +264,7 @@ class McpEnvironment:
     async def verify(self) -> Verdict:
         return await grade(self._grader, self._task, final_answer=self._answer, conversation=self._conversation, tools=self)
 
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+    async def call_tool(self, name: str, arguments: dict[str, object]) -> Any:
         """For the verifier: what a tool gives; raises `LookupError` with its text if it fails."""
         assert self._connection is not None
         result = await self._connection.call_tool(name, arguments)
@@ -272,12 +272,12 @@ class McpEnvironment:
             raise LookupError(str(result.content))
         return result.content
 
-    async def query(self, sql: str, params: Sequence[Any]) -> Any:
+    async def query(self, sql: str, params: Sequence[Any]) -> object:
         """For the verifier: rows from the database behind the server."""
         assert self._connection is not None
         return await self._connection.query(sql, params)
 
-    async def database(self, name: str, sql: str, params: Sequence[Any]) -> dict[str, Any]:
+    async def database(self, name: str, sql: str, params: Sequence[object]) -> dict[str, Any]:
         """For the verifier: columns and rows from one of the databases behind the server, by its name."""
         if not isinstance(self._connection, HasDatabases):
             raise LookupError("this environment has no databases with names: use env.query")

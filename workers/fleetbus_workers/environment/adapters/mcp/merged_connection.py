@@ -66,13 +66,13 @@ class MergedConnection:
         if tool != first:
             _log.warning("two mcp servers have the same tool; using the first", tool=tool.name, used=owner, ignored=name)
 
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+    async def call_tool(self, name: str, arguments: dict[str, object]) -> ToolResult:
         owner = self._owners.get(name)
         if owner is None:
             return ToolResult(content=f"no server has a tool {name!r}", failed=True)
         return await self._open[owner].call_tool(name, arguments)
 
-    async def query(self, sql: str, params: Sequence[Any]) -> Any:
+    async def query(self, sql: str, params: Sequence[Any]) -> object:
         """Rows from the first server that shows a database."""
         for connection in self._open.values():
             try:

@@ -90,7 +90,7 @@ class PooledConnection:
         await anyio.lowlevel.checkpoint()
         return self._tools
 
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+    async def call_tool(self, name: str, arguments: dict[str, object]) -> ToolResult:
         assert self._connection is not None
         if name == self._pool.reset_tool:
             return ToolResult(content=f"there is no tool {name!r}", failed=True)
@@ -99,7 +99,7 @@ class PooledConnection:
         self._is_clean = was_clean and not result.abandoned
         return result
 
-    async def query(self, sql: str, params: Sequence[Any]) -> Any:
+    async def query(self, sql: str, params: Sequence[Any]) -> object:
         raise LookupError("this environment has no database")
 
     async def close(self) -> None:

@@ -161,7 +161,7 @@ class OpenEnvSession:
         self._lost = self._lost or reason
         return reason
 
-    def _build_error(self, data: Mapping[str, Any]) -> OpenEnvError:
+    def _build_error(self, data: Mapping[str, object]) -> OpenEnvError:
         code = str(data.get("code", ""))
         kind = _ERRORS.get(code, SessionFailed)
         if kind in (AtCapacity, FactoryFailed, SessionFailed):
@@ -238,14 +238,14 @@ class _ResultPayload(msgspec.Struct, frozen=True):
         return StepResult(observation=self.observation or {}, reward=reward, done=bool(self.done), metadata=self.metadata or {})
 
 
-def _parse_object(data: msgspec.Raw) -> dict[str, Any]:
+def _parse_object(data: msgspec.Raw) -> dict[str, object]:
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise SessionFailed(f"the server's reply cannot be read: {error}") from error
 
 
-def _format_field_errors(errors: Any) -> str:
+def _format_field_errors(errors: object) -> str:
     """The field errors of a refused action, as a policy can act on them."""
     if not isinstance(errors, list):
         return ""

@@ -171,12 +171,12 @@ class OpenEnvEnvironment:
             return self._build_step(format_unknown_tool(calls[0].name, self._tools), more=more, done=done, calls=1, errors=1)
         return await self._step_server(self._build_payload(calls[0]), more=more, done=done, calls=1)
 
-    def _build_payload(self, call: ToolCall) -> dict[str, Any]:
+    def _build_payload(self, call: ToolCall) -> dict[str, object]:
         if self._is_mcp:
             return {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
         return call.arguments
 
-    async def _step_server(self, payload: Mapping[str, Any], *, more: str = "", done: bool = False, calls: int = 0) -> Step:
+    async def _step_server(self, payload: Mapping[str, object], *, more: str = "", done: bool = False, calls: int = 0) -> Step:
         try:
             observed = await self._require_session().step(payload)
         except ActionRefused as refused:
@@ -220,7 +220,7 @@ class OpenEnvEnvironment:
         truncated: bool = False,
         calls: int = 0,
         errors: int = 0,
-        info: Mapping[str, Any] | None = None,
+        info: Mapping[str, object] | None = None,
         output: ToolOutput | None = None,
     ) -> Step:
         message = ChatMessage(role="user", content=truncate_text(text, self._observation_bytes - len(more)) + more)
@@ -265,7 +265,7 @@ class OpenEnvEnvironment:
             return Verdict(reward=None, reason="the environment gave no reward")
         return Verdict(reward=math.fsum(rewards))
 
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+    async def call_tool(self, name: str, arguments: dict[str, object]) -> Any:
         """For the verifier: past `step`, so that grading counts as no step. Raises `LookupError` if the tool fails."""
         response = await self._require_session().mcp("tools/call", {"name": name, "arguments": arguments})
         result = response.get("result")
@@ -275,7 +275,7 @@ class OpenEnvEnvironment:
             raise LookupError(_format_content(result))
         return result["data"] if result.get("data") is not None else _format_content(result)
 
-    async def query(self, sql: str, params: Sequence[Any]) -> Any:
+    async def query(self, sql: str, params: Sequence[Any]) -> object:
         raise LookupError("this environment has no database")
 
     async def close(self) -> None:
@@ -299,7 +299,7 @@ def find_text_field(schema: Mapping[str, Any]) -> str:
     return ""
 
 
-def _is_text(schema: Any) -> bool:
+def _is_text(schema: object) -> bool:
     return isinstance(schema, Mapping) and schema.get("type") == "string" and not {"enum", "const"} & set(schema)
 
 
@@ -316,7 +316,7 @@ def _parse_tool(item: Mapping[str, Any]) -> ToolSpec:
     )
 
 
-def _format_tool_observation(observation: Mapping[str, Any]) -> str:
+def _format_tool_observation(observation: Mapping[str, object]) -> str:
     """A tool's observation: its error, or its result as MCP content, or whatever it is."""
     error = observation.get("error")
     if error:
@@ -328,7 +328,7 @@ def _format_tool_observation(observation: Mapping[str, Any]) -> str:
     return format_tool_result(result)
 
 
-def _tool_output(observation: Mapping[str, Any], limit: int) -> ToolOutput:
+def _tool_output(observation: Mapping[str, object], limit: int) -> ToolOutput:
     """The same for clients that are no policy."""
     error, result = observation.get("error"), observation.get("result")
     if error:

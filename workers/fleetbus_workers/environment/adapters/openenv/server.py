@@ -83,14 +83,14 @@ class OpenEnvServer:
             self._slot_freed.set()
             self._slot_freed = anyio.Event()
 
-    async def fetch_action_schema(self) -> Mapping[str, Any]:
+    async def fetch_action_schema(self) -> Mapping[str, object]:
         """The JSON Schema of the environment's action, asked for once. Raises `EnvironmentFailed`."""
         async with self._schema_lock:
             if self._schema is None:
                 self._schema = await self._read_schema()
             return self._schema
 
-    async def _read_schema(self) -> dict[str, Any]:
+    async def _read_schema(self) -> dict[str, object]:
         url = f"{self.http_url}/schema"
         try:
             hooks = bound(httpx, max_bytes=MAX_SCHEMA_BYTES)

@@ -58,7 +58,7 @@ class DockerEngine:
         if client is not None:
             await anyio.to_thread.run_sync(client.close)
 
-    def _run_in_thread(self, what: str, function: Callable[[Any], Any]) -> Any:
+    def _run_in_thread(self, what: str, function: Callable[[Any], object]) -> Any:
         import docker
         import requests
 

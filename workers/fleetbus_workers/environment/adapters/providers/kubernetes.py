@@ -38,7 +38,7 @@ def build_job_manifest(
 ) -> dict[str, Any]:
     """The Job of one episode: no retries, no service account, no rights, and an end after ``seconds``."""
     limits = {"memory": str(memory_bytes), "cpu": f"{round(cpus * 1000)}m"}
-    container: dict[str, Any] = {
+    container: dict[str, object] = {
         "name": "environment",
         "image": image,
         "ports": [{"containerPort": port}],
@@ -193,7 +193,7 @@ class KubernetesProvider:
         return self._connected
 
 
-async def _get_first(listing: Any) -> Any:
+async def _get_first(listing: Any) -> object:
     async for item in listing:
         return item
     return None

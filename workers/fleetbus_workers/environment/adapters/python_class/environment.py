@@ -29,7 +29,7 @@ SPARE_THREADS = 8
 """Threads beyond one per episode: calls that were given up keep theirs until they end."""
 
 
-def check_class(spec: str, kind: Any) -> None:
+def check_class(spec: str, kind: object) -> None:
     """Raise `UserError` unless ``kind`` looks like an environment."""
     missing = [call for call in (*CALLS, "replayable") if not hasattr(kind, call)]
     if missing:
@@ -41,7 +41,7 @@ def parse_device_names(text: str) -> tuple[str, ...]:
     return tuple(name for name in map(str.strip, text.split(",")) if name)
 
 
-def is_asynchronous(kind: Any) -> bool:
+def is_asynchronous(kind: object) -> bool:
     """Whether all calls of a class are coroutine functions."""
     return all(inspect.iscoroutinefunction(getattr(kind, call)) for call in CALLS)
 
@@ -89,7 +89,7 @@ def assign_device(task: Task, device: str) -> Task:
 class ClassEnvironment:
     """One object of a user's class; it is made when it is opened, in a thread if its class has ordinary calls."""
 
-    def __init__(self, kind: Callable[[], Any], limiter: anyio.CapacityLimiter | None, device: str = "") -> None:
+    def __init__(self, kind: Callable[[], object], limiter: anyio.CapacityLimiter | None, device: str = "") -> None:
         self.replayable = bool(getattr(kind, "replayable", False))
         self._kind = kind
         self._limiter = limiter
@@ -98,7 +98,7 @@ class ClassEnvironment:
         self._lock = threading.Lock()
 
     @property
-    def implementation(self) -> Any:
+    def implementation(self) -> object:
         """The user's object; None before `open`."""
         return self._object
 
@@ -128,7 +128,7 @@ class ClassEnvironment:
             return await function(*arguments)
         return await self._run_in_thread(function, *arguments)
 
-    async def _run_in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def _run_in_thread(self, function: Callable[..., object], *arguments: Any) -> Any:
         def call() -> Any:
             with self._lock:
                 return function(*arguments)

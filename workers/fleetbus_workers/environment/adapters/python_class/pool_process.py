@@ -64,7 +64,7 @@ class EnvironmentProcess:
         if name == "open":
             self._object = self._kind()
         function = getattr(self._object, name)
-        arguments: list[Any] = []
+        arguments: list[object] = []
         if name == "open":
             arguments = [msgspec.convert(argument, Task)]
         elif name == "step":
@@ -77,14 +77,14 @@ class EnvironmentProcess:
         return result
 
 
-def _with_pictures(result: Any) -> Any:
+def _with_pictures(result: Any) -> object:
     """Images as files: what the class has of them cannot leave the process."""
     if not isinstance(result, (Start, Step)) or not len(result.images):
         return result
     return msgspec.structs.replace(result, images=tuple(encode_image_file(image) for image in result.images))
 
 
-def _encode_plain(value: Any) -> Any:
+def _encode_plain(value: Any) -> object:
     """Numbers of NumPy and torch as Python's own."""
     if hasattr(value, "item"):
         return value.item()

@@ -223,7 +223,7 @@ async def _call_with_retries(
     urls: Sequence[str],
     path: str,
     method: str,
-    fields: Mapping[str, Any],
+    fields: Mapping[str, object],
     *,
     safe: bool,
     chosen: list[str] | None = None,

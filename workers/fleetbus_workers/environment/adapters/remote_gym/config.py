@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -47,8 +46,8 @@ class RemoteGymConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_config(
-    config: Mapping[str, Any], default_urls: Sequence[str], permissions: TaskPermissions
-) -> tuple[RemoteGymConfig, dict[str, Any]]:
+    config: Mapping[str, object], default_urls: Sequence[str], permissions: TaskPermissions
+) -> tuple[RemoteGymConfig, dict[str, object]]:
     """The client's part of a task's config, and the server's. Raises `UserError` with what is wrong, or `NotPermitted`."""
     permissions = msgspec.structs.replace(permissions, urls=(*default_urls, *permissions.urls))
     own = {name: config[name] for name in RemoteGymConfig.__struct_fields__ if config.get(name) is not None}
@@ -88,7 +87,7 @@ def _check_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def _read_urls(config: Mapping[str, Any]) -> list[str]:
+def _read_urls(config: Mapping[str, object]) -> list[str]:
     given = config.get("base_urls")
     if isinstance(given, str):
         return parse_urls(given)
@@ -101,7 +100,7 @@ def _read_urls(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _read_token(given: Any, permissions: TaskPermissions) -> str:
+def _read_token(given: object, permissions: TaskPermissions) -> str:
     if not given:
         return os.environ.get(TOKEN_VARIABLE, "")
     if not isinstance(given, str) or not given.startswith("$"):

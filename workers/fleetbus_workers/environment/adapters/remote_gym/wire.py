@@ -38,7 +38,7 @@ class DecodedResponse(msgspec.Struct, frozen=True, kw_only=True):
     images: tuple[bytes, ...] = ()
 
 
-def encode_request(fields: Mapping[str, Any], boundary: str) -> bytes:
+def encode_request(fields: Mapping[str, object], boundary: str) -> bytes:
     """The body of a request without images. The part has a type and no file name: both generations of servers read that."""
     payload = json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
     head = f'--{boundary}\r\nContent-Disposition: {_FORM}"data"\r\nContent-Type: application/json; charset=utf-8\r\n\r\n'
@@ -56,7 +56,7 @@ def decode_response(content_type: str, body: bytes) -> DecodedResponse:
         return DecodedResponse(fields=_object(body))
     if not kind.startswith("multipart/") or not boundary:
         raise WireError(f"an answer of the type {content_type!r} is neither multipart nor JSON")
-    fields: dict[str, Any] | None = None
+    fields: dict[str, object] | None = None
     images: list[bytes] = []
     for kind, name, payload in _parts(boundary, body):
         if kind.startswith("image/"):

@@ -34,7 +34,7 @@ class ChannelEnded(ChannelBroken):
     """The process sends nothing more, most likely because it is gone."""
 
 
-def _parse(data: bytes) -> Any:
+def _parse(data: bytes) -> object:
     check_values(data)
     return json.loads(data)
 
@@ -50,7 +50,7 @@ class Channel:
         self.silent = True
         """Whether nothing was received yet."""
 
-    async def send(self, message: dict[str, Any]) -> None:
+    async def send(self, message: dict[str, object]) -> None:
         """Send a frame; raises `ChannelBroken` if it is too large or the process is gone."""
         payload = json.dumps(message, default=str).encode()
         if len(payload) > MAX_SENT_BYTES:

@@ -191,7 +191,7 @@ class SandboxSession:
         return answer, ended, output
 
     async def _wait_for_answer(
-        self, interpreter: _Interpreter, request: dict[str, Any], seconds: float
+        self, interpreter: _Interpreter, request: dict[str, object], seconds: float
     ) -> tuple[dict[str, Any], Ended]:
         try:
             with anyio.move_on_after(seconds + GRACE_SECONDS):
@@ -287,7 +287,7 @@ async def _start(
 ) -> _Interpreter:
     if sys.platform != "linux":
         raise SandboxFailed("the sandbox needs Linux")
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "user": allocate_user() if user is None else user,
         "limits": {
             "CPU": limits.cpu_seconds,
@@ -339,7 +339,7 @@ async def _start(
     return interpreter
 
 
-def _is_deeper(value: Any, levels: int) -> bool:
+def _is_deeper(value: object, levels: int) -> bool:
     """Whether lists and objects stand in each other on more levels than so many."""
     layer = [value]
     for _ in range(levels + 1):

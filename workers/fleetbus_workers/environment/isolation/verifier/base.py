@@ -27,16 +27,16 @@ class VerifierLimits(msgspec.Struct, frozen=True, kw_only=True):
 class VerifierTools(Protocol):
     """All that verifier code may ask of its episode's environment. What these raise is raised in the code."""
 
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any: ...
+    async def call_tool(self, name: str, arguments: dict[str, object]) -> Any: ...
 
-    async def query(self, sql: str, params: Sequence[Any]) -> Any: ...
+    async def query(self, sql: str, params: Sequence[Any]) -> object: ...
 
 
 @runtime_checkable
 class HasDatabases(Protocol):
     """Tools of an environment whose databases have names."""
 
-    async def database(self, name: str, sql: str, params: Sequence[Any]) -> dict[str, Any]:
+    async def database(self, name: str, sql: str, params: Sequence[object]) -> dict[str, Any]:
         """``columns`` and ``rows`` of a query that only reads; raises `LookupError` with the database's own error."""
 
 

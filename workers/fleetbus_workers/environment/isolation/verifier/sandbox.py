@@ -130,7 +130,7 @@ class Verifier:
                 return await self._verify(request, tools)
         return Verdict(reward=None, reason=f"no verdict within {self.limits.seconds:g} s")
 
-    async def _verify_in_used_child(self, request: dict[str, Any], tools: VerifierTools) -> Verdict | None:
+    async def _verify_in_used_child(self, request: dict[str, object], tools: VerifierTools) -> Verdict | None:
         """The verdict of a child that is kept for the next request if it gives one; None if it does not."""
         channel: Channel | None = None
         try:
@@ -192,7 +192,7 @@ class Verifier:
             await zygote.stop()
 
 
-async def _verify_in_child(zygote: _Zygote, request: dict[str, Any], tools: VerifierTools) -> Verdict:
+async def _verify_in_child(zygote: _Zygote, request: dict[str, object], tools: VerifierTools) -> Verdict:
     channel = await _start_child(zygote)
     try:
         return await answer_calls(channel, request, tools)
@@ -221,7 +221,7 @@ async def _start_child(zygote: _Zygote) -> Channel:
     return channel
 
 
-async def answer_calls(channel: Channel, request: dict[str, Any], tools: VerifierTools) -> Verdict:
+async def answer_calls(channel: Channel, request: dict[str, object], tools: VerifierTools) -> Verdict:
     """Hand a request to a child and make the calls that it asks for until its verdict; raises `ChannelBroken`."""
     await channel.send(request)
     while True:
@@ -305,7 +305,7 @@ async def _start_zygote(limits: VerifierLimits, isolation: Isolation | None, pro
     return zygote
 
 
-async def _make_call(message: dict[str, Any], tools: VerifierTools) -> dict[str, Any]:
+async def _make_call(message: dict[str, object], tools: VerifierTools) -> dict[str, object]:
     """Make a call that verifier code asks for, if it is one of those that it may ask for."""
     try:
         match message:
@@ -322,7 +322,7 @@ async def _make_call(message: dict[str, Any], tools: VerifierTools) -> dict[str,
     return {"error": "verifiers may call call_tool(name, arguments), query(sql, params) and db(name).query(sql), nothing else"}
 
 
-def _verdict(message: dict[str, Any]) -> Verdict:
+def _verdict(message: dict[str, object]) -> Verdict:
     output = str(message.get("output") or "").strip()
     if "error" in message:
         return Verdict(reward=None, reason=f"{message['error']}{f' (output: {output})' if output else ''}")
@@ -334,7 +334,7 @@ def _verdict(message: dict[str, Any]) -> Verdict:
     return Verdict(reward=float(reward), reason=output)
 
 
-def _exit_reason(code: Any) -> str:
+def _exit_reason(code: object) -> str:
     if not isinstance(code, int) or code >= 0:
         return f"exit code {code}"
     try:

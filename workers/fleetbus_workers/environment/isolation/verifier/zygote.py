@@ -158,7 +158,7 @@ def reap(children: dict[int, int], sockets: dict[int, int], poll: select.poll) -
         send_last_message(channel, {"died": os.waitstatus_to_exitcode(status)})
 
 
-def send_last_message(channel: int, message: dict[str, Any]) -> None:
+def send_last_message(channel: int, message: dict[str, object]) -> None:
     """Tell the other end, if it is still there, and close."""
     with socket.socket(fileno=channel) as last:
         last.setblocking(False)
@@ -260,7 +260,7 @@ class Connection:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, object]) -> None:
         self._channel.sendall(frame(message))
 
     def receive(self) -> dict[str, Any]:
@@ -304,7 +304,7 @@ class Output:
         return self._text
 
 
-def frame(message: dict[str, Any]) -> bytes:
+def frame(message: dict[str, object]) -> bytes:
     """A message as JSON after its length in four bytes."""
     payload = json.dumps(message).encode()
     return struct.pack("!I", len(payload)) + payload

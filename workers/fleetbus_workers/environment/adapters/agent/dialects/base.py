@@ -46,7 +46,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 class Dialect(Protocol):
     """A module of this package: one protocol."""
 
-    def parse(self, body: dict[str, Any]) -> AgentCall:
+    def parse(self, body: dict[str, object]) -> AgentCall:
         """The call in a body. Raises `InvalidCall`."""
 
     def render(self, answer: Answer, model: str) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Dialect(Protocol):
     def stream(self, answer: Answer, model: str, *, usage: bool) -> Iterator[bytes]:
         """The answer as server-sent events, the last one included."""
 
-    def render_error(self, status: int, message: str, code: str = "") -> dict[str, Any]:
+    def render_error(self, status: int, message: str, code: str = "") -> dict[str, object]:
         """An error as this protocol's clients read it."""
 
     KEEPALIVE: bytes
@@ -75,14 +75,14 @@ class Forbidden(NamedTuple):
 CHANGES_SAMPLING = "it changes what is sampled, and the session's own sampling settings are what is trained"
 
 
-def refuse_fields(body: dict[str, Any], forbidden: tuple[Forbidden, ...]) -> None:
+def refuse_fields(body: dict[str, object], forbidden: tuple[Forbidden, ...]) -> None:
     """Raise `InvalidCall` for a field that is there and says more than nothing."""
     for field in forbidden:
         if body.get(field.name) not in (None, *field.harmless):
             raise InvalidCall(f"{field.name} is not supported here: {field.reason}", code=field.code)
 
 
-def read_list(value: Any, name: str) -> list[dict[str, Any]]:
+def read_list(value: object, name: str) -> list[dict[str, object]]:
     """A list of objects; None is an empty one."""
     if value is None:
         return []
@@ -103,7 +103,7 @@ def read_text(content: Any, kinds: tuple[str, ...], name: str) -> str:
     return "\n".join(texts)
 
 
-def read_arguments(text: Any) -> tuple[dict[str, Any], str]:
+def read_arguments(text: Any) -> tuple[dict[str, object], str]:
     """The arguments of an earlier call as an agent sends them back: parsed, or their text if that is no JSON object."""
     if isinstance(text, dict):
         return text, ""

@@ -33,7 +33,7 @@ FORBIDDEN = (
 )
 
 
-def parse(body: dict[str, Any]) -> AgentCall:
+def parse(body: dict[str, object]) -> AgentCall:
     refuse_fields(body, FORBIDDEN)
     messages = tuple(_parse_message(item) for item in read_list(body.get("messages"), "messages"))
     if not messages:
@@ -49,7 +49,7 @@ def parse(body: dict[str, Any]) -> AgentCall:
     )
 
 
-def parse_function(function: Any) -> ToolSpec:
+def parse_function(function: object) -> ToolSpec:
     """A tool from its name, description and the JSON Schema of its arguments."""
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidCall("tools has to hold functions with names")
@@ -61,7 +61,7 @@ def parse_function(function: Any) -> ToolSpec:
     )
 
 
-def _parse_message(item: dict[str, Any]) -> ChatMessage:
+def _parse_message(item: dict[str, object]) -> ChatMessage:
     role = ROLES.get(str(item.get("role")))
     if role is None:
         raise InvalidCall(f"a message has the role {item.get('role')!r}; known are {', '.join(ROLES)}")
@@ -85,7 +85,7 @@ def _parse_message(item: dict[str, Any]) -> ChatMessage:
 
 
 def render(answer: Answer, model: str) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
+    message: dict[str, object] = {"role": "assistant", "content": answer.text or None}
     if answer.tool_calls:
         message["tool_calls"] = [_render_call(call) for call in answer.tool_calls]
     choice = {"index": 0, "message": message, "finish_reason": answer.stop_reason, "logprobs": None}
@@ -95,7 +95,7 @@ def render(answer: Answer, model: str) -> dict[str, Any]:
 def stream(answer: Answer, model: str, *, usage: bool) -> Iterator[bytes]:
     head = _envelope(answer, model, "chat.completion.chunk")
 
-    def chunk(delta: dict[str, Any], finish: str | None = None) -> bytes:
+    def chunk(delta: dict[str, object], finish: str | None = None) -> bytes:
         return write_event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
 
     yield chunk({"role": "assistant", "content": ""})
@@ -109,7 +109,7 @@ def stream(answer: Answer, model: str, *, usage: bool) -> Iterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
-def render_error(status: int, message: str, code: str = "") -> dict[str, Any]:
+def render_error(status: int, message: str, code: str = "") -> dict[str, object]:
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": code or None}}
 
@@ -118,7 +118,7 @@ def _envelope(answer: Answer, model: str, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.number}", "object": kind, "created": 0, "model": model}
 
 
-def _render_call(call: ToolCall) -> dict[str, Any]:
+def _render_call(call: ToolCall) -> dict[str, object]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": write_arguments(call)}}
 
 

@@ -32,7 +32,7 @@ FORBIDDEN = (
 )
 
 
-def parse(body: dict[str, Any]) -> AgentCall:
+def parse(body: dict[str, object]) -> AgentCall:
     choice = body.get("tool_choice")
     bare = {"type": choice.get("type")} if isinstance(choice, dict) else choice
     refuse_fields(body | {"tool_choice": bare}, FORBIDDEN)
@@ -58,7 +58,7 @@ def _parse_tool(tool: dict[str, Any]) -> ToolSpec:
     )
 
 
-def _parse_message(item: dict[str, Any]) -> Iterator[ChatMessage]:
+def _parse_message(item: dict[str, object]) -> Iterator[ChatMessage]:
     """Results of tools are messages of their own, before what the user says beside them."""
     role, content = item.get("role"), item.get("content")
     if role not in ("user", "assistant", "system"):
@@ -111,7 +111,7 @@ def stream(answer: Answer, model: str, *, usage: bool) -> Iterator[bytes]:
     yield write_event({"type": "message_stop"}, "message_stop")
 
 
-def render_error(status: int, message: str, code: str = "") -> dict[str, Any]:
+def render_error(status: int, message: str, code: str = "") -> dict[str, object]:
     kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     details = {"details": {"error_code": code}} if code else {}
     return {"type": "error", "error": {"type": kinds.get(status, "api_error"), "message": message, **details}}
@@ -129,7 +129,7 @@ def _envelope(answer: Answer, model: str) -> dict[str, Any]:
     }
 
 
-def _render_blocks(answer: Answer) -> list[dict[str, Any]]:
-    blocks: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] if answer.text else []
+def _render_blocks(answer: Answer) -> list[dict[str, object]]:
+    blocks: list[dict[str, object]] = [{"type": "text", "text": answer.text}] if answer.text else []
     blocks += [{"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in answer.tool_calls]
     return blocks

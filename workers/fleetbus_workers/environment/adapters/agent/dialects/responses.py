@@ -37,7 +37,7 @@ FORBIDDEN = (
 )
 
 
-def parse(body: dict[str, Any]) -> AgentCall:
+def parse(body: dict[str, object]) -> AgentCall:
     refuse_fields(body, FORBIDDEN)
     text = body.get("text")
     if isinstance(text, dict) and isinstance(text.get("format"), dict) and text["format"].get("type") != "text":
@@ -56,7 +56,7 @@ def parse(body: dict[str, Any]) -> AgentCall:
     )
 
 
-def _parse_tools(body: dict[str, Any]) -> tuple[ToolSpec, ...]:
+def _parse_tools(body: dict[str, object]) -> tuple[ToolSpec, ...]:
     tools = read_list(body.get("tools"), "tools")
     for tool in tools:
         if tool.get("type") != "function":
@@ -64,7 +64,7 @@ def _parse_tools(body: dict[str, Any]) -> tuple[ToolSpec, ...]:
     return tuple(parse_function(tool) for tool in tools)
 
 
-def _parse_items(items: list[dict[str, Any]]) -> list[ChatMessage]:
+def _parse_items(items: list[dict[str, object]]) -> list[ChatMessage]:
     """Messages; an assistant's text and the calls after it are one message."""
     messages: list[ChatMessage] = []
     for item in items:
@@ -137,7 +137,7 @@ def stream(answer: Answer, model: str, *, usage: bool) -> Iterator[bytes]:
 
 
 def _render_items(answer: Answer) -> list[dict[str, Any]]:
-    items: list[dict[str, Any]] = []
+    items: list[dict[str, object]] = []
     if answer.text or not answer.tool_calls:
         part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
         items.append(

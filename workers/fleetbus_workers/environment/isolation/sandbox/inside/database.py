@@ -72,10 +72,10 @@ class Database:
     def table(self, table_name: str) -> Query:
         return Query(self.query, table_name)
 
-    def exec(self, query: str, args: Iterable[Any] | None = None) -> QueryResult:
+    def exec(self, query: str, args: Iterable[object] | None = None) -> QueryResult:
         raise PermissionError("a verifier only reads its databases")
 
-    def snapshot(self, *_: Any, **__: Any) -> Any:
+    def snapshot(self, *_: object, **__: Any) -> Any:
         raise NotImplementedError("snapshots and differences are the platform's: grade there (fleet.verifier = platform)")
 
     diff = snapshot
@@ -106,28 +106,28 @@ class Query:
         pairs = " AND ".join(f"{self._table}.{mine} = {other_table}.{theirs}" for mine, theirs in on.items())
         return self._with(_joins=(*self._joins, f"JOIN {other_table} ON {pairs}"))
 
-    def eq(self, column: str, value: Any) -> Query:
+    def eq(self, column: str, value: object) -> Query:
         return self._where(f"{column} = ?", value)
 
-    def neq(self, column: str, value: Any) -> Query:
+    def neq(self, column: str, value: object) -> Query:
         return self._where(f"{column} != ?", value)
 
-    def gt(self, column: str, value: Any) -> Query:
+    def gt(self, column: str, value: object) -> Query:
         return self._where(f"{column} > ?", value)
 
-    def gte(self, column: str, value: Any) -> Query:
+    def gte(self, column: str, value: object) -> Query:
         return self._where(f"{column} >= ?", value)
 
-    def lt(self, column: str, value: Any) -> Query:
+    def lt(self, column: str, value: object) -> Query:
         return self._where(f"{column} < ?", value)
 
-    def lte(self, column: str, value: Any) -> Query:
+    def lte(self, column: str, value: object) -> Query:
         return self._where(f"{column} <= ?", value)
 
-    def in_(self, column: str, values: Iterable[Any]) -> Query:
+    def in_(self, column: str, values: Iterable[object]) -> Query:
         return self._among(column, "IN", values)
 
-    def not_in(self, column: str, values: Iterable[Any]) -> Query:
+    def not_in(self, column: str, values: Iterable[object]) -> Query:
         return self._among(column, "NOT IN", values)
 
     def is_null(self, column: str) -> Query:
@@ -161,7 +161,7 @@ class Query:
             raise AssertionError(f"a row of {self._table} matches: {found}: {self._sql()}")
         return self
 
-    def assert_eq(self, column: str, value: Any) -> Query:
+    def assert_eq(self, column: str, value: object) -> Query:
         found = self.first()
         if found is None or found.get(column) != value:
             raise AssertionError(f"{column} of {self._table} is not {value!r}: {found}: {self._sql()}")
@@ -203,10 +203,10 @@ class AsyncDatabase:
     async def describe(self) -> Description:
         return self._database.describe()
 
-    async def exec(self, query: str, args: Iterable[Any] | None = None) -> QueryResult:
+    async def exec(self, query: str, args: Iterable[object] | None = None) -> QueryResult:
         return self._database.exec(query, args)
 
-    async def snapshot(self, *_: Any, **__: Any) -> Any:
+    async def snapshot(self, *_: object, **__: Any) -> Any:
         return self._database.snapshot()
 
     diff = snapshot
@@ -235,7 +235,7 @@ class AsyncQuery(Query):
         self._plain().assert_none()
         return self
 
-    async def assert_eq(self, column: str, value: Any) -> AsyncQuery:  # type: ignore[override]
+    async def assert_eq(self, column: str, value: object) -> AsyncQuery:  # type: ignore[override]
         self._plain().assert_eq(column, value)
         return self
 

@@ -85,7 +85,7 @@ def main() -> NoReturn:
         channel.sendall(frame(answer | {"number": request["number"]}))
 
 
-def execute(source: str, seconds: float, scope: dict[str, Any], name: str) -> dict[str, Any]:
+def execute(source: str, seconds: float, scope: dict[str, Any], name: str) -> dict[str, object]:
     """Run one piece of code: ``exit_code``, as a process of its own would have had it, and ``ended``, what stopped it before
     its last statement."""
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
@@ -192,7 +192,7 @@ def read(channel: socket.socket, count: int) -> bytes:
     return data
 
 
-def frame(message: dict[str, Any]) -> bytes:
+def frame(message: dict[str, object]) -> bytes:
     """A message as JSON after its length in four bytes."""
     payload = json.dumps(message).encode()
     return struct.pack("!I", len(payload)) + payload

@@ -26,7 +26,7 @@ KEYWORDS, COROUTINE = 0x08, 0x80
 """Flags of a code object: it takes any keyword; it makes a coroutine."""
 
 
-def call_verifier(code: CodeType, request: dict[str, Any], connection: CallSender) -> float:
+def call_verifier(code: CodeType, request: dict[str, object], connection: CallSender) -> float:
     """The number that the verifier function of ``code`` returns; raises whatever the code raises, `TypeError` if it is none."""
     scope: dict[str, Any] = {"__name__": "verifier", "__builtins__": builtins}
     exec(code, scope)
@@ -58,7 +58,7 @@ def find_function(scope: dict[str, Any]) -> Any:
     )
 
 
-def select_arguments(function: Any, available: dict[str, Any]) -> dict[str, Any]:
+def select_arguments(function: Any, available: dict[str, Any]) -> dict[str, object]:
     """Those of ``available`` that the function has parameters for; its first parameter is ``env`` whatever it is called."""
     code = function.__code__
     if code.co_flags & KEYWORDS:
@@ -92,10 +92,10 @@ class Environment:
     def __init__(self, connection: CallSender) -> None:
         self._ask = connection.ask
 
-    def call_tool(self, name: str, arguments: dict[str, Any] | None = None) -> Any:
+    def call_tool(self, name: str, arguments: dict[str, object] | None = None) -> Any:
         return self._ask("call_tool", name, arguments or {})
 
-    def query(self, sql: str, params: Any = ()) -> Any:
+    def query(self, sql: str, params: Any = ()) -> object:
         return self._ask("query", sql, list(params))
 
     def db(self, name: str = "current") -> database.Database:
@@ -108,10 +108,10 @@ class AsyncEnvironment:
     def __init__(self, connection: CallSender) -> None:
         self._ask = connection.ask
 
-    async def call_tool(self, name: str, arguments: dict[str, Any] | None = None) -> Any:
+    async def call_tool(self, name: str, arguments: dict[str, object] | None = None) -> Any:
         return self._ask("call_tool", name, arguments or {})
 
-    async def query(self, sql: str, params: Any = ()) -> Any:
+    async def query(self, sql: str, params: Any = ()) -> object:
         return self._ask("query", sql, list(params))
 
     def db(self, name: str = "current") -> database.AsyncDatabase:
