@@ -1,4 +1,4 @@
-"""What one task waits for, again and again: an event that can be cleared, without an event's queue of waiters for each wait."""
+"""What one task waits for, again and again, set by the same loop or by another thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOTHING = _Nothing()
 
 
 class Wakeup:
-    """At most one task waits at a time. On asyncio a wait costs a future; elsewhere an `anyio.Event`."""
+    """An event that can be cleared; at most one task waits at a time. On asyncio a wait costs a future, elsewhere an event."""
 
     __slots__ = ("_loop", "_waiter", "is_set")
 
