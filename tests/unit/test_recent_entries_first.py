@@ -175,6 +175,7 @@ async def test_what_is_stored_meanwhile_is_shown_and_counted_once(monkeypatch: p
 async def test_what_is_stored_at_the_moment_of_the_change_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     log = build_long_log()
     async with watched(log, monkeypatch) as (later, watch):
+        played = anyio.Event()
 
         async def play_one() -> None:
             known = len(log.entries)
@@ -182,9 +183,11 @@ async def test_what_is_stored_at_the_moment_of_the_change_counts(monkeypatch: py
             for subject, payload in log.entries[known:]:
                 await later.publish(subject, payload)
             await wait_until(watch, followed=len(log.entries), whole=False)
+            played.set()
 
         later.at_end = play_one
         later.released.set()
+        await played.wait()
         await wait_until(watch, followed=len(log.entries), whole=True)
         assert count(watch.state) == fold(log)
 
