@@ -26,7 +26,12 @@ log = structlog.get_logger()
 
 
 class MissingActions(UserError):
-    """The log does not hold the Actions that a result names; the message says where they may be."""
+    """The log does not hold the Action at ``sequence`` that a result names; the message says where it may be."""
+
+    def __init__(self, episode_id: str, sequence: int, hint: str) -> None:
+        super().__init__(f"episode {episode_id}: the log has no Action at position {sequence}; {hint}")
+        self.episode_id = episode_id
+        self.sequence = sequence
 
 
 async def read_actions(
@@ -82,4 +87,11 @@ def _actions_of(result: EpisodeFinished, actions: Mapping[int, Action], archive:
         return [actions[reference.sequence] for reference in result.actions]
     except KeyError as missing:
         hint = "nor does its archive" if archive else "it may have been trimmed: give the recorder's archive (learner.archive)"
-        raise MissingActions(f"episode {result.episode_id}: the log has no Action at position {missing}; {hint}") from missing
+        raise MissingActions(result.episode_id, missing.args[0], hint) from missing
+
+
+async def are_lost(bus: Bus, subjects: Subjects, missing: MissingActions) -> bool:
+    """Whether the log gave that position to something else, or ends before it: it went back in time, and no archive will ever
+    have the Action."""
+    found = await bus.next_entry(subjects.log, start=missing.sequence)
+    return found is None or found.sequence == missing.sequence

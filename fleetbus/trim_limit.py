@@ -19,10 +19,6 @@ MAX_LOOKUPS = 256
 """Ignorable messages that are passed over per consumer and call."""
 
 
-def _is_never_ignorable(_subject: str) -> bool:
-    return False
-
-
 class _TrimLimitSearch:
     """The lowest floor found so far; consumers whose next message lies above it need not be asked."""
 
@@ -46,7 +42,7 @@ class _TrimLimitSearch:
         self.lowest = min(self.lowest, start - 1)
 
 
-async def compute_trim_limit(bus: Bus, *, limit: int, is_ignorable: Callable[[str], bool] = _is_never_ignorable) -> int:
+async def compute_trim_limit(bus: Bus, *, limit: int, is_ignorable: Callable[[str], bool]) -> int:
     """The last sequence up to ``limit`` below which every consumer has acked all that its filter lets through.
 
     Per consumer: the entry before the next message of its filter after its ``ack_floor``; if there is none, the end of the log

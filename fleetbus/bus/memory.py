@@ -19,14 +19,17 @@ from fleetbus.bus.memory_calls import SubscriptionTable
 from fleetbus.bus.memory_connection import MemoryConnection
 from fleetbus.bus.memory_consumer import REMEMBERED_ACKS, MemoryConsumer
 from fleetbus.bus.memory_faults import Faults
-from fleetbus.bus.memory_stream import MemoryStream
+from fleetbus.bus.memory_stream import MemoryStream, StreamFiles
 from fleetbus.bus.streams import ConsumerPlan, RunPlan, StreamPlan
 from fleetbus.errors import BusError, UserError
 
-__all__ = ["EPOCH_NS", "Faults", "MemoryBus", "MemoryServer"]
+__all__ = ["EPOCH_NS", "Faults", "Files", "MemoryBus", "MemoryServer"]
 
 EPOCH_NS = 1_700_000_000 * 1_000_000_000
 """Unix time of the instant that anyio's clock calls zero."""
+
+Files = tuple[dict[str, StreamFiles], dict[tuple[str, str], list[int]]]
+"""Of all streams what they stored; of all consumers what is not acked."""
 
 CONNECT_TIMEOUT_SECONDS = 3.0
 """How long a connect waits for a dead server."""
@@ -85,6 +88,19 @@ class MemoryServer:
             link.change(server_up=False)
         for consumer in self._consumers.values():
             consumer.forget(forgotten_acks)
+
+    def copy_files(self) -> Files:
+        """What a loss of power at this moment would leave of streams and consumers."""
+        streams = {name: stream.copy_files() for name, stream in self._streams.items()}
+        return streams, {key: consumer.list_unacked() for key, consumer in self._consumers.items()}
+
+    def put_back(self, files: Files) -> None:
+        """Hold what `copy_files` gave, while nothing is answered: what was acked since then is lost."""
+        streams, consumers = files
+        for name, stream in streams.items():
+            self._streams[name].put_back(stream)
+        for key, unacked in consumers.items():
+            self._consumers[key].put_back(unacked)
 
     def restart(self) -> None:
         """Come up again with all that was stored; clients reconnect by themselves."""

@@ -132,6 +132,17 @@ class MemoryConsumer:
         self._new = deque(self._stream.find_matches(matcher(self.plan.filter)))
         self._delivered = 0
 
+    def list_unacked(self) -> list[int]:
+        """What it has to deliver, or to deliver again if no ack comes, in order."""
+        return sorted({*self._leases, *self._due_again, *self._new})
+
+    def put_back(self, unacked: list[int]) -> None:
+        """Apply the loss of all that happened since these were what was not acked."""
+        self.forget(0)
+        self._acked.clear()
+        self._new = deque(unacked)
+        self._delivered = unacked[0] - 1 if unacked else self._stream.last_sequence
+
     def _lease(self, sequence: int, delivered: int, deadline: float) -> None:
         self._leases[sequence] = _Lease(deadline, delivered)
         heapq.heappush(self._expiries, (deadline, sequence))

@@ -152,6 +152,10 @@ class MemorySubscription:
         return min(travelling, self._consumer.next_due())
 
 
+TRUNCATION_SECONDS = 3.5
+"""How long a reader waits for a log that ends before what it has read."""
+
+
 class MemoryReader:
     """See `fleetbus.bus.base.Reader`."""
 
@@ -159,16 +163,39 @@ class MemoryReader:
         self._stream = stream
         self._matches = matches
         self._next = max(start, 1)
+        self._start = self._next
+        self._last: StreamEntry | None = None
         self._link = link
         self._wake = anyio.Event()
 
     async def receive(self) -> StreamEntry:
         await anyio.lowlevel.checkpoint()
         while True:
+            if self._is_truncated:
+                await anyio.sleep(TRUNCATION_SECONDS)
+                self._require_kept(is_truncated=self._is_truncated)
+            self._require_kept(is_truncated=False)
             if self._link.up and (entry := self._advance()) is not None:
+                self._last = entry
                 return entry
             self._wake = anyio.Event()
             await self._wake.wait()
+
+    @property
+    def _is_truncated(self) -> bool:
+        return self._last is not None and self._link.up and self._stream.last_sequence < self._last.sequence
+
+    def _require_kept(self, *, is_truncated: bool) -> None:
+        """Raises `BusError` if another entry that it would read stands where the last one did, or none does."""
+        if self._last is None or not self._link.up:
+            return
+        found = self._stream.get(self._last.sequence)
+        is_another = found is not None and found != self._last and self._matches(found.subject)
+        if is_another or is_truncated:
+            raise BusError(
+                f"entry {self._last.sequence} of the log was read before, and is not there: the server lost entries, or "
+                "the run was created again: restart this worker"
+            )
 
     def enter(self) -> None:
         self._stream.on_stored[self] = self._on_stored
@@ -191,6 +218,7 @@ class MemoryReader:
             self._wake.set()
 
     def _on_up(self) -> None:
+        self._next = self._last.sequence + 1 if self._last is not None else self._start
         self._wake.set()
 
 

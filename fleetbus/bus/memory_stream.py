@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from fleetbus.bus.base import PublishAck, StreamEntry
 from fleetbus.bus.memory_subjects import Matcher, SubjectIndex, any_matcher
 from fleetbus.bus.streams import StreamPlan
 from fleetbus.errors import LogFull, SequenceConflict
+
+StreamFiles = dict[str, Any]
+"""What a stream stored."""
 
 ENTRY_BYTES = 90
 """What an entry takes besides subject, payload and id."""
@@ -102,6 +106,18 @@ class MemoryStream:
                 if not self._by_subject[entry.subject]:
                     del self._by_subject[entry.subject]
                 self.size_bytes -= self._sizes.pop(sequence)
+
+    def copy_files(self) -> StreamFiles:
+        """Everything that it has stored."""
+        by_subject = {subject: list(sequences) for subject, sequences in self._by_subject.items()}
+        return {
+            "_entries": list(self._entries), "_by_subject": by_subject, "_sizes": dict(self._sizes),
+            "_ids": self._ids.copy(), "size_bytes": self.size_bytes,
+        }  # fmt: skip
+
+    def put_back(self, files: StreamFiles) -> None:
+        """Hold what it held when `copy_files` was called, and nothing that came after it."""
+        vars(self).update(files)
 
     def last_on(self, subject: str) -> int:
         """The last sequence on a literal subject, 0 if there is none."""

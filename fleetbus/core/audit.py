@@ -246,7 +246,7 @@ class Audit(msgspec.Struct):
             case Observation():
                 self._counts["observations"] += 1
                 episode.on_observation(sequence, message, findings)
-            case Action():
+            case _:
                 self._counts["actions"] += 1
                 episode.on_action(sequence, tokens[3], message, self._versions.get(episode.policy, ()), findings)
 

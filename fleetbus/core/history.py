@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from fleetbus_schemas import Action, ActionReference, AttemptStarted, ShownImage
-from fleetbus_schemas.tokens import EMPTY_HISTORY, count_tokens, extend_history, unpack_ids
+from fleetbus_schemas.tokens import count_tokens, unpack_ids
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,15 +42,6 @@ def fold_history(claims: Sequence[AttemptStarted], actions: Iterable[Turn]) -> t
         while (following := own.get(len(history))) is not None:
             history.append(following)
     return tuple(history)
-
-
-def history_hash(turns: Iterable[Turn]) -> bytes:
-    """The chained hash of a history, as Observations and Actions carry it."""
-    digest = EMPTY_HISTORY
-    for turn in turns:
-        shown = [image.object for image in turn.action.images]
-        digest = extend_history(digest, turn.action.prompt_delta, turn.action.sampled, shown)
-    return digest
 
 
 def collect_token_ids(turns: Iterable[Turn]) -> list[int]:

@@ -39,7 +39,7 @@ class Journal(msgspec.Struct, kw_only=True):
                 self.records.append(entry)
                 self.recorded[entry.call.key] = entry
                 self.ended = _find_end(entry)
-            case SessionEnded():
+            case _:
                 self.ended = entry
 
     def answer(self, call: SessionCall) -> SessionAnswer | None:

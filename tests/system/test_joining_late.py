@@ -133,6 +133,39 @@ async def test_names_and_numbers_of_lineages_that_the_log_has_lost_do_not_come_a
         assert await publication.publish(4) == 10
 
 
+@pytest.mark.parametrize(("reached", "step"), [(2, 2), (3, 2), (1, 0)])
+async def test_the_only_checkpoint_is_gone_on_from_although_the_log_does_not_name_it(
+    tmp_path: Path, reached: int, step: int
+) -> None:
+    """Its learner was killed before it told of it, or the log lost that entry. One that is ahead of the log is not."""
+    write_checkpoint(
+        tmp_path, Checkpoint(lineage="l1", step=2, version=2, floor=1, settled=(), next_group=0), ScriptedTrainer()
+    )
+    async with MemoryServer().connect("r", worker="learner") as bus:
+        await bus.declare(plan_run("r", lanes=1))
+        steps = [StepTrained(lineage="l1", step=number + 1, version=number + 1, episodes=()) for number in range(reached)]
+        for entry in (LineageStarted(lineage="l1", worker="w"), *steps):
+            await bus.publish(SUBJECTS.train("default"), encode(entry))
+        told, runtime = await read_book(bus, SUBJECTS, "default"), Runtime(offload=run_inline)
+        if not step:
+            with pytest.raises(UserError, match=r"the log names no checkpoint, but .* contains l1-000002"):
+                await find_resume_point(told, folder=tmp_path, runtime=runtime)
+            return
+        beginning = await find_resume_point(told, folder=tmp_path, runtime=runtime)
+    assert (beginning.step, beginning.parent, beginning.untold) == (step, "l1", True)
+
+
+async def test_an_unreadable_checkpoint_that_the_log_does_not_name_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "l1-000002").mkdir()
+    async with MemoryServer().connect("r", worker="learner") as bus:
+        await bus.declare(plan_run("r", lanes=1))
+        for entry in (LineageStarted(lineage="l1", worker="w"), StepTrained(lineage="l1", step=2, version=2, episodes=())):
+            await bus.publish(SUBJECTS.train("default"), encode(entry))
+        told = await read_book(bus, SUBJECTS, "default")
+        beginning = await find_resume_point(told, folder=tmp_path, runtime=Runtime(offload=run_inline))
+    assert (beginning.step, beginning.untold) == (0, False)
+
+
 async def test_a_checkpoint_is_read_outside_of_the_event_loop(tmp_path: Path) -> None:
     """Its check sums are those of all weights: many gigabytes, while the connection has to be kept."""
     checkpoint = Checkpoint(lineage="l1", step=2, version=2, floor=1, settled=(), next_group=0)

@@ -20,6 +20,10 @@ S = Subjects("run")
 END = 1 << 40
 
 
+def never(_subject: str) -> bool:
+    return False
+
+
 @pytest.fixture(params=["memory", "nats"])
 async def bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bus]:
     if request.param == "memory":
@@ -65,7 +69,7 @@ async def test_the_naive_floor_drops_what_an_idle_consumer_has_yet_to_deliver_an
         await acked(bus, observations_consumer("default", "any"), 3)
 
         naive = naive_floor({floor.name: floor.ack_floor for floor in await bus.consumer_floors()})
-        safe = await compute_trim_limit(bus, limit=END)
+        safe = await compute_trim_limit(bus, limit=END, is_ignorable=never)
         assert naive >= 5
         assert safe == 1
 
@@ -80,8 +84,8 @@ async def test_the_lowest_ack_floor_of_all_never_moves_while_the_safe_floor_foll
     with anyio.fail_after(50):
         await publish(bus, S.episode("a"), 20)
         assert min(floor.ack_floor for floor in await bus.consumer_floors()) == 0
-        assert await compute_trim_limit(bus, limit=END) == 20
-        assert await compute_trim_limit(bus, limit=7) == 7
+        assert await compute_trim_limit(bus, limit=END, is_ignorable=never) == 20
+        assert await compute_trim_limit(bus, limit=7, is_ignorable=never) == 7
 
 
 async def test_a_message_that_is_held_keeps_everything_after_it(bus: Bus) -> None:
@@ -91,9 +95,9 @@ async def test_a_message_that_is_held_keeps_everything_after_it(bus: Bus) -> Non
         await publish(bus, S.episode("a"), 4)
         async with bus.pull(tasks_consumer("default"), credits=1) as subscription:
             delivery = await subscription.receive()
-            assert await compute_trim_limit(bus, limit=END) == 4
+            assert await compute_trim_limit(bus, limit=END, is_ignorable=never) == 4
             await delivery.ack()
-            while (floor := await compute_trim_limit(bus, limit=END)) == 4:
+            while (floor := await compute_trim_limit(bus, limit=END, is_ignorable=never)) == 4:
                 pass
         assert floor == 9
 
@@ -104,5 +108,5 @@ async def test_a_settled_message_on_the_lane_of_a_dead_worker_holds_nobody_back(
         await publish(bus, S.episode("settled"), 2)
         await publish(bus, S.observation("default", "i1", "open"), 1)
         await publish(bus, S.episode("settled"), 2)
-        assert await compute_trim_limit(bus, limit=END) == 0
+        assert await compute_trim_limit(bus, limit=END, is_ignorable=never) == 0
         assert await compute_trim_limit(bus, limit=END, is_ignorable=lambda subject: subject.endswith(".settled")) == 4

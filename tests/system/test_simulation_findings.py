@@ -17,6 +17,7 @@ from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, RunSettings
+from fleetbus.core.groups import Group
 from fleetbus.core.journal import Journal
 from fleetbus.requests import Requests
 from fleetbus.runtime import Runtime
@@ -26,6 +27,7 @@ from fleetbus_schemas import (
     AttemptStarted,
     EpisodeFinished,
     EpisodeRequested,
+    Exclusion,
     LineageStarted,
     PolicyPublished,
     SessionAnswer,
@@ -41,6 +43,7 @@ from fleetbus_workers.gateway.gym_methods import Answer, GymCalls
 from fleetbus_workers.gateway.gym_wire import Request
 from fleetbus_workers.inference.base import Generation, GenerationRequest, WeightsRejected
 from fleetbus_workers.inference.scripted import ScriptedSampler
+from fleetbus_workers.learner.batches import CreditPlan, read_sequences
 from fleetbus_workers.learner.journal import FencedAppender, LearnerReplaced
 from fleetbus_workers.learner.publication import Publication
 from fleetbus_workers.learner.scripted import ScriptedTrainer
@@ -233,6 +236,20 @@ async def test_actions_that_were_trimmed_are_read_from_the_archive_and_without_i
         assert await read_actions(bus, SUBJECTS, [result], archive=tmp_path, runtime=PORTS) == {"e": actions}
         with pytest.raises(MissingActions, match=r"position 1; .*learner.archive"):
             await read_actions(bus, SUBJECTS, [result], archive=None, runtime=PORTS)
+
+
+async def test_an_episode_whose_actions_the_log_has_lost_leaves_its_group_with_the_reason() -> None:
+    """Without it every learner that reads that result ends of it."""
+    server = MemoryServer()
+    async with server.connect(RUN) as bus:
+        await bus.declare(plan_run(RUN, lanes=1))
+        files = server.copy_files()
+        _, result = await played(bus)
+        server.put_back(files)
+        await bus.publish(SUBJECTS.episode("another"), b"x")
+        group = Group(group_id="g", size=1, results={"e": result})
+        assert await read_sequences(bus, SUBJECTS, [group], plan=CreditPlan(), temperature=1.0, runtime=PORTS) == []
+    assert group.excluded == [Exclusion(episode_id="e", reason="actions_lost")]
 
 
 async def test_actions_that_the_replica_that_answers_does_not_have_yet_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

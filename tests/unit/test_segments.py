@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbus.core.history import Turn, collect_token_ids, history_hash, loss_mask
+from fleetbus.core.history import Turn, collect_token_ids, loss_mask
 from fleetbus.core.segments import (
     SegmentError,
     collect_segment_ids,
@@ -21,6 +21,7 @@ from fleetbus.core.segments import (
 )
 from fleetbus_schemas import NEW_ROOT, Action, EpisodeSegment, SegmentOrigin, SegmentReason, ShownImage
 from fleetbus_schemas.tokens import extend_history, pack_ids, start_history
+from tests.support.histories import history_hash
 
 
 def turn(

@@ -60,6 +60,8 @@ class NatsReader:
         self._restart = anyio.Event()
         self._pending = -1
         self._last_read = 0
+        self._last_time_ns = 0
+        self._is_repeating = False
         self._truncation_checks = 0
 
     async def receive(self) -> StreamEntry:
@@ -114,6 +116,7 @@ class NatsReader:
             return False
         self._consumer = name
         self._consumer_sequence = 0
+        self._is_repeating = bool(self._last_read)
         self._note_pending(answer["num_pending"])
         self._pull_requests.attach(self._stream, name)
         return True
@@ -139,9 +142,13 @@ class NatsReader:
             return False
         self._truncation_checks += 1
         if self._truncation_checks > _MAX_TRUNCATION_CHECKS:
-            lost = f"stream {self._stream} ends at {last}, and {self._last_read} was read before"
-            self._queue.fail(BusError(f"{lost}: the server lost entries, or the run was created again: restart this worker"))
+            self._fail_lost(f"stream {self._stream} ends at {last}, and {self._last_read} was read before")
         return True
+
+    def _fail_lost(self, what: str) -> None:
+        self._pull_requests.detach()
+        self.interrupt()
+        self._queue.fail(BusError(f"{what}: the server lost entries, or the run was created again: restart this worker"))
 
     def _build_create_subject(self, name: str) -> str:
         """One filter stands in the subject too, where the server's permissions see it; for several there is no such form."""
@@ -152,7 +159,7 @@ class NatsReader:
         config: dict[str, Any] = {
             "name": name,
             "deliver_policy": "by_start_sequence",
-            "opt_start_seq": self._next,
+            "opt_start_seq": self._last_read or self._next,  # what was read last shows whether this is still the same log
             "ack_policy": "none",
             "replay_policy": "instant",
             "mem_storage": True,
@@ -190,7 +197,15 @@ class NatsReader:
             self.interrupt()
             return
         self._consumer_sequence += 1
-        self._last_read = arrival.stream_sequence
+        if self._is_repeating:
+            self._is_repeating = False
+            if arrival.stream_sequence == self._last_read:
+                self._pull_requests.add(1)
+                self._note_pending(arrival.pending)
+                if arrival.time_ns != self._last_time_ns:
+                    self._fail_lost(f"entry {self._last_read} of stream {self._stream} is not the one that was read before")
+                return
+        self._last_read, self._last_time_ns = arrival.stream_sequence, arrival.time_ns
         self._next = arrival.stream_sequence + 1
         self._pending = arrival.pending
         self._queue.put(

@@ -37,9 +37,10 @@ PROCESSES = 2
 )
 @click.option(
     "--faults",
-    type=click.Choice(["usual", "all", "swarm"]),
+    type=click.Choice(["usual", "all", "swarm", "power"]),
     default="usual",
-    help="all: also clocks, elections, replicas and disks, and clients of sessions; swarm: configurations, too",
+    help="all: also clocks, elections, replicas and disks, and clients of sessions; swarm: configurations, too; "
+    "power: the usual ones, and a server that loses its newest entries",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per seed")
 def command(seed: int | None, seeds: str | None, processes: int, trace: Path | None, faults: FaultSet, as_json: bool) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from fleetbus.actions import read_actions
+from fleetbus.actions import MissingActions, are_lost, read_actions
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import AlgorithmSettings, Configuration, EpisodeSettings, LearnerSettings
 from fleetbus.core.advantages import ADVANTAGES
@@ -80,10 +80,21 @@ async def read_sequences(
     """The leaves of the graded episodes of ``groups`` as training sequences, in a fixed order; raises `MissingActions`.
 
     A learner that had to begin at a checkpoint before the newest one needs again what was trimmed since: from ``archive``.
-    Episodes that were shown images which ``images`` cannot read leave their group, with the reason.
+    Episodes whose Actions the log has lost, or that were shown images which ``images`` cannot read, leave their group, with the
+    reason.
     """
-    results = [result for group in groups for result in group.graded]
-    actions = await read_actions(bus, subjects, results, archive=archive, runtime=runtime or Runtime())
+    while True:
+        results = [result for group in groups for result in group.graded]
+        try:
+            actions = await read_actions(bus, subjects, results, archive=archive, runtime=runtime or Runtime())
+            break
+        except MissingActions as missing:
+            if not await are_lost(bus, subjects, missing):
+                raise
+            log.error("log has lost actions of an episode; excluding it", episode=missing.episode_id, reason=str(missing))
+            for group in groups:
+                if missing.episode_id in group.results:
+                    group.unusable[missing.episode_id] = "actions_lost"
     shown = await read_images(images, groups, actions)
     leaves = _list_leaves(groups, actions)
     usable = [result for group in groups for result in group.graded]

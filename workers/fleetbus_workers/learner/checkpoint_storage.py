@@ -94,6 +94,11 @@ class CheckpointStorage:
             self._idle.set()
 
     async def _record(self, checkpoint: Checkpoint, path: Path) -> None:
+        await self.announce(checkpoint, path)
+        await self._runtime.offload(self._prune)
+
+    async def announce(self, checkpoint: Checkpoint, path: Path) -> None:
+        """Tell the log of a checkpoint that is on the disk."""
         await self._appender.append(
             CheckpointStored(
                 lineage=checkpoint.lineage,
@@ -105,7 +110,6 @@ class CheckpointStorage:
                 restarts=self._restarts,
             )
         )
-        await self._runtime.offload(self._prune)
 
 
 def _begin(folder: Path, checkpoint: Checkpoint, trainer: Trainer) -> StartedCheckpoint | Path:

@@ -5,6 +5,7 @@ Read from the log alone; nothing is written here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
@@ -33,7 +34,7 @@ from fleetbus_schemas import (
 from fleetbus_schemas.message import MalformedMessage, decode_any
 from fleetbus_schemas.stored import STORED
 from fleetbus_workers.learner.checkpoint_choice import START, CheckpointUnread, choose_checkpoint
-from fleetbus_workers.learner.checkpoints import Checkpoint, list_checkpoints
+from fleetbus_workers.learner.checkpoints import Checkpoint, CheckpointDamaged, list_checkpoints, open_checkpoint
 
 CHECK_SECONDS = 5.0
 """How often a learner looks for a checkpoint that it cannot read."""
@@ -62,6 +63,8 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
     """The number of the first group that no learner has asked for."""
     counted: dict[str, float] = msgspec.field(default_factory=dict)
     """Of each lineage so far the last step that counts once this one has begun; -1 if none does."""
+    untold: bool = False
+    """The log does not name that checkpoint yet."""
 
     @property
     def step(self) -> int:
@@ -163,6 +166,11 @@ async def find_resume_point(
             f"the log names no checkpoint, but {folder} contains {', '.join(lost)}: the log was lost, or is another run's; "
             f"to start over, use --restart-from {START}"
         )
+    untold = None
+    if folder is not None and choice.checkpoint is None and not choice.restart:
+        untold = await _find_untold(book, [(number, step) for number, step, whole in written if whole], folder, runtime)
+    if untold is not None:
+        choice = msgspec.structs.replace(choice, checkpoint=untold[0], path=untold[1])
     name = f"l{max([book.newest_lineage, *(number for number, _, _ in written)]) + 1}"
     next_start = LineageStarted(lineage=name, worker="", parent=choice.parent, parent_step=choice.step)
     surviving = compute_surviving_steps([*lineages, next_start])
@@ -178,7 +186,26 @@ async def find_resume_point(
         restarts=tuple(dict.fromkeys([*book.restarts, *filter(None, [choice.restart])])),
         next_group=max(choice.checkpoint.next_group if choice.checkpoint else 0, first_group),
         counted=counted,
+        untold=untold is not None,
     )
+
+
+async def _find_untold(
+    book: Book, written: Sequence[tuple[int, int]], folder: Path, runtime: Runtime
+) -> tuple[Checkpoint, Path] | None:
+    """The newest checkpoint of the newest lineage, where the log names none: its learner was killed before it said so, or the
+    log lost that entry. Training would start over without it."""
+    steps = [step for number, step in written if number == book.newest_lineage and step <= book.reached]
+    if not steps:
+        return None
+    path = folder / f"l{book.newest_lineage}-{max(steps):06d}"
+    try:
+        checkpoint: Checkpoint = await runtime.offload(open_checkpoint, path)
+    except (CheckpointDamaged, OSError) as error:
+        log.warning("checkpoint is not in the log and is unreadable; starting without it", path=str(path), reason=str(error))
+        return None
+    log.warning("log does not name the only checkpoint; announcing it and continuing from it", path=str(path))
+    return checkpoint, path
 
 
 async def wait_for_resume_point(

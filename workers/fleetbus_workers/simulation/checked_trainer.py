@@ -24,7 +24,8 @@ TrainedToken = tuple[bytes, int, float]
 
 
 class CheckedTrainer(ScriptedTrainer):
-    """``record`` is what the log says of each episode."""
+    """``record`` is what the log says of each episode. Once it lost entries, results may be read that it has not: no step of
+    such a batch can be stored, and none is checked here."""
 
     def __init__(self, observer: Observer, record: Mapping[str, EpisodeRecord], configuration: Configuration) -> None:
         super().__init__()
@@ -36,6 +37,11 @@ class CheckedTrainer(ScriptedTrainer):
         leaves: dict[str, list[TrainingSequence]] = {}
         for sequence in batch:
             leaves.setdefault(sequence.episode_id, []).append(sequence)
+        if self._observer.judged is None:
+            self._check(leaves)
+        return super().train(batch, version=version, progress=progress)
+
+    def _check(self, leaves: Mapping[str, Sequence[TrainingSequence]]) -> None:
         for episode, sequences in leaves.items():
             expected = Counter(list_sampled_tokens(self._find_turns(episode)))
             trained = Counter(token for sequence in sequences for token in list_trained_tokens(sequence))
@@ -45,7 +51,6 @@ class CheckedTrainer(ScriptedTrainer):
             self._observer.require(trained >= expected or is_masked, "every sampled token is trained", name)
         if self._algorithm.credit_assignment == "episode":
             self._check_advantages(leaves)
-        return super().train(batch, version=version, progress=progress)
 
     def _find_turns(self, episode: str) -> tuple[Turn, ...]:
         record = self._record[episode]

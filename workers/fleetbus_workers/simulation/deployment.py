@@ -63,7 +63,7 @@ LANE_SECONDS = LEASE_SECONDS + 2 * (HEARTBEAT_SECONDS + ANSWER_SECONDS)
 
 _LANE = re.compile(r"^lane (\S+)")
 
-CHECKPOINT_FAULTS = frozenset({"spoil_checkpoint", "lose_checkpoints", "rewind_checkpoints"})
+CHECKPOINT_FAULTS = frozenset({"spoil_checkpoint", "lose_checkpoints", "rewind_checkpoints", "lose_power"})
 
 CLIENTS = frozenset({"session_client", "gateway", "rollouts", "stranger"})
 """Roles that end when they have done what they came for."""
@@ -153,7 +153,10 @@ class Deployment:
     def _may_end(self, process: Process, error: BaseException) -> bool:
         if isinstance(error, LearnerReplaced):
             newest = self._log_checker.training.lineage
-            return newest is not None and newest.worker != process.name
+            is_newest = newest is not None and newest.worker == process.name
+            return not is_newest or self._has_lost_power
+        if isinstance(error, UserError) and self._has_lost_power and self._follow_advice(str(error)):
+            return True
         if isinstance(error, CheckpointUnread):
             return self._order_restart()
         since = anyio.current_time() - LONGEST_EFFECT_SECONDS
@@ -171,6 +174,20 @@ class Deployment:
         if isinstance(error, UserError) and "already has a recorder" in str(error):
             return self._observer.was_disturbed(ALL_WORKERS, since=anyio.current_time() - 60)
         return isinstance(error, UserError) and "server is down" in str(error)
+
+    @property
+    def _has_lost_power(self) -> bool:
+        return any(each.kind == "lose_power" for each in self._observer.disturbances)
+
+    def _follow_advice(self, error: str) -> bool:
+        """An operator reads that the log lost what an archive or checkpoints hold, and does what is said there."""
+        if "give another --archive" in error:
+            folder = self._fixtures.folder / f"archive-{len(self._fixtures.archives) + 1}"
+            self._fixtures.archives.append(folder)
+            learner = msgspec.structs.replace(self._configuration.learner, archive=str(folder))
+            self._configuration = msgspec.structs.replace(self._configuration, learner=learner)
+            return True
+        return "the log names no checkpoint" in error and self._order_restart()
 
     def _order_restart(self) -> bool:
         """An operator reads that no checkpoint can be read, and says where to resume; False if none was spoiled.

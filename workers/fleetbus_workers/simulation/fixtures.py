@@ -22,11 +22,11 @@ from fleetbus_workers.simulation.storage_faults import Disks
 
 
 class SimulationFixtures(msgspec.Struct, frozen=True, kw_only=True):
-    """One world before any process starts. ``archive`` is the recorder's folder."""
+    """One world before any process starts. ``archives``: the recorder's folders, another once the log lost what is in it."""
 
     scenario: Scenario
     configuration: Configuration
-    archive: Path
+    archives: list[Path]
     network_faults: SeededNetworkFaults
     server: MemoryServer
     observer: Observer
@@ -34,6 +34,11 @@ class SimulationFixtures(msgspec.Struct, frozen=True, kw_only=True):
     log_checker: LogChecker
     disks: Disks
     folder: Path
+
+    @property
+    def archive(self) -> Path:
+        """The recorder's folder as of now."""
+        return self.archives[-1]
 
     @property
     def log(self) -> MemoryStream:
@@ -55,7 +60,7 @@ def build_fixtures(scenario: Scenario, observer: Observer, folder: Path) -> Simu
     return SimulationFixtures(
         scenario=scenario,
         configuration=configuration,
-        archive=folder / ARCHIVE,
+        archives=[folder / ARCHIVE],
         network_faults=network_faults,
         server=server,
         observer=observer,

@@ -95,11 +95,14 @@ AGAIN: tuple[tuple[str, type[Message], Callable[[Any], Any]], ...] = (
 
 
 def check_forgeries(observer: Observer, entries: Sequence[StreamEntry], seed: int) -> None:
-    """Report every forgery that the audit does not name. Logs from which something has left are not forged: what comes late is
-    refused there."""
+    """Report every forgery that the audit does not name. To logs from which something has left only what comes late is added:
+    it is refused there, and no finding."""
     log: Log = {entry.sequence: (entry.subject, _decode(entry)) for entry in entries}
     episodes = _list_plain_episodes(log)
-    if any(isinstance(message, FloorRaised) for _, message in log.values()) or len(episodes) < len(INSTEAD) + len(AGAIN) + 4:
+    floor = max((message.sequence for _, message in log.values() if isinstance(message, FloorRaised)), default=0)
+    if floor:
+        _check_late(observer, log, [pages for pages in episodes if pages[EpisodeRequested][0][0] < floor])
+    if floor or len(episodes) < len(INSTEAD) + len(AGAIN) + 5:
         return
     draw = random.Random(f"forgeries/{seed}")
     draw.shuffle(episodes)
@@ -115,18 +118,42 @@ def check_forgeries(observer: Observer, entries: Sequence[StreamEntry], seed: in
         sequence, message = episodes.pop()[message_type][0]
         log[max(log) + 1] = (log[sequence][0], forge(message))
         expected.append((kind, message.episode_id))
+    expected += _forge_repetition(log, next(pages for pages in episodes if len(pages[Action]) > 1))
     expected += _forge_training(log, [pages[EpisodeFinished][0][1].episode_id for pages in episodes])
     _require_found(observer, log, expected)
 
 
 def _require_found(observer: Observer, log: Log, expected: Sequence[tuple[str, str]]) -> None:
-    audit = Audit()
-    for sequence, (subject, message) in sorted(log.items()):
-        audit.enter(sequence, subject, message)
-    found = {finding.kind: finding for finding in audit.report().findings}
+    found = {finding.kind: finding for finding in _audit(log).report().findings}
     for kind, name in expected:
         named = kind in found and (name in found[kind].ids or len(found[kind].ids) == MAX_IDS)
         observer.require(named, "the audit names what was forged", f"{kind}: {name}")
+
+
+def _check_late(observer: Observer, log: Log, passed: list[Pages]) -> None:
+    """Copies of an episode's entries that come when the floor has passed it change no book; one out of order is an error."""
+    if not passed:
+        return
+    copies = [log[pages[0][0]] for pages in passed[0].values()]
+    late = dict(log)
+    for copy in copies:
+        late[max(late) + 1] = copy
+    before, after = _audit(log), _audit(late)
+    right = before.report().findings == after.report().findings
+    right = right and after.report().refused == before.report().refused + len(copies)
+    observer.require(right, "an audit refuses what comes late", passed[0][EpisodeRequested][0][1].episode_id)
+    try:
+        after.enter(1, *log[1])
+    except ValueError:
+        return
+    observer.violate("an audit refuses a log out of order", "entry 1 at the end")
+
+
+def _audit(log: Log) -> Audit:
+    audit = Audit()
+    for sequence, (subject, message) in sorted(log.items()):
+        audit.enter(sequence, subject, message)
+    return audit
 
 
 def _decode(entry: StreamEntry) -> Message | None:
@@ -159,6 +186,13 @@ def _forge_floor(log: Log, pages: Pages) -> tuple[Log, list[tuple[str, str]]]:
     sequence, shown = pages[Observation][0]
     subject = log[sequence][0].split(".obs.")[0] + ".floor"
     return {**log, sequence: (subject, FloorRaised(sequence=sequence))}, [("floor_unsettled", shown.episode_id)]
+
+
+def _forge_repetition(log: Log, pages: Pages) -> list[tuple[str, str]]:
+    """The first Action once more, in the place of the second observation."""
+    sequence, action = pages[Action][0]
+    log[pages[Observation][1][0]] = (log[sequence][0], action)
+    return [("action_repeated", action.episode_id)]
 
 
 def _forge_settlement(log: Log) -> tuple[Log, list[tuple[str, str]]]:

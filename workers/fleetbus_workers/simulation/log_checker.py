@@ -19,10 +19,15 @@ class LogChecker:
     def __init__(self, observer: Observer, oracle: FaultOracle, scenario: Scenario, folder: str) -> None:
         self._observer = observer
         self._oracle = oracle
+        self._scenario = scenario
         self._folder = folder.encode()
         self.stored_at = 0.0
         """When the last entry of the log was stored."""
         self.entries: list[StreamEntry] = []
+        self._open_books()
+
+    def _open_books(self) -> None:
+        observer, oracle, scenario = self._observer, self._oracle, self._scenario
         self.episodes = EpisodeChecker(observer, oracle)
         self.episodes.is_trimmed = scenario.recorder
         self.training = TrainingChecker(
@@ -35,11 +40,26 @@ class LogChecker:
         self.sessions = SessionChecker(observer, replayable=scenario.replayable)
         oracle.record = self.episodes.record
 
+    def rewind(self, last: int) -> None:
+        """The log lost what it stored after ``last``: the books begin anew with what is left. What was published stays so."""
+        before, judged = self.training, self._observer.judged
+        self._open_books()
+        self.training.remember(before)
+        self.entries = [entry for entry in self.entries if entry.sequence <= last]
+        self._observer.judged = frozenset()
+        for entry in self.entries:
+            self._enter(entry)
+        self._observer.judged = judged
+
     def on_stored(self, entry: StreamEntry) -> None:
         """One entry of the log, at the instant at which it is stored."""
         self.entries.append(entry)
         self.on_lane(entry)
-        self.stored_at = at = anyio.current_time()
+        self.stored_at = anyio.current_time()
+        self._enter(entry)
+
+    def _enter(self, entry: StreamEntry) -> None:
+        at = anyio.current_time()
         if entry.payload == GARBAGE:
             self.episodes.apply_garbage(entry)
             return

@@ -43,6 +43,8 @@ class Observer:
     def __init__(self, *, keep_lines: bool = False) -> None:
         self.violations: list[Violation] = []
         self.violated = anyio.Event()
+        self.judged: frozenset[str] | None = None
+        """The invariants that still hold, None for all of them."""
         self.has_healed = False
         """From now on nothing more is caused."""
         self.lines: list[str] | None = [] if keep_lines else None
@@ -65,6 +67,8 @@ class Observer:
             self.lines.append(line)
 
     def violate(self, invariant: str, detail: str) -> None:
+        if self.judged is not None and invariant not in self.judged:
+            return
         at = anyio.current_time()
         if len(self.violations) < MAX_VIOLATIONS:
             self.violations.append(Violation(invariant=invariant, at=round(at, 3), detail=detail))

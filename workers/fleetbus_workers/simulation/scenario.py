@@ -33,8 +33,9 @@ FaultKind = Literal[
 ]
 """The last ten take part with ``faults="all"`` only, and the last two of them with drawn configurations."""
 
-FaultSet = Literal["usual", "all", "swarm"]
-"""``swarm``: all faults, and a configuration that is drawn, too: tiny limits, short deadlines, few lanes, long episodes."""
+FaultSet = Literal["usual", "all", "swarm", "power"]
+"""``swarm``: all faults, and a configuration that is drawn, too: tiny limits, short deadlines, few lanes, long episodes.
+``power``: the usual ones, and a server that loses its newest entries."""
 
 ROLES = ("environment", "inference", "learner")
 """Roles that every fleet has; some have a recorder, too."""
@@ -51,6 +52,16 @@ class ScheduledFault(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     role: str
     pick: int
+
+
+class PowerLoss(msgspec.Struct, frozen=True, kw_only=True):
+    """At ``at`` seconds the server loses what it stored in the last ``lost_seconds``, and is down for ``down_seconds``.
+    ``everywhere``: all workers end with it."""
+
+    at: float
+    lost_seconds: float
+    down_seconds: float
+    everywhere: bool = True
 
 
 class NetworkFaultRates(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,3 +163,4 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     segments: float = 0.0
     compaction: Literal["off", "drop", "summarise"] = "off"
     log_bytes: int = ROOMY_LOG_BYTES
+    power_losses: tuple[PowerLoss, ...] = ()

@@ -16,6 +16,7 @@ from fleetbus_workers.simulation.scenario import (
     FaultProfile,
     FaultSet,
     NetworkFaultRates,
+    PowerLoss,
     Scenario,
     ScheduledFault,
 )
@@ -52,6 +53,8 @@ def draw_scenario(seed: int, faults: FaultSet = "usual") -> Scenario:
     scenario = _draw_usual(seed)
     if faults == "usual":
         return scenario
+    if faults == "power":
+        return _lose_power(scenario, random.Random(f"power/{seed}"))
     scenario = _add_faults(scenario, random.Random(f"all/{seed}"))
     scenario = _delay_rollouts(scenario, random.Random(f"late/{seed}"))
     if faults == "swarm":
@@ -242,6 +245,24 @@ def _lose_reads(scenario: Scenario, draw: random.Random) -> Scenario:
         return scenario
     faults = msgspec.structs.replace(scenario.network_faults, read_lost=draw.choice((0.0, 0.0, 0.002, 0.01)))
     return msgspec.structs.replace(scenario, network_faults=faults)
+
+
+def _lose_power(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Once or twice, where something is trained and recorded."""
+    everywhere = draw.random() < 0.6
+    moments = sorted(draw.uniform(5.0, FAULT_WINDOW_SECONDS) for _ in range(draw.choice((1, 1, 2))))
+    losses = [
+        PowerLoss(
+            at=at,
+            lost_seconds=min(draw.choice((0.2, 2.0, 10.0, 40.0)), at),
+            down_seconds=draw.choice((0.1, 2.0, 20.0)),
+            everywhere=everywhere,
+        )
+        for at in moments
+    ]
+    return msgspec.structs.replace(
+        scenario, power_losses=tuple(losses), recorder=draw.random() < 0.8, steps=draw.choice((4, 8)), late_copies=False
+    )
 
 
 def _draw_fault(draw: random.Random, kind: FaultKind, *, more: tuple[str, ...]) -> ScheduledFault:

@@ -51,6 +51,9 @@ class TrainingChecker:
         self._group_size = group_size
         self._lineages: list[str] = []
         self._checkpoints: set[int] = set()
+        self._was_checkpointed = False
+        self._published: dict[int, PolicyPublished] = {}
+        self._lost: dict[int, PolicyPublished] = {}
         self._step_of: dict[int, int] = {}
         self._last_step_at = 0
         self._publisher = ""
@@ -68,7 +71,12 @@ class TrainingChecker:
 
     @property
     def newest_version(self) -> int:
-        return max(self._step_of, default=-1)
+        return max([*self._step_of, *self._lost], default=-1)
+
+    def remember(self, before: TrainingChecker) -> None:
+        """These books begin anew for a log that lost entries: versions are not given again, and nothing starts over."""
+        self._lost = {**before._lost, **before._published}
+        self._was_checkpointed = before._was_checkpointed or bool(before._checkpoints)
 
     def apply_request(self, record: EpisodeRecord) -> None:
         """A request in flight at a replaced learner counts only if its successor requests it, too."""
@@ -91,12 +99,14 @@ class TrainingChecker:
             return
         assert isinstance(policy, PolicyPublished)
         require, name = self._observer.require, f"version {policy.version} of {policy.lineage}"
-        require(policy.version > self.newest_version, "version numbers never repeat", name)
+        is_stored_again = self._lost.get(policy.version) == policy and policy.version not in self._step_of
+        require(policy.version > self.newest_version or is_stored_again, "version numbers never repeat", name)
         require(policy.lineage == self._publisher, "a replaced learner publishes nothing", name)
         if self._is_current(policy.lineage):
             right = policy.step == self.steps
             require(right, "a version says which step made it", f"{name}: {policy.step}, {self.steps} trained")
         self._step_of[policy.version] = policy.step
+        self._published[policy.version] = policy
 
     def find_readable_step(self, folder: Path) -> int | None:
         """The newest step that counts whose checkpoint lies in ``folder`` and is whole."""
@@ -131,7 +141,7 @@ class TrainingChecker:
         require, step = self._observer.require, started.parent_step
         require(started.lineage not in self._lineages, "a lineage begins once", started.lineage)
         require(started.parent == (self.lineage.lineage if self.lineage else ""), "a lineage follows the newest", str(started))
-        anew = step == 0 and (not self._checkpoints or bool(started.restart))
+        anew = step == 0 and (not (self._checkpoints or self._was_checkpointed) or bool(started.restart))
         require(anew or step in self._checkpoints, "a lineage begins at a stored checkpoint", str(started))
         self._lineages.append(started.lineage)
         if self.lineage is not None:
@@ -185,12 +195,12 @@ class TrainingChecker:
         self.settled[episode] = SettledEpisode(episode, self.steps, trained)
 
     def _apply_checkpoint(self, stored: CheckpointStored) -> None:
+        self._checkpoints.add(stored.step)
         checkpoint, name = read_checkpoint(Path(stored.file)), f"step {stored.step} of {stored.lineage}"
         if checkpoint is None or (checkpoint.lineage, checkpoint.step) != (stored.lineage, stored.step):
             self._observer.violate("a checkpoint is whole when it is announced", name)
             return
         self._observer.require(checkpoint.step == self.steps, "a checkpoint holds the last step", name)
-        self._checkpoints.add(stored.step)
         requests = [
             record
             for record in self._episodes.record.values()

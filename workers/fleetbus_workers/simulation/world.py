@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
@@ -12,6 +14,9 @@ from anyio.abc import TaskGroup
 from fleetbus.archive import read_archive
 from fleetbus.archive_format import list_segments
 from fleetbus.audit import enter
+from fleetbus.bus.base import StreamEntry
+from fleetbus.core import audit as audit_limits
+from fleetbus.core import audit_training
 from fleetbus.core.audit import Audit
 from fleetbus_workers.simulation.deployment import CLIENTS, Deployment
 from fleetbus_workers.simulation.fault_schedule import FaultInjector
@@ -20,6 +25,7 @@ from fleetbus_workers.simulation.forgeries import check_forgeries
 from fleetbus_workers.simulation.late_copies import LateCopies
 from fleetbus_workers.simulation.liveness_checker import LivenessChecker
 from fleetbus_workers.simulation.observer import Observer
+from fleetbus_workers.simulation.power_loss import PowerSupply
 from fleetbus_workers.simulation.scenario import Scenario
 
 HORIZON_SECONDS = 7200.0
@@ -57,6 +63,8 @@ class World:
                 living.start_soon(self._heal)
                 if self._fixtures.scenario.late_copies:
                     living.start_soon(LateCopies(self._fixtures).run)
+                if self._fixtures.scenario.power_losses:
+                    living.start_soon(PowerSupply(self._fixtures, fleet).run)
                 fleet.start_all()
                 await self._run_until_finished(fleet, living)
                 await self._drain_all(fleet)
@@ -137,21 +145,43 @@ class World:
 
     def _check_audit(self) -> None:
         """The same books as `fleetbus audit` keeps."""
-        audit = Audit()
-        for entry in self.log_checker.entries:
-            enter(audit, entry)
+        audit = _keep_books(self.log_checker.entries)
         report = audit.report()
         for finding in report.findings:
             self._observer.violate("the audit balances", f"{finding.kind}: {finding.meaning}: {', '.join(finding.ids[:4])}")
+        episodes = self.log_checker.episodes
+        kept = sum(record.request_sequence >= episodes.floor.sequence for record in episodes.record.values())
+        self._observer.require(len(audit) <= kept, "an audit forgets what the floor has passed", f"{len(audit)} of {kept}")
+        with _tiny_audit():
+            same = _keep_books(self.log_checker.entries).report() == report
+        self._observer.require(same and not audit.missing, "an audit that forgets old steps keeps the same books", "")
         at_work = report.attempts.in_flight
         self._observer.require(at_work == 0, "every attempt is finished or superseded", f"{at_work} are not")
 
     def _check_archive(self) -> None:
         """What was trimmed is in the archive, and what is in the archive is what was stored."""
         fixtures = self._fixtures
-        has_archive = bool(list_segments(fixtures.archive))  # none: nothing was archived, and so nothing trimmed
-        archived = {entry.sequence: entry for entry in read_archive(fixtures.archive)} if has_archive else {}
+        with_entries = [archive for archive in fixtures.archives if list_segments(archive)]  # none: nothing was trimmed
+        archived = {entry.sequence: entry for archive in with_entries for entry in read_archive(archive)}
         for entry in self.log_checker.entries:
             held = (fixtures.log.get(entry.sequence), archived.get(entry.sequence))
             right = any(held) and all(each in (None, entry) for each in held)
             self._observer.require(right, "every entry is in the log or in the archive", f"{entry.sequence} {entry.subject}")
+
+
+def _keep_books(entries: Iterable[StreamEntry]) -> Audit:
+    audit = Audit()
+    for entry in entries:
+        enter(audit, entry)
+    return audit
+
+
+@contextmanager
+def _tiny_audit() -> Iterator[None]:
+    """Limits of the audit's memory that no simulated run would reach otherwise."""
+    before = audit_limits.MAX_VERSIONS, audit_training.MAX_SETTLEMENTS
+    audit_limits.MAX_VERSIONS = audit_training.MAX_SETTLEMENTS = 1
+    try:
+        yield
+    finally:
+        audit_limits.MAX_VERSIONS, audit_training.MAX_SETTLEMENTS = before
