@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -19,7 +20,7 @@ from fleetbus.core.history import loss_mask
 from fleetbus.core.segments import collect_segment_ids, find_leaves, fold_segments
 from fleetbus.errors import RequestUnanswered
 from fleetbus.runtime import Runtime
-from fleetbus_schemas import GRADED, SessionAnswer, Subjects, Task
+from fleetbus_schemas import GRADED, SessionAnswer, SessionCall, Subjects, Task
 from fleetbus_workers.environment.stepwise.host import SessionHost
 from fleetbus_workers.gateway.gym_methods import Answer, CallRefused, GymCalls
 from fleetbus_workers.gateway.gym_wire import Request
@@ -31,6 +32,9 @@ from fleetbus_workers.simulation.session_checker import SessionChecker
 SESSIONS_PER_CLIENT = 4
 CALL_SECONDS = 150.0
 """A call is answered by then: a takeover after the worst of faults takes less, unless another fault follows."""
+
+FLOOD_CALLS = 64
+"""More than a worker takes at a time."""
 
 REPEAT_SECONDS = 1.0
 """A gateway's client repeats after so long what was answered with 503."""
@@ -100,6 +104,7 @@ class GatewayCaller:
         self._count = 0
         self.local_host: SessionHost | None = None
         """The worker in the gateway's own process, if there is one."""
+        self.floods = False
 
     async def run(self, bus: Bus) -> None:
         async with sessions(bus, Subjects(RUN)) as client:
@@ -110,10 +115,27 @@ class GatewayCaller:
                 if self._process.drain.is_set():
                     return
                 since = anyio.current_time()
+                if self.floods:
+                    await self._flood()
                 try:
                     await self._play(calls)
                 except SessionUnavailable as unavailable:
                     check_unavailable(self._observer, self._process, since, str(unavailable))
+
+    async def _flood(self) -> None:
+        """More calls of nobody's session than the gateway's own worker takes at a time; none of them waits for long."""
+
+        async def call() -> None:
+            asked = SessionCall(session="nobody", call="state", key=self._next_key())
+            assert self.local_host is not None
+            with suppress(RequestUnanswered):
+                answer = await self.local_host.call(asked, anyio.current_time() + self._draw.choice((0.0, 60.0)))
+                executed = answer is not None and not answer.refusal
+                self._observer.require(not executed, "a wrong call is refused", f"nobody state: {answer}")
+
+        async with anyio.create_task_group() as group:
+            for _ in range(FLOOD_CALLS):
+                group.start_soon(call)
 
     async def _play(self, calls: GymCalls) -> None:
         turns = self._draw.randint(2, 5)

@@ -26,6 +26,7 @@ from fleetbus.heartbeats import HEARTBEAT_SECONDS
 from fleetbus.lanes import ANSWER_SECONDS, LEASE_SECONDS, LaneLost, LanesUnread
 from fleetbus.runtime import Runtime
 from fleetbus_schemas import Task
+from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.stepwise.host import SessionHost
 from fleetbus_workers.environment.worker import run_environment
 from fleetbus_workers.inference.scripted import ScriptedTemplate
@@ -39,7 +40,7 @@ from fleetbus_workers.simulation.checked_trainer import CheckedTrainer
 from fleetbus_workers.simulation.clients import GatewayCaller, SessionCaller, run_rollouts
 from fleetbus_workers.simulation.configuration import build_tasks
 from fleetbus_workers.simulation.engines import SimulatedSampler
-from fleetbus_workers.simulation.environments import SimulatedEnvironment
+from fleetbus_workers.simulation.environments import HoldingEnvironment, SimulatedEnvironment
 from fleetbus_workers.simulation.fixtures import SimulationFixtures
 from fleetbus_workers.simulation.observer import ALL_WORKERS
 from fleetbus_workers.simulation.process import Process
@@ -51,6 +52,11 @@ TRIM_SECONDS = 2.0
 
 RESTART_SECONDS = (0.2, 4.0)
 """Shortest and longest delay before an ended process is restarted."""
+
+UNMADE_SHARE = 0.03
+
+MISTYPED = ("l1", "999")
+"""What an operator gives who does not read: no step, and one without a checkpoint."""
 
 LONGEST_EFFECT_SECONDS = 60.0
 """How long after a fault a worker may still end of it."""
@@ -159,6 +165,8 @@ class Deployment:
             return True
         if isinstance(error, CheckpointUnread):
             return self._order_restart()
+        if isinstance(error, UserError) and str(error).startswith("learner.restart_from = ") and self._scenario.rare:
+            return self._order_restart()
         since = anyio.current_time() - LONGEST_EFFECT_SECONDS
         if isinstance(error, (LaneLost, BusError)) and self._observer.was_disturbed(process.name, since=since):
             return True
@@ -198,6 +206,8 @@ class Deployment:
         self._orders += 1
         step = self._log_checker.training.find_readable_step(run_folder(self._configuration.run).checkpoints)
         order = f"{START if step is None else step}/{self._orders}"
+        if self._scenario.rare and self._orders <= len(MISTYPED):
+            order = MISTYPED[self._orders - 1]
         learner = msgspec.structs.replace(self._configuration.learner, restart_from=order)
         self._configuration = msgspec.structs.replace(self._configuration, learner=learner)
         return bool(spoiled)
@@ -226,6 +236,7 @@ class Deployment:
         if not self._scenario.gateways_host:
             await caller.run(wire)
             return
+        caller.floods = self._scenario.rare
         process.slots, drain, hosting = self._scenario.environment_slots, anyio.Event(), anyio.Event()
 
         def use(host: SessionHost) -> None:
@@ -251,7 +262,11 @@ class Deployment:
         def make(task: Task) -> SimulatedEnvironment:
             is_session = "episode" not in structlog.contextvars.get_contextvars()
             sessions = self._log_checker.sessions
-            return SimulatedEnvironment(
+            if self._scenario.rare and not is_session and draw.random() < UNMADE_SHARE:
+                self._observer.disturb_message("unmade", f"fb.sim.task.{structlog.contextvars.get_contextvars()['episode']}")
+                raise EnvironmentFailed("it cannot be made")
+            kind = HoldingEnvironment if self._scenario.rare and is_session else SimulatedEnvironment
+            return kind(
                 process,
                 self._scenario.fault_profile,
                 replayable=self._scenario.replayable,
@@ -323,7 +338,9 @@ class Deployment:
                 await self._run_gateway(process, wire, draw)
             case "stranger":
                 sessions = self._log_checker.sessions
-                await Stranger(process, sessions, self._observer, draw, self._list_environments).run(wire)
+                stranger = Stranger(process, sessions, self._observer, draw, self._list_environments)
+                stranger.floods = self._scenario.rare
+                await stranger.run(wire)
             case _:
                 await run_rollouts(
                     process, wire, self._configuration, self._tasks, self._log_checker.episodes, self._observer,

@@ -28,6 +28,10 @@ SLOW_SECONDS = 9.0
 """The longest that a slow stage takes; no limit is shorter."""
 
 
+RELEASE_SECONDS = 0.2
+FAILED_RELEASES = 0.3
+
+
 class EnvironmentRecord(msgspec.Struct, kw_only=True):
     """What happened with the environment of one attempt.
 
@@ -164,6 +168,11 @@ class SimulatedEnvironment:
         finally:
             self._hold(-1)
 
+    @property
+    def label(self) -> str:
+        """Of what it has open; empty before that."""
+        return self._start
+
     def _hold(self, count: int) -> None:
         if self._is_session:
             self.environment_record.process.hold(sessions=count)
@@ -208,3 +217,17 @@ class SimulatedEnvironment:
     async def _kill_worker(self) -> None:
         self.environment_record.process.crash()
         await anyio.sleep_forever()
+
+
+class HoldingEnvironment(SimulatedEnvironment):
+    """One that holds something which outlives a killed worker."""
+
+    @property
+    def held(self) -> str:
+        return self.label
+
+    async def release(self, task: Task, held: str) -> None:
+        self._observer.trace("release", task.key, held)
+        await anyio.sleep(RELEASE_SECONDS)
+        if self._draw.random() < FAILED_RELEASES:
+            raise EnvironmentFailed("the other server does not answer")

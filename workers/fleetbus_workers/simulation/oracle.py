@@ -186,7 +186,8 @@ class FaultOracle:
             case "cancelled", _:
                 return result.episode_id in self.cancelled
             case "env_failed", _:
-                return bool(fault_profile & {"open", "reset", "step"})
+                unmade = self._observer.message_faults(result.episode_id, kind="unmade")
+                return bool(fault_profile & {"open", "reset", "step"}) or unmade > 0
             case "verifier_unknown", _:
                 return bool(fault_profile & {"verify", "step"})
             case "lost", "poison":

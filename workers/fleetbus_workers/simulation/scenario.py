@@ -33,9 +33,9 @@ FaultKind = Literal[
 ]
 """The last ten take part with ``faults="all"`` only, and the last two of them with drawn configurations."""
 
-FaultSet = Literal["usual", "all", "swarm", "power"]
+FaultSet = Literal["usual", "all", "swarm", "power", "rare"]
 """``swarm``: all faults, and a configuration that is drawn, too: tiny limits, short deadlines, few lanes, long episodes.
-``power``: the usual ones, and a server that loses its newest entries."""
+``power``: the usual ones, and a server that loses its newest entries. ``rare``: as ``swarm``, and what hardly ever happens."""
 
 ROLES = ("environment", "inference", "learner")
 """Roles that every fleet has; some have a recorder, too."""
@@ -164,3 +164,6 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     compaction: Literal["off", "drop", "summarise"] = "off"
     log_bytes: int = ROOMY_LOG_BYTES
     power_losses: tuple[PowerLoss, ...] = ()
+    rare: bool = False
+    """Environments cannot be made, or hold something elsewhere; callers flood one session, or a gateway's own worker; operators
+    mistype."""

@@ -48,8 +48,18 @@ EPISODE_BYTES = 1200
 """What a turn stores, and an episode beside its turns, about."""
 
 
+MANY_LANES = 80
+"""More than a worker looks through in their order."""
+
+
 def draw_scenario(seed: int, faults: FaultSet = "usual") -> Scenario:
     """The scenario of a seed; with all faults it is the usual one, with more clients and more that goes wrong."""
+    if faults == "rare":
+        draw, scenario = random.Random(f"rare/{seed}"), draw_scenario(seed, "swarm")
+        lanes = draw.choice((scenario.lanes, scenario.lanes, MANY_LANES))
+        return msgspec.structs.replace(
+            scenario, rare=True, lanes=lanes, strangers=1, gateways_host=True, gateway_clients=max(scenario.gateway_clients, 1)
+        )
     scenario = _draw_usual(seed)
     if faults == "usual":
         return scenario

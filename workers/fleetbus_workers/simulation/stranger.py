@@ -23,6 +23,9 @@ ROUNDS = 12
 LONGEST_PAUSE_SECONDS = 10.0
 CALL_SECONDS = 15.0
 FAR = 1_000_000
+IMPATIENT_CALLS = 20
+"""More than one session lets wait."""
+
 OWN_CALLS: tuple[SessionCallKind, ...] = ("open", "step", "reset", "open", "step", "step", "step", "verify", "close", "step")
 """Of a session of its own: steps before its reset and after its end, and a second opening."""
 
@@ -44,6 +47,7 @@ class Stranger:
         self._draw = draw
         self._list_workers = list_workers
         self._count = 0
+        self.floods = False
 
     async def run(self, bus: Bus) -> None:
         for number in range(ROUNDS):
@@ -100,6 +104,14 @@ class Stranger:
                 return
             if kind != "close":
                 self._checker.on_answer(answer)
+            if kind == "reset" and self.floods:
+                await self._call_without_waiting(bus, worker, session)
+
+    async def _call_without_waiting(self, bus: Bus, worker: str, session: str) -> None:
+        async with anyio.create_task_group() as group:
+            for _ in range(IMPATIENT_CALLS):
+                call = SessionCall(session=session, call="step", key=self._next_key(), text="x")
+                group.start_soon(self._send, bus, worker, session, encode(call))
 
     async def _send(self, bus: Bus, worker: str, session: str, payload: bytes) -> SessionAnswer | None:
         """None if nobody answers."""
