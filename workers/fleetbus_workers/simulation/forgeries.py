@@ -118,7 +118,7 @@ def check_forgeries(observer: Observer, entries: Sequence[StreamEntry], seed: in
         sequence, message = episodes.pop()[message_type][0]
         log[max(log) + 1] = (log[sequence][0], forge(message))
         expected.append((kind, message.episode_id))
-    expected += _forge_repetition(log, next(pages for pages in episodes if len(pages[Action]) > 1))
+    expected += [name for pages in episodes[:1] for name in _forge_repetition(log, pages)]
     expected += _forge_training(log, [pages[EpisodeFinished][0][1].episode_id for pages in episodes])
     _require_found(observer, log, expected)
 
@@ -189,7 +189,9 @@ def _forge_floor(log: Log, pages: Pages) -> tuple[Log, list[tuple[str, str]]]:
 
 
 def _forge_repetition(log: Log, pages: Pages) -> list[tuple[str, str]]:
-    """The first Action once more, in the place of the second observation."""
+    """The first Action once more, in the place of the second observation, if there is one."""
+    if len(pages[Observation]) == 1:
+        return []
     sequence, action = pages[Action][0]
     log[pages[Observation][1][0]] = (log[sequence][0], action)
     return [("action_repeated", action.episode_id)]
