@@ -6,7 +6,8 @@ may continue while the recorder writes: what is not whole yet at the end of the 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator
+from contextlib import aclosing
 from itertools import islice
 from pathlib import Path
 
@@ -67,11 +68,12 @@ async def scan_archive_and_log(
     last = start - 1
     if folder is not None:
         lost = await find_first_lost(bus, subjects, folder)
-        async for entry in scan_archive(folder, run=subjects.run, start=start):
-            if lost is not None and entry.sequence >= lost:
-                break
-            last = entry.sequence
-            yield entry
+        async with aclosing(scan_archive(folder, run=subjects.run, start=start)) as archived:
+            async for entry in archived:
+                if lost is not None and entry.sequence >= lost:
+                    break
+                last = entry.sequence
+                yield entry
     async for entry in bus.scan([subjects.log], start=last + 1):
         yield entry
 
@@ -88,15 +90,17 @@ async def find_first_lost(bus: Bus, subjects: Subjects, folder: Path) -> int | N
     last, first = await bus.last_sequence(), await bus.next_entry(subjects.log, start=1)
     stored_entries = bus.scan([subjects.log])
     stored = await anext(stored_entries, None)
-    async for entry in scan_archive(folder, run=subjects.run, start=first.sequence if first is not None else last + 1):
-        if entry.sequence > last:
-            return entry.sequence
-        while stored is not None and stored.sequence < entry.sequence:
-            stored = await anext(stored_entries, None)
-        if stored is not None and stored.sequence == entry.sequence and stored != entry:
-            if stored.sequence == 1:
-                raise UserError(f"{folder} is the archive of an earlier log of run {subjects.run}: give another --archive")
-            return entry.sequence
+    begin = first.sequence if first is not None else last + 1
+    async with aclosing(scan_archive(folder, run=subjects.run, start=begin)) as archived:
+        async for entry in archived:
+            if entry.sequence > last:
+                return entry.sequence
+            while stored is not None and stored.sequence < entry.sequence:
+                stored = await anext(stored_entries, None)
+            if stored is not None and stored.sequence == entry.sequence and stored != entry:
+                if stored.sequence == 1:
+                    raise UserError(f"{folder} is the archive of an earlier log of run {subjects.run}: give another --archive")
+                return entry.sequence
     return None
 
 
@@ -116,7 +120,7 @@ def _read_newest(folder: Path, run: str) -> StreamEntry | None:
     return newest
 
 
-async def scan_archive(folder: Path, *, run: str | None = None, start: int = 1) -> AsyncIterator[StreamEntry]:
+async def scan_archive(folder: Path, *, run: str | None = None, start: int = 1) -> AsyncGenerator[StreamEntry]:
     """As `read_archive`, without blocking the event loop."""
     entries = read_archive(folder, run=run, start=start)
     while batch := await run_in_thread(_read_batch, entries):
