@@ -1,7 +1,5 @@
 """``python -m fleetbus``: the command line."""
 
-from __future__ import annotations
-
 import importlib
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ A segment is `MAGIC`, then records: length (u4), CRC-32 of the payload (u4), pay
 `SegmentHeader`, every further one an `ArchivedEntry`, both msgpack. A record is whole or it does not count.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ What a crash tore off the end is cut when the archive is opened again; the log s
 ever trimmed, and `guard` notes durably how far that went. Blocking; call it from a thread. Above it is the recorder.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Iterator, Sequence

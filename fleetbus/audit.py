@@ -3,8 +3,6 @@
 Used by the command line and by tests; it only reads.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Code that blocks (`time.sleep`, a synchronous request, a long loop) in a corouti
 everybody else it looks dead. The thread sees it while it lasts, unless the code holds the interpreter lock.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

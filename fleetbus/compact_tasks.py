@@ -6,8 +6,6 @@ what cancels the group cancels each, the first that fails ends all, and the grou
 asyncio it is a plain anyio group.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager

@@ -5,8 +5,6 @@ Escaped are C0 and C1, DEL, and what changes the direction of text or separates 
 line feeds stay where text has lines. Pure.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

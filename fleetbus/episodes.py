@@ -1,7 +1,5 @@
 """Reading one episode back from the log: its standing, its token history, what was observed; and storing its result."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterable
 from typing import Literal
 

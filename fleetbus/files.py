@@ -1,7 +1,5 @@
 """Files that are whole or not there: readers, also after a crash, never see a partial file."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A claim on a subject without entries may be the first, or come after everything 
 cannot tell; the floor can, for it is raised before anything leaves. Above it are the workers that claim; below it the bus.
 """
 
-from __future__ import annotations
-
 import anyio
 import structlog
 

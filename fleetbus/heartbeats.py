@@ -1,7 +1,5 @@
 """Receiving heartbeats: they are lost without a listener, and malformed ones are ignored."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import structlog

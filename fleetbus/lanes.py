@@ -3,8 +3,6 @@
 A lane whose lease ran out is free. A worker that finds its lane taken has been replaced and stops.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Compute never runs on the event loop, so nothing here can be held up by it.
 """
 
-from __future__ import annotations
-
 import math
 
 import anyio

@@ -8,8 +8,6 @@ or a guess. Attempts that are made again are in the mean; more of them than the 
 then stands still, says so, and goes on once its limit is raised.
 """
 
-from __future__ import annotations
-
 FILL_SHARE = 0.9
 """Share of the log that admitted work may be expected to fill; the rest is for attempts that are made again, and for what must
 be stored to remove anything."""

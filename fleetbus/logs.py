@@ -5,8 +5,6 @@ with the
 task. Log calls take an event and keywords, never a formatted sentence.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping

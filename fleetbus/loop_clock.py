@@ -1,7 +1,5 @@
 """The event loop's clock without finding out at every call which loop runs: that costs forty times what the clock does."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 

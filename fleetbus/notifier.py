@@ -4,8 +4,6 @@ An `anyio.Event` is set once, so a task that waits repeatedly needs a new one ea
 it is set, never by a waiter: a waiter that replaces it takes it away from those who wait already, and they are never woken.
 """
 
-from __future__ import annotations
-
 import anyio
 
 

@@ -1,7 +1,5 @@
 """Command lines of processes that fleetbus starts: the working folder shadows no import; a child ends with its parent."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

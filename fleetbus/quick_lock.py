@@ -1,7 +1,5 @@
 """`anyio.Lock` for what is taken with each step and hardly ever waited for: while it is free, nothing is asked of the loop."""
 
-from __future__ import annotations
-
 from collections import deque
 
 import anyio

@@ -3,8 +3,6 @@
 The log admits new requests only up to a share of its size; the rest is reserved for the work that was admitted.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """What workers need from the process besides the bus: threads and randomness. Replaced as a whole in simulation."""
 
-from __future__ import annotations
-
 import functools
 import secrets
 from collections.abc import Awaitable, Callable

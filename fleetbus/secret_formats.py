@@ -5,8 +5,6 @@ Names and prefixes follow the default rules of gitleaks (github.com/gitleaks/git
 bring the list up to date, compare its rules that begin with a fixed prefix; every line here has its example in the tests.
 """
 
-from __future__ import annotations
-
 import re
 
 REDACTED = "[redacted]"

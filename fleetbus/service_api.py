@@ -4,8 +4,6 @@ One subscription on ``$SRV.>`` answers what is asked of all services, of this wo
 nothing.
 """
 
-from __future__ import annotations
-
 import datetime
 from importlib.metadata import PackageNotFoundError, version
 

@@ -1,7 +1,5 @@
 """Slots: every delivery is worked on in a task of its own, and no more are pulled than slots are free (DESIGN §6)."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 
 import anyio

@@ -3,8 +3,6 @@
 A plain task group raises a group of errors, which no ``except BusError`` of a caller fits.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 

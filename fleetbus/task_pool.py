@@ -1,8 +1,6 @@
 """Runs functions in tasks of a group that are kept and used again: one that waits is woken in a tenth of the time that a new
 task takes. For calls by the thousand per second; log context and the like have to be bound anew by each function."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Any
 

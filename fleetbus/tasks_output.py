@@ -1,7 +1,5 @@
 """The two halves of a split as files, in place of what an earlier split left there."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Tasks as Parquet, with the columns of Fleet's data preparation, so that trainers that read those read ours. Needs pyarrow."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

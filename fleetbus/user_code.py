@@ -1,7 +1,5 @@
 """Callables of the user's, found by name as in ``package.module:name``."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """What one task waits for, again and again, set by the same loop or by another thread."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Awaitable, Generator

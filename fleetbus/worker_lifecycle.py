@@ -1,8 +1,6 @@
 """Lifecycle of one worker: start and stop are stored in the log, heartbeats are broadcast, the lane lease is renewed with
 them."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """What a client needs to be let in: its key, the authority that it trusts, and the user that it is. Raises `UserError`."""
 
-from __future__ import annotations
-
 import ssl
 from collections.abc import Callable
 from functools import partial

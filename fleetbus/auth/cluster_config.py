@@ -4,8 +4,6 @@ A server that joins is trusted with every account, so this is as much worth as t
 password where ``--cluster`` is given on its command line: name, address and routes stand in this file alone.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import PurePosixPath

@@ -6,8 +6,6 @@ subject of another one drains it. So the names are a secret of the server, the a
 admin's key, each for itself, so that one that is known tells nothing of another.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

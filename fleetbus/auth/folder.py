@@ -4,8 +4,6 @@ A worker's machine needs ``ca.pem`` and the key of its own role in its run, the 
 the configuration. Files with secrets are readable by their owner alone; the names of durable consumers are such a secret.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """nkeys: a user proves who it is by signing what the server sends. The seed stays in its file."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

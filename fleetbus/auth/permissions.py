@@ -6,8 +6,6 @@ permission alone would not do: the server checks which subject a question goes t
 account of its own an answer reaches nothing but what the account imports, so it does no more than the role may do anyway.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec

@@ -3,8 +3,6 @@
 Ports and store stay with whoever runs the server: ``nats-server -c nats-server.conf -js -sd FOLDER -a HOST -p PORT``.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ A log that was begun with keys is in the account of its run, under consumer name
 begun without is in the account of everybody. Neither server would find the other's log.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Episodes in the shapes of other trainers. Pure: no import of theirs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

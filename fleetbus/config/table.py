@@ -1,7 +1,5 @@
 """What all tables of the configuration have in common."""
 
-from __future__ import annotations
-
 import msgspec
 
 

@@ -5,8 +5,6 @@ Above is the learner, which gives graded episodes only: an episode without a ver
 fewer than ``minimum`` episodes say nothing about their members and give 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from fleetbus.core.arrays import Array, find_namespace

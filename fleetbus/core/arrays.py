@@ -3,8 +3,6 @@
 Nothing is imported here: the namespace is that of whatever array comes in.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Books of what the floor has passed: sums instead of episodes, so that an audit's memory follows what is open. Pure."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 

@@ -3,8 +3,6 @@
 Turns are kept until the result is checked; what stays after it is a few numbers, so that memory grows with episodes only.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Container, Sequence

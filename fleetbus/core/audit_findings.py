@@ -1,7 +1,5 @@
 """What an audit can find and what it reports: kinds of imbalance with the ids they concern, and the books. Pure data."""
 
-from __future__ import annotations
-
 import msgspec
 
 MAX_IDS = 100

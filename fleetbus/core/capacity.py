@@ -4,8 +4,6 @@ The rule of fully asynchronous trainers: groups admitted in total stay within ``
 ``step`` counts finished batches. A group admitted now is then consumed at most ``max_staleness`` versions later.
 """
 
-from __future__ import annotations
-
 
 def count_admissible_groups(*, step: int, last_step: int, batch: int, max_staleness: int, outstanding: int) -> int:
     """Groups that may be admitted now; ``outstanding`` are admitted and neither trained nor discarded yet.

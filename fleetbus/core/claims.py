@@ -3,8 +3,6 @@
 The newest claim is the fencing token. A claim without a release means that the worker was lost during the episode.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import msgspec

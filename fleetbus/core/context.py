@@ -4,8 +4,6 @@ Searching is for plain text, in any case, with ``|`` between alternatives: an ex
 ever. Nothing here forgets: what is cut from an observation is kept whole and has a number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 LINE_CHARACTERS = 400

@@ -5,8 +5,6 @@ weights, other kernels) and pi the trainer's policy before the update. A weight 
 gradient; a weight of 0 drops the token, which still counts in the denominator of the reduction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from fleetbus.core.arrays import Array, find_namespace, stop_gradient

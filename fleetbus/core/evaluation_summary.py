@@ -3,8 +3,6 @@
 Only graded episodes count; one that failed in the infrastructure is not evidence about the policy, and is counted separately.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Episodes that ended without a grade or a turn, by kind of failure, with the first traceback of each: a fold of results."""
 
-from __future__ import annotations
-
 import msgspec
 
 from fleetbus_schemas import GRADED, EpisodeFinished, Message

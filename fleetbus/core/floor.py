@@ -4,8 +4,6 @@ An entry that is refused changes nothing, wherever the log is folded: it is a la
 Pure.
 """
 
-from __future__ import annotations
-
 import re
 
 from fleetbus_schemas import EpisodeRequested, FloorRaised, Message

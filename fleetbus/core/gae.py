@@ -4,8 +4,6 @@ Within a turn tokens are not discounted; from a turn to the next, where the envi
 turn. What an episode or its turns were rewarded comes with the last token of each turn.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

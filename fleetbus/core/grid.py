@@ -1,7 +1,5 @@
 """Screen coordinates on a grid of 1000 by 1000, as some vision models give them, and in pixels, as screens have them. Pure."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 A group is keyed by its id, never by position: episodes without a verdict leave it and take no part in its mean.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from fleetbus_schemas import GRADED, EpisodeFinished, Exclusion

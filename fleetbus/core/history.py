@@ -4,8 +4,6 @@ history(n) is history(n-1) cut at the turn where attempt n resumed, followed by 
 which Actions are trained; every part that needs an episode's tokens - inference, environment, learner, audit - uses it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import msgspec

@@ -1,7 +1,5 @@
 """What the journal of a step-wise session says: who holds it, what was done, how it ended. Pure: a fold of its entries."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import msgspec

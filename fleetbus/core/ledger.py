@@ -4,8 +4,6 @@ A request is settled when its episode was trained or excluded with a recorded re
 `settled_above`; a learner that resumes reads the log from the floor and leaves those ids alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

@@ -4,8 +4,6 @@ Every learner that begins or takes over starts a lineage from a step of an earli
 void. Resume, audit and trimming all ask here, so that they never disagree on what was trained.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

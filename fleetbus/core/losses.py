@@ -5,8 +5,6 @@ before the first update of the batch, pi is the current one. With a correction t
 2505.24298), ``w(pi_old / mu) * objective(pi / pi_old)``; without one the ratio is taken to mu itself ("bypass").
 """
 
-from __future__ import annotations
-
 from fleetbus.config.settings import AlgorithmSettings
 from fleetbus.core.arrays import Array
 from fleetbus.core.corrections import CORRECTIONS, KL_ESTIMATORS

@@ -6,8 +6,6 @@ there is one. ``logprobs`` are the current policy's and carry the gradient, ``ol
 values at masked-out places are finite as long as the inputs are, and the reductions ignore them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgspec

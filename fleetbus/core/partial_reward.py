@@ -4,8 +4,6 @@ The forms are those of Fleet's verifiers: lines ``App <name>: <0|1>`` for tasks 
 lists between marks, of what was right and of what was wrong.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 

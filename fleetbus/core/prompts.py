@@ -1,7 +1,5 @@
 """Prompts of tool-use episodes: descriptions of the tools, the call format and the end mark. Pure text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import date

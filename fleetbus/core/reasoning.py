@@ -1,7 +1,5 @@
 """Reasoning in the policy's text: the marks that models write around it, and the text without it. Pure, and it never raises."""
 
-from __future__ import annotations
-
 REASONING_MARKS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),

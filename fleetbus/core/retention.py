@@ -7,8 +7,6 @@ when it has a result. What is settled leaves with all that comes before it; what
 Until the floor in the log has passed it, what training settled can be open again: a learner may begin before the step.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 
 import msgspec

@@ -1,7 +1,5 @@
 """Whether a reward can be trained on: two of 1e308 add up to infinity, and advantages of a whole batch become NaN. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

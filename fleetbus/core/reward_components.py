@@ -1,7 +1,5 @@
 """A reward out of named components: which count, with what weight, and what is missing. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -6,8 +6,6 @@ whatever is known of tokens (mask, log-probabilities, versions, advantages) is t
 once: in the first leaf that holds it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Protocol, TypeVar

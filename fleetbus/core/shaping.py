@@ -1,7 +1,5 @@
 """Penalty of overlong episodes, and detection of groups without signal (DAPO, arXiv 2503.14476). Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Train and held-out tasks, split by the hash of their keys: no state, no randomness, and exact counts per environment."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """When an episode counts as a success: as its environment says, else by its reward. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from fleetbus_schemas import EpisodeFinished

@@ -5,8 +5,6 @@ aliases are understood, every call is listed. The strict one accepts exactly wha
 included, for comparing with policies that were trained there. A caller executes the first call and reports the others.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

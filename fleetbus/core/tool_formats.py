@@ -6,8 +6,6 @@ name. A parser finds the calls of a text in order, and for each thing that looks
 with it. Arguments that a format writes as bare text become what the tool's JSON Schema says they are.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice

@@ -5,8 +5,6 @@ A step-wise session is named by the run and the session alone: no call of it car
 Ids are as W3C Trace Context wants them: 16 and 8 bytes, never all zero. Pure.
 """
 
-from __future__ import annotations
-
 from hashlib import blake2b
 
 TRACE_BYTES, SPAN_BYTES = 16, 8

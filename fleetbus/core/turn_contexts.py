@@ -1,7 +1,5 @@
 """In which context each turn of an episode was sampled, for people: its segment, and what was left out of it. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import msgspec

@@ -4,8 +4,6 @@ An episode's advantage tells all its tokens the same; here each turn answers for
 its siblings got from the same turn on. Plain floats: an episode has few turns.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

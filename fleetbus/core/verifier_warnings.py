@@ -3,8 +3,6 @@
 It warns of patterns and proves nothing: a verifier without a warning may still believe what it should not.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -5,8 +5,6 @@ get them in groups (`group_names`), because they show a section per prefix. Libr
 of them is asked for anything but to write.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

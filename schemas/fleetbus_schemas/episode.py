@@ -1,7 +1,5 @@
 """One episode: what is asked for, who runs it, how it ended."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Literal
 
 import msgspec

@@ -4,8 +4,6 @@ A body of 6 MB of ``[],[],...`` becomes two million objects and blocks an event 
 most one more than the commas, colons and brackets, which are counted a gigabyte a second.
 """
 
-from __future__ import annotations
-
 MAX_VALUES = 1 << 18
 """Values in one document; a screen of 210 x 160 x 3 as lists has 100,000. Decoding so many takes some 20 ms."""
 

@@ -1,7 +1,5 @@
 """The event loop of commands and roles, and the signals that end them."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """Single keys from a terminal, without waiting for Enter and without an echo."""
 
-from __future__ import annotations
-
 import os
 import select
 import sys

@@ -3,8 +3,6 @@
 Shared by both, which must not import each other; the SDK is imported only when a client is made.
 """
 
-from __future__ import annotations
-
 import os
 
 import msgspec

@@ -6,8 +6,6 @@ clock. Episodes that end without a verdict, one after the other, are progress of
 are groups of which none is trained, and a policy that has nothing to learn from any more (`fleetbus.core.learning_signal`).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

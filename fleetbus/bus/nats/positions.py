@@ -4,8 +4,6 @@ On a replicated log any replica answers a direct get, and one that lags does not
 has the ack, or the refusal, can tell. Above it are the bus and its publisher; below it is nothing.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The work of an environment worker: its environments, and the worker around them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 

@@ -1,7 +1,5 @@
 """The environments that the configuration names, open while a worker plays them; imported by the role that needs them."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """The work of an inference worker: its engine, the fetcher of published weights, and the worker around both."""
 
-from __future__ import annotations
-
 from contextlib import AsyncExitStack
 
 import anyio

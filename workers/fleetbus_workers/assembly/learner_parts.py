@@ -1,7 +1,5 @@
 """Parts of a learner that the configuration names: its tasks, and the judge of whole groups."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 

@@ -1,7 +1,5 @@
 """Which model folder a run begins with."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 

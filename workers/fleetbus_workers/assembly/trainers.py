@@ -1,7 +1,5 @@
 """The trainer that the configuration names."""
 
-from __future__ import annotations
-
 from fleetbus.config.settings import Configuration
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 

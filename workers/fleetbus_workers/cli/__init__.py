@@ -1,7 +1,5 @@
 """The command line ``fleetbus``. Importing it is cheap: a command's module is imported when that command is called."""
 
-from __future__ import annotations
-
 import sys
 
 

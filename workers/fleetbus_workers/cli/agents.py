@@ -1,7 +1,5 @@
 """``fleetbus agents``: agents with their own loops that were tried, and what was needed to train them as they are."""
 
-from __future__ import annotations
-
 import click
 import msgspec
 

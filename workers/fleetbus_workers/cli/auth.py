@@ -1,7 +1,5 @@
 """``fleetbus auth init``: keys per role, certificates, and the configuration of a server that lets each role do its work."""
 
-from __future__ import annotations
-
 from pathlib import Path, PurePosixPath
 
 import click

@@ -1,7 +1,5 @@
 """``fleetbus completion SHELL``: the script that completes commands and flags in a shell."""
 
-from __future__ import annotations
-
 import click
 from click.shell_completion import get_completion_class
 

@@ -1,7 +1,5 @@
 """What `fleetbus doctor` looks at, one function per question; each answers with a `Finding` and changes nothing for good."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """``fleetbus doctor``: is this machine ready, and if not, what to do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

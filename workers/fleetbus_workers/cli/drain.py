@@ -1,7 +1,5 @@
 """``fleetbus drain WORKER...``: let workers finish or hand back what they have. 0: all drain; 1: some hang; 2: unknown."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``fleetbus environment``: one environment worker."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

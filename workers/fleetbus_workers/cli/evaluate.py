@@ -1,7 +1,5 @@
 """``fleetbus evaluate RUN``: held-out tasks played with the newest version of the policy; pass@k, per environment."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """``fleetbus inference``: one inference worker."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

@@ -1,7 +1,5 @@
 """``fleetbus init``: declare a run's streams and consumers on a server that is not ours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

@@ -1,7 +1,5 @@
 """``fleetbus learn --from RECORDING``: a model fine-tuned on rewarded episodes of recordings, or on which of two was better."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections import Counter

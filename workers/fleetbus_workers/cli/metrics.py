@@ -1,7 +1,5 @@
 """``fleetbus metrics [RUN]``: a run's metrics for Prometheus, and per step to JSON lines, TensorBoard or Weights & Biases."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack

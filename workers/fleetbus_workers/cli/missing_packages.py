@@ -1,7 +1,5 @@
 """Which extra of fleetbus brings a module that is not installed."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 

@@ -1,7 +1,5 @@
 """What `fleetbus doctor` says of a model folder: how its chat template appends turns, writes tools and treats reasoning."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fleetbus.config.settings import Configuration

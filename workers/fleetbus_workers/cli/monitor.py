@@ -1,7 +1,5 @@
 """``fleetbus monitor [RUN]``: one web page about a run, on a port of this machine. It changes nothing without --actions."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from functools import partial

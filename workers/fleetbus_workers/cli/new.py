@@ -1,7 +1,5 @@
 """``fleetbus new environment NAME``: a working environment in one file, its test, and tasks to play."""
 
-from __future__ import annotations
-
 import importlib.util
 import keyword
 import re

@@ -1,7 +1,5 @@
 """What ``fleetbus new environment`` writes: a guessing game that can be trained on as it stands, and is changed from there."""
 
-from __future__ import annotations
-
 import json
 
 

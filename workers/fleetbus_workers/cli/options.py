@@ -3,8 +3,6 @@
 Values stay text here; `fleetbus.config.load` converts and checks them, so that every source gets the same messages.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence

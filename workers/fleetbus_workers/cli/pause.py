@@ -1,7 +1,5 @@
 """``fleetbus pause [RUN]``: let the learner request no new episodes, or go on. 0: done; 1: no answer; 2: bad input."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

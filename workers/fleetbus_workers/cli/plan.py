@@ -1,7 +1,5 @@
 """``fleetbus plan``: where a run's roles would go, what each GPU would hold, how long a step would take."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

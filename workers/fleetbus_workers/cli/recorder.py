@@ -1,7 +1,5 @@
 """``fleetbus recorder --archive DIR``: archive the log, and keep it below its limit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ another exits 0 too, so that a supervisor does not start it again. A process tha
 ends when `up` is gone, however that happened: see `fleetbus_workers.up.parent_death`.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

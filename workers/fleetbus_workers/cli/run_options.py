@@ -1,7 +1,5 @@
 """Options of the commands that look at a run: where it is, its archive, the monitoring address of its server."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

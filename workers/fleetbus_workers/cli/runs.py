@@ -1,7 +1,5 @@
 """``fleetbus runs list|rm``: the runs in a folder, what became of them, and their removal."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import shutil

@@ -1,7 +1,5 @@
 """``fleetbus schema``: the contract, for programs that are not Python."""
 
-from __future__ import annotations
-
 import click
 
 from fleetbus_schemas.asyncapi import build_asyncapi

@@ -1,7 +1,5 @@
 """``fleetbus sessions [RUN]``: what every worker holds right now: episodes, turns, step-wise sessions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import anyio

@@ -1,7 +1,5 @@
 """``fleetbus starter``: the small policy that runs begin with when no model is named."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``fleetbus tasks``: check tasks before they are trained on, and split them into training and held-out ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``fleetbus top [RUN]``: who works, what is learned, how full the log is, and what is stuck - live on a terminal."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial

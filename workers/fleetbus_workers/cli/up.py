@@ -1,7 +1,5 @@
 """``fleetbus up``: everything on this machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

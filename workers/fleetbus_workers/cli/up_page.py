@@ -1,7 +1,5 @@
 """The page of a run while `up` drives it: its address is shown at once, and nothing of it runs before somebody opens it."""
 
-from __future__ import annotations
-
 import importlib.util
 import secrets
 import socket

@@ -3,8 +3,6 @@
 The loop cannot send heartbeats then, so the thread that watches it sends them, over a connection of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from types import FrameType

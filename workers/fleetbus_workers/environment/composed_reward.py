@@ -4,8 +4,6 @@ Above it are the worker and everything else that grades, which see one verdict; 
 has no value leaves the episode without a reward, and the reason says what is missing.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol

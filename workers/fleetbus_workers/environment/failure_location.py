@@ -3,8 +3,6 @@
 Code of fleetbus, the standard library and installed packages is passed over as long as there is other code to name.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import traceback

@@ -4,8 +4,6 @@
 below it one factory per SPEC (`fleetbus_workers.environment.specs`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -3,8 +3,6 @@
 Above it are the session and its exchange, which know images as references alone; below it one environment of a class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 

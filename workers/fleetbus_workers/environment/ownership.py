@@ -3,8 +3,6 @@
 A worker that is killed cannot end what it started. Whoever comes after it finds that by its owner, who is no more.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -3,8 +3,6 @@
 A wrong type that got further would show only where somebody else decodes the message that it went into, or nowhere.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ Above it is the command line; below are the bus, `Attempts` and one `Environment
 nothing new, lets episodes finish, and returns those that do not finish in time.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Protocol

@@ -1,7 +1,5 @@
 """What all episodes of one environment worker, gateway or host of sessions share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import msgspec

@@ -4,8 +4,6 @@ A key is ``fbs-EPISODE.EXPIRY.PROOF``: the deadline of the episode in Unix secon
 makes keys is derived from the token that opens sessions, or lies in the run's folder; nothing of either enters the log.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os

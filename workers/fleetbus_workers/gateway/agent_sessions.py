@@ -4,8 +4,6 @@ A request is pulled only for somebody: an agent that asks for one, or a call who
 gateway died. What comes instead of it is returned. Nothing here outlives the process but what the log has.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 

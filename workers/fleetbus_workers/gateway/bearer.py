@@ -1,7 +1,5 @@
 """A token that clients have to send: names of sessions are chosen by clients, and not secret. Health needs no token."""
 
-from __future__ import annotations
-
 import hmac
 
 from starlette.datastructures import Headers

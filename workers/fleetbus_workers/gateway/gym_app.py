@@ -1,7 +1,5 @@
 """The remote-gym gateway as an ASGI application: routes, key, admission, size limit, expiry. Methods: `gym_calls`."""
 
-from __future__ import annotations
-
 import hmac
 import json
 import time

@@ -4,8 +4,6 @@ A client of this protocol repeats whatever is not answered with 200, so only wha
 environment that failed ends the episode with ``done`` and says in ``info`` that it must not be trained on.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ An image that stands in the wanted format already keeps its bytes. One that is e
 so that lossless formats keep every pixel, and transparency; else it becomes RGB.
 """
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -5,8 +5,6 @@ ends a session. A client without pongs is disconnected, its slot freed. ``/sessi
 session that outlives connections and gateways, so that a client's whole episode goes over HTTP, or resumes over WebSocket.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any

@@ -4,8 +4,6 @@ A session has a name, and each environment it uses in turn is a session on the b
 doing is read from their journals, so that any gateway can continue it. Every tool call is a step, however it comes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 from typing import Any

@@ -5,8 +5,6 @@ An action is ``{"text": ...}`` (or ``{"message": ...}``), or a tool call as Open
 ``messages`` as chat messages whose images are ``image_url`` parts with a ``data:`` URL: the bytes as the environment gave them.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Calling a tool is a step, rewards and counts included, and `reset` is implied if there was none before. Errors are answers.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -4,8 +4,6 @@ A name comes with the address (``/sessions/<name>/...``), or is made by ``openen
 connection that came last; without one it is kept for a while, and then closed.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 

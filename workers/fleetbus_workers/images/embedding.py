@@ -5,8 +5,6 @@ of the embedding. So whatever compares ids - prefixes that are computed once, ke
 without knowing of them. Models see embeddings only; a text model never meets a negative id.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol

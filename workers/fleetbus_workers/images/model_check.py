@@ -4,8 +4,6 @@ LLaVA, Idefics3 and their like do. Models that also move positions (Qwen-VL), fe
 an image see each other (Gemma 3) would compute something else here than outside, so they are refused by name beforehand.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 from pathlib import Path

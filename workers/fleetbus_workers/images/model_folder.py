@@ -1,7 +1,5 @@
 """Whether a model folder holds a model that sees; read from its configuration alone, so that a command can ask at once."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

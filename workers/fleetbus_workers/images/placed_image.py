@@ -1,7 +1,5 @@
 """An image with its place in a token history: what engines and trainers are handed."""
 
-from __future__ import annotations
-
 import msgspec
 
 

@@ -4,8 +4,6 @@ Both come from the processor of the model's own folder, one image at a time, so 
 kept by its hash. Everything here blocks: callers use a thread.
 """
 
-from __future__ import annotations
-
 import io
 import threading
 from collections import OrderedDict

@@ -4,8 +4,6 @@ Above are the inference worker and the learner; below is the object store of the
 trusted: a name that is no hash is never made a file name, and bytes of another hash are no image.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import anyio

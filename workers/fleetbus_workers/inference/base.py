@@ -1,7 +1,5 @@
 """What an engine is to fleetbus: tokens in, tokens out, with log-probabilities and the version that made each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol

@@ -1,7 +1,5 @@
 """An engine that returns given texts, and its template: for tests of environments and of whole runs."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ the history is exact: a template that drops earlier reasoning when it renders a 
 the turn to come, does not change what was sampled and what it was sampled after. See docs/decisions/0061.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

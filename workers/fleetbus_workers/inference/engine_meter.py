@@ -1,7 +1,5 @@
 """What a heartbeat says of the engine: its own word on how busy it is, and rates over the seconds between two heartbeats."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import msgspec

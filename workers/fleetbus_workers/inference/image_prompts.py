@@ -5,8 +5,6 @@ becomes are
 decided here, once, and recorded; the learner and every later turn see the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import anyio

@@ -3,8 +3,6 @@
 What an image token becomes is for `ImagePrompts` to say, which knows the images; the template knows only where they stand.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ The Action expects the sequence that its Observation carries, so the server stor
 The Observation is acked only when an Action for its turn stands in the log, or when no worker waits for one any more.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ begins with the history, the segment goes on; where the template drops earlier r
 than those that were sampled, a new segment begins at the first token that differs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from fleetbus.core.reasoning import split_reasoning

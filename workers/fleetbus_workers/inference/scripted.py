@@ -3,8 +3,6 @@
 Tokens are made from the seed alone, so two workers given the same turn answer alike.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager

@@ -4,8 +4,6 @@ Stop ids are always sent, because a service need not stop at the end of a turn b
 the temperature, so what is trained has to be sampled at temperature 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -5,8 +5,6 @@ format of `fleetbus.core.tool_formats` until one gives the calls back; and turn 
 template writes of the whole. A template that fails either is refused in one line.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What every inference worker decides alike about a turn: its seed, the version it is pinned to, the room it has. Pure."""
 
-from __future__ import annotations
-
 import hashlib
 
 from fleetbus_schemas import Observation

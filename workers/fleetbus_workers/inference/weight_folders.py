@@ -3,8 +3,6 @@
 Shared by the engine in process and by vLLM's servers. Torch and safetensors are imported only when a file is checked.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ Half of its slots serve its own lane (episodes that stick to it), half the lane 
 starve the other and never more than ``slots`` observations are held. Compute happens in the engine, never on the event loop.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable

@@ -4,8 +4,6 @@ Above it are environments and the learner; below it httpx. The key goes into one
 error quotes what the server answered.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import OrderedDict

@@ -3,8 +3,6 @@
 Transcripts are the policy's text: they stand between lines that nobody can write who does not know the whole of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

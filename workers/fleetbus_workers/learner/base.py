@@ -3,8 +3,6 @@
 All calls block and run outside the event loop, one at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol

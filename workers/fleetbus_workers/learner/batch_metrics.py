@@ -1,7 +1,5 @@
 """Metrics of a batch of groups before it is trained."""
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 A run that has a checkpoint never starts over by itself: it waits for a checkpoint that cannot be read, and a person decides.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

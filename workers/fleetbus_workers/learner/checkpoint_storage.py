@@ -1,8 +1,6 @@
 """When checkpoints are stored: beside the training where the trainer can, one at a time, told to the log when they are
 whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -5,8 +5,6 @@ trainer may write beside the training; the folder has its name when all of it is
 `CheckpointStored` names the folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

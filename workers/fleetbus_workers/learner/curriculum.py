@@ -1,7 +1,5 @@
 """Which task comes when: training tasks in a seeded order, epoch after epoch, and the held-out ones that are never trained."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ The log is read twice: first for the steps that count, then for what they traine
 Actions of open episodes and of each finished one a digest. It only reads; the books are kept by `fleetbus.core.audit`.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Retries writes while the disk is full, so that trained weights are not lost before space is freed."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Held-out tasks played with one pinned version: asked for like any episode, never trained."""
 
-from __future__ import annotations
-
 import anyio
 
 from fleetbus.core.success import is_success

@@ -1,7 +1,5 @@
 """Supervised fine-tuning on whole sequences with the torch trainer: a warm start before reinforcement learning. Blocking."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ The rewards that are trained stand in `StepTrained.rewards`. A group without sco
 that is killed before its step is stored asks again, or finds the judge's answers where they are kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Protocol
 

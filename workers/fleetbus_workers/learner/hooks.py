@@ -3,8 +3,6 @@
 Whatever is wrong with one is a `UserError` of one line that names the setting.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -3,8 +3,6 @@
 A learner whose append is refused has been replaced by another and stops.
 """
 
-from __future__ import annotations
-
 import anyio
 import structlog
 

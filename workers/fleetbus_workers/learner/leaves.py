@@ -3,8 +3,6 @@
 What is known of an episode's tokens stands in arrays over the tokens of all its turns; a leaf is a choice of their places.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import msgspec

@@ -1,7 +1,5 @@
 """The part of a batch that each optimizer step takes, and the sequences that none may take. Pure but for a log line."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -3,8 +3,6 @@
 The best of a group stands beside its worst, the second best beside the second worst, and so on: no episode is in two pairs.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path

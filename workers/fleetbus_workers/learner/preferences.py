@@ -6,8 +6,6 @@ sign. The weights are computed before each step, so that the trainer trains in i
 log-probabilities once, before the first: no second model is held.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path

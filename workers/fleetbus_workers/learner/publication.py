@@ -1,7 +1,5 @@
 """Versions of the policy: weights files in the run's folder, and their announcement to the inference workers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial

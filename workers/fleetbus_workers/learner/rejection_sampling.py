@@ -4,8 +4,6 @@ A recording is foreign data: nothing it names is imported or run, and an episode
 with its reason.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A trainer without a model: counts what it is given, writes small files. For simulations and tests of the learner."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

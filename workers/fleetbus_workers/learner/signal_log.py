@@ -1,7 +1,5 @@
 """Logs once when the learning signal disappears, and once when it is back."""
 
-from __future__ import annotations
-
 import structlog
 
 from fleetbus.core.learning_signal import LearningSignal

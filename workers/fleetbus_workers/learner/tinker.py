@@ -6,8 +6,6 @@ advantage is not sent; optimizer and weights are in every checkpoint; every call
 learner, which resumes from the last checkpoint.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Training sequences as a Tinker service takes them, and what its answers say about the step. Pure NumPy."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec

@@ -3,8 +3,6 @@
 It is made in two parts, so that an audit keeps 16 bytes instead of an episode's tokens until it knows the advantages.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 

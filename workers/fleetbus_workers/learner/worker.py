@@ -4,8 +4,6 @@ Above it is the command line; below are the bus and one `Trainer`. It never acks
 checkpoints say which requests are settled. Being refused on its own subjects means that it has been replaced.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 

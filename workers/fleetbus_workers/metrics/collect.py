@@ -1,7 +1,5 @@
 """From the fold of a run to samples under their Prometheus names. Pure."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence

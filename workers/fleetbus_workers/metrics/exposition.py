@@ -1,7 +1,5 @@
 """Samples over HTTP for Prometheus, by its own client library; the newest snapshot is served, whenever it is asked for."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

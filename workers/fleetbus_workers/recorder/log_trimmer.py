@@ -5,8 +5,6 @@ been settled for a while, and only after the floor was raised in the log (`Floor
 refused by number from then on.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from itertools import islice
 

@@ -4,8 +4,6 @@ Above it is the command line; below are the bus and the archive's files. One rec
 where the archive ends; of what is archived it reads again only what decides about trimming, which is kept as long as it does.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import anyio

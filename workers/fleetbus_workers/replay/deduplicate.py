@@ -4,8 +4,6 @@ A replay assumes that environments are deterministic: the same task and actions,
 is a check of environments in which one episode disturbs another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import msgspec

@@ -4,8 +4,6 @@ A subclass stores inputs when their recorded cause has happened and compares the
 keeps to the recorded speed where one is asked for, and collects differences.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar, NamedTuple

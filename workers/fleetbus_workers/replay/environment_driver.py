@@ -4,8 +4,6 @@ Each recorded episode is played in one attempt along its final history. What has
 that died, an expired deadline, a cancellation) cannot be replayed and is left out, with its outcome as the reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What the fixtures of the pytest plugin do: a declared in-memory run, and a replay outside of any event loop."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path

@@ -5,8 +5,6 @@ exactly, log-probabilities within a tolerance. Before a turn that is asked for, 
 as they were recorded, so that the log holds the same history.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How far a replay has come, added up over the processes that share it."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 

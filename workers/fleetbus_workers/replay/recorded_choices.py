@@ -5,8 +5,6 @@ something to be run, called, read or written, so none is taken from the header b
 refused until somebody lists them. What a role cannot do without has to be named by whoever replays, or the recording trusted.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

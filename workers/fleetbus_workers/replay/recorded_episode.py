@@ -1,7 +1,5 @@
 """One episode of a recording: its request, the turns of its final history, its result. Decoded when first asked for. Pure."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cached_property

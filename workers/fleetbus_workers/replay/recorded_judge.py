@@ -4,8 +4,6 @@ An environment is graded before anybody knows which episode it plays, so a place
 compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import msgspec

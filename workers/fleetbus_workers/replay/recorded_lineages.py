@@ -1,7 +1,5 @@
 """What learners published, lineage by lineage: the recorded messages that a replayed learner has to publish again. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ So a learner can be replayed without a model: its requests, groups, advantages, 
 gradients and weights are the recorded ones and are not checked.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

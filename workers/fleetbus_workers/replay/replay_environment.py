@@ -4,8 +4,6 @@ Everything is stored at new positions. Messages refer to positions, so they are 
 they are compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 

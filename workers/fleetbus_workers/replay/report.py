@@ -1,7 +1,5 @@
 """What a replay found: how much was compared, what was left out and why, and where it differs first."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import msgspec

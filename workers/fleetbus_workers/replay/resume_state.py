@@ -4,8 +4,6 @@ Of the checkpoint only what trainers wrote is made by the replay of the lineages
 follows from the recording, whose order of requests a replay does not repeat.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 

@@ -7,8 +7,6 @@ without proof, and none rejected because sums were added up in another order. A 
 the same, to test the engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter

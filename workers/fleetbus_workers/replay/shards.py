@@ -6,8 +6,6 @@ four bytes, then a pickle of its progress, its report or a `UserError`; both end
 processes; one whose parent was killed ends when it next reports its progress.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle

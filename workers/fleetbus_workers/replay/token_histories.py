@@ -4,8 +4,6 @@ Episodes of a group play one task, and a trained policy says the same most of th
 beginning of others, leave a third of a default run's tokens to be scored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import msgspec

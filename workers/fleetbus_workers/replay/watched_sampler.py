@@ -1,7 +1,5 @@
 """A sampler around the sampler under test that says when a version was loaded or rejected."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import anyio

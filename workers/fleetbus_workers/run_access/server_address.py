@@ -1,7 +1,5 @@
 """Where the server of a run is: the one that the settings name, or the one that a running `up` started on this machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

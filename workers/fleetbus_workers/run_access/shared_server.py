@@ -1,7 +1,5 @@
 """A run's log for those that only look at it: from the `up` that drives it, else from a server that all viewers share."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

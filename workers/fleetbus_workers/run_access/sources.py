@@ -1,7 +1,5 @@
 """``RUN|FILE``: the entries that a reader looks at come from a run's log or from a recording."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial

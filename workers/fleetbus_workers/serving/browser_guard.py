@@ -5,8 +5,6 @@ A browser lets any page open WebSockets to any address, send simple requests the
 but the service's own, and with a body of a type that the protocol has. Programs send no Origin and are not affected.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 from collections.abc import Sequence

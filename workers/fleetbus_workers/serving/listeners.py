@@ -1,7 +1,5 @@
 """Listening sockets of fleetbus: bound before anything else starts, served by uvicorn."""
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import socket

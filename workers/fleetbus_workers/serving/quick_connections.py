@@ -5,8 +5,6 @@ that are in work is refused once these are answered, and only so many requests m
 `fleetbus_workers.serving.connections`, which has the limits of time.
 """
 
-from __future__ import annotations
-
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fleetbus_workers.serving.connections import BoundedProtocol

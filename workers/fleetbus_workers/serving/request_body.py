@@ -1,7 +1,5 @@
 """Reads request bodies within limits of size and time, before any other resource is acquired."""
 
-from __future__ import annotations
-
 import asyncio
 
 from starlette.requests import ClientDisconnect, Request

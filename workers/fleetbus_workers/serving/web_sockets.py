@@ -5,8 +5,6 @@ application would never hear of it, and its session would keep its slot. Beside 
 for HTTP.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any, ClassVar, cast
 

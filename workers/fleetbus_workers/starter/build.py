@@ -3,8 +3,6 @@
 The result plays the default task well enough to be rewarded now and then, and badly enough to have something to learn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path

@@ -5,8 +5,6 @@ policy that imitates it well has something left to learn. A look-up of an item t
 error and tried again; every other mistake ends in a wrong answer.
 """
 
-from __future__ import annotations
-
 import json
 import random
 

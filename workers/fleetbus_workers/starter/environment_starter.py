@@ -4,8 +4,6 @@
 that the environment accepts and is right now and then, so that training has something to select from.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -4,8 +4,6 @@ What it plays in an environment of somebody's own is what a small policy imitate
 tools accept and answers in the form that is asked for. It is never told what is right.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

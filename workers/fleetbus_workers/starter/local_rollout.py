@@ -4,8 +4,6 @@ All episodes advance token by token side by side: at each step a row is fed eith
 samples, so that no row is ever padded and the system prompt is run once for all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Every digit is a token of its own, so that numbers are copied digit by digit. The same seed gives the same files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ It answers the questions of the environment `colours` with a colour, hardly more
 left to training. Blocking, on the CPU, half a minute; no download.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The starter model from random weights: it learns to copy, then to imitate the erring expert. Blocking, on the CPU."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any

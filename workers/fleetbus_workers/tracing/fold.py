@@ -6,8 +6,6 @@ learner's steps are traces of their own, linked with the episodes that they cons
 (from its result until its batch was complete) and a `train` span.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator
 
 from fleetbus.bus.base import StreamEntry

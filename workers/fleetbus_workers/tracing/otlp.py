@@ -5,8 +5,6 @@ sampled again. Headers (keys of a vendor), certificates, compression and time li
 ``OTEL_EXPORTER_OTLP_*``, so that secrets are on no command line.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ One line is one `ExportTraceServiceRequest`; ids are hexadecimal and 64-bit inte
 (opentelemetry.io/docs/specs/otel/protocol/file-exporter).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """From entries to sinks: all of a log, or a log followed while it grows. Nothing is read ahead of what the sinks have taken."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 
 import anyio

@@ -9,8 +9,6 @@ Between two calls the session waits for its client, of which the log knows nothi
 the journal, are not in it. A call ends when its entry was stored; how long it took is what the worker measured.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """A span before it is OpenTelemetry's: what the fold makes, by paths that never change, and the sinks write."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 

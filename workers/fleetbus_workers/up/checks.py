@@ -1,7 +1,5 @@
 """Everything that can be wrong with what a user asks of `up`, found before anything is started. Raises `UserError`."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import socket

@@ -1,7 +1,5 @@
 """The command `fleetbus up` around a `Run`: checks first, then the run's folder and lock, then the run, then the report."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Models of the Hugging Face Hub by their id, as in ``Qwen/Qwen3-0.6B``: downloaded once, into the Hub's own cache."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Written to ``run.json`` at the first start. Steps, worker counts and limits may change between starts; these may not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

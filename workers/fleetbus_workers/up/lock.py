@@ -1,7 +1,5 @@
 """One `up` per run and machine: a lock that the kernel drops when its holder ends, however that happens."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Feeds `Progress` from the bus: the log's training, episode, policy and life entries, and heartbeats."""
 
-from __future__ import annotations
-
 import anyio
 
 from fleetbus.bus.base import Bus, StreamEntry

@@ -4,8 +4,6 @@ The learner's terms are those of ``docs/gpu.md``: shards of weights, gradients a
 layer at a time, activations, and a chunk of logits. Beside them `benchmarks/memory_plan.py` measures what processes hold.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import msgspec

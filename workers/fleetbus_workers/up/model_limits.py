@@ -1,7 +1,5 @@
 """Settings that follow the model and the run where the user set none: tokens of a sequence, held-out episodes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ When `up` ends, by whatever means, the kernel closes the pipe and its readers se
 by the event loop, because a loop that hangs in native code must end too.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -5,8 +5,6 @@ Left alone, every process would take the first GPU: vLLM refuses a GPU whose mem
 left.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Mapping, Sequence
 

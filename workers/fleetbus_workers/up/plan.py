@@ -1,7 +1,5 @@
 """What `fleetbus plan` prints, and what `up` refuses: a run's memory on each GPU before anything starts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

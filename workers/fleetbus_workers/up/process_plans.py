@@ -1,7 +1,5 @@
 """Deployment plan of a configuration: streams, and processes with command line, log file and environment variables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 

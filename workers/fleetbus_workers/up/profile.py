@@ -3,8 +3,6 @@
 Defaults are those of the starter policy on a laptop. What is chosen instead is said in one line; what anybody set stays.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any

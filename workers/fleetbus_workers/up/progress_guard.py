@@ -3,8 +3,6 @@
 Every kind of failure and every problem of a worker is said once, with count and cause; nothing of runs before this one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import msgspec

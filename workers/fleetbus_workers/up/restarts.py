@@ -1,7 +1,5 @@
 """When a worker that ended may start again: back-off that doubles, and a bound after which the run has failed. Pure."""
 
-from __future__ import annotations
-
 from collections import deque
 
 CRASHES_ALLOWED = 5

@@ -1,7 +1,5 @@
 """The reward curve of a run as a PNG. The only module that imports matplotlib, and only when a picture is drawn."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ It starts the server again when that dies, or when its disk was full and is not 
 it on a signal or when `up` is gone. `up` cannot own the server itself: killed with SIGKILL, it would leave an orphan.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -6,8 +6,6 @@ share is an assumption that is printed with the result; environments' time is in
 their limits let them, so that real steps are shorter.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from fleetbus.config.engine_arguments import count_engine_gpus

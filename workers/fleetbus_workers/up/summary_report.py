@@ -1,7 +1,5 @@
 """The end of a run: the summary as a JSON file and as a few lines of text."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable
 from pathlib import Path

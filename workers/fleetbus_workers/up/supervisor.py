@@ -5,8 +5,6 @@ that a final process that exits 0 has finished the job, that another one that do
 of one that never worked means that trying again is of no use.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress

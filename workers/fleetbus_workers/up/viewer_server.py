@@ -4,8 +4,6 @@ Viewers hold a lock together; the server ends when none holds it any more, or wh
 that the run's own server had, so that a viewer's connection outlives both the run and its resumption.
 """
 
-from __future__ import annotations
-
 import fcntl
 import sys
 import time

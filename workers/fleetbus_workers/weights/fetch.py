@@ -3,8 +3,6 @@
 For engines, which read files only. Nothing here checks values: the engine does, against the manifest, before it takes them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections import OrderedDict

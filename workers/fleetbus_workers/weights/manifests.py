@@ -3,8 +3,6 @@
 A mixture of experts has tens of thousands of tensors, a manifest 150 bytes for each, and a message 1 MiB in all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import msgspec

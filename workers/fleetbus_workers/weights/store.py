@@ -4,8 +4,6 @@ The learner puts a file and publishes the URI that it gets; `fleetbus_workers.we
 again. What arrives is checked against the manifest before an engine takes it, so that a store need not be trusted.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Protocol
 

@@ -3,8 +3,6 @@
 Above it is `fleetbus_workers.environment.check.report`; below it an environment and a `Policy`.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """What `fleetbus check` does with one task: an episode, the same one again, the oracle's, and one in which nothing is done."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

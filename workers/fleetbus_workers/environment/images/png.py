@@ -5,8 +5,6 @@ above (filter "up", PNG specification 3, section 9.2), compressed at level 1. A 
 level 1. Without NumPy, and for other modes, Pillow writes it.
 """
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

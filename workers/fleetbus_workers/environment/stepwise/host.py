@@ -4,8 +4,6 @@ Above it is the worker; below one `StepwiseSession` per slot. A session that is 
 was done is answered from there, the session of a dead worker is taken over by a claim, and a worker that lost its claim stops.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import AsyncIterator

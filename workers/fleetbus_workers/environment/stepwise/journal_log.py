@@ -1,7 +1,5 @@
 """The journal of a session, read from and written to the log by compare-and-set."""
 
-from __future__ import annotations
-
 import anyio
 import structlog
 

@@ -4,8 +4,6 @@ A hosted session ends at its own idle limit, so one without entries for longer i
 compare-and-set lets one of them write, and none of them if the session has moved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 
 import anyio

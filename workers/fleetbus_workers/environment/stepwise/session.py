@@ -4,8 +4,6 @@ Above it is the host, which made the claim; below is one environment. A call tha
 the running one; a call that fails ends the session. The environment is closed in every case.
 """
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 import anyio

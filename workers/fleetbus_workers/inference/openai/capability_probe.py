@@ -1,7 +1,5 @@
 """What a server can do, found out by asking: its dialect, model and kind of log-probabilities, and if it takes weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

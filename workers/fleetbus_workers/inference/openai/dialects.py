@@ -7,8 +7,6 @@
 ``standard``     the same for a server that takes no setting beyond the protocol's.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol

@@ -3,8 +3,6 @@
 Below is httpx. What goes wrong is sorted here: `ServerFailed` may pass, here or elsewhere; `RequestRefused` never will.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable

@@ -1,7 +1,5 @@
 """One turn's answer as it grows: ids, log-probabilities, and which version made them. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

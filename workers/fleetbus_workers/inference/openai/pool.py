@@ -4,8 +4,6 @@ A server is ready when it is healthy and its weights are the wanted version. Hea
 comes back, or was restarted by others, is given the wanted weights before it is asked for a token.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence

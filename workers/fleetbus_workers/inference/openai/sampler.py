@@ -4,8 +4,6 @@ An answer is never lost with its server: the tokens that were streamed so far ar
 under new weights, continues after them. So every token is known with the version that sampled it, on any server.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path

@@ -4,8 +4,6 @@ Every row feeds exactly one token and gets the logits that follow it. A row that
 is not cached as ``extra`` tokens, which only leave keys and values behind: their logits are not needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -5,8 +5,6 @@ rows, cache and weights. A step is: receive operations, swap weights if asked, d
 the model once for all rows, sample tokens, complete finished turns.
 """
 
-from __future__ import annotations
-
 import math
 import queue
 from collections import deque

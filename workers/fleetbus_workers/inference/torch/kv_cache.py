@@ -4,8 +4,6 @@ Everything here was computed under one version of the weights; a swap clears it.
 recently used going first. Used by the engine's thread, except `forget`.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 from typing import TypeAlias

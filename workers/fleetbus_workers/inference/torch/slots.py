@@ -4,8 +4,6 @@ Active rows are always rows ``[0, n)``. Memory grows with the longest history th
 differ in layout, so a block is any tensor with one dimension of slots and a later one of time.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ A step of a small model is a hundred short calls, and between any two of them th
 the sampling thread, or have to wait for it. TorchScript turns them into one call; its arithmetic is the same.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable

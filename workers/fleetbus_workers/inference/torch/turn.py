@@ -1,7 +1,5 @@
 """What crosses from the event loop to the engine's thread and back: a turn to sample, a version to swap to."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -5,8 +5,6 @@ every image
 differs from every other. What an image's embeddings are is computed once per version of the weights and kept within a bound.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Everything here blocks for seconds to minutes and is called in a worker thread.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

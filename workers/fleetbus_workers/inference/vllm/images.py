@@ -4,8 +4,6 @@ vLLM expands one placeholder per image in a prompt by itself, and would look for
 given a prompt of nothing but placeholders; what it makes of them is then put under the ids that the episode has.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What vLLM's scheduler says of itself after each step: requests, the use of its cache, preemptions, tokens."""
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 from fleetbus_schemas import EngineLoad

@@ -3,8 +3,6 @@
 This module is imported by vLLM's processes alone.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

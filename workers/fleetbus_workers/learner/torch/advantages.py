@@ -1,7 +1,5 @@
 """What a trainer adds to the advantages of a batch, token by token, once log-probabilities are known: a KL, a teacher."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import msgspec

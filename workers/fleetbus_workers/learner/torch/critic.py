@@ -4,8 +4,6 @@ Above it is the trainer, which asks it for advantages and lets it learn beside e
 and optimizer, so that its errors do not move the policy; checkpoints hold both, published versions only the policy.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path

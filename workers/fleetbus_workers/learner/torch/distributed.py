@@ -3,8 +3,6 @@
 Rank 0 runs the learner and calls `LeaderTrainer`; the other processes that ``torchrun`` started run `follow` and nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Engines know nothing of adapters or shards: what leaves here are whole tensors under the names of the model in the folder.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ tensor's gradient and weights to the CPU, updates them there and brings the weig
 of this process, tensor by tensor.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Transformers gives packed rows of SDPA a mask of all pairs of tokens, so that a 
 long one. Here each sequence has a causal call of its own. The linear layers still see the row whole.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

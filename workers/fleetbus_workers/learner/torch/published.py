@@ -4,8 +4,6 @@ Transformers keeps some weights in memory under other names than in files: the e
 hundreds there. What belongs together is gathered together, on the leader's CPU alone, and given back before the next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ in files as one matrix per expert and in memory as one per layer); here is what 
 sharded models wants accelerate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Above it are the environments of agents that are started here and of those that 
 and the paths of its conversations.
 """
 
-from __future__ import annotations
-
 import msgspec
 import structlog
 

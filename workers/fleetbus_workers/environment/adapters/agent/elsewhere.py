@@ -4,8 +4,6 @@ The agent outlives the worker that serves it. An attempt that takes over shows t
 agent's next call: what a call continues follows from the log, and so does the answer to a repetition of the last one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

@@ -6,8 +6,6 @@ or begins a segment, where the agent edited its history, changed its tools or st
 graded: by what it posted itself, or by the task's verifier, which may read the files of its working folder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``agent:SPEC``: a command, or a Python function ``MODULE:FUNCTION`` that gets the task and runs in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -4,8 +4,6 @@ In the sandbox an agent sees its program and its working folder, and reaches not
 worker. Without one, whatever an agent started is found by the labels in its variables, here or by a later worker on this host.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import tempfile

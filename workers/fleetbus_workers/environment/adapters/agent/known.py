@@ -3,8 +3,6 @@
 ``cases`` are those of ``tests/agents``: what is said of an agent here is what one of them shows, which a test checks.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 

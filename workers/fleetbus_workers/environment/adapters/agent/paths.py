@@ -5,8 +5,6 @@ anew, reasoning and ids are left out, a system prompt holds a number that change
 of what a message says: role, text, calls by name and JSON value. What the policy sampled is never rendered again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

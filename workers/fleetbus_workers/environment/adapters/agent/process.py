@@ -1,7 +1,5 @@
 """An agent as a process of this machine: in the sandbox or as this user, and what it may hold."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Mapping, Sequence

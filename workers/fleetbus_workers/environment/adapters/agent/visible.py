@@ -1,7 +1,5 @@
 """What an agent in the sandbox may read: its program and what that imports, without entries whose names begin with a dot."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -5,8 +5,6 @@ tool ``python`` or as a fenced block. Whatever the code does is an observation; 
 episode. A task's config may hold ``setup`` (code that runs before the episode begins) and ``seconds`` (for each piece of code).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from datetime import date

@@ -3,8 +3,6 @@
 Pure.
 """
 
-from __future__ import annotations
-
 import re
 
 _THOUGHT = re.compile(r"^.*</think>", re.DOTALL | re.IGNORECASE)

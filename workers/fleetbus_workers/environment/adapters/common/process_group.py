@@ -1,7 +1,5 @@
 """A command of an episode as a process of this machine, with all that it starts: its output, and its end, bounded in time."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -4,8 +4,6 @@ A task comes from a file that somebody else may have written, or over a gateway 
 ``config`` chooses no address, no environment variable and no module by itself, and no file at all.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 from collections.abc import Mapping

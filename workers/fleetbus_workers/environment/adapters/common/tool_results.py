@@ -1,7 +1,5 @@
 """Results of tool calls as messages of role ``tool``, for a policy whose own chat template writes tools."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

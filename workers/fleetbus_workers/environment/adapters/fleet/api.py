@@ -4,8 +4,6 @@ Above it is `host`; below it httpx. Facts are those of fleet-python 0.2.133 (rou
 that may come right if asked again is `FleetUnavailable`, any other `FleetRefused`. The key is in one header and nowhere else.
 """
 
-from __future__ import annotations
-
 import os
 import uuid
 from typing import Any

@@ -4,8 +4,6 @@ The source is read, never run: the platform runs it. The same source gives the s
 needs to be sent them once. Arguments are a pickle because that is what the platform loads; nothing is unpickled here.
 """
 
-from __future__ import annotations
-
 import ast
 import base64
 import hashlib

@@ -5,8 +5,6 @@ table of what fails: making the instance or listing its tools fails the episode;
 fails is an observation; an instance that died fails the episode.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

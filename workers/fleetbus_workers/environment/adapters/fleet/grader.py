@@ -3,8 +3,6 @@
 Whatever is not the policy's doing - the platform's failure, the verifier's, its judge's - is no verdict, and never a 0.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

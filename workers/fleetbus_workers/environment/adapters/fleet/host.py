@@ -8,8 +8,6 @@ label are; a worker that was killed stops their heartbeats, so the platform ends
 and the next worker of the run on this machine sweeps what carries the label of a process that is no more.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

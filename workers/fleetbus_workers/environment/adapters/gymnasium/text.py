@@ -4,8 +4,6 @@ Names come from the task, the table below, the environment's own enumeration or 
 spaces that are no choice of one, JSON are always understood. Above it is `gymnasium_environment`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

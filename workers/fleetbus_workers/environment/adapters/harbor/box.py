@@ -1,7 +1,5 @@
 """Where a Harbor task is played and graded: the protocol, with a Docker engine and with the sandbox behind it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path

@@ -3,8 +3,6 @@
 Everything is done while nothing runs in the box, so that what was looked at is what is used. Standard library alone.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

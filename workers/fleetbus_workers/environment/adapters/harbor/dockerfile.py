@@ -1,7 +1,5 @@
 """The part of a Dockerfile that needs no image: folders, files, variables and commands over this machine's own programs."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

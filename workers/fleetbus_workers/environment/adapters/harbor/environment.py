@@ -5,8 +5,6 @@ call of the tool ``bash`` or as a fenced block; an answer that says that it is d
 is an observation; only a box that cannot be had ends the episode.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Harbor environments of one worker: the folder that its operator named, what their boxes are made by, and boxes kept warm."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager

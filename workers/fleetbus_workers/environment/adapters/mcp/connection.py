@@ -5,8 +5,6 @@ pipeline inside the task that asked. It has no task and no stream of its own, so
 nothing to leave behind, and an episode costs half of what it costs over the SDK's in-memory transport.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math

@@ -4,8 +4,6 @@ Above it is `McpEnvironment`, which offers them beside a server's own when ``env
 leave the context in a segment of its own (docs/decisions/0116-episodes-are-trees.md): what is trained on is what was read.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ HTTP adds ways of dying that are no tool's fault: a gateway that answers for a d
 forgotten because the server restarted, a refused key. Each of them is `ServerGone`, never an error for the policy to read.
 """
 
-from __future__ import annotations
-
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager

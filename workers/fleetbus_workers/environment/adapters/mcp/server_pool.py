@@ -4,8 +4,6 @@ Above it is `McpEnvironment`, below it one `ClientConnection` per process. A pro
 episode in which every call came to its end; whatever was cancelled, timed out or died is closed instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

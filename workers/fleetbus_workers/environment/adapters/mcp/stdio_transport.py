@@ -3,8 +3,6 @@
 The SDK's own transport reads a line until it ends, however long it is, and joins it anew for every piece of it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence

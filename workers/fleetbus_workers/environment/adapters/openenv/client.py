@@ -4,8 +4,6 @@ Replies carry no id, so a socket is used by one call at a time, and never again 
 reconnects: the server would answer from a new environment that was never reset, and say nothing. Above it is `openenv`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ when a session of this worker ends, or after a pause that grows; the others wait
 the wait. Above it is `environment`, below it one `OpenEnvSession` per episode.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import AsyncIterator, Mapping

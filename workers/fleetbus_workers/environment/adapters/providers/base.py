@@ -4,8 +4,6 @@ Above it is an environment (`provided`); below it one provider per outside syste
 that say whose it is and until when it may live, so that a sweep finds what a crash left behind.
 """
 
-from __future__ import annotations
-
 import secrets
 from typing import Protocol
 

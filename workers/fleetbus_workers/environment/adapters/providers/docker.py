@@ -1,7 +1,5 @@
 """Servers as containers of a Docker engine. Blocking calls of docker-py run in threads and are waited for when cancelled."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial

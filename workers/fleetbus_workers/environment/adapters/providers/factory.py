@@ -3,8 +3,6 @@
 KIND is a kind of environment that takes a URL. The server is started for each episode, and the environment plays on its URL.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 

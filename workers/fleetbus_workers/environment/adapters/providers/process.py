@@ -1,7 +1,5 @@
 """Servers as processes of this machine: a command with ``{port}`` in it, as in ``uvicorn my.module:app --port {port}``."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -5,8 +5,6 @@ have been: it is repeated if the method only reads or resets, or if the server a
 same boundary); a step is not. Above it is `remote_gym`; beside it `ServerPool` chooses the server.
 """
 
-from __future__ import annotations
-
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ The keys are those of the protocol's own client. Two differ on purpose: ``timeou
 time limit, and ``token`` names an environment variable (``$NAME``), because a task travels in messages that are kept.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import urlsplit

@@ -4,8 +4,6 @@ A request is encoded once and repeated with the same boundary, by which a server
 functions that touch image data are slow and belong in a thread. Above it is `remote_gym_client`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ One warehouse has `ITEMS_PER_WAREHOUSE` of the twenty items with random ids, and
 field of one item; the agent must look the id up (`find_item`), read the field (`get_field`) and answer: three turns.
 """
 
-from __future__ import annotations
-
 import random
 
 import msgspec

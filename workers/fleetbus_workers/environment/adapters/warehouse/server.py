@@ -4,8 +4,6 @@ Above it is `McpEnvironment`, below it SQLite. One server per episode, made from
 warehouse through the two tools alone, the verifier through read-only `query`.
 """
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import zlib

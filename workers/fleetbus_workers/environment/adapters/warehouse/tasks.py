@@ -1,7 +1,5 @@
 """The default tasks, in memory or as a Fleet tasks file: train and held-out seeds never meet."""
 
-from __future__ import annotations
-
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.adapters.warehouse.items import draw_warehouse, question
 from fleetbus_workers.environment.isolation.verifier.own import WAREHOUSE

@@ -5,8 +5,6 @@ nothing else of the host, an empty /tmp of bounded size, no environment variable
 process that was started is killed. What works is not guessed: a probe runs in it and looks for leaks.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Frames between the worker and a process inside: four bytes of length, then JSON. What comes in is not trusted."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

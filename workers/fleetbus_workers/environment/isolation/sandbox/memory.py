@@ -1,7 +1,5 @@
 """The memory of all processes of a sandbox together: limits of the kernel hold for each process alone."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """What grading needs and gives: the protocol between an environment and whatever runs a task's verifier code."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 

@@ -1,7 +1,5 @@
 """The verifiers that ship with fleetbus: where nothing isolates, no others run unless the operator permits them."""
 
-from __future__ import annotations
-
 import re
 
 WAREHOUSE = '''\

@@ -1,7 +1,5 @@
 """The protocols that agents speak to language models, by the path of their endpoint."""
 
-from __future__ import annotations
-
 from fleetbus_workers.environment.adapters.agent.dialects import chat_completions, messages, responses
 from fleetbus_workers.environment.adapters.agent.dialects.base import Dialect
 

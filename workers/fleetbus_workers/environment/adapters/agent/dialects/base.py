@@ -1,7 +1,5 @@
 """What the endpoints that agents speak have in common: a call in, an answer out, whatever the protocol. Pure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, Protocol

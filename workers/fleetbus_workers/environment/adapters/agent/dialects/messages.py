@@ -1,7 +1,5 @@
 """Anthropic's messages: ``POST /v1/messages``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
