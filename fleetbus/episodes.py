@@ -10,16 +10,7 @@ from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.core.claims import EpisodeEntry, EpisodeState, fold_episode
 from fleetbus.core.history import Turn, fold_history
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
-from fleetbus_schemas import (
-    ANY_LANE,
-    Action,
-    EpisodeFinished,
-    MalformedMessage,
-    Message,
-    Observation,
-    Subjects,
-    encode,
-)
+from fleetbus_schemas import ANY_LANE, Action, EpisodeFinished, MalformedMessage, Message, Observation, Subjects, encode
 from fleetbus_schemas.message import M, decode_any
 from fleetbus_schemas.stored import STORED
 

@@ -129,15 +129,9 @@ def _write_text(folder: Path, tag: str, text: str) -> None:
     """An event file with one text: TensorBoard's writer has scalars only."""
     from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-not-found,import-untyped,unused-ignore]
     from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    from tensorboard.plugins.text.metadata import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        create_summary_metadata,
-    )
-    from tensorboard.summary.writer.event_file_writer import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        EventFileWriter,
-    )
-    from tensorboard.util.tensor_util import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        make_tensor_proto,
-    )
+    from tensorboard.plugins.text.metadata import create_summary_metadata  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from tensorboard.util.tensor_util import make_tensor_proto  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     metadata = create_summary_metadata(display_name=tag, description="")
     value = Summary.Value(tag=tag, tensor=make_tensor_proto([text.encode()]), metadata=metadata)

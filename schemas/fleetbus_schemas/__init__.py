@@ -31,13 +31,7 @@ from fleetbus_schemas.observation import Observation
 from fleetbus_schemas.policy import PolicyPublished, TensorEntry
 from fleetbus_schemas.retention import FloorRaised
 from fleetbus_schemas.segment import NEW_ROOT, ContextChange, EpisodeSegment, SegmentOrigin, SegmentReason
-from fleetbus_schemas.session import (
-    SessionAnswer,
-    SessionCall,
-    SessionClaimed,
-    SessionEnded,
-    SessionRecorded,
-)
+from fleetbus_schemas.session import SessionAnswer, SessionCall, SessionClaimed, SessionEnded, SessionRecorded
 from fleetbus_schemas.subjects import ANY_LANE, InvalidName, Subjects
 from fleetbus_schemas.training import (
     CheckpointStored,

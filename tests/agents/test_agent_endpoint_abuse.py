@@ -10,15 +10,7 @@ from fleetbus_workers.environment.adapters.agent.dialects import DIALECTS
 from fleetbus_workers.environment.adapters.agent.dialects.base import Answer, InvalidCall
 from fleetbus_workers.environment.adapters.agent.endpoint import AgentEndpoint
 from fleetbus_workers.environment.adapters.agent.sessions import MAX_REQUESTS
-from tests.agents.endpoint_support import (
-    ANSWER,
-    BODIES,
-    CHAT,
-    answer_next,
-    ask,
-    each_dialect,
-    serving,
-)
+from tests.agents.endpoint_support import ANSWER, BODIES, CHAT, answer_next, ask, each_dialect, serving
 
 
 async def test_a_page_of_another_site_is_refused() -> None:

@@ -14,11 +14,7 @@ import anyio
 import pytest
 
 from fleetbus.control import Control
-from fleetbus_schemas import (
-    Heartbeat,
-    WorkerStarted,
-    encode,
-)
+from fleetbus_schemas import Heartbeat, WorkerStarted, encode
 from fleetbus_workers.overview.run_observer import RunObserver
 from fleetbus_workers.overview.termination import Termination
 from tests.support.browser_page import CHROMIUM, MARKUP, SUBJECTS, opened, shot

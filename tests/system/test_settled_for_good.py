@@ -26,16 +26,7 @@ from fleetbus.config.settings import (
     RunSettings,
 )
 from fleetbus.core.floor import parse_group_number
-from fleetbus_schemas import (
-    EpisodeRequested,
-    FloorRaised,
-    SessionAnswer,
-    SessionCall,
-    Subjects,
-    Task,
-    decode,
-    encode,
-)
+from fleetbus_schemas import EpisodeRequested, FloorRaised, SessionAnswer, SessionCall, Subjects, Task, decode, encode
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.worker import run_environment
 from fleetbus_workers.gateway.openenv_episode import OpenEnvEpisode

@@ -7,13 +7,7 @@ from typing import Any
 
 import pytest
 
-from fleetbus.config.settings import (
-    Configuration,
-    EnvironmentSettings,
-    InferenceSettings,
-    LearnerSettings,
-    RunSettings,
-)
+from fleetbus.config.settings import Configuration, EnvironmentSettings, InferenceSettings, LearnerSettings, RunSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task
 from fleetbus_workers.assembly.vision import check_vision, load_local_tasks

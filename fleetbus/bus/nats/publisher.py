@@ -16,13 +16,7 @@ from fleetbus.bus.base import PublishAck
 from fleetbus.bus.nats.api import build_publish_error
 from fleetbus.bus.nats.connection import Connection
 from fleetbus.bus.nats.positions import Positions
-from fleetbus.bus.nats.protocol import (
-    NO_RESPONDERS,
-    check_subject,
-    header_block,
-    publish_with_headers_command,
-    status_of,
-)
+from fleetbus.bus.nats.protocol import NO_RESPONDERS, check_subject, header_block, publish_with_headers_command, status_of
 from fleetbus.bus.nats.request_mux import RESEND_SECONDS, Answer
 from fleetbus.errors import BusError, PublishUnanswered
 

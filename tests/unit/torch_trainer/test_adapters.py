@@ -13,10 +13,7 @@ from fleetbus.errors import UserError
 from fleetbus_workers.weights.file import read_weights
 from tests.support.checkpoints import store
 from tests.support.sampled_turns import make_batch, trainer
-from tests.support.trainable_model import (
-    CONFIGS,
-    make_model,
-)
+from tests.support.trainable_model import CONFIGS, make_model
 
 
 @pytest.fixture

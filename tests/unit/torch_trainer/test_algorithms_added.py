@@ -20,13 +20,7 @@ from fleetbus_workers.learner.batches import CreditPlan
 from fleetbus_workers.learner.hooks import check_hooks, load_advantage, load_loss
 from fleetbus_workers.learner.torch.advantages import add_teacher, apply_kl_penalty, normalise
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
-from tests.support.trainable_model import (
-    compute_distance,
-    compute_gradient,
-    compute_logprobs,
-    make_model,
-    make_sequence,
-)
+from tests.support.trainable_model import compute_distance, compute_gradient, compute_logprobs, make_model, make_sequence
 from tests.support.trainer_settings import trainer_settings
 
 PROMPT, COUNT = 12, 5

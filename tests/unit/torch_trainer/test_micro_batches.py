@@ -14,12 +14,7 @@ from fleetbus_workers.learner.torch import packed_attention
 from fleetbus_workers.learner.torch.batches import group_packed, group_padded, split_micro_batches
 from fleetbus_workers.learner.torch.packed_attention import NAME
 from tests.support.sampled_turns import make_batch, trainer
-from tests.support.trainable_model import (
-    CONFIGS,
-    compute_distance,
-    compute_gradient,
-    make_model,
-)
+from tests.support.trainable_model import CONFIGS, compute_distance, compute_gradient, make_model
 
 
 def test_rows_are_packed_up_to_the_budget_and_every_sequence_comes_once() -> None:

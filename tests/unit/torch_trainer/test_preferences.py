@@ -15,13 +15,7 @@ from transformers import AutoModelForCausalLM
 from fleetbus.errors import UserError
 from fleetbus_workers.cli.learn import command
 from fleetbus_workers.learner.preference_pairs import Pair, select_pairs
-from fleetbus_workers.learner.preferences import (
-    build_trainer,
-    compute_likelihoods,
-    compute_preferences,
-    prefer,
-    take_step,
-)
+from fleetbus_workers.learner.preferences import build_trainer, compute_likelihoods, compute_preferences, prefer, take_step
 from tests.support.trainable_model import compute_distance, make_sequence
 from tests.support.trainer_settings import trainer_settings
 from tests.unit.torch_trainer.test_learn_from_recordings import played, record

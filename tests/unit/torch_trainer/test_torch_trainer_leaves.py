@@ -20,12 +20,7 @@ from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.batches import CreditPlan, build_sequence
 from fleetbus_workers.learner.leaves import list_leaves, split_sequence
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
-from tests.support.trainable_model import (
-    VOCABULARY,
-    compute_distance,
-    compute_gradient,
-    compute_logprobs,
-)
+from tests.support.trainable_model import VOCABULARY, compute_distance, compute_gradient, compute_logprobs
 from tests.support.trainer_settings import trainer_settings
 
 PROMPT = list(range(3, 27))

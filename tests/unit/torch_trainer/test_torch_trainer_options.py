@@ -21,10 +21,7 @@ from fleetbus_workers.weights.delta import write_smaller
 from fleetbus_workers.weights.file import read_weights
 from tests.support.checkpoints import store
 from tests.support.sampled_turns import PROMPT, make_batch, trainer
-from tests.support.trainable_model import (
-    compute_distance,
-    compute_gradient,
-)
+from tests.support.trainable_model import compute_distance, compute_gradient
 from tests.support.trainer_settings import trainer_settings
 
 

@@ -8,11 +8,7 @@ from typing import Any
 
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
-from fleetbus_workers.environment.adapters.python_class.environment import (
-    build_class_factory,
-    check_class,
-    parse_device_names,
-)
+from fleetbus_workers.environment.adapters.python_class.environment import build_class_factory, check_class, parse_device_names
 from fleetbus_workers.environment.base import Environment
 from fleetbus_workers.environment.specs import PYTHON_OBJECT
 

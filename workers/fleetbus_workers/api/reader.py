@@ -16,21 +16,8 @@ from fleetbus.config.run_folder import read_earlier_configuration, run_folder
 from fleetbus.config.settings import Configuration
 from fleetbus.core.failure_kinds import FailureKinds
 from fleetbus.errors import UserError
-from fleetbus.recording.episodes import (
-    EpisodeIndex,
-    EpisodeRow,
-    Transcript,
-    build_episode_subjects,
-    read_transcript,
-)
-from fleetbus.recording.rows import (
-    StepFold,
-    StepRow,
-    TokenRow,
-    TranscriptFold,
-    build_token_row,
-    list_transcript_subjects,
-)
+from fleetbus.recording.episodes import EpisodeIndex, EpisodeRow, Transcript, build_episode_subjects, read_transcript
+from fleetbus.recording.rows import StepFold, StepRow, TokenRow, TranscriptFold, build_token_row, list_transcript_subjects
 from fleetbus_schemas.subjects import InvalidName, check_name
 from fleetbus_workers.api.own_loop import iterate_in_own_loop
 from fleetbus_workers.api.tables import (

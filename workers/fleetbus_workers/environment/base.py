@@ -9,16 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from fleetbus_schemas import (
-    Action,
-    ChatMessage,
-    ContextChange,
-    EpisodeRequested,
-    Observation,
-    Task,
-    ToolOutput,
-    ToolSpec,
-)
+from fleetbus_schemas import Action, ChatMessage, ContextChange, EpisodeRequested, Observation, Task, ToolOutput, ToolSpec
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):

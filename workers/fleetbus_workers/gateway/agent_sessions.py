@@ -16,13 +16,7 @@ from fleetbus.episodes import read_episode_state
 from fleetbus.errors import RequestUnanswered
 from fleetbus.notifier import Notifier
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, MalformedMessage, Subjects, decode
-from fleetbus_workers.environment.adapters.agent.sessions import (
-    MOVED,
-    AgentSession,
-    KeyRefused,
-    SessionMoved,
-    TooManyCalls,
-)
+from fleetbus_workers.environment.adapters.agent.sessions import MOVED, AgentSession, KeyRefused, SessionMoved, TooManyCalls
 from fleetbus_workers.gateway.agent_keys import SessionKeys
 
 OWN_PREFIX = "session-"

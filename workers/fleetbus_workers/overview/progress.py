@@ -9,13 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from fleetbus.core.learning_signal import LearningSignal
-from fleetbus_schemas import (
-    EpisodeFinished,
-    EvaluationFinished,
-    Message,
-    PolicyPublished,
-    StepTrained,
-)
+from fleetbus_schemas import EpisodeFinished, EvaluationFinished, Message, PolicyPublished, StepTrained
 from fleetbus_schemas.stored import STORED
 from fleetbus_workers.overview.training_history import TrainingHistory
 from fleetbus_workers.overview.worker_registry import WorkerRegistry

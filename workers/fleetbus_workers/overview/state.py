@@ -16,15 +16,7 @@ import msgspec
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.recording.episodes import EpisodeIndex, EpisodeRow
-from fleetbus_schemas import (
-    GRADED,
-    AttemptStarted,
-    CheckpointStored,
-    EpisodeFinished,
-    LineageStarted,
-    Message,
-    StepTrained,
-)
+from fleetbus_schemas import GRADED, AttemptStarted, CheckpointStored, EpisodeFinished, LineageStarted, Message, StepTrained
 from fleetbus_workers.overview.progress import Progress
 from fleetbus_workers.overview.termination import TerminationState
 from fleetbus_workers.overview.training_history import TrainingHistory

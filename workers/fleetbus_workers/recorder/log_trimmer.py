@@ -19,15 +19,7 @@ from fleetbus.episodes import read_entry
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
 from fleetbus.runtime import Runtime
 from fleetbus.trim_limit import compute_trim_limit
-from fleetbus_schemas import (
-    EpisodeFinished,
-    FloorRaised,
-    Message,
-    SessionEnded,
-    SessionRecorded,
-    Subjects,
-    encode,
-)
+from fleetbus_schemas import EpisodeFinished, FloorRaised, Message, SessionEnded, SessionRecorded, Subjects, encode
 from fleetbus_schemas.stored import STORED
 
 SAMPLES_PER_WINDOW = 64

@@ -23,11 +23,7 @@ from fleetbus.config.settings import EnvironmentSettings
 from fleetbus.python_process import build_module_command
 from fleetbus.user_code import load_callable
 from fleetbus_schemas import Action, Task
-from fleetbus_workers.environment.adapters.python_class.environment import (
-    assign_device,
-    check_class,
-    parse_device_names,
-)
+from fleetbus_workers.environment.adapters.python_class.environment import assign_device, check_class, parse_device_names
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.images.observation import EncodedImage
 from fleetbus_workers.environment.isolation.sandbox.channel import Channel, ChannelBroken

@@ -19,12 +19,7 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
     write_arguments,
     write_event,
 )
-from fleetbus_workers.environment.adapters.agent.dialects.chat_completions import (
-    KEEPALIVE,
-    ROLES,
-    parse_function,
-    render_error,
-)
+from fleetbus_workers.environment.adapters.agent.dialects.chat_completions import KEEPALIVE, ROLES, parse_function, render_error
 
 __all__ = ["KEEPALIVE", "parse", "render", "render_error", "stream"]
 
