@@ -42,7 +42,7 @@ CONTRACT = (
     "fleetbus/core/ledger.py",
     "fleetbus/core/lineage.py",
     "fleetbus/core/retention.py",
-    "fleetbus/core/reward_bounds.py",
+    "fleetbus/core/reward_components.py",
     "fleetbus/actions.py",
     "fleetbus/episodes.py",
     "fleetbus/lanes.py",

@@ -1,7 +1,6 @@
 """Structured logs of one process: lines for people or JSON, on standard error or in a file, without secrets.
 
-Set up once per process with `configure_logs`; what happens inside a session is bound with `bind_log_context` and travels along
-with the
+Set up once per process with `configure_logs`; what `structlog.contextvars` binds travels along with the
 task. Log calls take an event and keywords, never a formatted sentence.
 """
 
@@ -87,13 +86,6 @@ def _configure_libraries(target: TextIO, context: Processors, rendering: Process
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-
-
-@contextmanager
-def bind_log_context(**values: object) -> Iterator[None]:
-    """Bind run, role, worker, episode, attempt or turn to every line that this task logs inside the block."""
-    with structlog.contextvars.bound_contextvars(**values):
-        yield
 
 
 def redact_event(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, object]:

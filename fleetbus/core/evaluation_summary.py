@@ -5,12 +5,30 @@ Only graded episodes count; one that failed in the infrastructure is not evidenc
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from fleetbus.core.success import is_success
 from fleetbus_schemas import GRADED, EpisodeFinished
+
+SUCCESS = 1.0
+"""A reward of at least this is a success where the environment does not say, unless the settings give another threshold."""
+
+SUCCESS_KEYS = ("success", "is_success")
+"""What environments of Gymnasium, of VAGEN and their like call it in their ``info``."""
+
+
+def success_in(info: Mapping[str, object]) -> bool | None:
+    """What an environment's ``info`` says of success; None if it says nothing."""
+    for key in SUCCESS_KEYS:
+        if isinstance(info.get(key), (bool, int, float)):
+            return bool(info[key])
+    return None
+
+
+def is_success(result: EpisodeFinished, threshold: float = SUCCESS) -> bool:
+    """Whether a graded episode is a success: as its environment says, else with a reward of at least ``threshold``."""
+    return (result.reward or 0.0) >= threshold if result.success is None else result.success
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

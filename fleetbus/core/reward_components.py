@@ -1,7 +1,24 @@
 """A reward out of named components: which count, with what weight, and what is missing. Pure."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+MAX_ABS_REWARD = 1e6
+"""Default of `environment.max_abs_reward`."""
+
+NOT_FINITE, OUT_OF_BOUNDS = "reward_not_finite", "reward_out_of_bounds"
+
+
+def find_reward_problem(rewards: Iterable[float], limit: float) -> str:
+    """The error class of the first reward that is not a number from ``-limit`` to ``limit``, empty if all are: two of 1e308 add
+    up to infinity, and advantages of a whole batch become NaN."""
+    for reward in rewards:
+        if not math.isfinite(reward):
+            return NOT_FINITE
+        if abs(reward) > limit:
+            return OUT_OF_BOUNDS
+    return ""
+
 
 VERIFIER, JUDGE = "verifier", "judge"
 """Names that are fleetbus's own: the environment's verdict, and a judge's score from 0 to 1."""

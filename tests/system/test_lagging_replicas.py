@@ -14,7 +14,7 @@ from fleetbus.bus.nats import bus as nats_bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.bus.nats.direct import get_histories, get_last
-from fleetbus.bus.nats.positions import REMEMBERED, Positions
+from fleetbus.bus.nats.publisher import REMEMBERED, Positions
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import SequenceConflict

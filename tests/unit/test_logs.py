@@ -13,7 +13,7 @@ import pytest
 import structlog
 
 from fleetbus.config.settings import LogSettings
-from fleetbus.logs import bind_log_context, configure_logs, redact_event
+from fleetbus.logs import configure_logs, redact_event
 
 SEED = "S" + "UAB" * 19
 
@@ -30,7 +30,7 @@ def json_stream(**values: Any) -> io.StringIO:
 
 def test_json_lines_carry_what_is_bound() -> None:
     stream = json_stream(run="r", role="environment", worker="environment-0")
-    with bind_log_context(episode="e1", attempt=2, turn=3):
+    with structlog.contextvars.bound_contextvars(episode="e1", attempt=2, turn=3):
         structlog.get_logger().info("stepped", seconds=0.5)
     structlog.get_logger().info("idle")
     first, second = json_lines(stream)
@@ -45,7 +45,7 @@ async def test_what_one_task_binds_does_not_show_in_another() -> None:
     stream = json_stream()
 
     async def session(episode: str, mine: anyio.Event, theirs: anyio.Event) -> None:
-        with bind_log_context(episode=episode):
+        with structlog.contextvars.bound_contextvars(episode=episode):
             mine.set()
             await theirs.wait()
             structlog.get_logger().info("stepped", of=episode)

@@ -6,9 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from fleetbus.core.evaluation_summary import summarise_results
+from fleetbus.core.evaluation_summary import is_success, success_in, summarise_results
 from fleetbus.core.groups import Group
-from fleetbus.core.success import is_success, success_in
 from fleetbus_schemas import ActionReference, ChatMessage, EpisodeFinished, Image, Text
 from fleetbus_workers.environment.episode.normalization import clip_values, format_text
 from fleetbus_workers.learner.batch_metrics import compute_group_metrics

@@ -28,9 +28,8 @@ from fleetbus.bus.nats.connection import Connection, open_connection
 from fleetbus.bus.nats.declare import declare
 from fleetbus.bus.nats.direct import get_histories, get_last, get_last_of_each, get_next
 from fleetbus.bus.nats.objects import NatsObjectStore
-from fleetbus.bus.nats.positions import Positions
 from fleetbus.bus.nats.protocol import parse_time_ns
-from fleetbus.bus.nats.publisher import Publisher
+from fleetbus.bus.nats.publisher import Positions, Publisher
 from fleetbus.bus.nats.pull_subscription import open_subscription
 from fleetbus.bus.nats.reader import merge_entries, open_reader, scan_histories, split_filters
 from fleetbus.bus.nats.retention_api import count_unacked, list_floors, list_subjects, purge, read_floor

@@ -1,7 +1,7 @@
 """Direct gets: single entries and whole histories of literal subjects, without any consumer.
 
 On a replicated stream any replica may answer, so an entry that was acked a moment ago may still be missing: the bus asks again
-where it knows better (`fleetbus.bus.nats.positions`), and compare-and-set refuses who writes upon what is old. Above it is the
+where it knows better (`fleetbus.bus.nats.publisher`), and compare-and-set refuses who writes upon what is old. Above it is the
 bus; below it the exchange.
 """
 

@@ -7,18 +7,42 @@ id until it is answered. Above it is the bus; below it the exchange.
 import asyncio
 import re
 import secrets
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Iterable
 
 import anyio
 import msgspec
 
-from fleetbus.bus.base import PublishAck
+from fleetbus.bus.base import PublishAck, StreamEntry
 from fleetbus.bus.nats.api import build_publish_error
 from fleetbus.bus.nats.connection import Connection
-from fleetbus.bus.nats.positions import Positions
 from fleetbus.bus.nats.protocol import NO_RESPONDERS, check_subject, header_block, publish_with_headers_command, status_of
 from fleetbus.bus.nats.request_mux import RESEND_SECONDS, Answer
 from fleetbus.errors import BusError, PublishUnanswered
+
+REMEMBERED = 4096
+"""Most subjects remembered; the least recently updated one is dropped first."""
+
+
+class Positions:
+    """The highest known position of each subject."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, int] = OrderedDict()
+
+    def note(self, subject: str, sequence: int) -> None:
+        """An entry at this position stands on the subject."""
+        self._known[subject] = max(sequence, self._known.pop(subject, 0))
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+
+    def is_behind(self, subjects: Iterable[str], found: Iterable[StreamEntry]) -> bool:
+        """True if entries were read of these literal subjects that end before what is known to stand there."""
+        expected = {subject: self._known[subject] for subject in subjects if subject in self._known}
+        if not expected:
+            return False
+        last = {entry.subject: entry.sequence for entry in found}
+        return any(last.get(subject, 0) < sequence for subject, sequence in expected.items())
 
 
 class PublishWindow:

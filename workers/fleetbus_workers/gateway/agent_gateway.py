@@ -4,8 +4,6 @@ The worker is as any other - claims, leases, time limits, takeover, drain - but 
 asks for one. Its environments wait for calls over HTTP. A second connection asks for evaluations, which a worker must not.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

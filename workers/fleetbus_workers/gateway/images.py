@@ -1,7 +1,5 @@
 """Images on their way to a client: read from where the environment put them, in the wanted format. Codecs run in threads."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence

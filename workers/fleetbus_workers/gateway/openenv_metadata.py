@@ -1,7 +1,5 @@
 """Static routes of an OpenEnv gateway: health, metadata, schemas, OpenAPI, and 501 for its task routes."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from typing import Any
 

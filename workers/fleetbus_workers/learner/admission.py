@@ -1,7 +1,5 @@
 """Requests groups as fast as staleness and the log allow; open requests of earlier lineages are taken over first."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import structlog
 
+from fleetbus.core.evaluation_summary import is_success
 from fleetbus.core.groups import Group
-from fleetbus.core.success import is_success
-from fleetbus_schemas import EpisodeFinished
+from fleetbus.core.learning_signal import LearningSignal
+from fleetbus_schemas import EpisodeFinished, StepTrained
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.pool import GroupPool
 
@@ -87,3 +88,28 @@ def compute_advantage_metrics(sequences: Sequence[TrainingSequence]) -> dict[str
         "advantage_size_mean": float(np.abs(found).mean()),
         "advantage_moment": float((found.astype(np.float64) * np.linspace(0.0, 1.0, len(found))).mean()),
     }
+
+
+log = structlog.get_logger()
+
+
+class SignalLog:
+    """Takes every step of this learner's lineage as it is trained."""
+
+    def __init__(self) -> None:
+        self._signal = LearningSignal()
+        self._logged_kind = ""
+
+    def record_step(self, step: StepTrained, now_ns: int) -> None:
+        self._signal.apply(step, now_ns)
+        found = self._signal.latest
+        kind = found.kind if found is not None else ""
+        if kind == self._logged_kind:
+            return
+        self._logged_kind = kind
+        if found is None:
+            log.info("learning signal has returned", step=step.step)
+        elif found.kind == "solved":
+            log.info(found.reason, advice=found.advice)
+        else:
+            log.warning(found.reason, advice=found.advice)

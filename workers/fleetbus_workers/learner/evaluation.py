@@ -2,7 +2,7 @@
 
 import anyio
 
-from fleetbus.core.success import is_success
+from fleetbus.core.evaluation_summary import is_success
 from fleetbus.requests import Requests
 from fleetbus_schemas import GRADED, EpisodeFinished, EvaluationFinished, Task
 

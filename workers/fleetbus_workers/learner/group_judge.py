@@ -13,8 +13,7 @@ import structlog
 
 from fleetbus.control import run_until_drained
 from fleetbus.core.groups import Group
-from fleetbus.core.reward_bounds import find_reward_problem
-from fleetbus.core.reward_components import JUDGE
+from fleetbus.core.reward_components import JUDGE, find_reward_problem
 from fleetbus_schemas import EpisodeFinished
 from fleetbus_workers.judge.failure import JudgeFailed
 

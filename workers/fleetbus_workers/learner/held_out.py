@@ -1,8 +1,6 @@
 """Held-out tasks played on demand, beside a learner or without one: asked for as ``eval`` episodes, which are never trained
 on."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 

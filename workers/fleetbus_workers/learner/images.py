@@ -1,7 +1,5 @@
 """The images that episodes were shown, read again for training. An episode whose image is gone is excluded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import anyio

@@ -15,7 +15,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.core.capacity import lag
 from fleetbus.core.groups import Group
 from fleetbus.core.ledger import Ledger
-from fleetbus.core.reward_bounds import MAX_ABS_REWARD, find_reward_problem
+from fleetbus.core.reward_components import MAX_ABS_REWARD, find_reward_problem
 from fleetbus.core.shaping import has_zero_variance
 from fleetbus_schemas import EpisodeFinished, Exclusion
 

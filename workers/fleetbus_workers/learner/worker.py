@@ -26,7 +26,7 @@ from fleetbus_schemas import EpisodeFinished, Heartbeat, LineageStarted, StepTra
 from fleetbus_workers.images.reader import image_reader
 from fleetbus_workers.learner.admission import Admission
 from fleetbus_workers.learner.base import Trainer
-from fleetbus_workers.learner.batch_metrics import compute_advantage_metrics, measure_groups
+from fleetbus_workers.learner.batch_metrics import SignalLog, compute_advantage_metrics, measure_groups
 from fleetbus_workers.learner.batches import CreditPlan, read_sequences
 from fleetbus_workers.learner.checkpoint_storage import CheckpointStorage
 from fleetbus_workers.learner.checkpoints import Checkpoint
@@ -43,7 +43,6 @@ from fleetbus_workers.learner.resume import (
     select_lineage_settings,
     wait_for_resume_point,
 )
-from fleetbus_workers.learner.signal_log import SignalLog
 from fleetbus_workers.learner.training_digest import train_with_digests
 from fleetbus_workers.weights.store import get_object_store, open_store
 

@@ -1,7 +1,5 @@
 """Serves an ASGI application until a stop event; running requests are then finished, within limits."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any

@@ -13,7 +13,7 @@ import anyio
 import msgspec
 
 from fleetbus.config.settings import Configuration
-from fleetbus.core.reward_bounds import find_reward_problem
+from fleetbus.core.reward_components import find_reward_problem
 from fleetbus.core.tool_calls import parse_tool_calls
 from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
 from fleetbus_workers.environment.base import Environment, Start, Step, Verdict

@@ -1,7 +1,5 @@
 """Who plays an episode that is checked: scripted texts, or random calls of the offered tools. Pure."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

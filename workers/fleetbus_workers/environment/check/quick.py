@@ -1,7 +1,5 @@
 """The part of the check that `up` runs first: one short episode of a class of the user's own, given up after a second."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import partial

@@ -16,10 +16,10 @@ import structlog
 
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
 from fleetbus.core.context import SUMMARY_KEPT, SUMMARY_REQUEST, format_status_line
+from fleetbus.core.evaluation_summary import success_in
 from fleetbus.core.history import Turn, loss_mask
-from fleetbus.core.reward_bounds import find_reward_problem
+from fleetbus.core.reward_components import find_reward_problem
 from fleetbus.core.segments import SegmentError
-from fleetbus.core.success import success_in
 from fleetbus.deadlines import Deadlines
 from fleetbus_schemas import (
     GRADED,

@@ -3,8 +3,6 @@
 Above it are the environments, which are given `build_image_store` as a function; below it the object store of the bus.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import OrderedDict
 

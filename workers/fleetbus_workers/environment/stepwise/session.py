@@ -11,7 +11,7 @@ import msgspec
 import structlog
 
 from fleetbus.core.journal import Journal, JournalEntry, build_refusal
-from fleetbus.core.reward_bounds import find_reward_problem
+from fleetbus.core.reward_components import find_reward_problem
 from fleetbus.core.tool_calls import parse_tool_calls
 from fleetbus.core.turn_credit import unpaid_reward
 from fleetbus.deadlines import Deadlines

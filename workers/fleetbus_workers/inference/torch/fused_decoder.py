@@ -6,8 +6,6 @@ product. This file arranges weights and indices; the arithmetic is in `fleetbus_
 full attention only; any other model runs through `fleetbus_workers.inference.torch.generic`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

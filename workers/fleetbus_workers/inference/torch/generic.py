@@ -4,8 +4,6 @@ Extra tokens of joining rows run as one right-padded batch through the model wit
 batch on views of the cache. Full and sliding attention; models with recurrent state or chunked attention are refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ stands its SHA-256, made while it was written. Nothing that is read is run: the 
 its own classes are taken.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

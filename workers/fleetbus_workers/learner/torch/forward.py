@@ -5,8 +5,6 @@ public cache interface, and their gradients are collected and sent through the p
 where a token was sampled. The gradient is that of the plain forward pass over every whole sequence.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 

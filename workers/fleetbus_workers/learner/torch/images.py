@@ -4,8 +4,6 @@ Ids are coded as in the engine (`fleetbus_workers.images.embedding`), so that a 
 same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ What a chunk computes is computed again when gradients flow through it, so that 
 entries of a vocabulary 8,192 tokens have 5 GB of logits, and what the softmax and its gradient make of them is four times that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Modules are looked up in FOLDER after everything that is installed.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

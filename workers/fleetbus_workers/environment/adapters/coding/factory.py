@@ -1,7 +1,5 @@
 """Coding environments of one worker: which isolation they use, and the watch over the memory of all of them."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from weakref import WeakSet

@@ -1,7 +1,5 @@
 """Environments on Fleet as a worker makes them: settings and key in, one `McpEnvironment` per episode out."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager

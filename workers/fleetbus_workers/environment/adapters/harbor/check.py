@@ -1,7 +1,5 @@
 """Whether Harbor tasks hold: their own solution gets the full reward, and doing nothing does not."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import anyio

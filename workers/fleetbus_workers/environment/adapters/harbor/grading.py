@@ -1,7 +1,5 @@
 """Grades a step of a Harbor task: the tests enter when all of the agent has ended, and the reward is read from a file."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

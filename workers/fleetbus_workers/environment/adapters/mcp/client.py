@@ -5,8 +5,6 @@ time limits of their own. So each connection lives in a task of the `ConnectionH
 starts that task, closing asks it to end, and both may be cancelled at any point.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence

@@ -4,8 +4,6 @@ Above it is the session of an environment worker; below it one `Connection` per 
 call is part of the observation; only a server that is gone ends the episode.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from datetime import date
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 Above it is `specs`, which reads what a user writes; below it the connections.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

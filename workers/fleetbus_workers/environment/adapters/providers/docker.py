@@ -1,6 +1,6 @@
 """Servers as containers of a Docker engine. Blocking calls of docker-py run in threads and are waited for when cancelled."""
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -81,14 +81,12 @@ class DockerProvider:
         *,
         port: int,
         command: Sequence[str] = (),
-        variables: Mapping[str, str] | None = None,
         memory_bytes: int = 2 << 30,
         cpus: float = 1.0,
     ) -> None:
         self._image = image
         self._port = port
         self._command = list(command)
-        self._variables = dict(variables or {})
         self._memory_bytes = memory_bytes
         self._cpus = cpus
         self._engine = DockerEngine()
@@ -98,7 +96,6 @@ class DockerProvider:
         options = {
             "name": name,
             "command": self._command or None,
-            "environment": self._variables,
             "labels": labels.to_mapping(),
             "detach": True,
             "init": True,

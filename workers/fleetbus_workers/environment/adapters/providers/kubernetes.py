@@ -3,8 +3,6 @@
 The Job is the safety net: it ends by itself when the episode's time is up, and the cluster removes it then.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar

@@ -36,7 +36,7 @@ def select_variables(variables: Mapping[str, str], listed: Collection[str]) -> d
 class ProcessProvider:
     """Runs ``command`` on a free port of this machine's loopback, once per episode."""
 
-    def __init__(self, command: str, *, variables: Mapping[str, str] | None = None, passed: Collection[str] = ()) -> None:
+    def __init__(self, command: str, *, passed: Collection[str] = ()) -> None:
         self._passed = passed
         try:
             self._command = shlex.split(command)
@@ -46,16 +46,13 @@ class ProcessProvider:
             raise UserError(f"the command must contain {{port}}, as in uvicorn module:app --port {{port}}: {command}")
         if shutil.which(self._command[0]) is None:
             raise UserError(f"command {self._command[0]!r} not found; install it or give its path")
-        self._variables = variables or {}
         self._running: dict[str, ProcessGroup] = {}
 
     async def start(self, labels: Labels) -> ProvidedServer:
         port, name = _find_free_port(), generate_server_name()
         variables = select_variables(os.environ, self._passed) | build_label_variables(labels)
         command = [part.replace("{port}", str(port)) for part in self._command]
-        self._running[name] = await ProcessGroup.start(
-            command, called="the command", variables={**variables, **self._variables}
-        )
+        self._running[name] = await ProcessGroup.start(command, called="the command", variables=variables)
         return ProvidedServer(name=name, url=f"http://127.0.0.1:{port}")
 
     async def find_problem(self, server: ProvidedServer) -> str:

@@ -4,8 +4,6 @@ A class has the six calls of `Environment` and ``replayable``. Blocking code nev
 runs on in its thread, and the next call of that episode waits until it has ended, so that calls never overlap.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import threading

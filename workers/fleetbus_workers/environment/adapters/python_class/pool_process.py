@@ -4,8 +4,6 @@ Frames on the first FD (four bytes of length, then JSON) hold one call each; the
 other end closes, or the second FD does because the worker died, the process ends at once, whatever the class is doing.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -1,7 +1,5 @@
 """OpenAI's chat completions: ``POST /v1/chat/completions``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """OpenAI's responses: ``POST /v1/responses``, without stored responses: every call brings its whole input."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
