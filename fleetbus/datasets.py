@@ -6,6 +6,8 @@ the hash of the bytes, so that a file that was changed between two runs is anoth
 before a run starts. HTTP and S3 need ``pip install 'fleetbus[datasets]'``, Parquet too.
 """
 
+from __future__ import annotations
+
 import hashlib
 import posixpath
 import re

@@ -14,6 +14,8 @@ FleetbusError
     └── BusClosed             the connection is gone for good
 """
 
+from __future__ import annotations
+
 import errno
 from collections.abc import Iterator, Sequence
 

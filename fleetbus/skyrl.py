@@ -8,6 +8,8 @@ per call, 600); a server that wants a key gets that of ``FLEETBUS_NATS_AUTH``. `
 coroutines. Needs the extra ``skyrl``.
 """
 
+from __future__ import annotations
+
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

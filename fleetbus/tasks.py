@@ -5,6 +5,8 @@ list. Names as Fleet exports them are understood (see `Task`); every field that 
 ``config``, where its environment finds it.
 """
 
+from __future__ import annotations
+
 import ast
 import json
 import os

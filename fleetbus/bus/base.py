@@ -5,6 +5,8 @@ to the promises written here. Anything sent may be delivered again, and an unans
 rely on compare-and-set, never on the duplicate window.
 """
 
+from __future__ import annotations
+
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol

@@ -3,6 +3,8 @@
 Above it are the workers; below it the server's switchboard. Nothing here is stored, and nothing here runs by itself.
 """
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar

@@ -1,5 +1,7 @@
 """The connection of one client to the in-memory server, as far as it can be up or down."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import anyio

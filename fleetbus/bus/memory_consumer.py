@@ -4,6 +4,8 @@ Leases expire when somebody looks: every call says what time it is, and those wh
 task and no timer here. Above it are the subscriptions; below it the stream.
 """
 
+from __future__ import annotations
+
 import heapq
 from collections import deque
 from typing import Protocol

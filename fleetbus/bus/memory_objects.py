@@ -1,5 +1,7 @@
 """An object store in memory: of a replay, and of tests. See `fleetbus.bus.objects.ObjectStore`."""
 
+from __future__ import annotations
+
 from collections.abc import MutableMapping
 from pathlib import Path
 

@@ -4,6 +4,8 @@ Plain data without tasks or waiting; the caller says what time it is. Above it a
 on it and hear of every new entry.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,5 +1,7 @@
 """Subjects with wildcards, as NATS reads them: ``*`` is one token, a final ``>`` is one or more."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 

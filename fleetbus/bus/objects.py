@@ -4,6 +4,8 @@ The one place where the name of an object is checked. Names come out of messages
 readers make files of them; every store refuses a name that `check_object_name` refuses, whatever its caller checked.
 """
 
+from __future__ import annotations
+
 import hashlib
 import re
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Streams and consumers as data: what `fleetbus up` and `fleetbus init` create, and what workers bind to by name."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import msgspec

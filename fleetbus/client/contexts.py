@@ -10,6 +10,8 @@ They change as those of an episode do that environment workers play with the run
 was sampled in a context that is left remains to be trained: `PolicyContexts.segments` has them all.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from typing import Any
 

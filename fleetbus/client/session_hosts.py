@@ -1,5 +1,7 @@
 """Environment workers that host step-wise sessions, known by their heartbeats."""
 
+from __future__ import annotations
+
 from collections.abc import Collection
 
 import anyio

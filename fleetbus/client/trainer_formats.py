@@ -1,5 +1,7 @@
 """Episodes in the shapes of other trainers. Pure: no import of theirs."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

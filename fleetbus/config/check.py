@@ -1,5 +1,7 @@
 """What must hold between settings, beyond the limits of each one. Pure."""
 
+from __future__ import annotations
+
 from fleetbus.config.engine_arguments import parse_engine_arguments
 from fleetbus.config.settings import AlgorithmSettings, Configuration, EpisodeSettings, LearnerSettings, TrainerSettings
 from fleetbus.errors import UserError

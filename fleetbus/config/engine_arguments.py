@@ -1,5 +1,7 @@
 """Arguments of vLLM that are passed on as they are, and how many GPUs an engine with them takes. Pure."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -3,6 +3,8 @@
 Above it are `load` (values from files, variables and flags) and the command line (which makes flags of it). Pure.
 """
 
+from __future__ import annotations
+
 import math
 import typing
 from collections.abc import Mapping

@@ -4,6 +4,8 @@ Whatever is wrong is one `UserError` that names where it stands, the key, the va
 else; the caller says which variables and flags there are.
 """
 
+from __future__ import annotations
+
 import difflib
 import re
 import tomllib

@@ -1,5 +1,7 @@
 """Where the files of a run lie: ``<run.folder>/<run.name>/``. Paths only, and the configuration of the run's last start."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import msgspec

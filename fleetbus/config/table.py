@@ -1,5 +1,7 @@
 """What all tables of the configuration have in common."""
 
+from __future__ import annotations
+
 import msgspec
 
 

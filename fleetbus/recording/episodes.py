@@ -1,5 +1,7 @@
 """Episodes as people look for them: one row per episode, and what was said in one of them. A fold of log entries; pure."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 import msgspec

@@ -4,6 +4,8 @@ Entries come from the bus, an archive or another recording; they are cleaned, en
 at a time, so that the event loop keeps reading.
 """
 
+from __future__ import annotations
+
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path

@@ -9,6 +9,8 @@ every further one the first byte is its kind and the rest is zlib-compressed msg
 * ``Z``: a `RecordingEnd`. Without it the writer was cut off: what is whole before is readable.
 """
 
+from __future__ import annotations
+
 import hashlib
 import os
 import zlib

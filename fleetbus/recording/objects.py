@@ -5,6 +5,8 @@ their names are their hashes. So a recording without secrets leaves out whatever
 pictures have not been inspected.
 """
 
+from __future__ import annotations
+
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Reading a recording, also one whose writer was cut off: everything before the damage, and word of the damage. Blocking."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from pathlib import Path
 

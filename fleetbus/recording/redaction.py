@@ -4,6 +4,8 @@ Text alone would not do: token ids spell the text that they came from. So where 
 turn are wiped too (as many zeros), and the turn can no longer be replayed against an engine. Pure but for what it remembers.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any

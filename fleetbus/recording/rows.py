@@ -1,5 +1,7 @@
 """Runs as rows for analysis: the tokens of each episode, the metrics of each step. Folds of log entries; pure."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 import msgspec

@@ -1,5 +1,7 @@
 """Writing a recording: entries gathered into compressed frames, files in pieces, an end that says all is there. Blocking."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version

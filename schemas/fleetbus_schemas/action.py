@@ -1,5 +1,7 @@
 """What the policy did: text, tokens, log-probabilities, and which weights made them."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 import msgspec

@@ -4,6 +4,8 @@ Addresses come from `fleetbus_schemas.subjects`, payloads from the message types
 schema here calls a base64 string is a msgpack ``bin``, everything else is as in JSON.
 """
 
+from __future__ import annotations
+
 import inspect
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Chat content: messages, tool calls, tool descriptions. Parts of messages, never published alone."""
 
+from __future__ import annotations
+
 from typing import Any, Literal
 
 import msgspec

@@ -1,5 +1,7 @@
 """One episode: what is asked for, who runs it, how it ended."""
 
+from __future__ import annotations
+
 from typing import Any, ClassVar, Literal
 
 import msgspec

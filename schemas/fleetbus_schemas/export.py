@@ -4,6 +4,8 @@ On the wire the messages are msgpack, not JSON: what the schema calls a base64 s
 else is the same. Nothing in fleetbus validates with this document; `fleetbus_schemas.message.decode` does.
 """
 
+from __future__ import annotations
+
 import inspect
 from typing import Any
 

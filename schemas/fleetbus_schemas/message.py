@@ -4,6 +4,8 @@ Wire format: msgpack maps with the class name under ``type``. Compatibility rule
 default that never changes; unknown fields are ignored. `decode` raises one typed error, `MalformedMessage`, whatever is wrong.
 """
 
+from __future__ import annotations
+
 from functools import reduce
 from operator import or_
 from typing import ClassVar, TypeVar

@@ -1,5 +1,7 @@
 """What the environment saw, on its way to the policy."""
 
+from __future__ import annotations
+
 from fleetbus_schemas.chat import ChatMessage, ToolSpec
 from fleetbus_schemas.episode import SamplingSettings
 from fleetbus_schemas.message import Message

@@ -1,5 +1,7 @@
 """A version of the policy: where its weights are and how to check them. Never the weights themselves."""
 
+from __future__ import annotations
+
 import msgspec
 
 from fleetbus_schemas.message import Message

@@ -1,5 +1,7 @@
 """What has left the log for good: settled, archived, and never to be asked for, claimed or opened again."""
 
+from __future__ import annotations
+
 import msgspec
 
 from fleetbus_schemas.message import Message

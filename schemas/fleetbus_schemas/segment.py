@@ -1,5 +1,7 @@
 """Segments: an episode is a tree of token sequences. Parts of messages, never published alone."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 import msgspec

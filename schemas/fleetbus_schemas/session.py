@@ -1,6 +1,8 @@
 """Step-wise sessions: a client drives one environment call by call. Calls and answers travel by request/reply on
 ``fbrpc.<run>.<worker>.<session>``; what was done is journalled on ``session.<session>`` before the answer goes out."""
 
+from __future__ import annotations
+
 from typing import Any, Literal
 
 import msgspec

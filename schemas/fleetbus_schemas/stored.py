@@ -1,5 +1,7 @@
 """Which messages the log holds, by the kind of subject that they are stored on."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from types import MappingProxyType
 

@@ -4,6 +4,8 @@
 would be taken for the answer), so calls, control, heartbeats and lane leases have prefixes of their own.
 """
 
+from __future__ import annotations
+
 import re
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}\Z")

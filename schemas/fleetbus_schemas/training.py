@@ -1,5 +1,7 @@
 """The learner's journal: what was trained, and where it can resume. All on ``train.<name>``, each expecting the last."""
 
+from __future__ import annotations
+
 import msgspec
 
 from fleetbus_schemas.message import Message

@@ -4,6 +4,8 @@ Every question is repeated until it is answered, so ask only what may be asked t
 read and watch; below it the exchange.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import anyio

@@ -1,5 +1,7 @@
 """The bus over NATS: one object per worker that keeps the promises of `fleetbus.bus.base`, out of the parts beside it."""
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence

@@ -4,6 +4,8 @@ Above it is the bus; below it the connection. A subject that the log captures mu
 would be taken for the answer.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager

@@ -4,6 +4,8 @@ The error is at most half the round trip; of the recent measurements the one wit
 but for the first measurement: what the local wall clock says before may be hours ahead.
 """
 
+from __future__ import annotations
+
 import time
 from collections import deque
 

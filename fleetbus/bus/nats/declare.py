@@ -3,6 +3,8 @@
 Above it is the bus; below it the API. Only what the plan says is compared, so an administrator may add replicas or placement.
 """
 
+from __future__ import annotations
+
 import logging
 from typing import Any
 

@@ -5,6 +5,8 @@ are nearly all there is, are found by their line ends and dispatched at once; an
 server sends, what is kept of it is bounded.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 from nats.errors import ProtocolError

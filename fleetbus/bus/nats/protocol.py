@@ -3,6 +3,8 @@
 Pure functions of bytes. Above it are the wire and everything that sends; it must never know a connection.
 """
 
+from __future__ import annotations
+
 import re
 from datetime import datetime
 

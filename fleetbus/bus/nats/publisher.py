@@ -4,6 +4,8 @@ The ack comes back through the connection's one inbox, so a publish costs no sub
 id until it is answered. Above it is the bus; below it the exchange.
 """
 
+from __future__ import annotations
+
 import asyncio
 import re
 import secrets

@@ -5,6 +5,8 @@ gives unused ones back to be asked for again. A reconnect or a silence of the se
 before can deliver beyond the credits. Above it are puller and reader; below it the connection.
 """
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Callable
 

@@ -3,6 +3,8 @@
 Filled by plain functions that the wire calls; bounded by its producer (credits, limits). Below it is nothing.
 """
 
+from __future__ import annotations
+
 import asyncio
 from collections import deque
 from typing import Generic, TypeVar

@@ -5,6 +5,8 @@ and at
 once after a reconnect. One timer serves them all. Above it are the publisher, the API and the calls; below it the wire.
 """
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Callable
 

@@ -3,6 +3,8 @@
 Above it is the bus; below it the API. It decides nothing: what may be removed is `fleetbus.trim_limit`' to say.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from fleetbus.bus.base import ConsumerFloor

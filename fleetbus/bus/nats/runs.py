@@ -3,6 +3,8 @@
 Above it is the command line; below it the JetStream API. A run is its log; lanes and weights are beside it.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import msgspec

@@ -4,6 +4,8 @@ Used by `fleetbus up` and by the tests. It runs in a session of its own, so that
 It must never touch a server that it did not start.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import re

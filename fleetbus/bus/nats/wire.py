@@ -5,6 +5,8 @@ and is written at the next turn of the loop, in order, so there is nothing to ca
 function per subscription. It uses private members of nats-py 2.16, which is why the release is pinned.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 from collections.abc import Callable

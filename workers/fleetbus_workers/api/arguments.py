@@ -1,5 +1,7 @@
 """Keyword arguments of `fleetbus.train` and `fleetbus.Run` as a configuration, merged and checked as the command line does."""
 
+from __future__ import annotations
+
 import difflib
 import hashlib
 import os

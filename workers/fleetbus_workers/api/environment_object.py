@@ -1,5 +1,7 @@
 """A class or callable of the caller's as the environment of a run: checked, named for the run's settings, made a factory."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 from collections.abc import Callable

@@ -4,6 +4,8 @@ The run's own workers play them while it runs; of a run that is not running, a s
 in this process for as long as it takes.
 """
 
+from __future__ import annotations
+
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -1,5 +1,7 @@
 """Asynchronous work in an event loop of its own: for callers without one, and for those whose loop may block."""
 
+from __future__ import annotations
+
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager

@@ -3,6 +3,8 @@
 Above it are `fleetbus.open_run` and `fleetbus episodes`; below it the sources of entries and the folds of them.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from functools import partial

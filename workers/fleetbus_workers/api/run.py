@@ -1,5 +1,7 @@
 """Training runs from Python: `train` blocks until the end, `Run` is for programs that do other things meanwhile."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial

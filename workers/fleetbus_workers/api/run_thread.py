@@ -4,6 +4,8 @@ Above it are `fleetbus.train` and `fleetbus.Run`, in whatever thread and event l
 listens to no signals here: the caller's program does.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future

@@ -1,5 +1,7 @@
 """Rows as tables: Arrow, pandas, and files in Parquet, CSV or JSON lines. pyarrow and pandas are needed by those who ask."""
 
+from __future__ import annotations
+
 import csv
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence

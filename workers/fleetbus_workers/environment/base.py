@@ -4,6 +4,8 @@ The worker above calls them strictly one after another and cancels a call whose 
 one outside system. `close` is called exactly once, in every case, even after a failed or cancelled `open`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 

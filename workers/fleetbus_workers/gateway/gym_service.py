@@ -10,6 +10,8 @@ An environment has ``reset(seed)``, ``step(action)``, ``system_prompt()`` and ``
 executed once, one at a time per session, however often a client repeats it.
 """
 
+from __future__ import annotations
+
 import inspect
 import math
 import os

@@ -3,6 +3,8 @@
 A request's boundary is the same in all repetitions of one call, and new for every call: it names the call.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import secrets

@@ -3,6 +3,8 @@
 Counts of episodes by outcome and their seconds are of all that were played, also by lineages that were cut off.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Sequence
 
