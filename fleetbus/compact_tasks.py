@@ -36,7 +36,7 @@ class CompactTasks:
         if self._stopping and not self._scopes:
             raise RuntimeError("this task group has ended")
         scope = anyio.CancelScope()
-        task = self._loop.create_task(self._run(scope, function, arguments))
+        task = self._loop.create_task(self._run(scope, function(*arguments)), name=function.__qualname__)
         self._scopes[task] = scope
         task.add_done_callback(self._on_end)
         if self._stopping:
@@ -65,9 +65,9 @@ class CompactTasks:
                 raise BaseExceptionGroup("errors of several tasks", self._errors)
 
     @staticmethod
-    async def _run(scope: anyio.CancelScope, function: Function, arguments: tuple[Any, ...]) -> None:
+    async def _run(scope: anyio.CancelScope, work: Awaitable[None]) -> None:
         with scope:
-            await function(*arguments)
+            await work
 
     async def _wait(self) -> None:
         await self._changed.wait()

@@ -81,6 +81,8 @@ class Deadlines:
         self._open: set[Timed] = set()
         self.wakes_at = math.inf
         self._earlier = Notifier()
+        self.now = get_clock()
+        """The loop's clock."""
 
     def open(self, end: float = math.inf) -> Deadline:
         """A scope for the length of a ``with`` block, which ends at ``end`` (of the loop's clock) or at a limit within it."""
@@ -102,7 +104,7 @@ class Deadlines:
 
     async def run(self) -> None:
         """Cancel what is late until cancelled."""
-        now = get_clock()
+        now = self.now
         while True:
             self.wakes_at = min((each.at for each in self._open), default=math.inf)
             if self.wakes_at > now():

@@ -26,6 +26,10 @@ class StreamEntry(msgspec.Struct, frozen=True, kw_only=True):
     time_ns: int
 
 
+FORGOTTEN = StreamEntry(subject="", payload=b"", sequence=0, time_ns=0)
+"""The message of a delivery that was told to forget it."""
+
+
 class PublishAck(msgspec.Struct, frozen=True, kw_only=True):
     """The stream's acknowledgement; ``duplicate`` means that the message id was seen before and nothing new was stored."""
 
@@ -49,6 +53,8 @@ class Delivery(Protocol):
     async def ack(self) -> None: ...
     async def nak(self, delay_seconds: float = 0.0) -> None: ...
     async def extend(self) -> None: ...
+    def forget_message(self) -> None:
+        """Keep no copy of what was read, if there is one: a delivery is held for as long as its work takes."""
 
 
 class Subscription(Protocol):

@@ -45,6 +45,9 @@ class MemoryDelivery:
         if consumer is not None:
             consumer.extend(self.message.sequence, anyio.current_time())
 
+    def forget_message(self) -> None:
+        """It is the stream's own."""
+
     def nak_now(self, delay_seconds: float = 0.0) -> None:
         consumer = self._subscription.consumer_for_ack()
         if consumer is not None:

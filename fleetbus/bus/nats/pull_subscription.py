@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from fleetbus.bus.base import Delivery, StreamEntry, Subscription
+from fleetbus.bus.base import FORGOTTEN, Delivery, StreamEntry, Subscription
 from fleetbus.bus.nats.api import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiRefused
 from fleetbus.bus.nats.connection import Connection
 from fleetbus.bus.nats.protocol import parse_ack_subject, publish_command
@@ -49,9 +49,12 @@ class NatsDelivery:
     async def extend(self) -> None:
         self._send_ack(b"+WPI")
 
+    def forget_message(self) -> None:
+        self.message = FORGOTTEN
+
     def _send_ack(self, word: bytes) -> None:
         if not self._wire.send_or_drop(publish_command(self._reply, "", word)):
-            log.debug("nats: no connection; dropping the %s of %s", word.decode(), self.message.subject)
+            log.debug("nats: no connection; dropping the %s of %s", word.decode(), self._reply)
 
 
 class NatsSubscription:

@@ -96,6 +96,9 @@ class SimulatedDelivery:
         if await self._is_delivered():
             await self._inner.extend()
 
+    def forget_message(self) -> None:
+        """The acks are known by it."""
+
     async def _is_delivered(self) -> bool:
         if not self._wire.gate.is_open:
             with anyio.CancelScope(shield=True):

@@ -168,6 +168,7 @@ class Attempts:
         if running is not None:
             if running.claim is None or not episode_state.ends(running.claim):
                 self._leases.hold(request.episode_id, delivery)
+                delivery.forget_message()
                 return None
             running.scope.cancel()
             await running.wait_until_ended()
@@ -184,6 +185,7 @@ class Attempts:
         running = RunningAttempt(request, message.sequence, self._context.nonce(), episode_state, is_final=is_final)
         self._running[request.episode_id] = running
         self._leases.hold(request.episode_id, delivery)
+        delivery.forget_message()
         return running
 
     async def _end(self, running: RunningAttempt) -> None:

@@ -40,6 +40,26 @@ log = structlog.get_logger()
 class PolicyClient:
     """Asks for Actions on behalf of one attempt. `deliver` and `recheck` are called by the worker's receivers."""
 
+    __slots__ = (
+        "_action_sequence",
+        "_answer",
+        "_bus",
+        "_check_at",
+        "_claim",
+        "_expected",
+        "_history_hashes",
+        "_lane",
+        "_lane_status",
+        "_limits",
+        "_observation_sequence",
+        "_request",
+        "_settings",
+        "_subjects",
+        "_wakeup",
+        "_worker",
+        "lane_in_use",
+    )
+
     def __init__(
         self,
         bus: Bus,
@@ -69,7 +89,6 @@ class PolicyClient:
         self._wakeup = Wakeup()
         self._check_at = math.inf
         self._observation_sequence = 0
-        self._now = get_clock()
         self.lane_in_use = ANY_LANE
 
     def deliver(self, sequence: int, action: Action) -> None:
@@ -133,7 +152,7 @@ class PolicyClient:
         checks = 0
         while True:
             pause = min(self._limits.late * 2**checks, MAX_CHECK_INTERVAL_SECONDS)
-            self._check_at = self._now() + pause
+            self._check_at = get_clock()() + pause
             await self._wakeup.wait()
             if self._answer is not None:
                 return self._take_answer(self._answer)

@@ -44,6 +44,8 @@ from fleetbus_workers.environment.validation import validate_return
 
 LAST_OBSERVATION_BYTES = 2048
 
+NO_STEP = Step()
+
 FEW_TURNS = 2
 """An episode whose tokens were used up in so few turns says what they were used for."""
 
@@ -70,6 +72,29 @@ TIMED_OUT = Conclusion(outcome="timeout", error_class="episode_timeout", error=D
 class EpisodeRunner:
     """Plays one attempt. ``recorded`` turns of earlier attempts are re-applied; ``observed`` are the observations that
     they answered."""
+
+    __slots__ = (
+        "_claim",
+        "_context",
+        "_deadlines",
+        "_environment",
+        "_first_failures",
+        "_lack_of_room",
+        "_last",
+        "_limits",
+        "_observed",
+        "_policy_client",
+        "_recorded",
+        "_remaining_seconds",
+        "_request",
+        "_settings",
+        "_stages",
+        "_tool_calls",
+        "_tool_errors",
+        "_turn_rewards",
+        "_turns",
+        "_unread",
+    )
 
     def __init__(
         self,
@@ -98,7 +123,7 @@ class EpisodeRunner:
         self._deadlines = deadlines
         self._settings = settings
         self._limits = limits
-        self._stages = Stages(counters)
+        self._stages = Stages(counters, now=deadlines.now)
         self._first_failures = first_failures or FirstFailures()
         self._turns: list[Turn] = []
         self._turn_rewards: list[float] = []
@@ -108,7 +133,7 @@ class EpisodeRunner:
         self._unread: tuple[ChatMessage, ...] | None = None
         """What the policy shall see when it has written the summary that it was asked for; None if it was not asked."""
         self._lack_of_room = ""
-        self._last = Step()
+        self._last = NO_STEP
 
     @property
     def timings(self) -> dict[str, float]:

@@ -6,7 +6,7 @@ This is the boundary where a failing environment becomes data: any exception of 
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 
@@ -41,13 +41,20 @@ class Stages:
     ``counters`` of the worker get ``begun_<stage>`` and ``ended_<stage>``: their difference is how many are in it now.
     """
 
-    def __init__(self, counters: MutableMapping[str, float] | None = None, deadlines: Deadlines | None = None) -> None:
+    __slots__ = ("counters", "deadline", "deadlines", "ended_at", "now", "timings")
+
+    def __init__(
+        self,
+        counters: MutableMapping[str, float] | None = None,
+        deadlines: Deadlines | None = None,
+        now: Callable[[], float] | None = None,
+    ) -> None:
         self.deadlines = deadlines
         """What runs the limits of stages, if they need no timers of their own."""
         self.counters = {} if counters is None else counters
         self.timings: dict[str, float] = {}
         self.ended_at = 0.0
-        self.now = get_clock()
+        self.now = now or get_clock()
         self.deadline: Deadline | None = None
         """The deadline that is moved for a stage; without one every stage has a scope of its own."""
 
