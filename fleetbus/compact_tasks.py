@@ -7,6 +7,7 @@ asyncio it is a plain anyio group.
 """
 
 import asyncio
+import contextvars
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -27,7 +28,7 @@ class CompactTasks:
         self._scopes: dict[asyncio.Task[None], anyio.CancelScope] = {}
         self._errors: list[BaseException] = []
         self._changed = Wakeup()
-        self._on_end = self._forget  # one bound method for all
+        self._on_end, self._context = self._forget, contextvars.copy_context()  # one for all
         self._open = True
         self._stopping = False
 
@@ -38,7 +39,7 @@ class CompactTasks:
         scope = anyio.CancelScope()
         task = self._loop.create_task(self._run(scope, function(*arguments)), name=function.__qualname__)
         self._scopes[task] = scope
-        task.add_done_callback(self._on_end)
+        task.add_done_callback(self._on_end, context=self._context)
         if self._stopping:
             scope.cancel()
 

@@ -7,6 +7,7 @@ task writes down and clears; one task for all of them sleeps until the earliest,
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
@@ -27,7 +28,7 @@ class Timed(Protocol):
 class Deadline:
     """The limits of one task, one after another, within `Deadlines.open`. What is late is cancelled for good."""
 
-    __slots__ = ("_deadlines", "_end", "_scope", "at", "is_over", "is_whole_over")
+    __slots__ = ("_deadlines", "_end", "_scope", "at", "is_cancelled", "is_over", "is_whole_over")
 
     def __init__(self, deadlines: Deadlines, end: float) -> None:
         self._deadlines = deadlines
@@ -37,6 +38,8 @@ class Deadline:
         """Whether a limit has passed: then everything in the scope is cancelled."""
         self.is_whole_over = False
         """Whether it was that of the whole."""
+        self.is_cancelled = False
+        """Whether `cancel` was called."""
 
     def __enter__(self) -> Deadline:
         self._deadlines.add(self)
@@ -46,6 +49,11 @@ class Deadline:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         self._deadlines.remove(self)
         return bool(self._scope.__exit__(kind, error, trace))
+
+    @property
+    def now(self) -> Callable[[], float]:
+        """The loop's clock."""
+        return self._deadlines.now
 
     @property
     def cancel_called(self) -> bool:
@@ -66,6 +74,11 @@ class Deadline:
     def clear(self) -> None:
         """Only the limit of the whole remains."""
         self.at = self._end
+
+    def cancel(self) -> None:
+        """Cancel everything in the scope now, or as soon as it is entered, though no limit has passed."""
+        self.is_cancelled = True
+        self._scope.cancel()
 
     def pass_by(self) -> None:
         """The time of the limit that holds now has come."""

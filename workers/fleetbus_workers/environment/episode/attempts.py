@@ -112,7 +112,7 @@ class Attempts:
         found = [episode for episode in episodes if episode in self._running]
         for episode in found:
             self._running[episode].cancelled = True
-            self._running[episode].scope.cancel()
+            self._running[episode].stop()
         return found
 
     def release_all(self) -> None:
@@ -120,20 +120,22 @@ class Attempts:
         self._closed = True
         for running in tuple(self._running.values()):
             running.handed_back = True
-            running.scope.cancel()
+            running.stop()
 
     async def handle_request(self, delivery: Delivery) -> None:
         """Look before working: a result, an own session, or else an attempt to be run here."""
         running = await self._admit(delivery)
         if running is None:
             return
+        runner: EpisodeRunner | None = None
         try:
             structlog.contextvars.bind_contextvars(episode=running.request.episode_id, attempt=running.attempt)
-            with running.scope:
+            with running.enter(anyio.CancelScope()):
                 runner = await self._start_attempt(running)
-                if runner is not None:
-                    await self._finish(await runner.play(), running.claim_sequence)
-            if running.scope.cancelled_caught:
+            if runner is not None and (result := await runner.play()) is not None:
+                with running.enter(anyio.CancelScope()):
+                    await self._finish(result, running.claim_sequence)
+            if running.is_stopped:
                 await self._handle_cancellation(running)
         except Superseded as superseded:
             self._counters["superseded"] += 1
@@ -170,7 +172,7 @@ class Attempts:
                 self._leases.hold(request.episode_id, delivery)
                 delivery.forget_message()
                 return None
-            running.scope.cancel()
+            running.stop()
             await running.wait_until_ended()
         if self._closed:
             await delivery.nak()
@@ -208,6 +210,7 @@ class Attempts:
         """The attempt, claimed; None if there is nothing to be played."""
         request, episode_state, context = running.request, running.take_state(), self._context
         remaining_seconds = (request.deadline_ns - self._bus.now_ns()) / 1e9
+        deadline = self.deadlines.open(self.deadlines.now() + remaining_seconds)
         if episode_state.is_poison(context.settings.max_attempts):
             await self._conclude(running, episode_state, "lost", "poison")
             return None
@@ -251,8 +254,7 @@ class Attempts:
             policy_client=running.policy_client,
             recorded=recorded,
             observed=observed,
-            remaining_seconds=remaining_seconds,
-            deadlines=self.deadlines,
+            deadline=running.enter(deadline),
             settings=context.settings,
             limits=context.limits,
             context_tokens=context.context_tokens,

@@ -20,7 +20,7 @@ from fleetbus.core.evaluation_summary import success_in
 from fleetbus.core.history import Turn, loss_mask
 from fleetbus.core.reward_components import find_reward_problem
 from fleetbus.core.segments import SegmentError
-from fleetbus.deadlines import Deadlines
+from fleetbus.deadlines import Deadline
 from fleetbus_schemas import (
     GRADED,
     AttemptStarted,
@@ -76,7 +76,7 @@ class EpisodeRunner:
     __slots__ = (
         "_claim",
         "_context",
-        "_deadlines",
+        "_deadline",
         "_environment",
         "_first_failures",
         "_lack_of_room",
@@ -85,7 +85,6 @@ class EpisodeRunner:
         "_observed",
         "_policy_client",
         "_recorded",
-        "_remaining_seconds",
         "_request",
         "_settings",
         "_stages",
@@ -105,8 +104,7 @@ class EpisodeRunner:
         policy_client: PolicyClient,
         recorded: tuple[Turn, ...],
         observed: Mapping[int, Observation],
-        remaining_seconds: float,
-        deadlines: Deadlines,
+        deadline: Deadline,
         settings: EnvironmentSettings,
         limits: LimitSettings,
         context_tokens: int = 0,
@@ -119,11 +117,10 @@ class EpisodeRunner:
         self._policy_client = policy_client
         self._recorded = recorded
         self._observed = observed
-        self._remaining_seconds = remaining_seconds
-        self._deadlines = deadlines
+        self._deadline = deadline
         self._settings = settings
         self._limits = limits
-        self._stages = Stages(counters, now=deadlines.now)
+        self._stages = Stages(counters, now=deadline.now)
         self._first_failures = first_failures or FirstFailures()
         self._turns: list[Turn] = []
         self._turn_rewards: list[float] = []
@@ -144,17 +141,20 @@ class EpisodeRunner:
         """Turns that were played so far."""
         return len(self._turns)
 
-    async def play(self) -> EpisodeFinished:
-        """The attempt's result. Raises `Superseded`, or lets cancellation through after closing the environment."""
+    async def play(self) -> EpisodeFinished | None:
+        """The attempt's result, None if its deadline was cancelled. Raises `Superseded`, or lets another cancellation through
+        after closing the environment."""
         stages, conclusion = self._stages, TIMED_OUT
         try:
             try:
-                with self._deadlines.open(stages.now() + self._remaining_seconds) as stages.deadline:
+                with self._deadline as stages.deadline:
                     conclusion = await self._play_turns()
             except EpisodeEnded as ended:
                 conclusion = self._describe_failure(ended)
             finally:
                 stages.deadline = None
+            if self._deadline.is_cancelled:
+                return None
             if conclusion.outcome in GRADED:
                 conclusion = await self._grade(conclusion)
         finally:

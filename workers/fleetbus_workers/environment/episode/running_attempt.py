@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import anyio
 
 from fleetbus.core.claims import EpisodeState
+from fleetbus.deadlines import Deadline
 from fleetbus_schemas import AttemptStarted, EpisodeRequested
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
+
+Scope = TypeVar("Scope", anyio.CancelScope, Deadline)
 
 
 class RunningAttempt:
@@ -15,6 +20,7 @@ class RunningAttempt:
 
     __slots__ = (
         "_ended",
+        "_scope",
         "_state",
         "attempt",
         "cancelled",
@@ -22,11 +28,11 @@ class RunningAttempt:
         "claim_sequence",
         "handed_back",
         "is_final",
+        "is_stopped",
         "nak_delay_seconds",
         "nonce",
         "policy_client",
         "request",
-        "scope",
         "sequence",
     )
 
@@ -38,7 +44,9 @@ class RunningAttempt:
         self.nonce = nonce
         self.attempt = episode_state.attempts + 1
         self.is_final = is_final
-        self.scope = anyio.CancelScope()
+        self._scope: anyio.CancelScope | Deadline | None = None
+        self.is_stopped = False
+        """Whether `stop` was called."""
         self._state: EpisodeState | None = episode_state
         self._ended: anyio.Event | None = None  # hardly any attempt is waited for
         self.claim: AttemptStarted | None = None
@@ -53,6 +61,19 @@ class RunningAttempt:
         assert self._state is not None, "it was taken before"
         state, self._state = self._state, None
         return state
+
+    def enter(self, scope: Scope) -> Scope:
+        """The scope in which the attempt goes on, one after another: `stop` cancels the newest."""
+        self._scope = scope
+        if self.is_stopped:
+            scope.cancel()
+        return scope
+
+    def stop(self) -> None:
+        """Cancel what the attempt does, now and from now on."""
+        self.is_stopped = True
+        if self._scope is not None:
+            self._scope.cancel()
 
     async def wait_until_ended(self) -> None:
         """Until `mark_ended`."""
