@@ -91,6 +91,8 @@ class FakeDelivery:
     async def extend(self) -> None:
         self.extended_at.append(anyio.current_time())
 
+    def forget_message(self) -> None: ...
+
 
 async def test_what_is_held_is_extended_until_it_is_taken() -> None:
     leases, first, second = Leases(2.0), FakeDelivery(), FakeDelivery()

@@ -8,7 +8,8 @@ request away from the worker that now holds it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import anyio
 import msgspec
@@ -53,6 +54,8 @@ FINAL_ATTEMPT_SLOT_SHARE = 8
 
 One of them may be what killed the workers before, and the others only ran beside it.
 """
+
+NOTHING_OBSERVED: Mapping[int, Observation] = MappingProxyType({})
 
 CHECKS_AT_ONCE = 64
 CHECKS_PAUSE_SECONDS = 0.05
@@ -280,20 +283,17 @@ class Attempts:
         subject = self._subjects.action(claim.lane, request.episode_id)
         last_action = await self._bus.last(subject) if claim.attempt > 1 else None
         return PolicyClient(
-            self._bus,
-            self._subjects,
+            self._context,
             self.lane_status,
             request=request,
             claim=claim,
             history=tuple(recorded),
             action_sequence=last_action.sequence if last_action else 0,
-            settings=self._context.settings,
-            limits=self._context.limits,
         )
 
-    async def _read_observations(self, request: EpisodeRequested, recorded: Sequence[Turn]) -> dict[int, Observation]:
+    async def _read_observations(self, request: EpisodeRequested, recorded: Sequence[Turn]) -> Mapping[int, Observation]:
         if not recorded:
-            return {}
+            return NOTHING_OBSERVED
         return await read_answered_observations(self._bus, self._subjects, request.policy, request.episode_id, recorded)
 
     async def _claim(self, running: RunningAttempt, claim: AttemptStarted, episode_state: EpisodeState) -> int | None:

@@ -13,19 +13,18 @@ from collections.abc import Awaitable
 import msgspec
 import structlog
 
-from fleetbus.bus.base import Bus
 from fleetbus.bus.streams import observations_consumer
-from fleetbus.config.settings import EnvironmentSettings, LimitSettings
 from fleetbus.core.history import Turn
 from fleetbus.episodes import decode_entries, read_episode_state, store_message
 from fleetbus.errors import RequestUnanswered
 from fleetbus.loop_clock import get_clock
 from fleetbus.wakeup import Wakeup
-from fleetbus_schemas import ANY_LANE, Action, AttemptStarted, ChatMessage, EpisodeRequested, Observation, Subjects, ToolSpec
+from fleetbus_schemas import ANY_LANE, Action, AttemptStarted, ChatMessage, EpisodeRequested, Observation, ToolSpec
 from fleetbus_schemas.tokens import EMPTY_HISTORY
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
 from fleetbus_workers.environment.episode.segments import FIRST, Placement
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Superseded
+from fleetbus_workers.environment.worker_context import WorkerContext
 
 MAX_CHECK_INTERVAL_SECONDS = 10.0
 """Checks of a late Action are at most this far apart."""
@@ -43,18 +42,15 @@ class PolicyClient:
     __slots__ = (
         "_action_sequence",
         "_answer",
-        "_bus",
         "_check_at",
         "_claim",
+        "_context",
         "_expected",
         "_history_hashes",
         "_lane",
         "_lane_status",
-        "_limits",
         "_observation_sequence",
         "_request",
-        "_settings",
-        "_subjects",
         "_wakeup",
         "_worker",
         "lane_in_use",
@@ -62,24 +58,18 @@ class PolicyClient:
 
     def __init__(
         self,
-        bus: Bus,
-        subjects: Subjects,
+        context: WorkerContext,
         lane_status: LaneStatus,
         *,
         request: EpisodeRequested,
         claim: AttemptStarted,
         history: tuple[Turn, ...],
         action_sequence: int,
-        settings: EnvironmentSettings,
-        limits: LimitSettings,
     ) -> None:
-        self._bus = bus
-        self._subjects = subjects
+        self._context = context
         self._lane_status = lane_status
         self._request = request
         self._claim = claim
-        self._settings = settings
-        self._limits = limits
         self._action_sequence = action_sequence
         self._history_hashes = {turn.action.segment: turn.action.history_hash for turn in history}
         self._lane = history[-1].action.lane if history else ANY_LANE
@@ -151,7 +141,7 @@ class PolicyClient:
         await self._send(observation, lane)
         checks = 0
         while True:
-            pause = min(self._limits.late * 2**checks, MAX_CHECK_INTERVAL_SECONDS)
+            pause = min(self._context.limits.late * 2**checks, MAX_CHECK_INTERVAL_SECONDS)
             self._check_at = get_clock()() + pause
             await self._wakeup.wait()
             if self._answer is not None:
@@ -172,13 +162,13 @@ class PolicyClient:
         self.lane_in_use = lane
         if self._answer is None:
             self._wakeup.clear()
-        subject = self._subjects.observation(observation.policy, lane, observation.episode_id)
+        subject = self._context.subjects.observation(observation.policy, lane, observation.episode_id)
         name = f"obs.{observation.episode_id}.{observation.attempt}.{observation.turn}.{observation.hop}"
-        self._observation_sequence = await store_message(self._bus, subject, observation, message_id=name)
+        self._observation_sequence = await store_message(self._context.bus, subject, observation, message_id=name)
 
     def _reroute(self, observation: Observation) -> Observation:
         hop = observation.hop + 1
-        if hop > self._settings.max_hops:
+        if hop > self._context.settings.max_hops:
             raise EpisodeEnded("lost", "poison_observation", f"turn {observation.turn} went unanswered {hop} times")
         log.info("answer is late; rerouting the observation", turn=observation.turn, hop=hop, lane=self.lane_in_use)
         return msgspec.structs.replace(observation, hop=hop, action_sequence=self._action_sequence)
@@ -186,10 +176,10 @@ class PolicyClient:
     async def _check_log(self, observation: Observation) -> None:
         """The log first: a result or a newer claim ends this attempt, an Action that was missed is taken."""
         episode_id = observation.episode_id
-        episode_state = await read_episode_state(self._bus, self._subjects, episode_id)
+        episode_state = await read_episode_state(self._context.bus, self._context.subjects, episode_id)
         if episode_state.ends(self._claim):
             raise Superseded(f"attempt {self._claim.attempt} of {episode_id} no longer holds the episode")
-        stored = await self._bus.last(self._subjects.action(self._claim.lane, episode_id))
+        stored = await self._context.bus.last(self._context.subjects.action(self._claim.lane, episode_id))
         for entry, action in decode_entries(Action, [stored] if stored is not None else []):
             self.deliver(entry.sequence, action)
         if self._answer is None and stored is not None:
@@ -205,11 +195,13 @@ class PolicyClient:
 
     async def _is_gone(self, observation: Observation) -> bool:
         """Acked without an answer, or no longer in the log: no worker will be given this observation any more."""
-        subject = self._subjects.observation(observation.policy, ANY_LANE, observation.episode_id)
-        stored = await self._bus.last(subject)
+        subject = self._context.subjects.observation(observation.policy, ANY_LANE, observation.episode_id)
+        stored = await self._context.bus.last(subject)
         if stored is None or stored.sequence < self._observation_sequence:
             return True
-        return await self._bus.ack_floor(observations_consumer(observation.policy, ANY_LANE)) >= self._observation_sequence
+        return (
+            await self._context.bus.ack_floor(observations_consumer(observation.policy, ANY_LANE)) >= self._observation_sequence
+        )
 
     async def _is_stuck(self, lane: str, checks: int) -> bool:
         """Dead, draining, or alive without having taken the observation for two checks."""

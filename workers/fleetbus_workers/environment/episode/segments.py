@@ -41,6 +41,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 FIRST = Placement()
 
+UNUSED_ESTIMATE = TokenEstimate()
+
 
 class EpisodeContext:
     """The segments of one attempt. ``max_tokens`` is what a segment may hold."""
@@ -51,7 +53,7 @@ class EpisodeContext:
         self._settings = settings
         self._tree = SegmentTree()
         self._current: Segment | None = None
-        self._estimate = TokenEstimate()
+        self._estimate = TokenEstimate() if settings.compaction != "off" else UNUSED_ESTIMATE
         self.max_tokens = max_tokens
 
     @property
