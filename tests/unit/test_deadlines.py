@@ -71,3 +71,19 @@ async def test_of_many_only_the_late_are_cancelled() -> None:
         for index in range(10):
             group.start_soon(wait, deadlines, index)
     assert sorted(late) == [1, 3, 5, 7, 9]
+
+
+@pytest.mark.parametrize("when", ["inside", "before"])
+async def test_what_is_cancelled_though_no_limit_has_passed_ends_and_is_not_late(when: str) -> None:
+    deadlines = Deadlines()
+    deadline, reached = deadlines.open(anyio.current_time() + 3600), False
+    if when == "before":
+        deadline.cancel()
+    with deadline:
+        if when == "inside":
+            deadline.cancel()
+        await anyio.sleep_forever()
+        reached = True
+    assert deadline.is_cancelled
+    assert not deadline.is_over
+    assert not reached
