@@ -107,9 +107,14 @@ def lease_not_extended(patch: pytest.MonkeyPatch) -> None:
 
 
 def close_not_shielded(patch: pytest.MonkeyPatch) -> None:
+    """What cancels the turns of an attempt cancels its close."""
+
     async def faulty(self: session.EpisodeRunner) -> None:
+        scope = anyio.CancelScope()
+        if self._deadline.is_cancelled:
+            scope.cancel()
         try:
-            with self._stages.time_limit("close", self._limits.close):
+            with scope, self._stages.time_limit("close", self._limits.close):
                 await self._environment.close()
         except EpisodeEnded:
             return
