@@ -40,8 +40,8 @@ from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 
 RUN = "waiting"
 NAME = "environment"
-MOST_KIB = 30.0
-MINUTES_TO_BEGIN = 5
+MOST_KIB = 12.0
+MINUTES_TO_BEGIN = 15
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):

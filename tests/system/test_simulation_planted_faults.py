@@ -46,7 +46,7 @@ PLANTS: dict[Plant, Found] = {
     episodes.no_compare_and_set_of_claims: Found(2, "attempts are numbered without gaps", "usual"),
     episodes.claim_without_looking: Found(3, "every failure has a cause", "usual"),
     episodes.lease_not_extended: Found(1, "no worker takes over from a healthy one", "usual"),
-    episodes.close_not_shielded: Found(3, "close runs to its end", "usual"),
+    episodes.close_not_shielded: Found(2, "close runs to its end", "usual"),
     episodes.result_before_close: Found(1, "close runs before the result is stored", "usual"),
     episodes.failure_as_reward_zero: Found(4, "the reward is the verifier's", "usual"),
     episodes.one_slot_too_many: Found(1, "in_flight <= slots", "usual"),
