@@ -79,11 +79,20 @@ class World:
             await fleet.training_finished.wait()
             self._observer.trace("training finished")
             await self.log_checker.episodes.all_finished()
-        if horizon.cancelled_caught:
-            left = ", ".join(list(self.log_checker.episodes.open)[:4])
-            self._observer.violate(
-                "the training comes to its end", f"{self.log_checker.training.steps} steps; open: {left or 'none'}"
-            )
+        left = self._list_missed()
+        if horizon.cancelled_caught and (left or not fleet.training_finished.is_set()):
+            detail = f"{self.log_checker.training.steps} steps; open: {', '.join(left[:4]) or 'none'}"
+            self._observer.violate("the training comes to its end", detail)
+
+    def _list_missed(self) -> list[str]:
+        """Requests without an outcome. One whose result the log lost may stay so if no learner waits for it any more: its worker
+        acked it and lived on."""
+        training, has_lost = self.log_checker.training, self._observer.judged is not None
+        return [
+            episode
+            for episode, record in self.log_checker.episodes.open.items()
+            if not has_lost or not (episode in training.strays or training.is_abandoned(record))
+        ]
 
     async def _drain_all(self, fleet: Deployment) -> None:
         """Drain all workers and wait for their end."""
