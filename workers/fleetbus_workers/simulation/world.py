@@ -85,8 +85,8 @@ class World:
             self._observer.violate("the training comes to its end", detail)
 
     def _list_missed(self) -> list[str]:
-        """Requests without an outcome. One whose result the log lost may stay so if no learner waits for it any more: its worker
-        acked it and lived on."""
+        """Requests without an outcome. One whose result the log lost may stay so if no learner waits for it any more: who
+        played it acked it, and lived on."""
         training, has_lost = self.log_checker.training, self._observer.judged is not None
         return [
             episode
