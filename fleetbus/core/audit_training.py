@@ -58,6 +58,7 @@ class TrainingAudit(msgspec.Struct):
     _settlements: list[Settlement] = []
     _checkpoints: list[tuple[int, CheckpointStored]] = []
     _closed_void: int = 0
+    _closed_abandoned: int = 0
     _first_step: int = 1
 
     @property
@@ -113,7 +114,8 @@ class TrainingAudit(msgspec.Struct):
         kept = {each.sequence for each in counted}
         void = [each for each in self._settlements if each.sequence not in kept]
         abandoned = sum(each.closed_trained + sum(each.closed_excluded.values()) for each in void)
-        return self._closed_void + sum(len(each.episodes) + each.closed_trained for each in void), abandoned
+        trained = sum(len(each.episodes) + each.closed_trained for each in void)
+        return self._closed_void + trained, self._closed_abandoned + abandoned
 
     def close(self, closed: Collection[str], findings: Findings) -> None:
         """The floor has passed these episodes: forget them, and what is left of old steps but its sums."""
@@ -126,10 +128,21 @@ class TrainingAudit(msgspec.Struct):
                     stripped, closed_trained=each.closed_trained, closed_excluded=each.closed_excluded
                 )
             self._settlements[index] = stripped
+        self._merge_oldest(counted)
+
+    def _merge_oldest(self, counted: Collection[int]) -> None:
+        """Keep the sums of the oldest steps, those that do not count apart from those that do. A lineage that goes back further
+        than to the steps that are told apart is not followed there."""
         while len(self._settlements) > MAX_SETTLEMENTS and not any(
             each.episodes or each.excluded or each.end for each in self._settlements[:2]
         ):
             first, second = self._settlements[:2]
+            void = next((each for each in (first, second) if each.sequence not in counted), None)
+            if void is not None:
+                self._closed_void += void.closed_trained
+                self._closed_abandoned += void.closed_trained + sum(void.closed_excluded.values())
+                self._settlements.remove(void)
+                continue
             if first.lineage == second.lineage and first.step >= second.step:
                 break
             merged = msgspec.structs.replace(
