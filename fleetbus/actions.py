@@ -91,7 +91,12 @@ def _actions_of(result: EpisodeFinished, actions: Mapping[int, Action], archive:
 
 
 async def are_lost(bus: Bus, subjects: Subjects, missing: MissingActions) -> bool:
-    """Whether the log gave that position to something else, or ends before it: it went back in time, and no archive will ever
-    have the Action."""
+    """Whether the log ends before that position, or gave it to something else: it went back in time, and no archive will ever
+    have the Action. One that stands there was read from a server that lags."""
+    if await bus.last_sequence() < missing.sequence:
+        return True
     found = await bus.next_entry(subjects.log, start=missing.sequence)
-    return found is None or found.sequence == missing.sequence
+    if found is None or found.sequence != missing.sequence:
+        return False
+    kind, episode_id = found.subject.split(".", 3)[2], found.subject.rpartition(".")[2]
+    return (kind, episode_id) != ("act", missing.episode_id)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import fleetbus_workers.environment.stepwise.host as host
-from fleetbus.actions import MissingActions, read_actions
+from fleetbus.actions import MissingActions, are_lost, read_actions
 from fleetbus.archive_writer import open_archive
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryBus, MemoryServer
@@ -250,6 +250,17 @@ async def test_an_episode_whose_actions_the_log_has_lost_leaves_its_group_with_t
         group = Group(group_id="g", size=1, results={"e": result})
         assert await read_sequences(bus, SUBJECTS, [group], plan=CreditPlan(), temperature=1.0, runtime=PORTS) == []
     assert group.excluded == [Exclusion(episode_id="e", reason="actions_lost")]
+
+
+async def test_an_action_that_stands_where_the_result_says_is_not_lost_however_late_it_is_read() -> None:
+    async with connected() as bus:
+        _, result = await played(bus)
+        position = result.actions[0].sequence
+        assert not await are_lost(bus, SUBJECTS, MissingActions("e", position, ""))
+        assert await are_lost(bus, SUBJECTS, MissingActions("another", position, ""))
+        assert await are_lost(bus, SUBJECTS, MissingActions("e", await bus.last_sequence() + 1, ""))
+        await bus.purge(SUBJECTS.actions(), below=position + 1)
+        assert not await are_lost(bus, SUBJECTS, MissingActions("e", position, ""))  # trimmed: an archive may have it
 
 
 async def test_actions_that_the_replica_that_answers_does_not_have_yet_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
