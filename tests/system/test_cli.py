@@ -150,7 +150,7 @@ async def test_init_declares_the_streams_of_a_run_and_may_be_repeated(tmp_path: 
 
 def test_a_crash_shows_where_it_happened_and_exits_1(tmp_path: Path) -> None:
     code = (
-        "import sys, fleetbus_workers.cli.schema, fleetbus_schemas.export\n"
+        "import sys, fleetbus_schemas.export\n"
         "def broken(): raise RuntimeError('something is broken')\n"
         "fleetbus_schemas.export.build_json_schema = broken\n"
         "from fleetbus_workers.cli.program import run_program\n"
