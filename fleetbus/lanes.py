@@ -97,16 +97,18 @@ async def claim_lane(
     if len(names) > MAX_LANES_IN_ORDER:
         names = random.Random(nonce).sample(names, len(names))
     lease = LaneLease(worker=worker, nonce=nonce, lease_seconds=LEASE_SECONDS)
-    seen_at = -math.inf
+    asked_at, seen_at = math.inf, -math.inf
     with anyio.move_on_after(wait_seconds):
         while True:
             for name in names:
+                asked_at = anyio.current_time()
                 lane = await _try_claim(bus, subjects.lane(role, name), name, lease)
                 if lane is not None:
                     return lane
-            seen_at = anyio.current_time()
+            asked_at, seen_at = math.inf, anyio.current_time()
             await anyio.sleep(1.0)
-    if anyio.current_time() - seen_at > LEASE_SECONDS:  # who held them then may be gone
+    ended_at = anyio.current_time()
+    if ended_at - asked_at > ANSWER_SECONDS or ended_at - seen_at > LEASE_SECONDS:  # who held them then may be gone
         raise LanesUnread(f"the server did not say within {wait_seconds:g} s which {role} lanes are free; start this again")
     raise NoLaneFree(f"all {len(names)} {role} lanes are held: raise nats.lanes, or stop a worker")
 

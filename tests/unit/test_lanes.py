@@ -120,6 +120,21 @@ async def test_a_server_that_says_nothing_of_lanes_is_not_taken_for_one_whose_la
             await claimed(bus)
 
 
+async def test_a_lane_that_was_held_before_the_server_said_nothing_more_may_be_free_by_now() -> None:
+    server = MemoryServer()
+    async with server.connect("r") as bus, server.connect("r", worker="other") as other, anyio.create_task_group() as group:
+        await bus.declare(plan_run("r", lanes=1))
+        await claimed(other, "other")
+
+        async def kill() -> None:
+            await anyio.sleep(LEASE_SECONDS / 2)
+            server.kill()
+
+        group.start_soon(kill)
+        with pytest.raises(LanesUnread):
+            await claimed(bus, wait_seconds=LEASE_SECONDS - 1)
+
+
 async def test_a_worker_that_is_ended_while_it_says_hello_leaves_its_lane_free() -> None:
     server = MemoryServer()
     async with server.connect("r") as bus, server.connect("r", worker="other") as other:
