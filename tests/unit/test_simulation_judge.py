@@ -183,7 +183,7 @@ async def test_what_waits_too_long_after_the_last_fault_is_named_by_its_kind() -
     assert judge.found[1:] == ["an observation is answered"]
     await anyio.sleep(PROGRESS_SECONDS)
     liveness.check()
-    assert judge.found[-1] == "the fleet goes on"
+    assert judge.found[-1] == "the run goes on"
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ class LivenessChecker:
         now = anyio.current_time()
         for episode, record in tuple(self._log_checker.episodes.open.items()):
             self._check_episode(episode, record, now)
-        self._require(now, self._log_checker.stored_at, PROGRESS_SECONDS, "the fleet goes on", "nothing was stored")
+        self._require(now, self._log_checker.stored_at, PROGRESS_SECONDS, "the run goes on", "nothing was stored")
 
     def _check_episode(self, episode: str, record: EpisodeRecord, now: float) -> None:
         if not record.claims:

@@ -50,7 +50,7 @@ class TrainingChecker:
         self._groups = groups
         self._group_size = group_size
         self._lineages: list[str] = []
-        self._checkpoints: set[int] = set()
+        self._checkpoints: dict[int, str] = {}
         self._was_checkpointed = False
         self._published: dict[int, PolicyPublished] = {}
         self._lost: dict[int, PolicyPublished] = {}
@@ -111,7 +111,9 @@ class TrainingChecker:
     def find_readable_step(self, folder: Path) -> int | None:
         """The newest step that counts whose checkpoint lies in ``folder`` and is whole."""
         found = [read_checkpoint(path) for path in folder.glob("l*-*")] if folder.is_dir() else []
-        return max((each.step for each in found if each is not None and each.step in self._checkpoints), default=None)
+        return max(
+            (each.step for each in found if each is not None and self._checkpoints.get(each.step) == each.lineage), default=None
+        )
 
     def _order(self, lineage: str) -> int:
         """Lineages begin on ``train.<name>``, one after the other; that a later one has begun there while an earlier one's
@@ -148,7 +150,7 @@ class TrainingChecker:
             self.replaced.setdefault(self.lineage.worker, anyio.current_time())
         self.lineage, self.steps = started, step
         self.settled = {name: each for name, each in self.settled.items() if each.step <= step}
-        self._checkpoints = {each for each in self._checkpoints if each <= step}
+        self._checkpoints = {each: lineage for each, lineage in self._checkpoints.items() if each <= step}
 
     def _apply_step(self, trained: StepTrained, sequence: int) -> None:
         self.steps += 1
@@ -195,7 +197,7 @@ class TrainingChecker:
         self.settled[episode] = SettledEpisode(episode, self.steps, trained)
 
     def _apply_checkpoint(self, stored: CheckpointStored) -> None:
-        self._checkpoints.add(stored.step)
+        self._checkpoints[stored.step] = stored.lineage
         checkpoint, name = read_checkpoint(Path(stored.file)), f"step {stored.step} of {stored.lineage}"
         if checkpoint is None or (checkpoint.lineage, checkpoint.step) != (stored.lineage, stored.step):
             self._observer.violate("a checkpoint is whole when it is announced", name)
