@@ -253,7 +253,7 @@ async def test_kill_ends_processes_and_their_children_at_once(tmp_path: Path) ->
     assert stage.names("drained") == [] and stage.running() == []
 
 
-async def test_cancelling_the_fleet_leaves_nothing_behind(tmp_path: Path) -> None:
+async def test_cancelling_all_roles_leaves_nothing_behind(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     fleet = stage.fleet(stage.plan("environment", "stubborn"), stage.plan("inference", "serve"))
     with anyio.fail_after(50):
@@ -261,7 +261,8 @@ async def test_cancelling_the_fleet_leaves_nothing_behind(tmp_path: Path) -> Non
             tasks.start_soon(fleet.run)
             await stage.until("started", 2)
             tasks.cancel_scope.cancel()
-    assert stage.running() == []
+        while stage.running():  # noqa: ASYNC110 - killed, and on a busy machine not yet gone
+            await anyio.sleep(0.02)
 
 
 async def test_a_server_whose_holder_was_killed_is_stopped(tmp_path: Path) -> None:
