@@ -390,14 +390,7 @@ async def run_learner(
     if resume_point is None:
         return
     learner = Learner(
-        bus,
-        configuration=configuration,
-        name=name,
-        drain=drain,
-        trainer=trainer,
-        curriculum=curriculum,
-        resume_point=resume_point,
-        runtime=runtime,
-        judge=judge,
-    )
+        bus, configuration=configuration, name=name, drain=drain, trainer=trainer, curriculum=curriculum,
+        resume_point=resume_point, runtime=runtime, judge=judge,
+    )  # fmt: skip
     await learner.run()

@@ -246,7 +246,9 @@ class Attempts:
             return None
         running.claim_sequence = claim_sequence
         running.policy_client = await self._build_policy_client(request, claim, recorded)
-        observed = await self._read_observations(request, recorded)
+        observed: Mapping[int, Observation] = NOTHING_OBSERVED
+        if recorded:
+            observed = await read_answered_observations(self._bus, self._subjects, request.policy, request.episode_id, recorded)
         if isinstance(environment, LivesElsewhere):
             turns = [RecordedTurn(observed[turn.action.turn], turn.action) for turn in recorded if turn.action.turn in observed]
             environment.assign(request, claim.attempt, turns)
@@ -290,11 +292,6 @@ class Attempts:
             history=tuple(recorded),
             action_sequence=last_action.sequence if last_action else 0,
         )
-
-    async def _read_observations(self, request: EpisodeRequested, recorded: Sequence[Turn]) -> Mapping[int, Observation]:
-        if not recorded:
-            return NOTHING_OBSERVED
-        return await read_answered_observations(self._bus, self._subjects, request.policy, request.episode_id, recorded)
 
     async def _claim(self, running: RunningAttempt, claim: AttemptStarted, episode_state: EpisodeState) -> int | None:
         """Store the claim; None if another worker wrote first, or if that is unknown and the request is returned."""

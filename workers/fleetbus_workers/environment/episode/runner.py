@@ -29,16 +29,16 @@ from fleetbus_schemas import (
     EpisodeFinished,
     EpisodeRequested,
     Observation,
-    Outcome,
     ToolSpec,
 )
 from fleetbus_schemas.tokens import count_tokens, pack_mask
 from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
+from fleetbus_workers.environment.episode.conclusion import TIMED_OUT, Conclusion
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.normalization import INFO_BYTES, clip_messages, clip_text, clip_values, format_text
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
 from fleetbus_workers.environment.episode.segments import FIRST, EpisodeContext, Placement, append_line, find_context_tokens
-from fleetbus_workers.environment.episode.stages import DEADLINE_PASSED, EpisodeEnded, Stages, to_printable
+from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, to_printable
 from fleetbus_workers.environment.failure_location import locate_method
 from fleetbus_workers.environment.validation import validate_return
 
@@ -50,23 +50,6 @@ FEW_TURNS = 2
 """An episode whose tokens were used up in so few turns says what they were used for."""
 
 log = structlog.get_logger()
-
-
-class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
-    """How an attempt ended, before or after its verdict."""
-
-    outcome: Outcome
-    error_class: str = ""
-    error: str = ""
-    reward: float | None = None
-    location: str = ""
-    traceback: str = ""
-    note: str = ""
-    components: dict[str, float] = {}
-    transcript: str = ""
-
-
-TIMED_OUT = Conclusion(outcome="timeout", error_class="episode_timeout", error=DEADLINE_PASSED)
 
 
 class EpisodeRunner:

@@ -1,0 +1,23 @@
+"""How an attempt ended, as its runner says it to itself: what becomes a result once there is a verdict. Pure data."""
+
+import msgspec
+
+from fleetbus_schemas import Outcome
+from fleetbus_workers.environment.episode.stages import DEADLINE_PASSED
+
+
+class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
+    """How an attempt ended, before or after its verdict."""
+
+    outcome: Outcome
+    error_class: str = ""
+    error: str = ""
+    reward: float | None = None
+    location: str = ""
+    traceback: str = ""
+    note: str = ""
+    components: dict[str, float] = {}
+    transcript: str = ""
+
+
+TIMED_OUT = Conclusion(outcome="timeout", error_class="episode_timeout", error=DEADLINE_PASSED)
