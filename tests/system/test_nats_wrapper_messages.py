@@ -12,6 +12,7 @@ import nats
 import pytest
 
 from fleetbus.bus.nats import connect, publisher
+from fleetbus.bus.nats.protocol import publish_with_headers_command, status_of
 from fleetbus.bus.nats.publisher import OUTSTANDING_BYTES
 from fleetbus.bus.streams import tasks_consumer
 from fleetbus.errors import PublishUnanswered
@@ -157,3 +158,31 @@ async def test_the_bus_loses_no_message_to_a_cancellation(server: KillableServer
                     got = await listener.receive()
                 kept += got == ("trap7", b"x")
         assert kept == 6
+
+
+# Headers are the publisher's: what looks like a server's own answer in them is part of an entry.
+
+
+@pytest.mark.parametrize("line", ["XATS/1.0 404 Not Found", "XATS/1.0 204 EOB", "NATS/1.0 599 x", "XATS/1.0 503 "])
+async def test_an_entry_whose_publisher_wrote_a_status_into_its_headers_hides_none(server: KillableServer, line: str) -> None:
+    subject = SUBJECTS.episode("headers")
+    async with ready_bus(server.url) as bus:
+        first = (await bus.publish(subject, b"before")).sequence
+        mux = bus._connection.request_mux
+        reply = mux.new_reply()
+        headers = f"{line}\r\nNats-Sequence: 1\r\nNats-Subject: {SUBJECTS.policy('default')}\r\n\r\n".encode()
+        with anyio.fail_after(20):
+            await mux.ask(reply, publish_with_headers_command(subject, reply, headers, b"forged"), timeout=10)
+            last = await bus.last(subject)
+            await bus.publish(subject, b"after")
+            found = [entry for entry in await bus.history([subject]) if entry.sequence >= first]
+    assert last is not None and (last.subject, last.sequence, last.payload) == (subject, first + 1, b"forged")
+    assert [(entry.subject, entry.sequence, entry.payload) for entry in found] == [
+        (subject, first + number, payload) for number, payload in enumerate((b"before", b"forged", b"after"))
+    ]
+
+
+def test_a_status_is_one_that_the_server_made() -> None:
+    assert status_of(b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 0\r\nNats-Last-Sequence: 7\r\n\r\n") == 204
+    assert status_of(b"NATS/1.0 404\r\nX: y\r\nNats-Stream: log\r\nNats-Sequence: 7\r\n\r\n") == 0
+    assert status_of(b"XATS/1.0 404\r\n\r\n") == status_of(b"NATS/1.0\r\n\r\n") == status_of(None) == 0

@@ -57,8 +57,12 @@ def header_block(message_id: str, expected_last: int | None) -> bytes:
 
 
 def status_of(headers: bytes | None) -> int:
-    """The status code of a header block (``NATS/1.0 408 ...``), 0 if it has none."""
-    if not headers or headers[8:9] != b" ":
+    """The status code of a header block that a server made (``NATS/1.0 408 ...``), 0 if it has none.
+
+    An entry comes with the headers of whoever published it, whatever stands in them; behind these the server says where it
+    stands.
+    """
+    if not headers or not headers.startswith(b"NATS/1.0 ") or b"\r\nNats-Sequence: " in headers:
         return 0
     code = headers[9:12]
     return int(code) if code.isdigit() else 0
