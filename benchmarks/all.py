@@ -18,7 +18,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -109,7 +109,8 @@ def read_rows(output: str) -> list[Any]:
 
 
 def write_page(results: dict[str, Any], plots: Mapping[str, str] | None = None) -> str:
-    """A table per benchmark: a row for each object, a column for each of its plain fields. ``plots``: addresses by title."""
+    """A table per benchmark: a row for each object, a column for each plain field in it; a row for each field if there is one
+    object only. ``plots``: addresses by title."""
     machine = results["machine"]
     lines = [f"# Benchmarks of {machine['commit']}", ""]
     lines += [f"{machine['at']}, {machine['cores']} cores, {machine['machine']}, Python {machine['python']}.", ""]
@@ -119,12 +120,23 @@ def write_page(results: dict[str, Any], plots: Mapping[str, str] | None = None) 
         lines += [f"## {name}", "", f"`{found['command']}`, {found['seconds']} s, load average {found['load']}", ""]
         if found["code"]:
             lines += [f"exit code {found['code']}: {found['error'].splitlines()[-1] if found['error'] else ''}", ""]
-        rows = [{key: value for key, value in row.items() if not isinstance(value, (dict, list))} for row in found["rows"]]
+        rows = [dict(_list_plain(row)) for row in found["rows"]]
         columns = list(dict.fromkeys(key for row in rows for key in row))
-        if columns:
+        if len(rows) == 1:
+            lines += ["| field | value |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows[0].items()), ""]
+        elif columns:
             lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
             lines += ["| " + " | ".join(str(row.get(column, "")) for column in columns) + " |" for row in rows] + [""]
     return "\n".join(lines)
+
+
+def _list_plain(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Fields that fit a table, those of objects within a row too: ``outer inner``."""
+    for key, value in row.items():
+        if isinstance(value, dict):
+            yield from _list_plain(value, f"{prefix}{key} ")
+        elif not isinstance(value, list):
+            yield prefix + key, float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def main() -> int:

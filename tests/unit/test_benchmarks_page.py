@@ -25,14 +25,24 @@ def test_a_benchmark_that_fails_is_told_with_its_last_words() -> None:
     assert found["rows"] == []
 
 
-def test_a_page_has_a_column_for_each_plain_field_and_names_what_failed() -> None:
+def test_a_page_has_a_column_for_each_plain_field_within_objects_too_and_names_what_failed() -> None:
     machine = {"commit": "abc", "at": "today", "cores": 2, "machine": "x86_64", "python": "3.11"}
     loop = {"command": "python loop.py", "seconds": 1.0, "load": 0.5, "code": 0, "error": ""}
     rows = [{"sessions": 1, "rate": 10.0, "by": {"nats": 1}}, {"sessions": 64, "ratio": 0.5}]
     broken = {"command": "python broken.py", "seconds": 1.0, "load": 0.5, "code": 3, "error": "first\nlast", "rows": []}
     page = write_page({"machine": machine, "benchmarks": {"loop": loop | {"rows": rows}, "broken": broken}})
-    assert "| sessions | rate | ratio |\n|---|---|---|\n| 1 | 10.0 |  |\n| 64 |  | 0.5 |" in page
+    assert "| sessions | rate | by nats | ratio |\n|---|---|---|---|\n| 1 | 10.0 | 1 |  |\n| 64 |  |  | 0.5 |" in page
     assert "exit code 3: last" in page
+
+
+def test_a_single_object_is_a_table_of_its_fields() -> None:
+    chaos = {"command": "python chaos.py", "seconds": 1.0, "load": 0.5, "code": 0, "error": ""}
+    row = {"episodes": 3, "recovery": {"server": {"p50": 0.123456, "p99": None}}, "faults": ["kill"]}
+    machine = {"commit": "abc", "at": "today", "cores": 2, "machine": "x86_64", "python": "3.11"}
+    page = write_page({"machine": machine, "benchmarks": {"chaos": chaos | {"rows": [row]}}})
+    table = "| field | value |\n|---|---|\n| episodes | 3 |\n| recovery server p50 | 0.1235 |\n| recovery server p99 | None |\n"
+    assert table in page
+    assert "kill" not in page
 
 
 def test_each_plot_is_drawn_from_rows_as_its_benchmark_prints_them(tmp_path: Path) -> None:
