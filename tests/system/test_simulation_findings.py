@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -38,6 +39,7 @@ from fleetbus_schemas import (
     decode,
     encode,
 )
+from fleetbus_schemas.tokens import pack_ids
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
 from fleetbus_workers.gateway.gym_methods import Answer, GymCalls
 from fleetbus_workers.gateway.gym_wire import Request
@@ -255,12 +257,50 @@ async def test_an_episode_whose_actions_the_log_has_lost_leaves_its_group_with_t
 async def test_an_action_that_stands_where_the_result_says_is_not_lost_however_late_it_is_read() -> None:
     async with connected() as bus:
         _, result = await played(bus)
-        position = result.actions[0].sequence
-        assert not await are_lost(bus, SUBJECTS, MissingActions("e", position, ""))
-        assert await are_lost(bus, SUBJECTS, MissingActions("another", position, ""))
-        assert await are_lost(bus, SUBJECTS, MissingActions("e", await bus.last_sequence() + 1, ""))
+        position, subject = result.actions[0].sequence, SUBJECTS.action("e0", "e")
+
+        async def is_lost(subject: str, sequence: int) -> bool:
+            return await are_lost(bus, SUBJECTS, MissingActions("e", subject, sequence, ""))
+
+        assert not await is_lost(subject, position)
+        assert await is_lost(SUBJECTS.action("e0", "another"), position)
+        assert await is_lost(SUBJECTS.action("e1", "e"), position)
+        assert await is_lost(subject, await bus.last_sequence() + 1)
         await bus.purge(SUBJECTS.actions(), below=position + 1)
-        assert not await are_lost(bus, SUBJECTS, MissingActions("e", position, ""))  # trimmed: an archive may have it
+        assert not await is_lost(subject, position)  # trimmed: an archive may have it
+
+
+@pytest.mark.parametrize("changed", [{"turn": 1}, {"lane": "e1"}, {"sequence": 3}])
+async def test_an_episode_whose_result_names_other_actions_than_its_turns_leaves_its_group_with_the_reason(
+    changed: dict[str, Any],
+) -> None:
+    """It would be trained with tokens of another turn, or of another episode of the batch, or end every learner."""
+    async with connected() as bus:
+        _, result = await played(bus)
+        honest_action = Action(episode_id="f", attempt=1, turn=0, text="", prompt_delta=pack_ids([1]))
+        other = await bus.publish(SUBJECTS.action("e0", "f"), encode(honest_action))
+        assert other.sequence == 3
+        reference = msgspec.structs.replace(result.actions[0], **changed)
+        forged = msgspec.structs.replace(result, actions=(reference, *result.actions[1:]))
+        honest = EpisodeFinished(
+            episode_id="f", group_id="g", attempt=1, outcome="completed", worker="e", reward=0.0, tokens=1, loss_mask=b"\0",
+            actions=(ActionReference(sequence=3, lane="e0", turn=0),),
+        )  # fmt: skip
+        group = Group(group_id="g", size=2, results={"e": forged, "f": honest})
+        await read_sequences(bus, SUBJECTS, [group], plan=CreditPlan(), temperature=1.0, runtime=PORTS)
+    assert group.excluded == [Exclusion(episode_id="e", reason="actions_lost")]
+
+
+async def test_an_action_that_was_trimmed_and_stands_otherwise_in_the_archive_is_lost(tmp_path: Path) -> None:
+    async with connected() as bus:
+        _, result = await played(bus)
+        with open_archive(tmp_path, RUN) as archive:
+            archive.append([entry async for entry in bus.scan([SUBJECTS.log])])
+        await bus.purge(SUBJECTS.actions(), below=2)
+        forged = msgspec.structs.replace(result, actions=(msgspec.structs.replace(result.actions[0], lane="e1"),))
+        with pytest.raises(MissingActions, match="position 1; something else stands there") as raised:
+            await read_actions(bus, SUBJECTS, [forged], archive=tmp_path, runtime=PORTS)
+        assert await are_lost(bus, SUBJECTS, raised.value)
 
 
 async def test_actions_that_the_replica_that_answers_does_not_have_yet_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

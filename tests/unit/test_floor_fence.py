@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
 from fleetbus.archive_writer import ArchiveWriter, open_archive
+from fleetbus.bus.base import PublishAck
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.core.floor import NO_FLOOR
 from fleetbus.floor import fence_floor, read_floor
 from fleetbus.runtime import Runtime
-from fleetbus_schemas import EpisodeFinished, EpisodeRequested, FloorRaised, Subjects, Task, encode
+from fleetbus_schemas import EpisodeFinished, EpisodeRequested, FloorRaised, Subjects, Task, decode, encode
 from fleetbus_workers.recorder.log_trimmer import LogTrimmer
 from tests.support.small_deployment import run_inline
 from tests.support.virtual_time import virtual_time
@@ -26,8 +28,13 @@ anyio_backend = virtual_time
 
 
 @pytest.fixture
-async def bus() -> AsyncIterator[MemoryBus]:
-    async with MemoryServer().connect("run") as memory:
+def server() -> MemoryServer:
+    return MemoryServer()
+
+
+@pytest.fixture
+async def bus(server: MemoryServer) -> AsyncIterator[MemoryBus]:
+    async with server.connect("run") as memory:
         await memory.declare(plan_run("run", lanes=2))
         yield memory
 
@@ -88,3 +95,47 @@ async def test_a_floor_is_not_raised_over_what_a_learner_stored_when_it_began(bu
     assert await recorder.trim() == raised, "the learner counts with this floor, and with no other"
     await recorder.read()
     assert (await recorder.trim()).sequence > raised.sequence
+
+
+@pytest.mark.parametrize("later", [0, 1, 5])
+async def test_from_a_log_that_went_back_nothing_is_removed_before_its_reader_has_noticed(
+    server: MemoryServer, bus: MemoryBus, recorder: Recorder, later: int
+) -> None:
+    """What was settled for good is open in it; that it has grown again since makes no difference."""
+    await play(bus, "a")
+    await recorder.read()
+    await recorder.trim()
+    await recorder.read()
+    files = server.copy_files()
+    for episode in ("b", "c"):
+        await play(bus, episode)
+    await recorder.read()
+    server.put_back(files)
+    await anyio.sleep(1)
+    for number in range(later):
+        await play(bus, f"later{number}")
+    before = [entry async for entry in bus.scan([S.log])]
+    assert await recorder.trim() == NO_FLOOR
+    assert [entry async for entry in bus.scan([S.log])] == before
+
+
+async def test_a_floor_that_was_on_its_way_when_the_log_went_back_is_refused(
+    server: MemoryServer, bus: MemoryBus, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would refuse what is requested from then on, whose positions are below it."""
+    await play(bus, "a")
+    await recorder.read()
+    await recorder.trim()
+    await recorder.read()
+    files, publish = server.copy_files(), bus.publish
+    for episode in ("b", "c"):
+        await play(bus, episode)
+    await recorder.read()
+
+    async def publish_late(subject: str, payload: bytes, **options: Any) -> PublishAck:
+        if decode(FloorRaised, payload).sequence:
+            server.put_back(files)
+        return await publish(subject, payload, **options)
+
+    monkeypatch.setattr(bus, "publish", publish_late)
+    assert await recorder.trim() == NO_FLOOR

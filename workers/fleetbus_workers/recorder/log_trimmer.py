@@ -92,7 +92,7 @@ class LogTrimmer:
         self._floors: deque[int] = deque()
         self._last_floor = 0
         """Only who has entered the log up to the newest floor raises the next: a learner that begins stores it again."""
-        self.last_entered = 0
+        self.last_entered = self._last_ns = 0
         self.trimmed = 0
 
     @property
@@ -109,7 +109,7 @@ class LogTrimmer:
             self._sessions.enter(entry.sequence, entry.subject.rpartition(".")[2], is_over=_ends_session(message))
         else:
             self._retention.enter(entry.sequence, entry.subject, message)
-        self.last_entered = entry.sequence
+        self.last_entered, self._last_ns = entry.sequence, entry.time_ns
         self._content_ages.enter(entry)
         if isinstance(message, FloorRaised):  # it would be raised for ever because it was raised
             self._floors.append(entry.sequence)
@@ -126,10 +126,14 @@ class LogTrimmer:
             if entry.sequence <= last:  # what follows is entered once it is archived
                 self.enter(entry)
         self._retention.mark_content_skipped()
-        self.last_entered = last
+        if self._archive.last is not None:
+            self.last_entered, self._last_ns = last, self._archive.last.time_ns
 
     async def trim(self) -> None:
-        """Remove what may be removed by now."""
+        """Remove what may be removed by now; nothing if the log went back in time: what was settled for good is open in it."""
+        if await self._went_back():
+            log.error("log lost entries that are archived; removing nothing", archived_up_to=self.last_entered)
+            return
         self._enter_read()
         trimmed = await self._trim_content()
         await self._trim_behind_open()
@@ -144,6 +148,16 @@ class LogTrimmer:
                 unsettled=self.unsettled,
                 sessions=len(self._sessions),
             )
+
+    async def _went_back(self) -> bool:
+        """Whether the log ends before the last archived entry, or has another there. Its reader will notice too, but may come
+        back later than the connection."""
+        if not self.last_entered:
+            return False
+        found = await self._bus.next_entry(self._subjects.log, start=self.last_entered)
+        if found is None:  # or everything from there on was removed
+            return await self._bus.last_sequence() < self.last_entered
+        return found.sequence == self.last_entered and found.time_ns != self._last_ns
 
     async def _trim_content(self) -> bool:
         """Observations and actions."""
@@ -198,13 +212,22 @@ class LogTrimmer:
 
     async def _raise_floor(self, raised: FloorRaised, last_floor: int, over: dict[str, int]) -> bool:
         """Store it before anything that it concerns leaves; False if that was not possible now. ``last_floor`` is the newest
-        that was entered when it was computed."""
+        that was entered when it was computed.
+
+        The floor that holds is stored once more first: it stands behind all that the new one was computed from, and a log that
+        loses any of that, while the new one is on its way, has lost it too and refuses the new one.
+        """
         if raised == self._retention.floor:
             return True
+        subject, before = self._subjects.floor, self._retention.floor
         first = not last_floor  # who begins before it stands does not see it: what was archived by then does not count
         try:
-            stored = NO_FLOOR if first else raised
-            published = await self._bus.publish(self._subjects.floor, encode(stored), expected_last=last_floor)
+            published = await self._bus.publish(subject, encode(NO_FLOOR if first else before), expected_last=last_floor)
+            if published.sequence <= self.last_entered:
+                log.error("log lost entries that are archived; removing nothing", archived_up_to=self.last_entered)
+                return False
+            if not first:
+                published = await self._bus.publish(subject, encode(raised), expected_last=published.sequence)
         except LogFull:
             await self._shorten_journals(over)
             return False
@@ -215,7 +238,7 @@ class LogTrimmer:
             log.warning("floor publish failed; retrying", reason=str(error))
             return False
         if not first:
-            self._retention.enter(published.sequence, self._subjects.floor, raised)
+            self._retention.enter(published.sequence, subject, raised)
         return not first
 
     async def _shorten_journals(self, over: dict[str, int]) -> None:

@@ -176,7 +176,8 @@ class Deployment:
             return sum(lost) >= RENEWALS_PER_LEASE
         if isinstance(error, (LanesUnread, RequestUnanswered)):  # only who has yet to begin ends of a read
             has_begun = process.name in self._oracle.heard
-            return not has_begun and self._observer.message_fault_count(since, kind="read_lost") > 0
+            unread = self._observer.message_fault_count(since, kind="read_lost") > 0
+            return not has_begun and (unread or self._observer.was_disturbed(process.name, since=since))
         if isinstance(error, OSError) and error.errno == errno.EIO:
             return any(each.kind == "disk_failed" and each.worker == process.name for each in self._observer.disturbances)
         if isinstance(error, UserError) and "already has a recorder" in str(error):

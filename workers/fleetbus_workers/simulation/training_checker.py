@@ -148,6 +148,7 @@ class TrainingChecker:
         self._lineages.append(started.lineage)
         if self.lineage is not None:
             self.replaced.setdefault(self.lineage.worker, anyio.current_time())
+        self._was_checkpointed = self._was_checkpointed and bool(step or not started.restart)  # unless an operator began anew
         self.lineage, self.steps = started, step
         self.settled = {name: each for name, each in self.settled.items() if each.step <= step}
         self._checkpoints = {each: lineage for each, lineage in self._checkpoints.items() if each <= step}
