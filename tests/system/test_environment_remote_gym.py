@@ -356,6 +356,7 @@ def test_image_bytes_survive_whatever_they_are(payload: bytes) -> None:
         ("multipart/mixed", b"x"),
         ('multipart/mixed; boundary="b"', b"--c\r\n"),
         ('multipart/mixed; boundary="b"', b"--b--\r\n"),
+        ("multipart/mixed" + ";a=b" * 100_000 + "; boundary=b", b"--b--\r\n"),
         ("application/json", b"[1]"),
         ("application/json", b"{"),
     ],

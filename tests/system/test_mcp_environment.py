@@ -162,7 +162,8 @@ async def test_images_follow_the_text_by_reference_and_what_is_none_or_too_large
 ) -> None:
     monkeypatch.setattr("fleetbus_workers.environment.adapters.mcp.connection.MAX_IMAGES", 2)
     monkeypatch.setattr("fleetbus_workers.environment.adapters.mcp.connection.MAX_IMAGE_BYTES", 9)
-    blocks: list[Any] = [ImageContent(data=data, mime_type="image/jpeg") for data in ("AAAA", "?", "A" * 16, "BBBB", "CCCC")]
+    sent = ("/9j/AAAA", "?", "/9j/" * 4, "/9j/BBBB", "/9j/CCCC", "AAAA")
+    blocks: list[Any] = [ImageContent(data=data, mime_type="image/jpeg") for data in sent]
 
     async def tools(_: ServerRequestContext[Any], __: PaginatedRequestParams | None) -> ListToolsResult:
         return ListToolsResult(tools=[Tool(name="look", input_schema=SCHEMA)])
@@ -178,8 +179,8 @@ async def test_images_follow_the_text_by_reference_and_what_is_none_or_too_large
         (message,) = (await environment.step(call("look"))).messages
         text, *images = message.content
         assert isinstance(text, Text)
-        assert text.text.count("[image, image/jpeg, ") == 5
-        assert images == [Image(object=name, media_type="image/jpeg") for name in ("000000", "041041")]
+        assert text.text.count("[image, image/jpeg, ") == 6
+        assert images == [Image(object=name, media_type="image/jpeg") for name in ("ffd8ff000000", "ffd8ff041041")]
 
 
 async def test_only_the_first_call_is_executed_and_the_others_are_reported() -> None:

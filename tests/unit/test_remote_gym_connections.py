@@ -137,6 +137,10 @@ async def test_an_answer_may_end_with_its_connection_come_in_chunks_or_be_announ
         b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\nok",
         b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n" + bytes(99999),
         b"HTTP/1.1 200 OK\r\nX: " + b"y" * 99999 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 20000 + b"\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nok",
+        OK + OK,
+        OK + OK[:30],
         b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: other\r\n\r\n",
     ],
 )

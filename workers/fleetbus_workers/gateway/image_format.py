@@ -12,6 +12,7 @@ from PIL import Image as Pillow
 from PIL import features
 
 from fleetbus_workers.environment.images.png import encode_png
+from fleetbus_workers.image_formats import IMAGE_FORMATS
 
 _STRIPPED = b" \t\n\r\x0b\x0c-"
 
@@ -33,7 +34,7 @@ class ImageFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     def convert(self, data: bytes) -> bytes:
         """An image file of any format in this one. Raises `OSError` if it cannot be read."""
-        with Pillow.open(io.BytesIO(data)) as opened:
+        with Pillow.open(io.BytesIO(data), formats=IMAGE_FORMATS) as opened:
             return data if opened.format == self.name and not self.quality else self.encode(opened)
 
     def _save(self, image: Any) -> bytes:

@@ -99,7 +99,7 @@ async def _convert_format(target_format: ImageFormat, image: Image, data: bytes)
         return protect_last_byte(data)
     try:
         return await anyio.to_thread.run_sync(target_format.convert, data)
-    except (OSError, SyntaxError, Pillow.DecompressionBombError) as error:
+    except (OSError, ValueError, SyntaxError, Pillow.DecompressionBombError) as error:
         raise ObjectMissing(f"image {image.object[:12]} cannot be read: {error}") from error
 
 

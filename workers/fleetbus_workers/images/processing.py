@@ -19,6 +19,7 @@ from PIL import Image as Pillow
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import ShownImage
+from fleetbus_workers.image_formats import IMAGE_FORMATS
 from fleetbus_workers.images.model_folder import has_vision
 from fleetbus_workers.images.reader import ImageUnreadable
 
@@ -116,7 +117,7 @@ class ImageProcessor:
 def open_image(name: str, data: bytes) -> Any:
     """A Pillow image, RGB. Raises `ImageUnreadable`."""
     try:
-        with Pillow.open(io.BytesIO(data)) as image:
+        with Pillow.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise ImageUnreadable(f"image {name} has {image.width}x{image.height} pixels, more than {MAX_PIXELS}")
             return image.convert("RGB")

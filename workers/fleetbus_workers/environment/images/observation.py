@@ -14,11 +14,13 @@ import msgspec
 
 from fleetbus_schemas import Image, Text
 from fleetbus_workers.environment.images.png import encode_png
+from fleetbus_workers.image_formats import IMAGE_FORMATS
 
 if TYPE_CHECKING:
     from PIL import Image as Pillow
 
-MAX_PIXELS = 64 << 20
+MAX_PIXELS = 1 << 24
+"""Decoded, so many take some 200 MB, and many are decoded at once; a screen of 5120 x 2880 has fewer."""
 
 
 class EncodedImage(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,13 +52,13 @@ def _picture_of_file(data: bytes) -> EncodedImage:
     from PIL import Image as Pillow
 
     try:
-        with Pillow.open(io.BytesIO(data)) as image:
+        with Pillow.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
             _check_size(image)
             kept = image.mode == "RGB" and image.format in ("PNG", "JPEG")
             media_type = f"image/{(image.format or '').lower()}" if kept else "image/png"
             encoded = data if kept else encode_png(image.convert("RGB"))
             return EncodedImage(data=encoded, media_type=media_type, width=image.width, height=image.height)
-    except (OSError, SyntaxError, Pillow.DecompressionBombError) as error:
+    except (OSError, ValueError, SyntaxError, Pillow.DecompressionBombError) as error:
         raise ValueError(f"an image cannot be read: {error}") from error
 
 

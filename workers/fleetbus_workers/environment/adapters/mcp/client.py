@@ -24,6 +24,7 @@ from fleetbus_workers.environment.adapters.mcp.connection import (
     ServerGone,
     ToolResult,
     build_timeout_result,
+    check_count,
     parse_tool_result,
     parse_tool_spec,
 )
@@ -159,7 +160,8 @@ class ClientConnection:
         cursor: str | None = None
         for _ in range(MAX_TOOL_PAGES):
             page = await self._require_client().list_tools(cursor=cursor)
-            tools += [parse_tool_spec(tool.model_dump(by_alias=True, mode="json", exclude_none=True)) for tool in page.tools]
+            listed = [tool.model_dump(by_alias=True, mode="json", exclude_none=True) for tool in check_count(tools, page.tools)]
+            tools += map(parse_tool_spec, listed)
             cursor = page.next_cursor
             if cursor is None:
                 break

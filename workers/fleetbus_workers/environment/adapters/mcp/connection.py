@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import anyio
 import msgspec
@@ -31,13 +31,19 @@ from fleetbus_schemas import ToolOutput, ToolSpec
 from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.episode.normalization import to_plain_values
 from fleetbus_workers.environment.images.observation import EncodedImage
+from fleetbus_workers.image_formats import find_media_type
 
 MAX_TOOL_PAGES = 100
 """Most pages of a tool listing that are read: bounds a listing that never ends."""
 
+MAX_TOOLS = 2048
+"""Of one server: more do not fit into a prompt, and every call looks its tool up among them."""
+
 MAX_IMAGES = 16
 MAX_IMAGE_BYTES = 8 << 20
 """Of one call: further and larger images are words in its text."""
+
+T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
 
@@ -120,7 +126,7 @@ class DirectConnection:
         for _ in range(MAX_TOOL_PAGES):
             params = {} if cursor is None else {"cursor": cursor}
             page = await self._handle(_RequestContext(), "tools/list", params | _ENVELOPE)
-            tools += [parse_tool_spec(tool) for tool in page.get("tools", ())]
+            tools += [parse_tool_spec(tool) for tool in check_count(tools, page.get("tools", ()))]
             cursor = page.get("nextCursor")
             if cursor is None:
                 break
@@ -153,6 +159,13 @@ class DirectConnection:
         close = getattr(self._server, "close", None)
         if close is not None:
             close()
+
+
+def check_count(tools: Sequence[ToolSpec], page: Sequence[T]) -> Sequence[T]:
+    """Another page of a listing; raises `EnvironmentFailed` if they become too many."""
+    if len(tools) + len(page) > MAX_TOOLS:
+        raise EnvironmentFailed(f"the MCP server lists more than {MAX_TOOLS} tools")
+    return page
 
 
 def has_default_lifespan(server: object) -> bool:
@@ -195,7 +208,7 @@ def _decode_images(blocks: Sequence[Mapping[str, object]]) -> tuple[EncodedImage
 
 
 def decode_image(block: Mapping[str, Any]) -> EncodedImage | None:
-    """The image of a block; None for what is no base64, or too large to be shown."""
+    """The image of a block; None for what is no base64, no image that is read, or too large to be shown."""
     encoded = block.get("data") or ""
     if not isinstance(encoded, str) or len(encoded) * 3 // 4 > MAX_IMAGE_BYTES:
         return None
@@ -203,10 +216,11 @@ def decode_image(block: Mapping[str, Any]) -> EncodedImage | None:
         data = base64.b64decode(encoded, validate=True)
     except ValueError:
         return None
-    if not data:
+    media_type = find_media_type(data)
+    if not media_type:
         return None
     width, height = read_png_size(data)
-    return EncodedImage(data=data, media_type=block.get("mimeType") or "image/png", width=width, height=height)
+    return EncodedImage(data=data, media_type=media_type, width=width, height=height)
 
 
 def read_png_size(data: bytes) -> tuple[int, int]:

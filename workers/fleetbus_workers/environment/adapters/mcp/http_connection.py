@@ -48,13 +48,15 @@ class LastResponse:
 
     def diagnose(self, error: MCPError) -> str:
         """A JSON-RPC error is the server's own word; any other bad answer comes from what stands in its place."""
-        if describe_closed_connection(error) or self.status < 400:
+        if describe_closed_connection(error) or self.status < 300:
             return describe_closed_connection(error)
         if self.status in REFUSALS:
             return f"{REFUSALS[self.status]} (HTTP {self.status})"
         if self.status == 404 and error.error.code == INVALID_REQUEST:
             return "no longer knows this session: it was restarted"
-        if self.status in ABSENT or self.status >= 502 or not self.is_json:  # listing and calling are methods that it had
+        if (
+            self.status < 400 or self.status in ABSENT or self.status >= 502 or not self.is_json
+        ):  # listing and calling are methods that it had
             return f"answered HTTP {self.status}"
         return ""
 

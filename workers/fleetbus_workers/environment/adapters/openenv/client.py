@@ -92,6 +92,8 @@ class _Frame(msgspec.Struct, frozen=True):
 
 
 _frame = msgspec.json.Decoder(_Frame)
+_UNREADABLE = (TooManyValues, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What reading a frame raises. A ping is read in no episode: nothing but an `EnvironmentFailed` may come of it."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -128,18 +130,32 @@ class OpenEnvSession:
         async with self._call_lock:
             if self._lost:
                 raise ConnectionLost(f"the OpenEnv session is gone: {self._lost}")
-            text = await self._send_and_receive(frame)
+            early = await self._read_early()
+            text = await self._send_and_receive(frame) if early is None else early
             self.last_used = anyio.current_time()
         try:
             check_values(text)
             reply = _frame.decode(text)
-        except (TooManyValues, msgspec.DecodeError) as error:
+        except _UNREADABLE as error:
             raise ConnectionLost(self._mark_lost(f"the server sent a malformed frame ({error})")) from error
         if reply.type == "error":
             raise self._build_error(_parse_object(reply.data))
+        if early is not None:
+            raise ConnectionLost(
+                self._mark_lost("the server replied to what it was not asked: no reply can be told from another")
+            )
         if reply.type != expected:
             raise ConnectionLost(self._mark_lost(f"the server answered {kind} with {reply.type!r}"))
         return reply.data
+
+    async def _read_early(self) -> str | bytes | None:
+        """What came without being asked for: an error, as of a server that is full, or one reply too many."""
+        try:
+            with anyio.move_on_after(0):
+                return await self._socket.recv()
+        except ConnectionClosed:  # said by what is sent next
+            pass
+        return None
 
     async def _send_and_receive(self, frame: str) -> str | bytes:
         try:
@@ -187,13 +203,20 @@ class OpenEnvSession:
         await self._socket.close()
 
 
+class _Connect(connect):
+    """Goes where it was told to and nowhere else: a server that sends its clients away would send their keys along."""
+
+    def process_redirect(self, exc: Exception) -> Exception | str:
+        return exc
+
+
 async def open_session(url: str, *, headers: Mapping[str, str] | None = None) -> OpenEnvSession:
     """A new session at ``url`` (``ws://host:port/ws``). Raises `ConnectionLost`, `AtCapacity` or another `OpenEnvError`.
 
     A server at its limit accepts the connection and refuses only what follows, so a first call is part of opening.
     """
     try:
-        socket = await connect(
+        socket = await _Connect(
             url,
             additional_headers=dict(headers or {}),
             compression=None,
@@ -219,7 +242,7 @@ async def open_session(url: str, *, headers: Mapping[str, str] | None = None) ->
 def _parse_result(data: msgspec.Raw) -> StepResult:
     try:
         return msgspec.json.decode(data, type=_ResultPayload).to_result()
-    except msgspec.DecodeError as error:
+    except _UNREADABLE as error:
         raise SessionFailed(f"the server's observation cannot be read: {error}") from error
 
 
@@ -239,7 +262,7 @@ class _ResultPayload(msgspec.Struct, frozen=True):
 def _parse_object(data: msgspec.Raw) -> dict[str, object]:
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except _UNREADABLE as error:
         raise SessionFailed(f"the server's reply cannot be read: {error}") from error
 
 
@@ -247,7 +270,9 @@ def _format_field_errors(errors: object) -> str:
     """The field errors of a refused action, as a policy can act on them."""
     if not isinstance(errors, list):
         return ""
-    listed = [
-        f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg')}" for error in errors if isinstance(error, Mapping)
-    ]
+    listed = [f"{_format_place(error.get('loc'))}: {error.get('msg')}" for error in errors if isinstance(error, Mapping)]
     return f" ({'; '.join(listed)})" if listed else ""
+
+
+def _format_place(place: object) -> str:
+    return ".".join(map(str, place)) if isinstance(place, list) else str(place or "")

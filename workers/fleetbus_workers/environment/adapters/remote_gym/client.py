@@ -6,7 +6,9 @@ same boundary); a step is not. Above it is `remote_gym`; beside it `ServerPool` 
 """
 
 import random
+import re
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import lru_cache, partial
@@ -36,10 +38,15 @@ from fleetbus_workers.environment.adapters.remote_gym.wire import (
     encode_request,
 )
 from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.failure_location import clean_error
 
 HEALTH_SECONDS = 5.0
 IN_THREAD_BYTES = 64 << 10
 """Larger answers are taken apart in a thread."""
+
+MAX_ID_CHARACTERS = 256
+_SESSION_ID = re.compile(f"[!-~]{{1,{MAX_ID_CHARACTERS}}}")
+"""It is kept in the journal of a session after each of its calls, before its server's address."""
 
 _REPEATABLE = frozenset({"connect", "system_prompt", "reset", "close"})
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
@@ -78,14 +85,14 @@ class ServerPool:
     """The connections and the load of all sessions of one worker; enter `run` around them."""
 
     def __init__(self, *, draw: Callable[[], float] = random.random) -> None:
-        """``busy_queue`` is where episodes wait while all servers are busy: only the first asks again."""
         self.draw = draw
         self._http: httpx.AsyncClient | None = None
         self._connections = Connections(max_bytes=MAX_BODY_BYTES)
         self._sessions: dict[str, int] = {}
         self._failed_at: dict[str, float] = {}
         self.idempotent: dict[str, bool] = {}
-        self.busy_queue = anyio.Lock()
+        self.busy_queues: defaultdict[tuple[str, ...], anyio.Lock] = defaultdict(anyio.Lock)
+        """Where episodes of the same servers wait while all of these are busy: only the first asks again."""
         self.freed = anyio.Event()
 
     @asynccontextmanager
@@ -203,15 +210,18 @@ async def connect(
     chosen: list[str] = []
     ask = partial(_call_with_retries, pool, config, config.base_urls, "connect", "connect", fields, safe=True, chosen=chosen)
     answer = None
-    if not pool.busy_queue.statistics().locked:
+    busy_queue = pool.busy_queues[config.base_urls]
+    if not busy_queue.statistics().locked:
         with suppress(ServerBusy):
             answer = await ask(waits_while_busy=False)
     if answer is None:
-        async with pool.busy_queue:
+        async with busy_queue:
             answer = await ask()
     session_id = answer.fields.get("session_id")
-    if not isinstance(session_id, str) or not session_id:
-        raise RemoteEnvironmentError(f"{chosen[-1]} opened no session: its answer has no session_id")
+    if not isinstance(session_id, str) or not _SESSION_ID.fullmatch(session_id):
+        raise RemoteEnvironmentError(
+            f"{chosen[-1]} opened no session: its answer has no session_id of up to {MAX_ID_CHARACTERS} visible characters"
+        )
     return RemoteGymSession(pool, config, chosen[-1], session_id), answer
 
 
@@ -294,7 +304,7 @@ def has_proxy(url: str) -> bool:
 
 
 def _build_error(url: str, status: int, content: bytes) -> RemoteGymError:
-    detail = content[:500].decode("utf-8", "replace").strip()
+    detail = clean_error(content[:500].decode("utf-8", "replace").strip())
     kinds: dict[int, type[RemoteGymError]] = {503: ServerBusy, 404: SessionGone, 500: RemoteEnvironmentError}
     if status in (502, 504):
         return ServerUnreachable(f"{url}: {status} {detail}", may_have_acted=True)

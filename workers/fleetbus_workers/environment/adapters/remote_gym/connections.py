@@ -68,7 +68,8 @@ class Connections:
         except TimeoutError as error:
             raise NoAnswer(f"nothing for {timeout:g} s") from error
         except _BROKEN as error:
-            raise NoAnswer(str(error) or type(error).__name__) from error
+            cause = error.__cause__ or error  # what a callback of the parser raised
+            raise NoAnswer(str(cause) or type(cause).__name__) from error
         finally:
             if connection.is_reusable and len(self._idle[origin]) < MOST_IDLE:
                 connection.idle_since = anyio.current_time()
@@ -134,7 +135,7 @@ class _Connection:
     async def exchange(self, request: bytes, max_bytes: int) -> Answer:
         """Raises one of `_BROKEN`; then the connection is not reusable."""
         self.is_reusable = self._keeps_alive = self._is_complete = self._has_head = self._has_length = False
-        self._content, self._content_type, self._bytes = list[bytes](), "", 0
+        self._content, self._content_type, self._bytes, self._head_bytes = list[bytes](), "", 0, 0
         self._parser = httptools.HttpResponseParser(self)
         await self.stream.send(request)
         while not self._is_complete:
@@ -153,7 +154,14 @@ class _Connection:
 
     # Called by the parser
 
+    def on_message_begin(self) -> None:
+        if self._is_complete:
+            raise OSError("the server sent more than one answer")
+
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise OSError(f"the headers of the answer exceed {MAX_HEAD_BYTES} bytes")
         match name.lower():
             case b"content-type":
                 self._content_type = value.decode("latin-1")

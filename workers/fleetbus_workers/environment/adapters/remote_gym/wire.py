@@ -19,7 +19,9 @@ from fleetbus_workers.environment.images.observation import EncodedImage, encode
 MAX_BODY_BYTES = 32 << 20
 MAX_PARTS = 512
 MAX_PART_HEADERS = 16
-MAX_PART_HEAD_BYTES = 8192
+MAX_PART_HEAD_BYTES = 2048
+MAX_TYPE_CHARACTERS = 1024
+"""Of a Content-Type: what reads the rules of mail takes the square of its length."""
 _FORM = "form-data; name="
 _PLAIN_MULTIPART = re.compile(r'multipart/[a-z-]+; ?boundary="?([A-Za-z0-9_-]{1,70})"?')
 """How everybody writes it; what is written otherwise is read by the rules of mail, which take ten times as long."""
@@ -67,7 +69,9 @@ def decode_response(content_type: str, body: bytes) -> DecodedResponse:
 
 
 def read_content_type(content_type: str) -> tuple[str, str]:
-    """The media type, and the boundary or nothing."""
+    """The media type, and the boundary or nothing. Raises `WireError`."""
+    if len(content_type) > MAX_TYPE_CHARACTERS:
+        raise WireError(f"a Content-Type of more than {MAX_TYPE_CHARACTERS} characters")
     if (plain := _PLAIN_MULTIPART.fullmatch(content_type)) is not None:
         return "multipart/mixed", plain[1]
     header = Message()
