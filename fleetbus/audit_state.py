@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -29,7 +32,7 @@ _DIGEST_BYTES = 32
 class LogPosition(msgspec.Struct, frozen=True, kw_only=True):
     """The identity of one entry; no two have the same, in whatever log."""
 
-    sequence: int
+    sequence: Annotated[int, msgspec.Meta(ge=1)]
     subject: str
     time_ns: int
     digest: bytes
@@ -54,8 +57,12 @@ def read_audit_state(file: Path, run: str) -> tuple[Audit, LogPosition] | None:
     """An audit to be continued behind its position; None if there is no such file. Raises `UserError`."""
     again = "remove it to audit the whole log again"
     try:
+        if not stat.S_ISREG(file.stat().st_mode):  # a pipe would be waited for, and a device has no end
+            raise UserError(f"{file} is no regular file: give another --state")
         content = file.read_bytes()
     except FileNotFoundError:
+        if not os.access(file.parent, os.W_OK):
+            raise UserError(f"cannot write {file}: there is no such folder, or it is not yours to write in") from None
         return None
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from error
@@ -73,16 +80,16 @@ def read_audit_state(file: Path, run: str) -> tuple[Audit, LogPosition] | None:
             raise UserError(f"{file} is of run {state.run}: give another --state for run {run}")
         with _without_garbage_collection():
             return Audit.decode(state.books), state.position
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{file} cannot be read ({error}): {again}") from error
 
 
 def write_audit_state(file: Path, run: str, audit: Audit, position: LogPosition) -> None:
-    """Replace the state in ``file``. Raises `UserError`, and then the file is as it was."""
+    """Replace the state in ``file``, a link to it stays one. Raises `UserError`, and then the file is as it was."""
     state = AuditState(version=fleetbus.__version__, run=run, position=position, books=audit.encode())
     body = msgspec.msgpack.encode(state)
     try:
-        replace_file(file, _MAGIC + hashlib.sha256(body).digest() + body)
+        replace_file(file.resolve(), _MAGIC + hashlib.sha256(body).digest() + body)
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}") from error
 

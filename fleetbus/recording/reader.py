@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,6 +105,8 @@ class RecordingReader:
 def read_header(path: Path) -> RecordingHeader:
     """What a recording is of; raises `UserError`."""
     try:
+        if stat.S_ISFIFO(path.stat().st_mode):
+            raise UserError(f"{path} is a pipe, and a recording is read more than once: store it in a file")
         with path.open("rb") as file:
             return read_start(file, path)
     except OSError as error:

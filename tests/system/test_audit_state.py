@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from fleetbus_workers.cli.program import run_program
 from tests.support.log_builder import SUBJECTS, LogBuilder, start_log
 
 RUN = SUBJECTS.run
+NO_TEXT = b"\x81\xa7version\xa2\xff\xff"
 
 
 class Served:
@@ -190,6 +192,8 @@ def test_a_state_whose_last_entry_was_trimmed_asks_for_the_archive(
         ("newer", "was written by fleetbus 99.0, and this is"),
         ("other run", "is of run other: give another --state"),
         ("other fields", "cannot be read"),
+        ("no position", "cannot be read"),
+        ("no text", "cannot be read"),
     ],
 )
 def test_a_file_that_is_no_whole_state_of_this_run_is_refused(
@@ -203,6 +207,7 @@ def test_a_file_that_is_no_whole_state_of_this_run_is_refused(
     changes: dict[str, dict[str, Any]] = {
         "newer": {"version": "99.0"},
         "other run": {"run": "other"},
+        "no position": {"position": msgspec.structs.replace(state.position, sequence=-1)},
         "other fields": {"books": msgspec.msgpack.encode({"_counts": 1})},
     }
     match fault:
@@ -212,6 +217,8 @@ def test_a_file_that_is_no_whole_state_of_this_run_is_refused(
             file.write_bytes(content[:-40] + bytes([content[-40] ^ 1]) + content[-39:])
         case "no state":
             file.write_text("{}")
+        case "no text":
+            file.write_bytes(audit_state._MAGIC + hashlib.sha256(NO_TEXT).digest() + NO_TEXT)
         case _:
             body = msgspec.msgpack.encode(msgspec.structs.replace(state, **changes[fault]))
             file.write_bytes(audit_state._MAGIC + hashlib.sha256(body).digest() + body)
@@ -220,6 +227,22 @@ def test_a_file_that_is_no_whole_state_of_this_run_is_refused(
     captured = capsys.readouterr()
     assert said in captured.err and captured.err.count("\n") == 1
     assert file.read_bytes() == kept
+
+
+@pytest.mark.parametrize("place", ["pipe", "/dev/zero"])
+def test_what_has_no_end_is_no_state(served: Served, audit: Any, capsys: pytest.CaptureFixture[str], place: str) -> None:
+    served.store()
+    os.mkfifo("pipe")
+    assert audit("--state", place) == 2
+    assert "is no regular file: give another --state" in capsys.readouterr().err
+
+
+def test_a_link_to_a_state_stays_a_link(served: Served, audit: Any) -> None:
+    served.store()
+    os.mkdir("disk")
+    os.symlink("disk/books", "books")
+    assert audit("--state", "books") == audit("--state", "books") == 0
+    assert os.path.islink("books") and os.listdir("disk") == ["books"]
 
 
 def test_a_state_is_only_for_the_log_of_a_run(

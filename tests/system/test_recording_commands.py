@@ -250,6 +250,13 @@ def test_a_torn_recording_is_shown_as_far_as_it_goes(tmp_path: Path, capsys: Any
     assert len(json.loads(captured.out)) == 33 and "torn.fbrec" in captured.err
 
 
+@pytest.mark.parametrize("command", [["episodes"], ["audit"], ["replay", "--role", "learner"]])
+def test_a_pipe_is_no_recording_and_not_waited_for(tmp_path: Path, capsys: Any, command: list[str]) -> None:
+    os.mkfifo(tmp_path / "pipe.fbrec")
+    assert run_program([*command, str(tmp_path / "pipe.fbrec")]) == 2
+    assert "is a pipe, and a recording is read more than once" in capsys.readouterr().err
+
+
 def test_replay_ends_with_0_where_nothing_changed_and_with_1_where_something_did(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

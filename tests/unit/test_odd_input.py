@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fleetbus.errors import UserError
+from fleetbus_workers.cli import main
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.exit_status import REFUSED
 from fleetbus_workers.serving.listeners import bind
@@ -70,6 +73,37 @@ def test_what_can_be_no_host_is_refused(host: str, refused: Refused) -> None:
 @pytest.mark.parametrize("seed", [str(1 << 64), str(-(1 << 64))])
 def test_a_seed_that_no_message_can_carry_is_refused(seed: str, refused: Refused) -> None:
     assert "--run-seed" in refused("init", "--run-seed", seed, "--nats", "nats://127.0.0.1:1")
+
+
+def test_ctrl_c_while_modules_are_imported_is_an_interruption_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupting:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == run_program.__module__:
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, run_program.__module__)
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+
+
+def test_a_closed_standard_output_is_the_null_device_and_no_number_for_a_socket() -> None:
+    """uvloop aborts the process when it closes a socket with such a number."""
+    lines = (
+        "import os, socket, sys, fleetbus_workers.cli as cli",
+        "cli._open_standard_streams()",
+        "print('lost'); print('said', file=sys.stderr)",
+        "sys.exit(socket.socket().fileno() < 3 or os.fstat(1).st_rdev != os.stat(os.devnull).st_rdev)",
+    )
+    command = ["sh", "-c", 'exec "$@" <&- >&-', "sh", sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stderr) == (0, "said\n")
+
+
+@pytest.mark.parametrize("command", ["audit", "episodes", "top"])
+def test_a_name_that_is_too_long_for_a_file_is_no_name_of_a_run_either(refused: Refused, command: str) -> None:
+    assert "must be 1 to 128 letters" in refused(command, "x" * 300)
 
 
 def test_seeds_that_nobody_can_simulate_are_refused(refused: Refused) -> None:

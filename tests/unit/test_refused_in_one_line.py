@@ -27,6 +27,13 @@ def test_a_full_disk_is_one_line(number: int, monkeypatch: pytest.MonkeyPatch, c
     assert "the disk is full" in line and "/data/run.fbrec" in line and "free space" in line
 
 
+def test_a_file_beyond_the_limit_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    refuse(monkeypatch, OSError(errno.EFBIG, "File too large", "/data/run.fbrec"))
+    assert program.run_program(["audit"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "/data/run.fbrec" in line and "ulimit -f" in line
+
+
 def test_a_package_of_an_extra_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

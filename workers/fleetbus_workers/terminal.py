@@ -59,7 +59,8 @@ def get_unescaped(stream: TextIO) -> TextIO:
 
 
 def open_console(stream: TextIO | None = None, **options: Any) -> Console:
-    """A Rich console on ``stream`` (standard output unless given) whose text is escaped."""
+    """A Rich console on ``stream`` (standard output unless given) whose text is escaped, and is no markup of Rich's: names and
+    errors of others may have square brackets."""
     from rich.console import Console
     from rich.segment import Segment
 
@@ -71,4 +72,4 @@ def open_console(stream: TextIO | None = None, **options: Any) -> Console:
                 else:
                     yield Segment(escape_control_characters(segment.text), segment.style)
 
-    return EscapingConsole(file=get_unescaped(stream or sys.stdout), **options)
+    return EscapingConsole(file=get_unescaped(stream or sys.stdout), markup=False, emoji=False, **options)

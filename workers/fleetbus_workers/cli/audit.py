@@ -101,7 +101,7 @@ async def _audit_file(file: Path, archive: Path | None, deep: bool) -> tuple[str
 def _print(report: Report, run: str) -> None:
     books, attempts = report.books, report.attempts
     rows = [("requested", books.requested), ("trained", books.trained)]
-    rows += [(f"excluded: {reason}", count) for reason, count in books.excluded.items()]
+    rows += [(f"excluded: {' '.join(reason.split())}", count) for reason, count in books.excluded.items()]
     rows += [("evaluation", books.evaluation), ("waiting", books.waiting), ("running", books.running)]
     rows += [("finished, not settled", books.finished)]
     print(f"run {run}, {report.entries} entries up to {report.last_sequence}, lineages {', '.join(report.lineages) or '-'}")

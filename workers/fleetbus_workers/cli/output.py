@@ -43,4 +43,4 @@ def build_table(columns: str, right: str = "") -> Table:
 def print_table(table: Table) -> None:
     """Print it."""
     width = None if sys.stdout.isatty() else UNBROKEN_WIDTH
-    open_console(highlight=False, markup=False, width=width).print(table)
+    open_console(highlight=False, width=width).print(table)

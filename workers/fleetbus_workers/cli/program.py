@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -149,6 +150,9 @@ def _report(error: Exception) -> int:
     leaves = list(iterate_leaves(error))
     if all(isinstance(leaf, BrokenPipeError) for leaf in leaves):
         return _close_stdout()
+    if large := next((leaf for leaf in leaves if isinstance(leaf, OSError) and leaf.errno == errno.EFBIG), None):
+        _report_refusal(f"a file is larger than allowed here: {large}: write to another place, or raise the limit (ulimit -f)")
+        return CRASHED
     if full := next((leaf for leaf in leaves if is_disk_full(leaf)), None):
         _report_refusal(f"the disk is full: {full}: free space, then repeat the command")
         return CRASHED

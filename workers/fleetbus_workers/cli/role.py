@@ -51,7 +51,7 @@ def run_role(role: str, load_work: Callable[[], Work], values: dict[str, Any]) -
     configure_logs(configuration.log, run=configuration.run.name, role=role, worker=name)
     os.environ.setdefault("TQDM_DISABLE", "1")  # a bar for weights that are read in a second is noise in a log
     work = import_work(load_work)
-    _tune_collector()
+    tune_collector()
     try:
         status = run_async(_serve, role, work, configuration, name, url)
         if role == "inference" and values.get("supervised"):
@@ -76,7 +76,7 @@ def _exit_at_once(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _tune_collector() -> None:
+def tune_collector() -> None:
     """What was imported stays to the end: the garbage collector need not look at it, nor at every few hundred new objects."""
     gc.freeze()
     gc.set_threshold(*COLLECTOR_THRESHOLDS)

@@ -207,7 +207,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
         success = "" if before is None else f"{before:.0%} → {'' if after is None else f'{after:.0%}'}".rstrip()
         steps = "" if row["steps"] is None else str(row["steps"])
         table.add_row(row["run"], state, changed, f"{row['bytes'] / 1e6:.1f} MB", steps, success)
-    console = open_console(highlight=False, markup=False)
+    console = open_console(highlight=False)
     console.print(table)
     for row in rows:
         if row["signal"] and not row["running"]:

@@ -92,4 +92,4 @@ def print_server_runs(rows: list[dict[str, Any]]) -> None:
         sizes = (f"{row[name] / 1e6:.1f} MB" for name in ("bytes", "reserved_bytes", "weights_bytes"))
         changed = row["changed"][:16].replace("T", " ")
         table.add_row(row["run"], "running" if row["running"] else "stopped", changed, str(row["entries"]), *sizes)
-    open_console(highlight=False, markup=False).print(table)
+    open_console(highlight=False).print(table)

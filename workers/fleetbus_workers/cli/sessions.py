@@ -7,7 +7,7 @@ import click
 
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import NoResponders, RequestUnanswered
-from fleetbus_schemas import Heartbeat, MalformedMessage, Subjects, decode
+from fleetbus_schemas import MalformedMessage, Subjects
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.output import build_table, json_option, print_json, print_table
 from fleetbus_workers.cli.run_options import reach_options, run_argument
@@ -54,13 +54,15 @@ async def _list_sessions(configuration: Configuration) -> list[dict[str, object]
 
 
 async def _list_workers(bus: Any, subjects: Any) -> list[tuple[str, str]]:
+    from fleetbus.heartbeats import decode_heartbeat
+
     found: dict[tuple[str, str], None] = {}
     async with bus.listen(subjects.heartbeats) as heartbeats:
         with anyio.move_on_after(LISTEN_SECONDS):
             while True:
                 subject, payload = await heartbeats.receive()
                 try:
-                    beat = decode(Heartbeat, payload, subject=subject)
+                    beat = decode_heartbeat(subject, payload)
                 except MalformedMessage:
                     continue
                 if beat.role in ROLES:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fleetbus_schemas.tokens import count_tokens, unpack_ids, unpack_logprobs
+from fleetbus_schemas.tokens import count_tokens, take_tokens, unpack_ids, unpack_logprobs
 
 if TYPE_CHECKING:
     from fleetbus.core.turn_contexts import TurnContext
@@ -69,11 +69,19 @@ def _print_turn(turn: TranscriptTurn, context: TurnContext | None, *, tokens: bo
 
 def _print_tokens(action: Action) -> None:
     spans = ", ".join(f"version {span.version} for [{span.start}, {span.stop})" for span in action.versions)
-    print(f"  {count_tokens(action.prompt_delta)} prompt tokens: {unpack_ids(action.prompt_delta)}")
+    print(f"  {count_tokens(action.prompt_delta)} prompt tokens: {_list_ids(action.prompt_delta)}")
     print(f"  {count_tokens(action.sampled)} sampled tokens, {spans or 'no version'}, by {action.worker}:")
-    pairs = list(zip(unpack_ids(action.sampled), unpack_logprobs(action.logprobs), strict=False))
+    pairs = list(zip(_list_ids(action.sampled), _list_logprobs(action.logprobs), strict=False))
     for start in range(0, len(pairs), IDS_PER_LINE):
         print("    " + "  ".join(f"{token}:{logprob:.3f}" for token, logprob in pairs[start : start + IDS_PER_LINE]))
+
+
+def _list_ids(packed: bytes) -> list[int]:
+    return unpack_ids(take_tokens(packed, len(packed)))
+
+
+def _list_logprobs(packed: bytes) -> list[float]:
+    return unpack_logprobs(take_tokens(packed, len(packed)))
 
 
 def _format_content(message: ChatMessage) -> str:
@@ -84,7 +92,7 @@ def _format_content(message: ChatMessage) -> str:
 
 def build_facts(transcript: Transcript, *, tokens: bool) -> dict[str, object]:
     """JSON-like: arrays of numbers instead of bytes, and only if ``tokens``."""
-    facts: dict[str, Any] = msgspec.to_builtins(transcript, builtin_types=(bytes,))
+    facts: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(transcript, enc_hook=repr))
     for shown, turn in zip(facts["turns"], transcript.turns, strict=True):
         if turn.action is None:
             continue
@@ -92,9 +100,9 @@ def build_facts(transcript: Transcript, *, tokens: bool) -> dict[str, object]:
         for field in ("prompt_delta", "sampled", "logprobs", "history_hash"):
             action.pop(field, None)
         if tokens:
-            action["prompt_delta"] = unpack_ids(turn.action.prompt_delta)
-            action["sampled"] = unpack_ids(turn.action.sampled)
-            action["logprobs"] = unpack_logprobs(turn.action.logprobs)
+            action["prompt_delta"] = _list_ids(turn.action.prompt_delta)
+            action["sampled"] = _list_ids(turn.action.sampled)
+            action["logprobs"] = _list_logprobs(turn.action.logprobs)
     if facts["result"]:
         facts["result"].pop("loss_mask", None)
     return facts
