@@ -5,7 +5,7 @@ A trainer reads the actions of an episode here; an Action that is nowhere is an 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 import anyio
@@ -17,8 +17,12 @@ from fleetbus.episodes import RETRY_SECONDS, decode_entries
 from fleetbus.errors import RequestUnanswered, UserError
 from fleetbus.runtime import Runtime
 from fleetbus_schemas import Action, EpisodeFinished, Subjects
+from fleetbus_schemas.subjects import is_name
 
 READS_AT_A_TIME = 32
+MAX_LANES = 512
+"""Environment lanes of one result: each attempt has one, and hardly any episode has ten."""
+
 LAG_PAUSES_SECONDS = (0.1, 0.5, 2.0)
 """Before Actions that are not there are looked for again: the replica of the log that answered may lag."""
 
@@ -26,18 +30,25 @@ log = structlog.get_logger()
 
 
 class MissingActions(UserError):
-    """The log does not hold the Action at ``sequence`` that a result names; the message says where it may be."""
+    """The log does not hold the Action at ``sequence`` of ``subject`` that a result names; the message says where it may be.
 
-    def __init__(self, episode_id: str, sequence: int, hint: str) -> None:
+    ``is_replaced``: something else was read at that position.
+    """
+
+    def __init__(self, episode_id: str, subject: str, sequence: int, hint: str, *, is_replaced: bool = False) -> None:
         super().__init__(f"episode {episode_id}: the log has no Action at position {sequence}; {hint}")
         self.episode_id = episode_id
+        self.subject = subject
         self.sequence = sequence
+        self.is_replaced = is_replaced
 
 
 async def read_actions(
     bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished], *, archive: Path | None, runtime: Runtime
 ) -> dict[str, list[Action]]:
     """By episode the Actions that its result names, in turn order; an episode may hold others, of attempts that were cut."""
+    for result in results:
+        _check_references(result)
     wanted = {reference.sequence for result in results for reference in result.actions}
     entries = await _entries_of(bus, subjects, results)
     for pause in LAG_PAUSES_SECONDS:
@@ -49,10 +60,20 @@ async def read_actions(
             break
         await anyio.sleep(pause)
         entries |= await _entries_of(bus, subjects, results)
-    actions = {
-        entry.sequence: action for entry, action in decode_entries(Action, [entries[key] for key in wanted & set(entries)])
-    }
-    return {result.episode_id: _actions_of(result, actions, archive) for result in results}
+    found = decode_entries(Action, [entries[key] for key in wanted & set(entries)])
+    actions = {(entry.sequence, entry.subject, action.turn): action for entry, action in found}
+    return {result.episode_id: _actions_of(subjects, result, actions, set(entries), archive) for result in results}
+
+
+def _check_references(result: EpisodeFinished) -> None:
+    """Raise `MissingActions` for what no log has: a result is the word of one worker."""
+    for reference in result.actions:
+        if reference.sequence < 1 or not is_name(reference.lane):
+            hint = f"no Action can stand there, on lane {reference.lane!r}"
+            raise MissingActions(result.episode_id, "", reference.sequence, hint, is_replaced=True)
+    if (lanes := len({reference.lane for reference in result.actions})) > MAX_LANES:
+        hint = f"the result names {lanes} lanes; {MAX_LANES} at most are read"
+        raise MissingActions(result.episode_id, "", result.actions[0].sequence, hint, is_replaced=True)
 
 
 async def _entries_of(bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished]) -> dict[int, StreamEntry]:
@@ -82,21 +103,35 @@ async def _history(bus: Bus, subjects: list[str]) -> list[StreamEntry]:
             await anyio.sleep(RETRY_SECONDS)
 
 
-def _actions_of(result: EpisodeFinished, actions: Mapping[int, Action], archive: Path | None) -> list[Action]:
-    try:
-        return [actions[reference.sequence] for reference in result.actions]
-    except KeyError as missing:
-        hint = "nor does its archive" if archive else "it may have been trimmed: give the recorder's archive (learner.archive)"
-        raise MissingActions(result.episode_id, missing.args[0], hint) from missing
+def _actions_of(
+    subjects: Subjects,
+    result: EpisodeFinished,
+    actions: Mapping[tuple[int, str, int], Action],
+    read: Set[int],
+    archive: Path | None,
+) -> list[Action]:
+    """By position, subject and turn: a worker that lies may name another episode's Actions, or those of another turn."""
+    found = []
+    for reference in result.actions:
+        subject = subjects.action(reference.lane, result.episode_id)
+        action = actions.get((reference.sequence, subject, reference.turn))
+        if action is None:
+            is_replaced = reference.sequence in read
+            if is_replaced:
+                hint = "something else stands there"
+            elif archive:
+                hint = "nor does its archive"
+            else:
+                hint = "it may have been trimmed: give the recorder's archive (learner.archive)"
+            raise MissingActions(result.episode_id, subject, reference.sequence, hint, is_replaced=is_replaced)
+        found.append(action)
+    return found
 
 
 async def are_lost(bus: Bus, subjects: Subjects, missing: MissingActions) -> bool:
     """Whether the log ends before that position, or gave it to something else: it went back in time, and no archive will ever
     have the Action. One that stands there was read from a server that lags."""
-    if await bus.last_sequence() < missing.sequence:
+    if missing.is_replaced or await bus.last_sequence() < missing.sequence:
         return True
     found = await bus.next_entry(subjects.log, start=missing.sequence)
-    if found is None or found.sequence != missing.sequence:
-        return False
-    kind, episode_id = found.subject.split(".", 3)[2], found.subject.rpartition(".")[2]
-    return (kind, episode_id) != ("act", missing.episode_id)
+    return found is not None and found.sequence == missing.sequence and found.subject != missing.subject

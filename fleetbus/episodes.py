@@ -1,5 +1,6 @@
 """Reading one episode back from the log: its standing, its token history, what was observed; and storing its result."""
 
+import secrets
 from collections.abc import AsyncIterator, Iterable
 from typing import Literal
 
@@ -7,12 +8,12 @@ import anyio
 import structlog
 
 from fleetbus.bus.base import Bus, StreamEntry
-from fleetbus.core.claims import EpisodeEntry, EpisodeState, fold_episode
+from fleetbus.core.claims import EpisodeEntry, EpisodeState, build_unstorable_result, fold_episode
 from fleetbus.core.history import Turn, fold_history
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
+from fleetbus.stored_entries import read_stored
 from fleetbus_schemas import ANY_LANE, Action, EpisodeFinished, MalformedMessage, Message, Observation, Subjects, encode
 from fleetbus_schemas.message import M, decode_any
-from fleetbus_schemas.stored import STORED
 
 RETRY_SECONDS = 1.0
 
@@ -43,7 +44,7 @@ def read_entry(types: tuple[type[M], ...], entry: StreamEntry) -> M | None:
 
 def decode_episode_entry(entry: StreamEntry) -> EpisodeEntry | None:
     """The claim, release or result in an entry of ``episode.<episode>``; None if it is none of them."""
-    message = read_entry(STORED["episode"], entry)
+    message = read_stored(entry)
     assert message is None or isinstance(message, EpisodeEntry)
     return message
 
@@ -82,12 +83,13 @@ async def read_answered_observations(
     }
 
 
-async def store_message(bus: Bus, subject: str, message: Message, *, message_id: str) -> int:
-    """Store a message however long it takes: full logs and unanswered publishes are waited out under one id.
+async def store_message(bus: Bus, subject: str, message: Message) -> int:
+    """Store a message however long it takes: full logs and unanswered publishes are waited out under one id, which nobody can
+    foresee: who stores an entry under another's id first keeps that one's out of the log.
 
     Returns its sequence. The caller's cancel scope is what ends it.
     """
-    payload = encode(message, subject=subject)
+    payload, message_id = encode(message, subject=subject), secrets.token_hex(10)
     while True:
         try:
             return (await bus.publish(subject, payload, message_id=message_id)).sequence
@@ -107,7 +109,11 @@ async def store_result(bus: Bus, subjects: Subjects, result: EpisodeFinished, *,
     result stands in the log may the request be acked.
     """
     subject = subjects.episode(result.episode_id)
-    payload = encode(result, subject=subject)
+    try:
+        payload = encode(result, subject=subject)
+    except MalformedMessage as malformed:  # again and again, for the next worker would come to the same result
+        log.error("result cannot be stored; storing that instead", episode=result.episode_id, reason=malformed.reason)
+        payload = encode(build_unstorable_result(result, malformed.reason), subject=subject)
     while True:
         try:
             await bus.publish(subject, payload, expected_last=expected_last)
@@ -135,9 +141,9 @@ def _classify_conflict(episode_state: EpisodeState, result: EpisodeFinished) -> 
     return "stored" if episode_state.result == result else "finished"
 
 
-async def scan_training_results(bus: Bus, subjects: Subjects, *, start: int) -> AsyncIterator[EpisodeFinished]:
-    """Every result of training that stands in the log from ``start`` on, by now."""
+async def scan_training_results(bus: Bus, subjects: Subjects, *, start: int) -> AsyncIterator[tuple[int, EpisodeFinished]]:
+    """Every result of training that stands in the log from ``start`` on, by now, and its position."""
     async for stored in bus.scan([subjects.episodes], start=start):
         entry = decode_episode_entry(stored)
         if isinstance(entry, EpisodeFinished) and entry.split == "train":
-            yield entry
+            yield stored.sequence, entry

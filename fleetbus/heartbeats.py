@@ -1,4 +1,4 @@
-"""Receiving heartbeats: they are lost without a listener, and malformed ones are ignored."""
+"""Receiving heartbeats: they are lost without a listener, and malformed ones are ignored, as are those in another's name."""
 
 from collections.abc import Callable
 
@@ -19,13 +19,22 @@ LOST_AFTER_SECONDS = 5 * HEARTBEAT_SECONDS
 """Who is not heard of for this long is replaced: its lane is free, and its sessions are asked of others."""
 
 
+def decode_heartbeat(subject: str, payload: bytes) -> Heartbeat:
+    """The heartbeat that was said on ``subject``; raises `MalformedMessage` also if its role and worker are not those of the
+    subject: rights are by subject, so an environment worker's key cannot say that the learner is paused."""
+    beat = decode(Heartbeat, payload, subject=subject)
+    if subject.split(".")[2:] != [beat.role, beat.worker]:
+        raise MalformedMessage(subject, f"the heartbeat names {beat.role} {beat.worker[:64]!r}")
+    return beat
+
+
 async def follow_heartbeats(bus: Bus, subject: str, on_heartbeat: Callable[[Heartbeat], None]) -> None:
     """Tell ``on_heartbeat`` of every heartbeat on ``subject`` (wildcards allowed), until cancelled."""
     async with bus.listen(subject) as listener:
         while True:
             said_on, payload = await listener.receive()
             try:
-                beat = decode(Heartbeat, payload, subject=said_on)
+                beat = decode_heartbeat(said_on, payload)
             except MalformedMessage as malformed:
                 log.warning("heartbeat is malformed; ignoring it", reason=malformed.reason)
                 continue

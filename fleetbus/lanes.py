@@ -16,6 +16,9 @@ from fleetbus.heartbeats import LOST_AFTER_SECONDS
 from fleetbus_schemas import LaneLease, MalformedMessage, Subjects, decode, encode
 
 LEASE_SECONDS = LOST_AFTER_SECONDS
+MAX_LEASE_SECONDS = 6 * LEASE_SECONDS
+"""Whatever an entry says: one that is wrong must not hold a lane for ever."""
+
 ANSWER_SECONDS = 2.0
 """How long a renewal waits for the server: heartbeats wait with it."""
 
@@ -83,7 +86,7 @@ def _is_free(payload: bytes, time_ns: int, now_ns: int, subject: str) -> bool:
         lease = decode(LaneLease, payload, subject=subject)
     except MalformedMessage:
         return True
-    return not lease.worker or now_ns > time_ns + int(lease.lease_seconds * 1e9)
+    return not lease.worker or not now_ns - time_ns <= min(lease.lease_seconds, MAX_LEASE_SECONDS) * 1e9  # free also if NaN
 
 
 async def claim_lane(

@@ -8,6 +8,7 @@ import math
 import anyio
 
 from fleetbus.bus.base import Delivery
+from fleetbus.loop_clock import get_clock
 
 
 class Leases:
@@ -37,12 +38,13 @@ class Leases:
 
     async def run(self) -> None:
         """Extend all held deliveries until cancelled."""
-        extended_at = anyio.current_time()
+        now = get_clock()
+        extended_at = now()
         while True:
             await anyio.sleep(self._interval_seconds)
             for key, delivery in tuple(self._held.items()):
-                if anyio.current_time() - extended_at > self._lease_seconds:
+                if now() - extended_at > self._lease_seconds:
                     self._lapsed |= self._held.keys()
                 if key not in self._lapsed:
                     await delivery.extend()
-            extended_at = anyio.current_time()
+            extended_at = now()

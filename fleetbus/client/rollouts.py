@@ -27,6 +27,7 @@ from fleetbus.actions import MissingActions, read_actions
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
 from fleetbus.core.history import Turn, collect_token_ids, loss_mask
+from fleetbus.core.result_checks import find_actions_problem
 from fleetbus.core.segments import SegmentError, find_leaves, fold_segments, split_first
 from fleetbus.episodes import decode_episode_entry
 from fleetbus.requests import Requests
@@ -256,6 +257,9 @@ class _GroupRunner:
         except MissingActions as missing:
             log.error("episode read failed; counting it as lost", episode=result.episode_id, reason=str(missing))
             return _build_episode(task, result, (), outcome="lost", error=str(missing))
+        if problem := find_actions_problem(result, found[result.episode_id]):
+            log.error("actions do not fit the result; counting the episode as lost", episode=result.episode_id, reason=problem)
+            return _build_episode(task, result, (), outcome="lost", error=f"its actions do not fit its result: {problem}")
         turns = [
             Turn(sequence=reference.sequence, lane=reference.lane, action=action)
             for reference, action in zip(result.actions, found[result.episode_id], strict=True)

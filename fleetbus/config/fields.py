@@ -28,6 +28,10 @@ class InvalidValue(ValueError):
     """A value that its setting does not take; the message says what it takes."""
 
 
+MAX_WHOLE_NUMBER = 1 << 53
+"""Of settings without a limit of their own: products and sums with it still fit into messages."""
+
+
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """One key of one table. ``annotation`` is the type with its limits, ``base`` the type without them."""
 
@@ -82,6 +86,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidValue(self.describe_allowed()) from error
         if isinstance(converted, float) and not math.isfinite(converted):
             raise InvalidValue(self.describe_allowed())
+        if isinstance(converted, int) and abs(converted) > MAX_WHOLE_NUMBER and self.limits.le is None:
+            raise InvalidValue(f"{self.describe_allowed()}, at most {MAX_WHOLE_NUMBER}")
         return converted
 
 

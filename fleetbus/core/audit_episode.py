@@ -12,6 +12,7 @@ import numpy as np
 
 from fleetbus.core.audit_findings import Findings
 from fleetbus.core.history import Turn, fold_history
+from fleetbus.core.result_checks import build_sampled_mask
 from fleetbus.core.segments import SegmentError, SegmentTree, describe_segments
 from fleetbus_schemas import (
     GRADED,
@@ -163,7 +164,7 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
         tokens = sum(prompt + sampled for prompt, sampled in counts)
         if result.tokens != tokens or len(result.loss_mask) != (tokens + 7) // 8:
             findings.add("loss_mask_length", self.episode_id, sequence)
-        elif int.from_bytes(result.loss_mask, "little") & ~_build_sampled_mask(counts):
+        elif int.from_bytes(result.loss_mask, "little") & ~build_sampled_mask(counts):
             findings.add("loss_mask_unsampled", self.episode_id, sequence)
 
 
@@ -218,12 +219,3 @@ def _strip_action(action: Action) -> Action:
     return Action(
         episode_id=action.episode_id, attempt=action.attempt, turn=action.turn, text="", sampled=action.sampled[:TOKEN_BYTES]
     )
-
-
-def _build_sampled_mask(counts: Sequence[tuple[int, int]]) -> int:
-    """A loss mask that trains every sampled token, as an integer."""
-    bits = position = 0
-    for prompt, sampled in counts:
-        bits |= ((1 << sampled) - 1) << position + prompt
-        position += prompt + sampled
-    return bits

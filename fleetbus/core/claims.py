@@ -90,6 +90,25 @@ def build_result_without_attempt(
     )
 
 
+def build_unstorable_result(result: EpisodeFinished, reason: str) -> EpisodeFinished:
+    """How an episode ends whose result has no bytes, or too many: as a failure of its environment, without what it returned."""
+    return EpisodeFinished(
+        episode_id=result.episode_id,
+        group_id=result.group_id,
+        attempt=result.attempt,
+        outcome="env_failed",
+        worker=result.worker,
+        split=result.split,
+        task_key=result.task_key,
+        dataset_version=result.dataset_version,
+        env=result.env,
+        request_sequence=result.request_sequence,
+        error_class="result_unstorable",
+        error=reason,
+        attempts=result.attempts,
+    )
+
+
 def fold_episode(entries: Iterable[tuple[int, EpisodeEntry | None]]) -> EpisodeState:
     """The standing after ``entries`` (sequence, message) in log order; the first result is final.
 

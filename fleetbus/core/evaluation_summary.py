@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from fleetbus.core.means import compute_mean
 from fleetbus_schemas import GRADED, EpisodeFinished
 
 SUCCESS = 1.0
@@ -69,7 +70,7 @@ def summarise_results(results: Sequence[EpisodeFinished], ks: Sequence[int], *, 
         episodes=len(results),
         graded=len(graded),
         success=sum(is_success(result, success_threshold) for result in graded) / max(len(graded), 1),
-        mean_reward=math.fsum(rewards) / max(len(rewards), 1),
+        mean_reward=compute_mean(rewards) or 0.0,
         pass_at=found,
         not_graded=dict(Counter(result.outcome for result in results if result.outcome not in GRADED)),
         versions=tuple(sorted({version for result in graded for version in result.policy_versions})),

@@ -24,10 +24,10 @@ class FailureKind(msgspec.Struct, kw_only=True):
 
     @property
     def reason(self) -> str:
-        """``env_failed ValueError: step: no such room (my_game.py:27 in MyGame.step)``."""
+        """``env_failed ValueError: step: no such room (my_game.py:27 in MyGame.step)``; one line, whatever its parts hold."""
         error = self.error.partition("\n")[0]
         named = f"{self.outcome} {self.error_class}" + (f": {error}" if error else "")
-        return f"{named} ({self.location})" if self.location else named
+        return " ".join((f"{named} ({self.location})" if self.location else named).split())
 
     @property
     def line(self) -> str:

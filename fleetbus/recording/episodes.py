@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 import msgspec
 
@@ -10,7 +11,8 @@ from fleetbus.bus.base import StreamEntry
 from fleetbus.core.failure_kinds import FailureKinds
 from fleetbus.core.history import Turn, fold_history
 from fleetbus.core.turn_contexts import TurnContext, describe_turns
-from fleetbus.episodes import decode_entries, decode_episode_entry
+from fleetbus.episodes import decode_entries
+from fleetbus.stored_entries import read_stored
 from fleetbus_schemas import (
     Action,
     AttemptReleased,
@@ -18,14 +20,23 @@ from fleetbus_schemas import (
     ChatMessage,
     EpisodeFinished,
     EpisodeRequested,
-    MalformedMessage,
     Message,
     Observation,
     Split,
     Subjects,
     ToolSpec,
-    decode,
 )
+
+MAX_STAGES, MAX_SECONDS = 32, 1e9
+"""Of one result: so many stages are kept, and only times that are some; 1e9 s are 30 years."""
+
+
+def keep_timings(timings: dict[str, float]) -> dict[str, float]:
+    """The ``timings`` of a result that can be added up: whoever wrote it may have written anything."""
+    seconds = timings.values()
+    if len(timings) <= MAX_STAGES and min(seconds, default=0.0) >= 0 and sum(seconds) < MAX_SECONDS:
+        return timings
+    return {stage: spent for stage, spent in islice(timings.items(), MAX_STAGES) if 0 <= spent < MAX_SECONDS}
 
 
 class EpisodeRow(msgspec.Struct, kw_only=True):
@@ -64,29 +75,23 @@ class EpisodeIndex:
 
     def add(self, entry: StreamEntry) -> None:
         """Note an entry; those of other subjects and those that are no messages say nothing."""
-        kind = entry.subject.split(".", 3)[2]
-        try:
-            if kind == "task":
-                self.apply(entry, decode(EpisodeRequested, entry.payload))
-            elif kind == "episode" and (message := decode_episode_entry(entry)) is not None:
-                self.apply(entry, message)
-        except MalformedMessage:
-            return
+        if entry.subject.split(".", 3)[2] in ("task", "episode") and (message := read_stored(entry)) is not None:
+            self.apply(entry, message)
 
     def apply(self, entry: StreamEntry, message: Message) -> None:
         """As `add`, of an entry that was decoded; a message on a subject of another kind says nothing."""
-        kind, name = entry.subject.split(".", 3)[2], entry.subject.rpartition(".")[2]
+        _, _, kind, *names = entry.subject.split(".")
+        name = names[-1]
         match message:
             case EpisodeRequested() if kind == "task":
-                self._add_request(entry, message)
+                self._add_request(self._get_row(name, entry), entry, message)
             case AttemptStarted() if kind == "episode":
                 row = self._get_row(name, entry)
                 row.attempts, row.worker = message.attempt, message.worker
             case EpisodeFinished() if kind == "episode":
                 self._add_result(self._get_row(name, entry), entry, message)
 
-    def _add_request(self, entry: StreamEntry, request: EpisodeRequested) -> None:
-        row = self._get_row(request.episode_id, entry)
+    def _add_request(self, row: EpisodeRow, entry: StreamEntry, request: EpisodeRequested) -> None:
         row.group_id, row.split, row.policy = request.group_id, request.split, request.policy
         row.task_key, row.env = request.task.key, request.task.env
         row.requested_ns = entry.time_ns
@@ -96,8 +101,9 @@ class EpisodeIndex:
             return
         for field in ("group_id", "split", "task_key", "env", "outcome", "error_class", "error", "reward", "turns", "tokens"):
             setattr(row, field, getattr(result, field))
-        for field in ("tool_calls", "tool_errors", "attempts", "policy_versions", "worker", "timings", "error_location"):
+        for field in ("tool_calls", "tool_errors", "attempts", "policy_versions", "worker", "error_location"):
             setattr(row, field, getattr(result, field))
+        row.timings = keep_timings(result.timings)
         self.failures.apply(result)
         if row.requested_ns:
             row.seconds = (entry.time_ns - row.requested_ns) / 1e9

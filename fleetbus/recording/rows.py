@@ -12,7 +12,7 @@ from fleetbus.episodes import read_entry
 from fleetbus.recording.episodes import Transcript, read_transcript
 from fleetbus_schemas import EpisodeFinished, LineageStarted, StepTrained, Subjects
 from fleetbus_schemas.stored import STORED
-from fleetbus_schemas.tokens import count_tokens, unpack_ids, unpack_logprobs
+from fleetbus_schemas.tokens import count_tokens, take_tokens, unpack_ids, unpack_logprobs
 
 NO_VERSION = -1
 """The policy version of a token that the policy did not sample."""
@@ -107,13 +107,14 @@ def build_token_row(transcript: Transcript) -> TokenRow:
     versions: list[int] = []
     for action in (turn.action for turn in transcript.turns if turn.action is not None):
         shown, sampled = count_tokens(action.prompt_delta), count_tokens(action.sampled)
-        ids += [*unpack_ids(action.prompt_delta), *unpack_ids(action.sampled)]
+        ids += [*unpack_ids(take_tokens(action.prompt_delta, shown)), *unpack_ids(take_tokens(action.sampled, sampled))]
         mask += [False] * shown + [True] * sampled
-        logprobs += [0.0] * shown + list(unpack_logprobs(action.logprobs))
+        logprobs += [0.0] * shown + unpack_logprobs(take_tokens(action.logprobs, sampled))
         versions += [NO_VERSION] * (shown + sampled)
         for span in action.versions:
-            start = len(versions) - sampled + span.start
-            versions[start : start + span.stop - span.start] = [span.version] * (span.stop - span.start)
+            start, stop = max(span.start, 0), min(span.stop, sampled)  # whatever a message says
+            begin = len(versions) - sampled
+            versions[begin + start : begin + stop] = [span.version] * (stop - start)
     request, result = transcript.request, transcript.result
     return TokenRow(
         episode_id=result.episode_id if result else request.episode_id if request else "",

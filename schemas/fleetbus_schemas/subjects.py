@@ -18,9 +18,14 @@ class InvalidName(ValueError):
     """A name that cannot be one token of a subject: only letters, digits, ``-`` and ``_`` are, 128 at most."""
 
 
+def is_name(name: str) -> bool:
+    """Whether it can be one token of a subject."""
+    return _TOKEN.match(name) is not None
+
+
 def check_name(kind: str, name: str) -> str:
-    """``name`` unchanged if it can be a token of a subject; raises `BadName`."""
-    if not _TOKEN.match(name):
+    """``name`` unchanged if it can be a token of a subject; raises `InvalidName`."""
+    if not is_name(name):
         raise InvalidName(f"{kind} {name!r} must be 1 to 128 letters, digits, '-' or '_'")
     return name
 

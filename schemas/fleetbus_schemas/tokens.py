@@ -73,6 +73,11 @@ def count_tokens(data: bytes) -> int:
     return len(data) // TOKEN_BYTES
 
 
+def take_tokens(packed: bytes, most: int) -> bytes:
+    """The first ``most`` of packed values, to be shown; what is no whole value at the end is left out."""
+    return packed[: TOKEN_BYTES * min(count_tokens(packed), most)]
+
+
 def extend_history(history: bytes, prompt_delta: bytes, sampled: bytes, images: Sequence[str] = ()) -> bytes:
     """Hash of a token history after one more turn: BLAKE2b-128 over the previous hash and the turn's packed ids.
 

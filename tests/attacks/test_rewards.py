@@ -51,7 +51,7 @@ def test_a_batch_is_trained_without_the_episodes_whose_rewards_are_out_of_bounds
             pool.register_request(f"{group}-{index}", index + 1)
             is_hostile = group == "a" and index < 2
             reward = hostile if is_hostile and not of_turns else float(index % 2)
-            pool.add_result(result(group, index, reward, (hostile,) if is_hostile and of_turns else (0.0,)))
+            pool.add_result(result(group, index, reward, (hostile,) if is_hostile and of_turns else (0.0,)), 9)
     groups = pool.take(2, 0)
     assert len(groups) == 2
     advantages = compute_episode_advantages(groups, CreditPlan(advantage_estimator=estimator))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from fleetbus.config.settings import Configuration, LimitSettings, NatsSettings,
 from fleetbus.episodes import read_episode_state
 from fleetbus_schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, Subjects, Task, encode
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.episode.attempts import Attempts
 from fleetbus_workers.environment.worker import run_environment
 from tests.support.connections import Connect, connections_to
 
@@ -45,13 +46,18 @@ async def request(bus: Bus, episode: str) -> None:
     await bus.publish(S.task("default", episode), encode(message), expected_last=0)
 
 
-async def play(connections: Connect, drain: anyio.Event, name: str = "environment-0") -> None:
+async def play(
+    connections: Connect,
+    drain: anyio.Event,
+    name: str = "environment-0",
+    make: Callable[[], ScriptedEnvironment] = ScriptedEnvironment,
+) -> None:
     """An environment worker without any inference worker: whatever it plays waits for an action for ever."""
     configuration = Configuration(
         run=RunSettings(name="run"), nats=NatsSettings(lanes=2), limits=LimitSettings(late=0.2, drain=0.1)
     )
     async with connections(name) as bus:
-        await run_environment(bus, configuration=configuration, name=name, drain=drain, make=ScriptedEnvironment)
+        await run_environment(bus, configuration=configuration, name=name, drain=drain, make=make)
 
 
 async def until(bus: Bus, subject: str) -> None:
@@ -82,6 +88,40 @@ async def test_a_running_episode_is_ended_by_the_worker_that_runs_it_and_no_othe
         stored = await result(bus, "a")
         assert (stored.outcome, stored.worker, stored.reward) == ("cancelled", "environment-0", None)
         assert (await read_episode_state(bus, S, "b")).result is None
+        drain.set()
+
+
+class ClosesLater(ScriptedEnvironment):
+    closing, let_go = anyio.Event(), anyio.Event()
+
+    async def close(self) -> None:
+        self.closing.set()
+        await self.let_go.wait()
+
+
+async def test_an_order_that_comes_while_a_superseded_attempt_closes_is_followed(
+    connections: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker has promised it, and who ordered it writes nothing."""
+    ClosesLater.closing, ClosesLater.let_go = anyio.Event(), anyio.Event()
+    drain, cancel_here = anyio.Event(), Attempts.cancel
+
+    def cancel_and_let_go(attempts: Attempts, episodes: Sequence[str]) -> list[str]:
+        ClosesLater.let_go.set()
+        return cancel_here(attempts, episodes)
+
+    monkeypatch.setattr(Attempts, "cancel", cancel_and_let_go)
+
+    async with ready(connections) as bus, anyio.create_task_group() as group:
+        group.start_soon(play, connections, drain, "environment-0", ClosesLater)
+        await request(bus, "a")
+        await until(bus, S.observation("default", "any", "a"))
+        claim = AttemptStarted(episode_id="a", attempt=2, worker="environment-0", nonce="another", lane="e0")
+        await bus.publish(S.episode("a"), encode(claim))
+        await ClosesLater.closing.wait()
+        done = await cancel(bus, "a")
+        assert (done.state, done.worker) == ("cancelled", "environment-0")
+        assert (await result(bus, "a")).attempts == 2
         drain.set()
 
 

@@ -25,10 +25,11 @@ from fleetbus_schemas import (
     encode,
 )
 from fleetbus_workers.inference.scripted import ScriptedSampler
-from fleetbus_workers.learner.checkpoints import Checkpoint, write_checkpoint
+from fleetbus_workers.learner.checkpoint_choice import CheckpointUnread
+from fleetbus_workers.learner.checkpoints import INDEX, Checkpoint, write_checkpoint
 from fleetbus_workers.learner.held_out import find_newest_version
 from fleetbus_workers.learner.publication import Publication
-from fleetbus_workers.learner.resume import find_resume_point, read_book, read_published_versions
+from fleetbus_workers.learner.resume import ResumePoint, find_resume_point, read_book, read_published_versions
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_deployment import run_inline, small_deployment
 from tests.support.virtual_time import virtual_time
@@ -155,15 +156,45 @@ async def test_the_only_checkpoint_is_gone_on_from_although_the_log_does_not_nam
     assert (beginning.step, beginning.parent, beginning.untold) == (step, "l1", True)
 
 
-async def test_an_unreadable_checkpoint_that_the_log_does_not_name_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "l1-000002").mkdir()
+def write_steps(folder: Path, *steps: int) -> None:
+    for step in steps:
+        checkpoint = Checkpoint(lineage="l1", step=step, version=step, floor=1, settled=(), next_group=0)
+        write_checkpoint(folder, checkpoint, ScriptedTrainer())
+
+
+async def resume(folder: Path, *, restart: str = "") -> ResumePoint:
+    """Of a run whose log names no checkpoint and reached step 4."""
     async with MemoryServer().connect("r", worker="learner") as bus:
         await bus.declare(plan_run("r", lanes=1))
-        for entry in (LineageStarted(lineage="l1", worker="w"), StepTrained(lineage="l1", step=2, version=2, episodes=())):
+        for entry in (LineageStarted(lineage="l1", worker="w"), StepTrained(lineage="l1", step=4, version=4, episodes=())):
             await bus.publish(SUBJECTS.train("default"), encode(entry))
         told = await read_book(bus, SUBJECTS, "default")
-        beginning = await find_resume_point(told, folder=tmp_path, runtime=Runtime(offload=run_inline))
-    assert (beginning.step, beginning.untold) == (0, False)
+        return await find_resume_point(told, folder=folder, restart=restart, runtime=Runtime(offload=run_inline))
+
+
+@pytest.mark.parametrize("damage", ["other bytes", "another step"])
+async def test_a_damaged_checkpoint_that_the_log_does_not_name_is_passed_over_for_an_older_one(
+    tmp_path: Path, damage: str
+) -> None:
+    write_steps(tmp_path, 2, 3 if damage == "another step" else 4)
+    if damage == "another step":
+        (tmp_path / "l1-000003").rename(tmp_path / "l1-000004")
+    else:
+        next(file for file in (tmp_path / "l1-000004").iterdir() if file.name != INDEX).write_bytes(b"other")
+    beginning = await resume(tmp_path)
+    assert (beginning.step, beginning.untold) == (2, True)
+
+
+async def test_a_checkpoint_that_cannot_be_read_is_waited_for_although_the_log_does_not_name_it(tmp_path: Path) -> None:
+    """Its disk may be away. A person may order to go on without it."""
+    write_steps(tmp_path, 2)
+    (tmp_path / "l1-000004").mkdir()
+    with pytest.raises(CheckpointUnread, match=r"step 4: .*l1-000004 cannot be read .*--restart-from 2 | start"):
+        await resume(tmp_path)
+    ordered = await resume(tmp_path, restart="2")
+    assert (ordered.step, ordered.untold) == (2, True)
+    over = await resume(tmp_path, restart="start")
+    assert (over.step, over.untold) == (0, False)
 
 
 async def test_a_checkpoint_is_read_outside_of_the_event_loop(tmp_path: Path) -> None:

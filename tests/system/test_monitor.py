@@ -103,6 +103,18 @@ async def test_curves_of_other_runs_are_those_of_their_summaries(tmp_path: Path)
             assert (await page.get("/api/rewards"))["counts"] == []
 
 
+async def test_an_episode_of_values_that_json_has_not_is_shown() -> None:
+    odd = EpisodeFinished(
+        episode_id="odd", group_id="g", attempt=1, outcome="completed", worker="e", reward=float("nan"),
+        timings={"verify": float("inf")}, info={"cells": {(1, 2): 3}},
+    )  # fmt: skip
+    with anyio.fail_after(50):
+        async with open_empty_run() as (page, bus):
+            await bus.publish(SUBJECTS.episode("odd"), encode(odd))
+            result = (await page.get("/api/episodes/odd"))["result"]
+            assert (result["reward"], result["info"]) == (None, {"cells": {"(1, 2)": 3}})
+
+
 async def test_what_holds_a_run_is_said_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fleetbus_workers.monitor.app.find_stalls", partial(find_stalls, stall_seconds=0.001))
     with anyio.fail_after(50):

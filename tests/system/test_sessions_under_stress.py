@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from fleetbus.core.evaluation_summary import summarise_results
-from fleetbus_schemas import ChatMessage, Text
+from fleetbus_schemas import ChatMessage
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from tests.support.faulty_sessions import (
@@ -178,10 +178,10 @@ async def test_an_observation_of_ten_megabytes_is_cut_and_the_episode_goes_on() 
     "messages",
     [
         (ChatMessage(role="user", content="x" * 30_000),) * 100,
-        (ChatMessage(role="user", content=(Text(text="x" * 10_000_000),)),),
+        (ChatMessage(role="tool", content="", tool_call_id="x" * 10_000_000),),
         (ChatMessage(role="user", content="\ud800"),),
     ],
-    ids=["many messages", "one part", "no bytes"],
+    ids=["many messages", "one id", "no bytes"],
 )
 async def test_an_observation_that_cannot_travel_ends_its_episode_alone(messages: tuple[ChatMessage, ...]) -> None:
     result = await play_episode(FaultyStages(step=make_returning(Step(messages=messages))))

@@ -43,7 +43,7 @@ if behaviour == "writer":
     def write(*_):
         stamp("writing")
         with open(os.path.join(folder, "checkpoint"), "ab", buffering=0) as file:
-            for _ in range(6):
+            for _ in range(15):
                 file.write(b"x")
                 time.sleep(0.1)
         leave()
@@ -144,7 +144,7 @@ async def test_a_stop_waits_while_a_checkpoint_grows(tmp_path: Path, monkeypatch
     fleet = stage.fleet(stage.plan("learner", "writer", 0.3))
     async with stage.supervised(fleet):
         await stage.until("started", 1)
-    assert stage.names("drained") == ["learner.0"] and (tmp_path / "checkpoint").stat().st_size == 6
+    assert stage.names("drained") == ["learner.0"] and (tmp_path / "checkpoint").stat().st_size == 15
     assert stage.reports == ["learner is still writing; waiting until its files are complete"]
 
 

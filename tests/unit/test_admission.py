@@ -71,7 +71,7 @@ async def test_groups_are_asked_for_again_only_when_the_version_of_the_step_is_p
             await wait_all_tasks_blocked()
             assert len(requests.asked) == 8
             for sequence, request in enumerate(requests.asked, start=1):
-                pool.add_result(completed(request, sequence))
+                pool.add_result(completed(request, sequence), 8 + sequence)
             progress[0] = 1
             pool.settle(pool.take(2, 0))
             await wait_all_tasks_blocked()

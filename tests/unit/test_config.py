@@ -108,6 +108,12 @@ def test_a_value_of_a_flag_is_refused_under_the_flags_name() -> None:
     assert "--learner-steps = 0 is not allowed" in refusal(flags={"learner.steps": "0"})
 
 
+@pytest.mark.parametrize("text", ["9" * 23, str((1 << 53) + 1)])
+def test_a_whole_number_that_no_message_can_carry_is_refused(text: str) -> None:
+    assert "a whole number, at least 1, at most 9007199254740992" in refusal(flags={"learner.steps": text})
+    assert load_configuration(flags={"run.seed": str((1 << 63) - 1)}).configuration.run.seed == (1 << 63) - 1
+
+
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("1", True), ("false", False), ("0", False)])
 def test_booleans_are_spelled_in_variables(text: str, value: bool) -> None:
     loaded = load_configuration(variables={"FLEETBUS_EVALUATION_GREEDY": text})

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fleetbus_schemas import ChatMessage, ContextChange, ToolSpec
+from fleetbus_schemas import ChatMessage, ContextChange, Image, Text, ToolSpec
 from fleetbus_workers.environment.base import Step
 from fleetbus_workers.environment.episode.normalization import clip_messages, to_plain_number, to_plain_values
 from fleetbus_workers.environment.validation import InvalidReturn, check_messages, validate_return
@@ -37,6 +37,12 @@ def test_messages_of_another_type_are_refused() -> None:
 def test_a_long_text_is_cut_between_characters_and_says_how_much_is_missing() -> None:
     (cut,) = clip_messages([ChatMessage(role="user", content="é" * 10)], 5)
     assert cut.content == "éé\n[cut: 16 more bytes]"
+
+
+def test_text_beside_images_is_cut_as_text_alone_is() -> None:
+    image = Image(object="0" * 64)
+    (cut,) = clip_messages([ChatMessage(role="user", content=(Text(text="abc"), image, Text(text="defgh"), image))], 5)
+    assert cut.content == (Text(text="abc"), image, Text(text="de\n[cut: 3 more bytes]"), image)
 
 
 SHOWN = (ChatMessage(role="user", content="go on"),)

@@ -51,7 +51,8 @@ class World:
                     request_sequence=index + 1,
                     actions=(ActionReference(sequence=1, lane="e0", turn=0),),
                     policy_versions=versions,
-                )
+                ),
+                sequence=10 + index,
             )
 
     def train(self, step: int, count: int = 1) -> list[str]:

@@ -69,6 +69,20 @@ def test_settling_twice_or_the_unknown_is_refused() -> None:
             ledger.settle(episode)
 
 
+@pytest.mark.parametrize(("told", "taken"), [(2**62, 9), (-5, 5), (6, 6), (9, 9)])
+def test_a_result_moves_the_floor_only_between_what_was_known_and_its_own_position(told: int, taken: int) -> None:
+    """A worker that lies would keep the log from being trimmed, or have it trimmed beyond open requests."""
+    ledger = Ledger()
+    ledger.register("before", 4)
+    ledger.register_pending("e")
+    assert ledger.register_result("e", told, 9) == taken
+    assert not ledger.register("e", 6), "the answer to its own request comes later"
+    ledger.settle("before")
+    assert ledger.floor == taken
+    ledger.settle("e")
+    assert ledger.floor <= 10
+
+
 def test_the_floor_does_not_pass_a_request_whose_answer_is_late() -> None:
     """It may stand in the log already, before requests that are settled by now."""
     ledger = Ledger()

@@ -105,6 +105,19 @@ def test_workers_say_goodbye_or_why_they_failed() -> None:
     assert states == {"stops": ("stopped", ""), "fails": ("failed", "E: why"), "starts": ("starting", "")}
 
 
+def test_of_two_records_of_a_worker_the_newer_is_shown() -> None:
+    """One comes from the log's newest entries, the other from all of them."""
+    whole, recent = WorkerRegistry(), WorkerRegistry()
+    for worker in ("stops", "starts again"):
+        recent.record_heartbeat(beat(worker), now=10.0 if worker == "stops" else 12.0)
+        whole.record_life_event(WorkerStopped(role="environment", worker=worker), age_seconds=0, now=11.0)
+    whole.record_life_event(WorkerStarted(role="environment", worker="starts"), age_seconds=0, now=11.0)
+    recent.record_heartbeat(beat("starts"), now=10.9)
+    whole.take_over(recent)
+    rows = {row.worker: row.state for row in whole.rows(12.0)}
+    assert rows == {"stops": "stopped", "starts again": "working", "starts": "working"}
+
+
 def test_workers_of_long_ago_are_not_shown() -> None:
     worker_registry = WorkerRegistry()
     worker_registry.record_life_event(WorkerStarted(role="inference", worker="old"), age_seconds=86_400, now=10.0)

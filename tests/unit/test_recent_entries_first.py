@@ -14,11 +14,11 @@ from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import RequestUnanswered
+from fleetbus.stored_entries import read_stored
 from fleetbus_schemas import Heartbeat, TrainingFinished, WorkerStopped, encode
-from fleetbus_schemas.message import decode_any
 from fleetbus_workers.overview import run_observer
 from fleetbus_workers.overview.jetstream import ServerView
-from fleetbus_workers.overview.run_observer import READ_TYPES, RunObserver
+from fleetbus_workers.overview.run_observer import RunObserver
 from fleetbus_workers.overview.state import RunState
 from fleetbus_workers.overview.termination import Driver
 from fleetbus_workers.top.view import build_facts, screen
@@ -101,7 +101,9 @@ def fold(log: LogBuilder) -> dict[str, Any]:
     for sequence, (subject, payload) in enumerate(log.entries, 1):
         entry = StreamEntry(subject=subject, payload=payload, sequence=sequence, time_ns=0)
         if subject.split(".")[2] not in ("obs", "act"):
-            state.apply(entry, decode_any(READ_TYPES, payload, subject=subject), 0.0, 0)
+            message = read_stored(entry)
+            assert message is not None
+            state.apply(entry, message, 0.0, 0)
     return count(state)
 
 
@@ -251,7 +253,9 @@ def test_steps_count_whose_lineage_began_before_what_is_read() -> None:
     log.lineage("l2", "l1", 7)
     log.step(8, [], lineage="l2")
     log.add(SUBJECTS.train("default"), TrainingFinished(lineage="l2", step=8, version=8))
-    for subject, payload in log.entries:
-        training.apply(decode_any(READ_TYPES, payload, subject=subject), 0)
+    for sequence, (subject, payload) in enumerate(log.entries, 1):
+        message = read_stored(StreamEntry(subject=subject, payload=payload, sequence=sequence, time_ns=0))
+        assert message is not None
+        training.apply(message, 0)
     assert [(point.lineage, point.step) for point in training.steps] == [("l1", 7), ("l2", 8)]
     assert training.is_finished

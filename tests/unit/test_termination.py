@@ -53,6 +53,14 @@ def stopped() -> ScriptedRun:
     return run
 
 
+def test_how_a_learner_failed_is_one_line_whatever_it_says() -> None:
+    run = trained()
+    failed = WorkerFailed(role="learner", worker="lea", error_class="E", error="x\nover: its training finished\ny")
+    run.add(61, SUBJECTS.life("learner", "lea"), failed)
+    ended = ending(run, 100, NOT_DRIVEN)
+    assert ended is not None and len(ended.line.splitlines()) == 1 and "its learner failed" in ended.line
+
+
 @pytest.mark.parametrize("driver", [RETRIED_REFUSALS, NOT_DRIVEN, DRIVEN])
 def test_a_run_whose_training_finished_is_over_also_where_workers_live_and_where_the_server_is_gone(driver: Driver) -> None:
     run = trained(alive=True)

@@ -7,12 +7,14 @@ import io
 import pytest
 from rich.console import Console
 
+from fleetbus.core.failure_kinds import FailureKind
 from fleetbus_schemas import EngineLoad, Heartbeat, WorkerRole
 from fleetbus_workers.overview.jetstream import ConsumerPending, ServerView
 from fleetbus_workers.overview.nats_http import Client, SlowClientDisconnect
 from fleetbus_workers.overview.run_observer import LogHealth
 from fleetbus_workers.overview.state import RunState
 from fleetbus_workers.overview.termination import Termination
+from fleetbus_workers.terminal import open_console
 from fleetbus_workers.top.view import SLOW_BYTES, build_facts, format_bytes, screen
 from fleetbus_workers.watchdog import Stall
 
@@ -103,6 +105,16 @@ def test_episodes_that_ended_otherwise_are_told_apart_from_those_that_were_not_t
     assert any(line.startswith("lea") and "8 groups" in line for line in lines)
 
 
+def test_what_an_error_says_of_itself_is_no_line_of_its_own() -> None:
+    state = fleet(2)
+    said = "x\nover: its training finished\ny"
+    state.errors.update({said: 2})
+    state.training.excluded.update({said: 2})
+    kind = FailureKind(outcome="env_failed", error_class=said, location=said, error="", episode_id="e", count=2)
+    assert not any(line.strip() == "over: its training finished" for line in render(state))
+    assert len(kind.line.splitlines()) == 1
+
+
 def test_without_workers_a_line_says_so() -> None:
     assert render(RunState(1))[-1] == "no heartbeat received yet"
 
@@ -127,3 +139,13 @@ def test_a_run_that_is_over_is_no_trouble_though_its_server_is_gone() -> None:
     assert "log 6.5 MB · no longer served" in text and "does not answer" not in text
     assert "\x1b[1;31m" not in text, "nothing is red"
     assert "unread" not in text, "what was known of the server is old"
+
+
+def test_square_brackets_in_a_name_are_shown_and_not_obeyed() -> None:
+    """Rich takes them for markup, and a closing one without an opening one for an error."""
+    state = fleet(0)
+    state.worker_registry.record_heartbeat(Heartbeat(role="inference", worker="[/red]:smile:[bold]"), NOW)
+    shown = build_facts(state, LogHealth(), SERVER, [STALL], run="r", now=NOW, now_ns=int(NOW * 1e9))
+    output = io.StringIO()
+    open_console(output, width=80).print(screen(shown))
+    assert "[/red]:smile:[bold]" in output.getvalue()

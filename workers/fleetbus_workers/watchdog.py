@@ -6,6 +6,7 @@ clock. Episodes that end without a verdict, one after the other, are progress of
 are groups of which none is trained, and a policy that has nothing to learn from any more (`fleetbus.core.learning_signal`).
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -292,7 +293,8 @@ def _stages(state: RunState, alive: set[str]) -> Counter[str]:
             for name, count in beat.counters.items():
                 if name.startswith("begun_"):
                     stage = name.removeprefix("begun_")
-                    found[stage] += max(int(count - beat.counters.get(f"ended_{stage}", 0.0)), 0)
+                    begun = count - beat.counters.get(f"ended_{stage}", 0.0)
+                    found[stage] += int(begun) if 0 < begun < math.inf else 0
     return +found
 
 

@@ -70,8 +70,11 @@ class NatsReader:
         return entry
 
     async def receive_until(self, end: int) -> StreamEntry | None:
-        """The next matching entry, or None once there is none left with a sequence up to ``end``."""
+        """The next matching entry, or None once there is none left with a sequence up to ``end``; raises `BusError` if what is
+        left cannot be known."""
         while not self._queue.items:
+            if self._queue.failure is not None:
+                raise self._queue.failure
             if self._next > end or self._pending == 0:
                 return None
             with anyio.move_on_after(_CHECK_EVERY_SECONDS):
@@ -193,6 +196,7 @@ class NatsReader:
     def _on_message(self, subject: bytes, reply: bytes, payload: bytes) -> None:
         arrival = parse_ack_subject(reply)
         if arrival.consumer_sequence != self._consumer_sequence + 1:
+            self._pull_requests.add(1)  # this one is not taken
             self._pull_requests.detach()
             self.interrupt()
             return
@@ -200,10 +204,11 @@ class NatsReader:
         if self._is_repeating:
             self._is_repeating = False
             if arrival.stream_sequence == self._last_read:
-                self._pull_requests.add(1)
-                self._note_pending(arrival.pending)
                 if arrival.time_ns != self._last_time_ns:
                     self._fail_lost(f"entry {self._last_read} of stream {self._stream} is not the one that was read before")
+                    return
+                self._pull_requests.add(1)
+                self._note_pending(arrival.pending)
                 return
         self._last_read, self._last_time_ns = arrival.stream_sequence, arrival.time_ns
         self._next = arrival.stream_sequence + 1

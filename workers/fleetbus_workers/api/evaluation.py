@@ -21,7 +21,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.core.evaluation_summary import Summary as ResultSummary
 from fleetbus.core.evaluation_summary import summarise_by_environment, summarise_results
 from fleetbus.errors import UserError
-from fleetbus_schemas import Heartbeat, MalformedMessage, Subjects, decode
+from fleetbus_schemas import MalformedMessage, Subjects
 from fleetbus_workers.assembly.engines import check_packages
 from fleetbus_workers.assembly.work import Work, import_work
 from fleetbus_workers.run_access.log_access import open_run
@@ -113,13 +113,15 @@ async def evaluate_run(
 
 async def find_live_roles(bus: Bus, configuration: Configuration) -> set[str]:
     """Which kinds of `ROLES` live; recorders and gateways neither play nor train."""
+    from fleetbus.heartbeats import decode_heartbeat
+
     live_roles: set[str] = set()
     async with bus.listen(Subjects(configuration.run.name).heartbeats) as listener:
         with anyio.move_on_after(HEARD_SECONDS):
             while live_roles < ROLES:
                 subject, payload = await listener.receive()
                 with suppress(MalformedMessage):
-                    live_roles |= ROLES & {decode(Heartbeat, payload, subject=subject).role}
+                    live_roles |= ROLES & {decode_heartbeat(subject, payload).role}
     return live_roles
 
 

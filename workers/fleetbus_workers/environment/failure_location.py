@@ -15,10 +15,14 @@ import fleetbus_schemas
 import fleetbus_workers
 from fleetbus.recording.redaction import Redactor, find_environment_secrets
 
+ERROR_CHARS = 1000
 TRACEBACK_CHARS = 4000
 """A longer traceback loses its middle: its ends say most."""
 
 _HEAD_CHARS = 800
+_READ_CHARS = 1 << 16
+"""Of each end of a text, this much is looked through for secrets: it may quote megabytes that a server sent."""
+
 _LIBRARY = str(Path(os.__file__).resolve().parent) + os.sep
 """The standard library: not asked of `sysconfig`, which a thread must not do while another one imports."""
 _RUNTIME = frozenset({"anyio", "trio", "outcome", "uvloop", "msgspec", "pytest", "_pytest", "pluggy"})
@@ -60,9 +64,18 @@ def format_traceback(error: BaseException) -> str:
     return clean_traceback("".join(lines))
 
 
+def clean_error(text: str) -> str:
+    """An error's text as a result may carry it: without secrets, which a server may quote, encodable, not longer than a reader
+    wants."""
+    return _build_redactor().clean_text(text[: 4 * ERROR_CHARS])[:ERROR_CHARS].encode("utf-8", "replace").decode()
+
+
 def clean_traceback(text: str) -> str:
     """Any text as a result may carry it: without secrets, encodable, bounded."""
-    cleaned = _build_redactor().clean_text(text.rstrip())
+    text = text.rstrip()
+    if len(text) > 2 * _READ_CHARS:
+        text = text[:_READ_CHARS] + text[-_READ_CHARS:]
+    cleaned = _build_redactor().clean_text(text)
     if len(cleaned) > TRACEBACK_CHARS:
         left = len(cleaned) - TRACEBACK_CHARS
         cleaned = f"{cleaned[:_HEAD_CHARS]}\n[{left} characters left out]\n{cleaned[_HEAD_CHARS + left :]}"

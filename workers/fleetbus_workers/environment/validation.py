@@ -19,6 +19,7 @@ from fleetbus_workers.environment.failure_location import locate_method
 
 T = TypeVar("T")
 ROLES = frozenset(get_args(Role))
+MAX_COUNT = (1 << 31) - 1
 
 
 class InvalidReturn(TypeError):
@@ -98,6 +99,8 @@ def _has_plain_fields(step: Step) -> bool:
         and type(step.terminated) is type(step.truncated) is bool
         and type(step.tool_calls) is type(step.tool_errors) is int
         and type(step.info) is dict
+        and 0 <= step.tool_calls <= MAX_COUNT
+        and 0 <= step.tool_errors <= MAX_COUNT
     )
 
 
@@ -157,8 +160,10 @@ def _check_components(components: object) -> dict[str, float]:
         raise InvalidReturn(f"Verdict.components must be at most {MAX_COMPONENTS} numbers by name, not {_describe(components)}")
     checked = {}
     for name, value in components.items():
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARACTERS:
-            raise InvalidReturn(f"Verdict.components: a name must be text of at most {MAX_NAME_CHARACTERS} characters")
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isprintable():
+            raise InvalidReturn(
+                f"Verdict.components: a name must be printable text of at most {MAX_NAME_CHARACTERS} characters"
+            )
         checked[name] = _check_number(value, f"Verdict.components[{name!r}]")
         if not math.isfinite(checked[name]):
             raise InvalidReturn(f"Verdict.components[{name!r}] is {checked[name]}; it must be a finite number")
@@ -167,9 +172,12 @@ def _check_components(components: object) -> dict[str, float]:
 
 def _check_count(value: Any, where: str) -> int:
     try:
-        return operator.index(value.item() if hasattr(value, "item") else value)
+        count = operator.index(value.item() if hasattr(value, "item") else value)
     except TypeError:
         raise InvalidReturn(f"{where} must be a whole number, not {_describe(value)}") from None
+    if not 0 <= count <= MAX_COUNT:
+        raise InvalidReturn(f"{where} must be a number from 0 to {MAX_COUNT}")
+    return count
 
 
 def _check_flag(value: object, where: str) -> bool:

@@ -156,7 +156,7 @@ class Admission:
                 return
             self._pool.register_request(request.episode_id, sequence)
             if result is not None:
-                self._pool.add_result(result)
+                self._pool.add_result(result, sequence)
 
         async with anyio.create_task_group() as group:
             for index in indices:

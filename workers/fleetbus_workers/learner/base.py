@@ -43,6 +43,10 @@ FinishWriting = Callable[[], None]
 class Trainer(Protocol):
     """A model with its optimizer."""
 
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below it: an episode with others is not trained, with a reason. 0: unknown."""
+
     def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
         """Update on the whole batch (one or more optimizer steps as configured) and return metrics, at least ``loss``,
         ``grad_norm``, ``entropy``, ``clip_fraction``, ``ratio_max``, ``logprob_difference_max`` (over tokens that were

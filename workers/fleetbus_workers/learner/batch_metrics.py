@@ -10,9 +10,16 @@ import structlog
 from fleetbus.core.evaluation_summary import is_success
 from fleetbus.core.groups import Group
 from fleetbus.core.learning_signal import LearningSignal
+from fleetbus.core.reward_components import MAX_COMPONENTS, MAX_NAME_CHARACTERS, find_reward_problem
 from fleetbus_schemas import EpisodeFinished, StepTrained
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.pool import GroupPool
+
+MAX_COMPONENT = 1e100
+"""Largest size of a component that enters a mean: sums of a batch stay finite."""
+
+MAX_MEANS = 8 * MAX_COMPONENTS
+"""Of components, in one step: tasks of several environments have their own."""
 
 ADVANTAGES = ("advantage_min", "advantage_max", "advantage_size_mean", "advantage_moment")
 
@@ -64,12 +71,15 @@ def compute_group_metrics(
 
 
 def measure_components(results: Sequence[EpisodeFinished]) -> dict[str, float]:
-    """The mean of each component of rewards, as ``reward_NAME``, over the episodes that have it."""
+    """The mean of each component of rewards, as ``reward_NAME``, over the episodes that have it: of the `MAX_MEANS` that most
+    have, without values and names that no environment may give. One worker that writes such would spoil the step's entry."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for result in results:
         for name, value in result.reward_components.items():
-            values[f"reward_{name}"].append(value)
-    return {name: statistics.fmean(found) for name, found in sorted(values.items())}
+            if len(name) <= MAX_NAME_CHARACTERS and not find_reward_problem([value], MAX_COMPONENT):
+                values[f"reward_{name}"].append(value)
+    most = sorted(values, key=lambda name: (-len(values[name]), name))[:MAX_MEANS]
+    return {name: statistics.fmean(values[name]) for name in sorted(most)}
 
 
 def compute_advantage_metrics(sequences: Sequence[TrainingSequence]) -> dict[str, float]:

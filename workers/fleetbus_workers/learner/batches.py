@@ -19,6 +19,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.config.settings import AlgorithmSettings, Configuration, EpisodeSettings, LearnerSettings
 from fleetbus.core.advantages import ADVANTAGES
 from fleetbus.core.groups import Group
+from fleetbus.core.result_checks import find_actions_problem
 from fleetbus.core.segments import SegmentError
 from fleetbus.core.shaping import TruncationMask, is_masked, overlong_penalty
 from fleetbus.core.turn_credit import compute_turn_advantages, compute_turn_returns, unpaid_reward
@@ -76,25 +77,16 @@ async def read_sequences(
     archive: Path | None = None,
     runtime: Runtime | None = None,
     images: ImageReader | None = None,
+    vocabulary: int = 0,
 ) -> list[TrainingSequence]:
     """The leaves of the graded episodes of ``groups`` as training sequences, in a fixed order; raises `MissingActions`.
 
     A learner that had to begin at a checkpoint before the newest one needs again what was trimmed since: from ``archive``.
-    Episodes whose Actions the log has lost, or that were shown images which ``images`` cannot read, leave their group, with the
-    reason.
+    Episodes whose Actions the log has lost, do not fit their result or have ids that are not below ``vocabulary`` (0: unknown),
+    or that were shown images which ``images`` cannot read, leave their group, with the reason.
     """
-    while True:
-        results = [result for group in groups for result in group.graded]
-        try:
-            actions = await read_actions(bus, subjects, results, archive=archive, runtime=runtime or Runtime())
-            break
-        except MissingActions as missing:
-            if not await are_lost(bus, subjects, missing):
-                raise
-            log.error("log has lost actions of an episode; excluding it", episode=missing.episode_id, reason=str(missing))
-            for group in groups:
-                if missing.episode_id in group.results:
-                    group.unusable[missing.episode_id] = "actions_lost"
+    actions = await _read_actions(bus, subjects, groups, archive=archive, runtime=runtime or Runtime())
+    _exclude_broken(groups, actions, vocabulary)
     shown = await read_images(images, groups, actions)
     leaves = _list_leaves(groups, actions)
     usable = [result for group in groups for result in group.graded]
@@ -106,6 +98,33 @@ async def read_sequences(
     return sequences
 
 
+async def _read_actions(
+    bus: Bus, subjects: Subjects, groups: Sequence[Group], *, archive: Path | None, runtime: Runtime
+) -> dict[str, list[Action]]:
+    while True:
+        results = {result.episode_id: result for group in groups for result in group.graded}
+        try:
+            return await read_actions(bus, subjects, list(results.values()), archive=archive, runtime=runtime)
+        except MissingActions as missing:
+            is_before = missing.sequence <= results[missing.episode_id].request_sequence
+            if not is_before and not await are_lost(bus, subjects, missing):
+                raise
+            _exclude(groups, missing.episode_id, "actions_lost", str(missing))
+
+
+def _exclude_broken(groups: Sequence[Group], actions: Mapping[str, Sequence[Action]], vocabulary: int) -> None:
+    for result in [result for group in groups for result in group.graded]:
+        if problem := find_actions_problem(result, actions[result.episode_id], vocabulary=vocabulary):
+            _exclude(groups, result.episode_id, "actions_broken", problem)
+
+
+def _exclude(groups: Sequence[Group], episode_id: str, error_class: str, reason: str) -> None:
+    log.error("actions cannot be trained; excluding the episode", episode=episode_id, error_class=error_class, reason=reason)
+    for group in groups:
+        if episode_id in group.results:
+            group.unusable[episode_id] = error_class
+
+
 def _list_leaves(groups: Sequence[Group], actions: Mapping[str, Sequence[Action]]) -> dict[str, tuple[Leaf, ...]]:
     """The leaves of each graded episode; an episode whose turns are no tree leaves its group, with the reason."""
     leaves = {}
@@ -114,8 +133,7 @@ def _list_leaves(groups: Sequence[Group], actions: Mapping[str, Sequence[Action]
             try:
                 leaves[result.episode_id] = list_leaves(actions[result.episode_id])
             except SegmentError as error:
-                log.error("segments are broken; excluding the episode", episode=result.episode_id, reason=str(error))
-                group.unusable[result.episode_id] = "segments_broken"
+                _exclude([group], result.episode_id, "segments_broken", str(error))
     return leaves
 
 

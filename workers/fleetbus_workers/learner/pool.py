@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import anyio
+import msgspec
 
 from fleetbus.config.settings import Configuration
 from fleetbus.core.capacity import lag
@@ -114,13 +115,14 @@ class GroupPool:
         self._group_of.pop(episode_id, None)
         self._complete(group)
 
-    def add_result(self, result: EpisodeFinished) -> None:
-        """Add a result, which may be delivered twice; a group that can no longer fill a batch is discarded with reasons."""
+    def add_result(self, result: EpisodeFinished, sequence: int) -> None:
+        """Add the result that stands at position ``sequence`` of the log, which may be delivered twice; a group that can no
+        longer fill a batch is discarded with reasons."""
         group = self._groups.get(self._group_of.get(result.episode_id, ""))
         if group is None or result.episode_id in group.results:
             return
-        self._ledger.register(result.episode_id, result.request_sequence)
-        group.add(result)
+        requested = self._ledger.register_result(result.episode_id, result.request_sequence, sequence)
+        group.add(msgspec.structs.replace(result, request_sequence=requested))
         rewards = (*result.turn_rewards, 0.0 if result.reward is None else result.reward)
         if problem := find_reward_problem(rewards, self._max_abs_reward):  # whatever wrote it: one would spoil the whole batch
             group.unusable[result.episode_id] = problem

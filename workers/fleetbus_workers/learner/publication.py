@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from fleetbus.runtime import Runtime
 from fleetbus_schemas import LineageStarted, PolicyPublished, Subjects
 from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.disk_full import retry_while_disk_full
-from fleetbus_workers.learner.journal import RETRY_SECONDS, FencedAppender
+from fleetbus_workers.learner.journal import RETRY_SECONDS, FencedAppender, LearnerReplaced
 from fleetbus_workers.learner.resume import read_published_versions
 from fleetbus_workers.weights.delta import write_smaller
 from fleetbus_workers.weights.manifests import put_manifest
@@ -77,7 +78,16 @@ class Publication:
         return versions
 
     async def publish(self, step: int) -> int:
-        """Write the current weights under the next version number, announce them, and return the number."""
+        """Write the current weights under the next version number, announce them, and return the number. Raises
+        `LearnerReplaced`, also when a later learner has published so much meanwhile that it has removed the file."""
+        try:
+            return await self._publish(step)
+        except FileNotFoundError as missing:
+            if await self._runtime.offload(highest_version, self._folder) > self.version + 1:
+                raise LearnerReplaced(f"another learner has removed {missing.filename} as an old version") from missing
+            raise
+
+    async def _publish(self, step: int) -> int:
         version = self.version + 1
         file = (self._folder / f"{self._lineage}-v{version:06d}.safetensors").absolute()
         manifest = await retry_while_disk_full(self._runtime, self._trainer.save_weights, file)
@@ -144,7 +154,7 @@ def prune_versions(folder: Path, keep: int) -> list[Path]:
     removed = []
     for _, _, name in files[:-keep]:
         for path in (folder / name, (folder / name).with_suffix(".delta")):
-            if path.exists():
+            with suppress(FileNotFoundError):  # it has no difference, or another learner was first
                 path.unlink()
                 removed.append(path)
     return removed

@@ -16,7 +16,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration
 from fleetbus.core.floor import find_group_number, refuses_request
-from fleetbus.core.lineage import complete_lineages, compute_surviving_steps, lineage_number
+from fleetbus.core.lineage import complete_lineages, compute_surviving_steps, is_surviving, lineage_number
 from fleetbus.episodes import decode_entries
 from fleetbus.errors import UserError
 from fleetbus.floor import read_floor
@@ -34,7 +34,7 @@ from fleetbus_schemas import (
 from fleetbus_schemas.message import MalformedMessage, decode_any
 from fleetbus_schemas.stored import STORED
 from fleetbus_workers.learner.checkpoint_choice import START, CheckpointUnread, choose_checkpoint
-from fleetbus_workers.learner.checkpoints import Checkpoint, CheckpointDamaged, list_checkpoints, open_checkpoint
+from fleetbus_workers.learner.checkpoints import Checkpoint, list_checkpoints
 
 CHECK_SECONDS = 5.0
 """How often a learner looks for a checkpoint that it cannot read."""
@@ -152,8 +152,9 @@ async def find_resume_point(
     if restart and book.has_followed(restart):
         log.info("learner.restart_from was applied before; ignoring it, STEP/2 applies it again", restart_from=restart)
         restart = ""
-    choice = await choose_checkpoint(lineages, book.checkpoints, folder=folder, restart=restart, runtime=runtime)
     written = await runtime.offload(list_checkpoints, folder) if folder is not None else []
+    known = [*book.checkpoints, *(_list_untold(book, written, folder) if folder is not None else ())]
+    choice = await choose_checkpoint(lineages, known, folder=folder, restart=restart, runtime=runtime)
     lost = [f"l{number}-{step:06d}" for number, step, whole in written if whole and _is_lost(book, number, step)]
     if lost:
         log.error(
@@ -166,11 +167,10 @@ async def find_resume_point(
             f"the log names no checkpoint, but {folder} contains {', '.join(lost)}: the log was lost, or is another run's; "
             f"to start over, use --restart-from {START}"
         )
-    untold = None
-    if folder is not None and choice.checkpoint is None and not choice.restart:
-        untold = await _find_untold(book, [(number, step) for number, step, whole in written if whole], folder, runtime)
-    if untold is not None:
-        choice = msgspec.structs.replace(choice, checkpoint=untold[0], path=untold[1])
+    told = {(entry.lineage, entry.step) for entry in book.checkpoints}
+    untold = choice.checkpoint is not None and (choice.checkpoint.lineage, choice.checkpoint.step) not in told
+    if untold:
+        log.warning("log does not name the only checkpoint; announcing it and continuing from it", path=str(choice.path))
     name = f"l{max([book.newest_lineage, *(number for number, _, _ in written)]) + 1}"
     next_start = LineageStarted(lineage=name, worker="", parent=choice.parent, parent_step=choice.step)
     surviving = compute_surviving_steps([*lineages, next_start])
@@ -186,26 +186,24 @@ async def find_resume_point(
         restarts=tuple(dict.fromkeys([*book.restarts, *filter(None, [choice.restart])])),
         next_group=max(choice.checkpoint.next_group if choice.checkpoint else 0, first_group),
         counted=counted,
-        untold=untold is not None,
+        untold=untold,
     )
 
 
-async def _find_untold(
-    book: Book, written: Sequence[tuple[int, int]], folder: Path, runtime: Runtime
-) -> tuple[Checkpoint, Path] | None:
-    """The newest checkpoint of the newest lineage, where the log names none: its learner was killed before it said so, or the
-    log lost that entry. Training would start over without it."""
-    steps = [step for number, step in written if number == book.newest_lineage and step <= book.reached]
-    if not steps:
-        return None
-    path = folder / f"l{book.newest_lineage}-{max(steps):06d}"
-    try:
-        checkpoint: Checkpoint = await runtime.offload(open_checkpoint, path)
-    except (CheckpointDamaged, OSError) as error:
-        log.warning("checkpoint is not in the log and is unreadable; starting without it", path=str(path), reason=str(error))
-        return None
-    log.warning("log does not name the only checkpoint; announcing it and continuing from it", path=str(path))
-    return checkpoint, path
+def _list_untold(book: Book, written: Sequence[tuple[int, int, bool]], folder: Path) -> list[CheckpointStored]:
+    """Where no checkpoint counts that the log names: those of the newest lineage, as their learner would have named them.
+
+    It was killed before it did, or the log lost those entries; training would start over without them.
+    """
+    surviving = compute_surviving_steps(book.lineages)
+    if any(is_surviving(surviving, entry.lineage, entry.step) for entry in book.checkpoints):
+        return []
+    lineage = f"l{book.newest_lineage}"
+    return [
+        CheckpointStored(lineage=lineage, step=step, version=-1, file=str(folder / f"{lineage}-{step:06d}"), floor=1)
+        for number, step, whole in written
+        if whole and number == book.newest_lineage and step <= book.reached
+    ]
 
 
 async def wait_for_resume_point(

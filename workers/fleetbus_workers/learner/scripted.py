@@ -14,6 +14,8 @@ from fleetbus_workers.learner.checkpoints import STATE, WEIGHTS
 class ScriptedTrainer:
     """Its only weight is the number of updates, so a restored trainer can be distinguished from a fresh one."""
 
+    vocabulary = 0
+
     def __init__(self) -> None:
         self.updates = 0
         self.trained: list[str] = []

@@ -40,6 +40,8 @@ class StatePath(msgspec.Struct, frozen=True, kw_only=True, tag="tinker"):
 class TinkerTrainer:
     """`Trainer` on the service of ``client``, for LoRA adapters on ``base_model``; ``folder`` has the tokenizer."""
 
+    vocabulary = 0
+
     def __init__(
         self, client: Any, folder: Path, *, base_model: str, settings: TinkerSettings, learner: LearnerSettings
     ) -> None:

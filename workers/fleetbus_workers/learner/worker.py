@@ -210,8 +210,8 @@ class Learner:
             await run_until_drained(self._drain, self._evaluate_end)
         if self._drain.is_set():
             return
-        async for result in scan_training_results(self._bus, self._subjects, start=self._ledger.floor):
-            self._pool.add_result(result)  # a learner that starts at the last step may not have read any yet
+        async for sequence, result in scan_training_results(self._bus, self._subjects, start=self._ledger.floor):
+            self._pool.add_result(result, sequence)  # a learner that starts at the last step may not have read any yet
         self._pool.discard_all("training_finished")
         while True:
             excluded = tuple(self._pool.take_exclusions())
@@ -257,13 +257,14 @@ class Learner:
                 if isinstance(entry, EpisodeFinished):
                     self._requests.record_result(stored.sequence, entry.episode_id)
                     self._counters["results"] += 1
-                    self._enter_result(entry)
+                    self._enter_result(entry, stored.sequence)
 
-    def _enter_result(self, result: EpisodeFinished) -> None:
+    def _enter_result(self, result: EpisodeFinished, sequence: int | None = None) -> None:
+        """``sequence``: where it was read; None if it is this learner's own."""
         if result.split == "eval":
             self._evaluations.add_result(result)
         else:
-            self._pool.add_result(result)
+            self._pool.add_result(result, result.request_sequence if sequence is None else sequence)
 
     # One step
 
@@ -285,6 +286,7 @@ class Learner:
             archive=Path(self._settings.archive) if self._settings.archive else None,
             runtime=self._runtime,
             images=self._images,
+            vocabulary=self._trainer.vocabulary,
         )
         if not (groups := self._pool.discard_ungraded(groups)):
             return

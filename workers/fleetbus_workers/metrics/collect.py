@@ -1,5 +1,6 @@
 """From the fold of a run to samples under their Prometheus names. Pure."""
 
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -111,7 +112,7 @@ def _collect_episodes(state: RunState) -> Iterable[Sample]:
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     timings: defaultdict[str, list[float]] = defaultdict(list)
     for row in rows:
-        if row.outcome in GRADED and row.reward is not None:
+        if row.outcome in GRADED and row.reward is not None and math.isfinite(row.reward):
             rewards[row.env].append(row.reward)
         for stage, seconds in row.timings.items():
             timings[stage].append(seconds)

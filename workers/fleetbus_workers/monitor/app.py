@@ -24,7 +24,7 @@ from fleetbus.core.turn_contexts import TurnContext
 from fleetbus.recording.episodes import build_episode_subjects, read_transcript
 from fleetbus_schemas import Action, Subjects
 from fleetbus_schemas.subjects import InvalidName, check_name
-from fleetbus_schemas.tokens import count_tokens, unpack_ids, unpack_logprobs
+from fleetbus_schemas.tokens import count_tokens, take_tokens, unpack_ids, unpack_logprobs
 from fleetbus_workers.monitor.access_key import AccessKey
 from fleetbus_workers.monitor.actions import Actions
 from fleetbus_workers.monitor.episode_table import build_csv, choose_rows, find_neighbours
@@ -280,7 +280,7 @@ class Site:
                 for number, turn in enumerate(transcript.turns)
             ],
         }
-        return _build_json_response(msgspec.json.encode(facts))
+        return _build_json_response(msgspec.json.encode(facts, enc_hook=repr))  # MessagePack has values that JSON has not
 
     async def _is_closed(self) -> bool:
         """Whether nobody serves the log of a run that has ended; waits where its files are about to be served again."""
@@ -293,8 +293,8 @@ class Site:
         return bool(self._watch.health.problem) and self._watch.find_termination(anyio.current_time()) is not None
 
     def _describe_action(self, action: Action) -> dict[str, Any]:
-        ids = unpack_ids(action.sampled)[:MAX_TOKENS_SHOWN]
-        prompt = unpack_ids(action.prompt_delta)[:MAX_TOKENS_SHOWN]
+        ids = unpack_ids(take_tokens(action.sampled, MAX_TOKENS_SHOWN))
+        prompt = unpack_ids(take_tokens(action.prompt_delta, MAX_TOKENS_SHOWN))
         return {
             "text": action.text,
             "tool_calls": action.tool_calls,
@@ -303,7 +303,7 @@ class Site:
             "error": action.error,
             "versions": action.versions,
             "ids": ids,
-            "logprobs": unpack_logprobs(action.logprobs)[:MAX_TOKENS_SHOWN],
+            "logprobs": unpack_logprobs(take_tokens(action.logprobs, MAX_TOKENS_SHOWN)),
             "words": self._words.decode(ids),
             "prompt_ids": prompt,
             "prompt_words": self._words.decode(prompt),

@@ -27,10 +27,14 @@ def choose_rows(rows: Iterable[EpisodeRow], describe_state: DescribeState, query
     wanted = query.get("sort", "")
     name = wanted.removeprefix("-")
     if name in SORTABLE:
-        known = [row for row in chosen if getattr(row, name) not in (None, "")]
+        known = [row for row in chosen if _has_value(getattr(row, name))]
         known.sort(key=lambda row: getattr(row, name), reverse=wanted.startswith("-"))
-        chosen = known + [row for row in chosen if getattr(row, name) in (None, "")]
+        chosen = known + [row for row in chosen if not _has_value(getattr(row, name))]
     return chosen
+
+
+def _has_value(field: Any) -> bool:
+    return field not in (None, "") and field == field  # NaN, which equals nothing, has no place in an order
 
 
 def find_neighbours(rows: Mapping[str, EpisodeRow], episode: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from fleetbus.core.means import compute_mean
 from fleetbus.recording.episodes import EpisodeRow
 
 SORTABLE = ("name", "episodes", "graded", "mean", "success", "tool_calls", "tool_errors")
@@ -53,7 +54,7 @@ def _build_row(name: str, rows: list[EpisodeRow], threshold: float) -> SuccessRo
         env=rows[0].env,
         episodes=len(rows),
         graded=len(rewards),
-        mean=sum(rewards) / len(rewards) if rewards else None,
+        mean=compute_mean(rewards),
         success=sum(reward >= threshold for reward in rewards) / len(rewards) if rewards else None,
         tool_calls=calls / len(ended) if ended else 0.0,
         tool_errors=sum(row.tool_errors for row in ended) / calls if calls else None,

@@ -63,7 +63,7 @@ def format_failures(progress: Progress) -> str:
     ungraded = {outcome: count for outcome, count in progress.outcomes.items() if outcome not in GRADED}
     reasons = {**progress.training.excluded, **ungraded}
     counted = [f"{reason.replace('_', ' ')} {count}" for reason, count in sorted(reasons.items()) if count]
-    return f"not trained so far: {', '.join(counted)}" if counted else ""
+    return " ".join(f"not trained so far: {', '.join(counted)}".split()) if counted else ""
 
 
 def in_flight(role: WorkerRole, count: int, slots: int) -> str:

@@ -9,13 +9,10 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from fleetbus.core.learning_signal import LearningSignal
+from fleetbus.recording.episodes import keep_timings
 from fleetbus_schemas import EpisodeFinished, EvaluationFinished, Message, PolicyPublished, StepTrained
-from fleetbus_schemas.stored import STORED
 from fleetbus_workers.overview.training_history import TrainingHistory
 from fleetbus_workers.overview.worker_registry import WorkerRegistry
-
-FOLLOWED = STORED["train"] + STORED["episode"] + STORED["policy"] + STORED["life"]
-"""Every message on the subjects that are followed to know how a run stands."""
 
 RATE_WINDOW_SECONDS = 10.0
 """Episodes and tokens per second are means over this long."""
@@ -62,7 +59,7 @@ class Progress:
                 self.episodes += 1
                 self.evaluated += message.split == "eval"
                 self.outcomes[message.outcome] += 1
-                self.episode_seconds.update(message.timings)
+                self.episode_seconds.update(keep_timings(message.timings))
                 self._recent.append((time_ns, message.tokens))
 
     def rates(self) -> tuple[float, float]:

@@ -16,15 +16,13 @@ from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.errors import BusClosed, BusError, RequestUnanswered
 from fleetbus.heartbeats import follow_heartbeats
 from fleetbus.loop_clock import get_clock
+from fleetbus.stored_entries import read_stored
 from fleetbus.task_groups import open_first_error_task_group
-from fleetbus_schemas import EpisodeRequested, Heartbeat, MalformedMessage, Message, Subjects
-from fleetbus_schemas.message import decode_any
+from fleetbus_schemas import Heartbeat, Subjects
 from fleetbus_workers.overview.jetstream import ServerView, fetch_server_view
-from fleetbus_workers.overview.progress import FOLLOWED
 from fleetbus_workers.overview.state import RunState
 from fleetbus_workers.overview.termination import Driver, Termination, detect_termination
 
-READ_TYPES: tuple[type[Message], ...] = (EpisodeRequested, *FOLLOWED)
 LOOK_SECONDS = 2.0
 BEHIND_SECONDS = 1.0
 RESUME_SECONDS = 120.0
@@ -233,11 +231,9 @@ class RunObserver:
 
     def _apply_entry(self, entry: StreamEntry, state: RunState) -> None:
         self._applied_at = now = self._clock()
-        try:
-            message = decode_any(READ_TYPES, entry.payload, subject=entry.subject)
-        except MalformedMessage as malformed:
+        message = read_stored(entry)
+        if message is None:
             state.malformed += 1
-            log.warning("entry is malformed; ignoring it", sequence=entry.sequence, reason=malformed.reason)
             return
         state.apply(entry, message, now, self._bus.now_ns())
 

@@ -6,7 +6,6 @@ entries that `fleetbus_workers.overview.run_observer` reads.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from typing import Any
 import msgspec
 
 from fleetbus.bus.base import StreamEntry
+from fleetbus.core.means import compute_mean, compute_spread
 from fleetbus.recording.episodes import EpisodeIndex, EpisodeRow
 from fleetbus_schemas import GRADED, AttemptStarted, CheckpointStored, EpisodeFinished, LineageStarted, Message, StepTrained
 from fleetbus_workers.overview.progress import Progress
@@ -88,21 +88,22 @@ class RunState:
         self.worker_registry.record_life_event(message, (now_ns - entry.time_ns) / 1e9, now)
         self.episodes.apply(entry, message)
         self.termination_state.apply(message, entry.time_ns)
+        _, _, kind, *names = entry.subject.split(".")
         match message:
             case AttemptStarted():
-                self._claimed.add(message.episode_id)
+                self._claimed.add(names[-1])
                 self.takeovers += message.reason == "taken_over"
             case EpisodeFinished():
                 self._apply_result(message, entry)
             case StepTrained():
                 self._apply_step(message, entry)
-            case LineageStarted() if ".train." in entry.subject:
+            case LineageStarted() if kind == "train":
                 self.lineage_ns = entry.time_ns
                 self._reset_step_counters()
                 self.history += 1
             case CheckpointStored():
                 self.checkpoint = message.step
-        if entry.subject.split(".", 3)[2] == "task":
+        if kind == "task":
             self.requested += 1
             self._prune_settled()
 
@@ -182,11 +183,11 @@ class RunState:
             "stuck_seconds": max(now_ns - since, 0) / 1e9 if (since := self.compute_last_progress_ns(oldest_ns)) else 0.0,
             "episodes_per_second": episodes,
             "tokens_per_second": tokens,
-            "reward": statistics.fmean(row.reward or 0.0 for row in graded) if graded else None,
+            "reward": compute_mean(row.reward for row in graded if row.reward is not None),
             "turns": statistics.fmean(row.turns for row in graded) if graded else None,
             "truncated": sum(row.outcome == "truncated" for row in graded) / len(graded) if graded else None,
             "tool_error_rate": sum(row.tool_errors for row in rows) / calls if calls else None,
-            "turns_extending": 1 - self._prompts / self._turns if self.segments else None,
+            "turns_extending": 1 - self._prompts / self._turns if self.segments and self._turns > 0 else None,
             "segments": dict(self.segments),
             "outcomes": dict(self.progress.outcomes),
             "excluded": dict(self.training.excluded),
@@ -232,8 +233,5 @@ class RunState:
             group.trained_in = max(group.trained_in, self.trained_in.get(row.episode_id, 0))
         for group in groups.values():
             rewards = [reward for reward in group.rewards if reward is not None]
-            if rewards:
-                group.mean = math.fsum(rewards) / len(rewards)
-                squares = math.fsum((reward - group.mean) ** 2 for reward in rewards)
-                group.spread = 0.0 if min(rewards) == max(rewards) else math.sqrt(squares / len(rewards))
+            group.mean, group.spread = compute_mean(rewards), compute_spread(rewards)
         return list(groups.values())

@@ -96,7 +96,7 @@ def detect_termination(
     goal = f" of {steps}" if how != "finished" and steps > step else ""
     at = f"at step {step}{goal}" if step else "before its first step"
     parts = [f"over: {_DESCRIPTIONS[how]}{_format_time(since_ns, seconds)} {at}{cause}", driver.format_next_command(how, step)]
-    return Termination(how=how, since_ns=since_ns, seconds=seconds, line="; ".join(filter(None, parts)))
+    return Termination(how=how, since_ns=since_ns, seconds=seconds, line=" ".join("; ".join(filter(None, parts)).split()))
 
 
 _DESCRIPTIONS: dict[TerminationKind, str] = {

@@ -52,14 +52,37 @@ class TrainingEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 class TrainingHistory:
     """``keeps`` chooses the metrics that are remembered. ``steps``, ``evaluations`` and ``ends`` are those that count, in the
-    order of the log; ``excluded`` counts the steps' episodes by reason."""
+    order of the log; ``excluded`` counts the steps' episodes by reason. What a new lineage voids is found when they are asked
+    for: a fold of a long log with many restarts would count all points once per restart."""
 
     def __init__(self, keeps: Callable[[str], bool] = lambda name: True) -> None:
         self._keeps = keeps
         self._lineages: list[LineageStarted] = []
+        self._names: set[str] = set()
         self._surviving: dict[str, float] = {}
         self._points: list[StepPoint | EvaluationPoint | TrainingEnd] = []
-        self._forget()
+        self._is_counted = False
+        self._count_all()
+
+    @property
+    def steps(self) -> list[StepPoint]:
+        self._count_all()
+        return self._steps
+
+    @property
+    def evaluations(self) -> list[EvaluationPoint]:
+        self._count_all()
+        return self._evaluations
+
+    @property
+    def ends(self) -> list[TrainingEnd]:
+        self._count_all()
+        return self._ends
+
+    @property
+    def excluded(self) -> Counter[str]:
+        self._count_all()
+        return self._excluded
 
     @property
     def is_finished(self) -> bool:
@@ -69,8 +92,10 @@ class TrainingHistory:
     def apply(self, message: Message, time_ns: int) -> None:
         """Take in an entry, stored at ``time_ns``; other messages are ignored."""
         match message:
-            case LineageStarted() if all(known.lineage != message.lineage for known in self._lineages):
-                self._count_again([*self._lineages, message])
+            case LineageStarted() if message.lineage not in self._names:
+                self._lineages.append(message)
+                self._names.add(message.lineage)
+                self._is_counted = False
             case StepTrained():
                 point = StepPoint(
                     step=message.step,
@@ -92,36 +117,38 @@ class TrainingHistory:
                 self._add(TrainingEnd(step=message.step, lineage=message.lineage, reasons=_count_reasons(message)))
 
     def _add(self, point: StepPoint | EvaluationPoint | TrainingEnd) -> None:
-        lineages = complete_lineages(self._lineages, point.lineage)
-        if lineages is not self._lineages:  # what is read of the log begins after that lineage did
-            self._count_again(lineages)
+        if point.lineage not in self._names:  # what is read of the log begins after that lineage did
+            self._lineages = complete_lineages(self._lineages, point.lineage)
+            self._names.add(point.lineage)
+            self._is_counted = False
         self._points.append(point)
-        self._count(point)
-
-    def _count_again(self, lineages: list[LineageStarted]) -> None:
-        self._lineages = lineages
-        self._surviving = compute_surviving_steps(lineages)
-        self._forget()
-        for point in self._points:
+        if self._is_counted:
             self._count(point)
 
-    def _forget(self) -> None:
-        self.steps: list[StepPoint] = []
-        self.evaluations: list[EvaluationPoint] = []
-        self.ends: list[TrainingEnd] = []
-        self.excluded: Counter[str] = Counter()
+    def _count_all(self) -> None:
+        """Unless that is done, and no lineage began since."""
+        if self._is_counted:
+            return
+        self._surviving = compute_surviving_steps(self._lineages)
+        self._steps: list[StepPoint] = []
+        self._evaluations: list[EvaluationPoint] = []
+        self._ends: list[TrainingEnd] = []
+        self._excluded: Counter[str] = Counter()
+        for point in self._points:
+            self._count(point)
+        self._is_counted = True
 
     def _count(self, point: StepPoint | EvaluationPoint | TrainingEnd) -> None:
         if not is_surviving(self._surviving, point.lineage, point.step):
             return
         match point:
             case StepPoint():
-                self.steps.append(point)
-                self.excluded.update(point.reasons)
+                self._steps.append(point)
+                self._excluded.update(point.reasons)
             case EvaluationPoint():
-                self.evaluations.append(point)
+                self._evaluations.append(point)
             case TrainingEnd():
-                self.ends.append(point)
+                self._ends.append(point)
 
 
 def _count_reasons(message: StepTrained | TrainingFinished) -> dict[str, int]:

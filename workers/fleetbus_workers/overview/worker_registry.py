@@ -94,8 +94,13 @@ class WorkerRegistry:
                 seen.ended, seen.note = "failed", f"{message.error_class}: {message.error}"
 
     def take_over(self, other: WorkerRegistry) -> None:
-        """Take in what another registry of the same workers knows; that is the newer."""
-        self._records |= other._records
+        """Take in what another registry of the same workers knows: of each worker the newer of both records."""
+        for name, seen in other._records.items():
+            known = self._records.get(name)
+            if known is None or seen.at > known.at:
+                self._records[name] = seen
+            elif known.beat is None:
+                known.beat = seen.beat
 
     def list_heartbeats(self) -> list[Heartbeat]:
         """The newest heartbeat of every worker that has not ended, by name."""

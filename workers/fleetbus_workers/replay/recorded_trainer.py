@@ -30,6 +30,8 @@ class RecordedTrainer:
     called with the step, the episode's id and the first value of a batch that is not the recorded one. ``sequences`` and
     ``tokens`` count what was compared."""
 
+    vocabulary = 0
+
     def __init__(
         self,
         start: int,

@@ -83,7 +83,10 @@ def build_address_resolver(configuration: Configuration, given: str) -> Callable
 
 def is_recording(name: str | None) -> bool:
     """True if ``RUN|FILE`` names a file rather than a run."""
-    return bool(name) and (Path(str(name)).is_file() or str(name).endswith(".fbrec"))
+    try:
+        return bool(name) and (Path(str(name)).is_file() or str(name).endswith(".fbrec"))
+    except OSError:  # too long for a file's name, for example
+        return False
 
 
 @asynccontextmanager

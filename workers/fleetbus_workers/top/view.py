@@ -96,7 +96,7 @@ def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
         lines.append(_Row(older, "yellow"))
     if is_over:
         lines.append(Text(shown["ending"].line, style="bold"))
-    lines += [Text(stall.line, style="bold red") for stall in shown["stalls"]]
+    lines += [Text(" ".join(stall.line.split()), style="bold red") for stall in shown["stalls"]]
     lines += [Text(note, style="green") for note in shown["notes"]]
     room = SHOWN_WORKERS
     if console is not None:
@@ -107,7 +107,8 @@ def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
 
 
 class _Row:
-    """Parts of a line with dots between them; where the line is too long it is broken at a dot, never within a part."""
+    """Parts of a line with dots between them; where the line is too long it is broken at a dot, never within a part, whatever
+    line breaks that has."""
 
     def __init__(self, parts: Sequence[str], style: str = "") -> None:
         self._parts = parts
@@ -117,7 +118,7 @@ class _Row:
         from rich.text import Text
 
         line = ""
-        for part in self._parts:
+        for part in (" ".join(part.split()) for part in self._parts):
             if line and len(line) + len(BETWEEN) + len(part) > options.max_width:
                 yield Text(line, style=self._style)
                 line = "  "

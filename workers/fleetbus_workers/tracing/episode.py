@@ -24,7 +24,7 @@ from fleetbus.bus.base import StreamEntry
 from fleetbus.core.trace_ids import ROOT, build_turn_path, span_id, trace_id
 from fleetbus_schemas import GRADED, Action, AttemptReleased, AttemptStarted, EpisodeFinished, EpisodeRequested, Observation
 from fleetbus_schemas.tokens import count_tokens
-from fleetbus_workers.tracing.span import Span, Trace, Value
+from fleetbus_workers.tracing.span import Span, Trace, Value, to_nanoseconds
 
 
 class EpisodeTrace(Trace):
@@ -97,7 +97,7 @@ class EpisodeTrace(Trace):
             return
         self._sequence, self._seen_ns = entry.sequence, entry.time_ns
         turn.acted_ns, turn.action_sequence, turn.action = entry.time_ns, entry.sequence, action
-        began = min(turn.observed_ns + _to_nanoseconds(action.seconds_queued), entry.time_ns)
+        began = min(turn.observed_ns + to_nanoseconds(action.seconds_queued), entry.time_ns)
         path = build_turn_path(*turn.key)
         turn.attributes |= _describe_segment(action)
         about = turn.attributes | {"fleetbus.action.sequence": entry.sequence}
@@ -108,14 +108,14 @@ class EpisodeTrace(Trace):
         if began > turn.observed_ns:
             waited = turn.attributes | {"fleetbus.queue": "inference"}
             yield self._build_inference_span("queue", path, turn.observed_ns, began, action, waited)
-        apply_end = min(began + _to_nanoseconds(action.seconds_generating), entry.time_ns)
+        apply_end = min(began + to_nanoseconds(action.seconds_generating), entry.time_ns)
         error = f"{action.error_class}: {action.error}" if action.finish_reason == "failed" else ""
         yield self._build_inference_span("generate", path, began, apply_end, action, about, error)
 
     def apply_result(self, entry: StreamEntry, result: EpisodeFinished) -> Iterator[Span]:
         """The result is stored; only training comes after it."""
         self._sequence = entry.sequence
-        last = [(stage, _to_nanoseconds(result.timings[stage])) for stage in ("verify", "close") if stage in result.timings]
+        last = [(stage, to_nanoseconds(result.timings[stage])) for stage in ("verify", "close") if stage in result.timings]
         begins = max(entry.time_ns - sum(duration for _, duration in last), self._seen_ns)
         error = "" if result.outcome in GRADED else f"{result.outcome}: {result.error_class} {result.error}".strip()
         if self._claim is None or self._is_released:
@@ -248,7 +248,3 @@ def _describe_segment(action: Action) -> dict[str, Value]:
         about |= {"fleetbus.segment.reason": origin.reason, "fleetbus.segment.parent": origin.parent}
         about |= {"fleetbus.segment.kept": origin.kept, "fleetbus.segment.repeated": origin.repeated}
     return about
-
-
-def _to_nanoseconds(seconds: float) -> int:
-    return max(int(seconds * 1e9), 0)

@@ -31,7 +31,7 @@ from fleetbus_schemas import (
 from fleetbus_schemas.training import Exclusion
 from fleetbus_workers.tracing.episode import EpisodeTrace
 from fleetbus_workers.tracing.session import SessionTrace
-from fleetbus_workers.tracing.span import Span, Value
+from fleetbus_workers.tracing.span import Span, Value, to_nanoseconds
 
 KEPT_RESULTS = 200_000
 """Episodes that ended and that no step has taken or excluded yet; the oldest are forgotten, and get no learner's spans."""
@@ -226,8 +226,7 @@ def _compute_stage_times(step: StepTrained, end_ns: int) -> dict[str, tuple[int,
     """When each stage began and ended, counted back from when the step was stored."""
     found: dict[str, tuple[int, int]] = {}
     for stage in reversed(STAGES):
-        seconds = step.metrics.get(f"seconds_{stage}", 0.0)
-        begin = end_ns - (max(int(seconds * 1e9), 0) if seconds - seconds == 0 else 0)
+        begin = end_ns - to_nanoseconds(step.metrics.get(f"seconds_{stage}", 0.0))
         found[stage] = (begin, end_ns)
         end_ns = begin
     return {stage: found[stage] for stage in STAGES}

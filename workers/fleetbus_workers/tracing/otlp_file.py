@@ -4,6 +4,7 @@ One line is one `ExportTraceServiceRequest`; ids are hexadecimal and 64-bit inte
 (opentelemetry.io/docs/specs/otel/protocol/file-exporter).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from fleetbus_workers.tracing.span import SCOPE, Span, SpansRefused, Value, buil
 
 INTERNAL = 1
 ERROR = 2
+MAX_INTEGER = (1 << 63) - 1
+_NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
+"""As the JSON of Protocol Buffers spells them; a reader refuses the whole line for a null."""
 
 
 class FileSink:
@@ -82,9 +86,9 @@ def _encode_value(value: Value) -> dict[str, object]:
         case bool():
             return {"boolValue": value}
         case int():
-            return {"intValue": str(value)}
+            return {"intValue": str(min(value, MAX_INTEGER))}
         case float():
-            return {"doubleValue": value}
+            return {"doubleValue": value if math.isfinite(value) else _NOT_FINITE.get(value, "NaN")}
         case str():
             return {"stringValue": value}
         case tuple():

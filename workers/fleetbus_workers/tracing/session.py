@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from fleetbus.bus.base import StreamEntry
 from fleetbus.core.trace_ids import ROOT, build_call_path, compute_session_trace_id
 from fleetbus_schemas import SessionClaimed, SessionEnded, SessionRecorded
-from fleetbus_workers.tracing.span import Span, Trace, Value
+from fleetbus_workers.tracing.span import Span, Trace, Value, to_nanoseconds
 
 
 class SessionTrace(Trace):
@@ -47,7 +47,7 @@ class SessionTrace(Trace):
         """A call was executed; the answer may end the session."""
         self._sequence = entry.sequence
         call, answer = record.call, record.answer
-        begins = max(entry.time_ns - max(int(record.seconds * 1e9), 0), self._seen_ns)
+        begins = max(entry.time_ns - to_nanoseconds(record.seconds), self._seen_ns)
         yield from self._build_restore_span(begins)
         self._seen_ns = entry.time_ns
         self._count_record(record)

@@ -32,6 +32,15 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     links: tuple[tuple[int, int], ...] = ()
 
 
+MAX_SECONDS = 1e9
+"""30 years: what claims to have taken longer was not measured."""
+
+
+def to_nanoseconds(seconds: float) -> int:
+    """A duration that a worker measured, 0 for what cannot be one."""
+    return int(seconds * 1e9) if 0 < seconds < MAX_SECONDS else 0
+
+
 class SpanSink(Protocol):
     """Blocking; called from one thread at a time."""
 

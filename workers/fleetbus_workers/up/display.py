@@ -128,7 +128,7 @@ async def _open_live_display(progress: Progress, target: TextIO) -> AsyncIterato
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(refresh)
-            yield PlainDisplay(progress, lambda text: console.print(text, markup=False, highlight=False), format_step_short)
+            yield PlainDisplay(progress, lambda text: console.print(text, highlight=False), format_step_short)
             tasks.cancel_scope.cancel()
 
 
@@ -145,7 +145,7 @@ def render_live_view(progress: Progress, workers: list[Heartbeat], seconds: floa
         f"{episodes:.0f} episodes/s",
         f"{format_count(tokens)} tokens/s",
     ]
-    done = round(BAR_WIDTH * min(progress.step / progress.steps, 1.0))
+    done = round(BAR_WIDTH * min(max(progress.step, 0) / progress.steps, 1.0))
     bar = Text.assemble(("━" * done, "green"), ("━" * (BAR_WIDTH - done), "dim"), f" {format_duration(seconds)}")
     lines = [bar, Text(" · ".join(numbers), style="bold")]
     lines += [Text(text, style="dim") for text in _list_details(progress) if text]

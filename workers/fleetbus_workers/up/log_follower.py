@@ -3,10 +3,10 @@
 import anyio
 
 from fleetbus.bus.base import Bus, StreamEntry
-from fleetbus.episodes import read_entry
 from fleetbus.heartbeats import follow_heartbeats
+from fleetbus.stored_entries import read_stored
 from fleetbus_schemas import Heartbeat, Subjects
-from fleetbus_workers.overview.progress import FOLLOWED, Progress
+from fleetbus_workers.overview.progress import Progress
 from fleetbus_workers.up.display import Display
 from fleetbus_workers.up.progress_guard import ProgressGuard
 
@@ -47,7 +47,7 @@ class Follower:
 
     def _apply_entry(self, entry: StreamEntry) -> None:
         self._next_sequence = entry.sequence + 1
-        message = read_entry(FOLLOWED, entry)
+        message = read_stored(entry)
         if message is None:
             return
         self._progress.apply(message, entry.time_ns)

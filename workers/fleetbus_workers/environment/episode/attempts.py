@@ -39,6 +39,7 @@ from fleetbus_schemas import (
 from fleetbus_workers.environment.base import LivesElsewhere, RecordedTurn
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
+from fleetbus_workers.environment.episode.late_answers import check_late_answers
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
 from fleetbus_workers.environment.episode.runner import EpisodeRunner
 from fleetbus_workers.environment.episode.running_attempt import RunningAttempt, describe_expiry
@@ -56,10 +57,6 @@ One of them may be what killed the workers before, and the others only ran besid
 """
 
 NOTHING_OBSERVED: Mapping[int, Observation] = MappingProxyType({})
-
-CHECKS_AT_ONCE = 64
-CHECKS_PAUSE_SECONDS = 0.05
-"""So many attempts read the log about a late Action before the next do: 20,000 at once kept the server from all else."""
 
 log = structlog.get_logger()
 
@@ -94,15 +91,12 @@ class Attempts:
             running.policy_client.deliver(sequence, action)
 
     async def watch_late_answers(self) -> None:
-        """Wake every attempt that has waited too long for an Action; runs until cancelled, one timer for all."""
+        """Look for the Actions that attempts have waited too long for; runs until cancelled, one timer for all."""
         while True:
             await anyio.sleep(self._context.limits.late / 2)
-            now, late = anyio.current_time(), 0
-            for running in tuple(self._running.values()):
-                if running.policy_client is not None and running.policy_client.recheck_if_late(now):
-                    late += 1
-                    if late % CHECKS_AT_ONCE == 0:
-                        await anyio.sleep(CHECKS_PAUSE_SECONDS)
+            now, waiting = anyio.current_time(), (running.policy_client for running in self._running.values())
+            late = [client for client in waiting if client is not None and client.is_late(now)]
+            await check_late_answers(self._bus, self.lane_status, late, now)
 
     def recheck(self, lane: str) -> None:
         """An inference worker drains: attempts that wait on its lane check the log at once."""
@@ -131,18 +125,17 @@ class Attempts:
         if running is None:
             return
         runner: EpisodeRunner | None = None
+        structlog.contextvars.bind_contextvars(episode=running.request.episode_id, attempt=running.attempt)
         try:
-            structlog.contextvars.bind_contextvars(episode=running.request.episode_id, attempt=running.attempt)
-            with running.enter(anyio.CancelScope()):
-                runner = await self._start_attempt(running)
-            if runner is not None and (result := await runner.play()) is not None:
+            try:
                 with running.enter(anyio.CancelScope()):
-                    await self._finish(result, running.claim_sequence)
-            if running.is_stopped:
-                await self._handle_cancellation(running)
-        except Superseded as superseded:
-            self._counters["superseded"] += 1
-            log.info("attempt is superseded; stopping it", reason=str(superseded))
+                    runner = await self._start_attempt(running)
+                if runner is not None and (result := await runner.play()) is not None:
+                    with running.enter(anyio.CancelScope()):
+                        await self._finish(result, running.claim_sequence)
+            except Superseded as superseded:
+                self._count_superseded(superseded)
+            await self._handle_stop(running)
         finally:
             await self._end(running)
 
@@ -151,18 +144,11 @@ class Attempts:
         message = delivery.message
         try:
             request = decode(EpisodeRequested, message.payload, subject=message.subject)
+            if message.subject.rpartition(".")[2] != request.episode_id:
+                raise MalformedMessage(message.subject, "its episode id differs from that of its subject")
         except MalformedMessage as malformed:
             self._counters["malformed"] += 1
             log.error("request is malformed; acknowledging it unprocessed", reason=str(malformed))
-            await delivery.ack()
-            return None
-        if message.subject.rpartition(".")[2] != request.episode_id:
-            self._counters["malformed"] += 1
-            log.error(
-                "request is malformed; acknowledging it unprocessed",
-                reason="its episode id differs from that of its subject",
-                subject=message.subject,
-            )
             await delivery.ack()
             return None
         episode_state = await read_episode_state(self._bus, self._subjects, request.episode_id)
@@ -245,7 +231,7 @@ class Attempts:
         if claim_sequence is None or await self._is_refused(running, claim_sequence):
             return None
         running.claim_sequence = claim_sequence
-        running.policy_client = await self._build_policy_client(request, claim, recorded)
+        running.policy_client = await self._build_policy_client(request, claim, claim_sequence, recorded)
         observed: Mapping[int, Observation] = NOTHING_OBSERVED
         if recorded:
             observed = await read_answered_observations(self._bus, self._subjects, request.policy, request.episode_id, recorded)
@@ -279,7 +265,7 @@ class Attempts:
         return True
 
     async def _build_policy_client(
-        self, request: EpisodeRequested, claim: AttemptStarted, recorded: Sequence[Turn]
+        self, request: EpisodeRequested, claim: AttemptStarted, claim_sequence: int, recorded: Sequence[Turn]
     ) -> PolicyClient:
         """An earlier attempt may have used this very lane, so the last Action there is looked up."""
         subject = self._subjects.action(claim.lane, request.episode_id)
@@ -289,6 +275,7 @@ class Attempts:
             self.lane_status,
             request=request,
             claim=claim,
+            claim_sequence=claim_sequence,
             history=tuple(recorded),
             action_sequence=last_action.sequence if last_action else 0,
         )
@@ -347,12 +334,19 @@ class Attempts:
         if delivery is not None:
             await delivery.ack()
 
-    async def _handle_cancellation(self, running: RunningAttempt) -> None:
-        """After a cancellation: store ``cancelled`` if it was requested, release the attempt if the worker drains."""
-        if running.cancelled:
-            await self._store_cancelled(running)
-        elif running.handed_back:
-            await self._release_attempt(running)
+    async def _handle_stop(self, running: RunningAttempt) -> None:
+        """Where it was stopped: store ``cancelled`` if that was requested, release the attempt if the worker drains."""
+        try:
+            if running.cancelled:
+                await self._store_cancelled(running)
+            elif running.handed_back:
+                await self._release_attempt(running)
+        except Superseded as superseded:
+            self._count_superseded(superseded)
+
+    def _count_superseded(self, superseded: Superseded) -> None:
+        self._counters["superseded"] += 1
+        log.info("attempt is superseded; stopping it", reason=str(superseded))
 
     async def _store_cancelled(self, running: RunningAttempt) -> None:
         """However long the log is away, and whatever claim a replica did not show: an order was promised to be followed.

@@ -3,14 +3,15 @@ which are full."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fleetbus.bus.base import Bus
 from fleetbus.errors import NoResponders, RequestUnanswered
+from fleetbus.heartbeats import decode_heartbeat
 from fleetbus_schemas import ControlAnswered, ControlRequested, Heartbeat, MalformedMessage, Subjects, decode, encode
 
 ANSWER_SECONDS = 0.5
-"""Time limit of asking an inference worker whether it works on an observation."""
+"""Time limit of asking an inference worker what it works on."""
 
 
 class LaneStatus:
@@ -38,7 +39,7 @@ class LaneStatus:
             while True:
                 subject, payload = await heartbeats.receive()
                 try:
-                    self._apply_heartbeat(decode(Heartbeat, payload, subject=subject))
+                    self._apply_heartbeat(decode_heartbeat(subject, payload))
                 except MalformedMessage:
                     continue
 
@@ -55,12 +56,12 @@ class LaneStatus:
         for lanes, is_member in ((self._with_capacity, has_room), (self._full, heartbeat.in_flight >= heartbeat.slots)):
             (lanes.add if is_member else lanes.discard)(heartbeat.lane)
 
-    async def is_working_on(self, worker: str, turn: str) -> bool | None:
-        """Ask an inference worker whether it works on a turn (``episode.attempt.turn``); None if it does not answer."""
+    async def ask_turns(self, worker: str) -> Sequence[str] | None:
+        """Ask an inference worker which turns it works on (``episode.attempt.turn``); None if it does not answer."""
         question = encode(ControlRequested(command="ping"))
         subject = self._subjects.control("inference", worker)
         try:
             answer = await self._bus.request(subject, question, timeout=ANSWER_SECONDS)
-            return turn in decode(ControlAnswered, answer, subject=subject).busy_with
+            return decode(ControlAnswered, answer, subject=subject).busy_with
         except (NoResponders, RequestUnanswered, MalformedMessage):
             return None

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from fleetbus_schemas import ChatMessage, Text
+from fleetbus_schemas import ChatMessage, Image, Text
 
 _NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
@@ -25,17 +25,22 @@ def to_plain_number(value: float) -> float:
     return float(value)
 
 
-def to_plain_values(value: Any) -> Any:
+MAX_LEVELS = 64
+TOO_DEEP = f"[more than {MAX_LEVELS} levels]"
+"""What stands for data that is nested deeper: a reader with less stack left than the writer had could not decode it."""
+
+
+def to_plain_values(value: Any, levels: int = MAX_LEVELS) -> Any:
     """JSON-like data of any library as plain values: arrays become lists, other objects text; so do NaN and infinities, which
-    JSON cannot represent, written as in protobuf's JSON does."""
+    JSON cannot represent, written as in protobuf's JSON does. What lies below ``levels`` becomes a notice."""
     if isinstance(value, Mapping):
-        return {str(key): to_plain_values(item) for key, item in value.items()}
+        return {str(key): to_plain_values(item, levels - 1) for key, item in value.items()} if levels else TOO_DEEP
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [to_plain_values(item) for item in value]
+        return [to_plain_values(item, levels - 1) for item in value] if levels else TOO_DEEP
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if hasattr(value, "tolist"):
-        return to_plain_values(value.tolist())
+        return to_plain_values(value.tolist(), levels)
     if isinstance(value, float):
         return value if math.isfinite(value) else _NOT_FINITE.get(value, "NaN")
     return str(value)
@@ -46,11 +51,13 @@ def clip_values(values: Mapping[str, Any], limit: int) -> dict[str, Any]:
     and
     those that cannot travel."""
     sizes: dict[str, int] = {}
-    plain: dict[str, Any] = to_plain_values(values)
-    for name, value in plain.items():
+    plain: dict[str, Any] = {}
+    for key, value in values.items():
         try:
-            sizes[name] = len(msgspec.msgpack.encode((name, value)))
-        except (OverflowError, UnicodeEncodeError, RecursionError):
+            name = str(key)
+            plain[name] = to_plain_values(value)
+            sizes[name] = len(msgspec.msgpack.encode((name, plain[name])))
+        except Exception:  # numbers over 64 bits, text without bytes, objects of others that fail to describe themselves
             continue
     total = sum(sizes.values())
     for name in sorted(sizes, key=lambda name: sizes[name], reverse=True):
@@ -84,7 +91,13 @@ def clip_messages(messages: Sequence[ChatMessage], limit: int) -> tuple[ChatMess
 
 
 def _clip(message: ChatMessage, limit: int) -> ChatMessage:
-    if not isinstance(message.content, str):
-        return message
-    text = clip_text(message.content, limit)
-    return message if text is message.content else msgspec.structs.replace(message, content=text)
+    if isinstance(message.content, str):
+        text = clip_text(message.content, limit)
+        return message if text is message.content else msgspec.structs.replace(message, content=text)
+    parts: list[Text | Image] = []
+    for part in message.content:
+        if isinstance(part, Text):
+            part = Text(text=clip_text(part.text, limit))
+            limit = max(limit - len(part.text.encode("utf-8", "replace")), 0)
+        parts.append(part)
+    return msgspec.structs.replace(message, content=tuple(parts))

@@ -22,12 +22,16 @@ from fleetbus.wakeup import Wakeup
 from fleetbus_schemas import ANY_LANE, Action, AttemptStarted, ChatMessage, EpisodeRequested, Observation, ToolSpec
 from fleetbus_schemas.tokens import EMPTY_HISTORY
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
+from fleetbus_workers.environment.episode.late_answers import Standing
 from fleetbus_workers.environment.episode.segments import FIRST, Placement
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Superseded
 from fleetbus_workers.environment.worker_context import WorkerContext
 
 MAX_CHECK_INTERVAL_SECONDS = 10.0
 """Checks of a late Action are at most this far apart."""
+
+MOST_DOUBLINGS = 20
+"""Of the pause between checks: an episode may wait for hours, and its pause stays a number."""
 
 CHECKS_OF_QUEUE = 4
 """Before this many checks it is not checked whether an observation for any worker still waits: it costs the server two
@@ -43,7 +47,9 @@ class PolicyClient:
         "_action_sequence",
         "_answer",
         "_check_at",
+        "_checks",
         "_claim",
+        "_claim_sequence",
         "_context",
         "_expected",
         "_history_hashes",
@@ -63,6 +69,7 @@ class PolicyClient:
         *,
         request: EpisodeRequested,
         claim: AttemptStarted,
+        claim_sequence: int,
         history: tuple[Turn, ...],
         action_sequence: int,
     ) -> None:
@@ -70,6 +77,7 @@ class PolicyClient:
         self._lane_status = lane_status
         self._request = request
         self._claim = claim
+        self._claim_sequence = claim_sequence
         self._action_sequence = action_sequence
         self._history_hashes = {turn.action.segment: turn.action.history_hash for turn in history}
         self._lane = history[-1].action.lane if history else ANY_LANE
@@ -78,6 +86,7 @@ class PolicyClient:
         self._answer: Turn | None = None
         self._wakeup = Wakeup()
         self._check_at = math.inf
+        self._checks = 0
         self._observation_sequence = 0
         self.lane_in_use = ANY_LANE
 
@@ -91,13 +100,49 @@ class PolicyClient:
         """Look at once whether the awaited Action is still to be expected from where it was asked for."""
         self._wakeup.set()
 
-    def recheck_if_late(self, now: float) -> bool:
-        """The worker's one timer calls this, so that no turn needs a timer of its own; True if the Action is late."""
-        if now < self._check_at:
+    def is_late(self, now: float) -> bool:
+        """The worker's one timer asks this, so that no turn needs a timer of its own."""
+        return now >= self._check_at
+
+    @property
+    def policy(self) -> str:
+        return self._request.policy
+
+    @property
+    def asked_worker(self) -> str:
+        """The inference worker whose lane was asked; empty if it was any."""
+        return self._worker if self.lane_in_use != ANY_LANE else ""
+
+    @property
+    def looks_into_queue(self) -> bool:
+        """Whether it is checked that an observation for any worker still waits."""
+        return self.lane_in_use == ANY_LANE and self._checks >= CHECKS_OF_QUEUE
+
+    @property
+    def watched_subjects(self) -> list[str]:
+        """Those whose last entries say whether this turn's own check of the log would find anything."""
+        subjects, episode_id = self._context.subjects, self._request.episode_id
+        watched = [subjects.episode(episode_id), subjects.action(self._claim.lane, episode_id)]
+        if self.looks_into_queue:
+            watched.append(subjects.observation(self.policy, ANY_LANE, episode_id))
+        return watched
+
+    def apply(self, standing: Standing) -> None:
+        """What was read for many attempts: this one waits on, or wakes to check for itself."""
+        if self._is_as_known(standing):
+            self._plan_check()
+        else:
+            self._check_at = math.inf
+            self._wakeup.set()
+
+    def _is_as_known(self, standing: Standing) -> bool:
+        episode, action, *observation = (standing.last.get(subject, 0) for subject in self.watched_subjects)
+        if (episode, action) != (self._claim_sequence, self._action_sequence):
             return False
-        self._check_at = math.inf
-        self._wakeup.set()
-        return True
+        if self.lane_in_use != ANY_LANE:
+            return self._lane_status.is_usable(self.lane_in_use) and self._turn_name in standing.in_work.get(self._worker, ())
+        acked = standing.acked.get(self.policy, math.inf)
+        return all(sequence >= self._observation_sequence > acked for sequence in observation)
 
     def ask(
         self,
@@ -139,18 +184,16 @@ class PolicyClient:
 
     async def _await_answer(self, observation: Observation, lane: str) -> Turn:
         await self._send(observation, lane)
-        checks = 0
+        self._checks = 0
         while True:
-            pause = min(self._context.limits.late * 2**checks, MAX_CHECK_INTERVAL_SECONDS)
-            self._check_at = get_clock()() + pause
+            self._plan_check()
             await self._wakeup.wait()
             if self._answer is not None:
                 return self._take_answer(self._answer)
             self._wakeup.clear()
-            checks += 1
             try:
                 await self._check_log(observation)
-                needs_resend = self._answer is None and await self._needs_resend(observation, lane, checks)
+                needs_resend = self._answer is None and await self._needs_resend(observation, lane)
             except RequestUnanswered as unanswered:
                 log.warning("log read failed; retrying", turn=observation.turn, reason=str(unanswered))
                 continue
@@ -158,13 +201,17 @@ class PolicyClient:
                 observation, lane = self._reroute(observation), ANY_LANE
                 await self._send(observation, lane)
 
+    def _plan_check(self) -> None:
+        pause = min(self._context.limits.late * 2 ** min(self._checks, MOST_DOUBLINGS), MAX_CHECK_INTERVAL_SECONDS)
+        self._check_at = get_clock()() + pause
+        self._checks += 1
+
     async def _send(self, observation: Observation, lane: str) -> None:
         self.lane_in_use = lane
         if self._answer is None:
             self._wakeup.clear()
         subject = self._context.subjects.observation(observation.policy, lane, observation.episode_id)
-        name = f"obs.{observation.episode_id}.{observation.attempt}.{observation.turn}.{observation.hop}"
-        self._observation_sequence = await store_message(self._context.bus, subject, observation, message_id=name)
+        self._observation_sequence = await store_message(self._context.bus, subject, observation)
 
     def _reroute(self, observation: Observation) -> Observation:
         hop = observation.hop + 1
@@ -185,13 +232,13 @@ class PolicyClient:
         if self._answer is None and stored is not None:
             self._action_sequence = stored.sequence
 
-    async def _needs_resend(self, observation: Observation, lane: str, checks: int) -> bool:
+    async def _needs_resend(self, observation: Observation, lane: str) -> bool:
         """True if the answer would be refused (a late Action of an earlier attempt came between), or none will come."""
         if observation.action_sequence != self._action_sequence:
             return True
         if lane != ANY_LANE:
-            return await self._is_stuck(lane, checks)
-        return checks >= CHECKS_OF_QUEUE and await self._is_gone(observation)
+            return await self._is_stuck(lane)
+        return self.looks_into_queue and await self._is_gone(observation)
 
     async def _is_gone(self, observation: Observation) -> bool:
         """Acked without an answer, or no longer in the log: no worker will be given this observation any more."""
@@ -203,14 +250,16 @@ class PolicyClient:
             await self._context.bus.ack_floor(observations_consumer(observation.policy, ANY_LANE)) >= self._observation_sequence
         )
 
-    async def _is_stuck(self, lane: str, checks: int) -> bool:
+    async def _is_stuck(self, lane: str) -> bool:
         """Dead, draining, or alive without having taken the observation for two checks."""
         if not self._lane_status.is_usable(lane):
             return True
-        is_held = await self._lane_status.is_working_on(
-            self._worker, f"{self._request.episode_id}.{self._claim.attempt}.{self._expected}"
-        )
-        return is_held is None or (not is_held and checks > 1)
+        in_work = await self._lane_status.ask_turns(self._worker)
+        return in_work is None or (self._turn_name not in in_work and self._checks > 1)
+
+    @property
+    def _turn_name(self) -> str:
+        return f"{self._request.episode_id}.{self._claim.attempt}.{self._expected}"
 
     def _take_answer(self, answer: Turn) -> Turn:
         action = answer.action

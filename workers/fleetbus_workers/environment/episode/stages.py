@@ -15,7 +15,7 @@ import anyio
 from fleetbus.deadlines import Deadline, Deadlines
 from fleetbus.loop_clock import get_clock
 from fleetbus_schemas import Outcome
-from fleetbus_workers.environment.failure_location import locate_error
+from fleetbus_workers.environment.failure_location import clean_error, locate_error
 
 DEADLINE_PASSED = "the episode's deadline passed"
 
@@ -24,10 +24,11 @@ class EpisodeEnded(Exception):
     """The episode is over, for a reason that is not the policy's. ``location`` is the place in the environment's own code."""
 
     def __init__(self, outcome: Outcome, error_class: str, error: str = "", *, location: str = "") -> None:
+        error = clean_error(error)
         super().__init__(f"{outcome}: {error_class}: {error}")
         self.outcome: Outcome = outcome
-        self.error_class = error_class
-        self.error = to_printable(error)
+        self.error_class = to_printable(error_class)
+        self.error = error
         self.location = location
 
 
@@ -126,7 +127,8 @@ class _TimeLimit:
         self._check_time(location, error)  # raised because its time was up
         cause = find_root_cause(error)
         location = locate_error(cause)
-        raise EpisodeEnded("env_failed", type(cause).__name__, f"{self._stage}: {cause}", location=location) from cause
+        reason = f"{self._stage}: {describe_error(cause)}"
+        raise EpisodeEnded("env_failed", type(cause).__name__, reason, location=location) from cause
 
     @property
     def _is_late(self) -> bool:
@@ -146,6 +148,14 @@ class _TimeLimit:
             raise EpisodeEnded("timeout", "episode_timeout", DEADLINE_PASSED, location=location) from error
         reason = f"{self._limit} took longer than {self._seconds:g} s"
         raise EpisodeEnded("timeout", f"{self._limit}_timeout", reason, location=location) from error
+
+
+def describe_error(error: BaseException) -> str:
+    """Its text; foreign exceptions may fail to give one."""
+    try:
+        return str(error)
+    except Exception as unreadable:
+        return f"its text cannot be read ({type(unreadable).__name__})"
 
 
 def to_printable(text: str) -> str:

@@ -272,13 +272,14 @@ class StepwiseSession:
             environment = self._require_environment()
             start = validate_return(Start, await environment.reset(), "reset", environment)
             messages = clip_messages(start.messages, self._context.settings.observation_bytes)
+            state = to_plain_values(start.info)
         self._turn, self._rewards = 0, []
         return self._build_answer(
             call,
             messages=messages,
             tools=start.offered or start.tools,
             prompted=start.prompted,
-            state=to_plain_values(start.info),
+            state=state,
         )
 
     async def _step(self, call: SessionCall) -> SessionAnswer:

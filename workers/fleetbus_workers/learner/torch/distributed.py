@@ -23,6 +23,10 @@ class LeaderTrainer:
         self._trainer = trainer
         self._in_step = True
 
+    @property
+    def vocabulary(self) -> int:
+        return self._trainer.vocabulary
+
     def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
         metrics: dict[str, float] = self._call("train", list(batch), version=version, progress=progress)
         return metrics

@@ -106,6 +106,11 @@ class TorchTrainer:
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._optimizer = build_optimizer([{"params": trained}], self.settings, self.shards, device)
 
+    @property
+    def vocabulary(self) -> int:
+        """See `Trainer.vocabulary`: as many embeddings as the model has."""
+        return int(self._model.get_input_embeddings().weight.shape[0])
+
     def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
         """See `Trainer.train`. Further metrics: ``ratio_mean``, ``kl`` (k3, to the sampler), ``learning_rate``,
         ``skipped_updates`` (their gradient was not finite), ``sequences_excluded`` (numbers that are not finite),

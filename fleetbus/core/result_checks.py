@@ -1,0 +1,60 @@
+"""Whether the Actions that a result names can be trained: what one worker says against what another one sampled. Pure.
+
+An episode in which they do not fit is not trained, with a reason, and its learner goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fleetbus_schemas import Action, EpisodeFinished
+from fleetbus_schemas.tokens import TOKEN_BYTES, count_tokens, unpack_ids, unpack_logprobs
+
+MAX_INT32 = 2**31 - 1
+"""Trainers hold token ids and policy versions in 32 bits."""
+
+
+def find_actions_problem(result: EpisodeFinished, actions: Sequence[Action], *, vocabulary: int = 0) -> str:
+    """What is wrong with the Actions of a result, in turn order, as one line; empty if they can be trained.
+
+    Token ids have to be below ``vocabulary``; 0: they have to fit 32 bits.
+    """
+    for turn, action in enumerate(actions):
+        if problem := _find_action_problem(action, result.episode_id, turn, vocabulary or MAX_INT32 + 1):
+            return f"turn {turn}: {problem}"
+    counts = [(count_tokens(action.prompt_delta), count_tokens(action.sampled)) for action in actions]
+    tokens = sum(map(sum, counts))
+    if result.tokens != tokens or result.loss_mask != build_sampled_mask(counts).to_bytes((tokens + 7) // 8, "little"):
+        return f"the result counts {result.tokens} tokens, and its mask is not that of the {tokens} of its Actions"
+    return ""
+
+
+def build_sampled_mask(counts: Sequence[tuple[int, int]]) -> int:
+    """A loss mask that trains every sampled token, as an integer; ``counts`` are prompt and sampled tokens by turn."""
+    bits = position = 0
+    for prompt, sampled in counts:
+        bits |= ((1 << sampled) - 1) << position + prompt
+        position += prompt + sampled
+    return bits
+
+
+def _find_action_problem(action: Action, episode_id: str, turn: int, limit: int) -> str:
+    if (action.episode_id, action.turn) != (episode_id, turn):
+        return f"the Action is that of turn {action.turn} of episode {action.episode_id}"
+    if len(action.prompt_delta) % TOKEN_BYTES or len(action.sampled) % TOKEN_BYTES:
+        return f"its ids are no whole numbers of {TOKEN_BYTES} bytes"
+    if len(action.logprobs) != len(action.sampled):
+        return f"{len(action.sampled)} bytes of sampled ids have {len(action.logprobs)} bytes of log-probabilities"
+    if not math.isfinite(sum(unpack_logprobs(action.logprobs))):  # 32 bits each: a sum of finite ones is finite
+        return "its log-probabilities are not finite"
+    if (highest := max(unpack_ids(action.prompt_delta + action.sampled), default=0)) >= limit:
+        return f"token id {highest} is not below {limit}"
+    if not all(0 <= span.version <= MAX_INT32 for span in action.versions):
+        return f"its policy versions are not from 0 to {MAX_INT32}"
+    if not all(0 <= image.start <= image.stop <= count_tokens(action.prompt_delta) for image in action.images):
+        return "its images are not within its prompt"
+    keeps_nothing = not turn if action.origin is None else not action.origin.kept
+    if keeps_nothing and not action.prompt_delta:
+        return "its sequence begins without a prompt"
+    return ""

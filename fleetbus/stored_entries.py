@@ -1,0 +1,43 @@
+"""The message in an entry of the log, if its subject says it: who may write one kind of entry is not believed about others.
+
+Rights are by subject (`fleetbus.auth.permissions`): an environment worker may store results, and no end of a training. A fold
+must not count a message on a subject of another kind, or in the name of another episode or worker.
+"""
+
+from typing import Any
+
+import structlog
+
+from fleetbus.bus.base import StreamEntry
+from fleetbus_schemas import AttemptStarted, MalformedMessage, Message
+from fleetbus_schemas.message import decode_any
+from fleetbus_schemas.stored import STORED
+from fleetbus_schemas.subjects import is_name
+
+log = structlog.get_logger()
+
+
+def read_stored(entry: StreamEntry) -> Message | None:
+    """The message in an entry; None, and logged, if it is none that belongs on the entry's subject."""
+    try:
+        return _decode(entry)
+    except MalformedMessage as malformed:
+        log.warning("entry is malformed; ignoring it", sequence=entry.sequence, reason=malformed.reason)
+        return None
+
+
+def _decode(entry: StreamEntry) -> Message:
+    _, _, kind, *names = entry.subject.split(".")
+    message: Any = decode_any(STORED[kind], entry.payload, subject=entry.subject)
+    if kind == "episode":
+        is_own = names == [message.episode_id]
+        if isinstance(message, AttemptStarted) and not is_name(message.lane):
+            raise MalformedMessage(entry.subject, f"no lane is called {message.lane[:64]!r}")
+    elif kind == "task":
+        is_own = names[1:] == [message.episode_id]
+    else:
+        is_own = kind != "life" or names == [message.role, message.worker]
+    if not is_own:
+        raise MalformedMessage(entry.subject, f"the {type(message).__name__} names another one than its subject")
+    found: Message = message
+    return found
