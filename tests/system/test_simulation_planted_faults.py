@@ -80,7 +80,6 @@ PLANTS: dict[Plant, Found] = {
     retention.floor_not_read: Found(5, "one environment per attempt", "usual"),
     retention.removed_before_the_floor_is_raised: Found(5, "a request is stored once", "usual"),
     retention.floor_above_open_groups: Found(20, "nothing open lies below the floor", "usual"),
-    retention.room_not_estimated: Found(81, "an attempt goes on"),
     segments.token_trained_twice: Found(1, "a sampled token is trained once", "usual"),
     segments.leaf_lost_in_a_takeover: Found(5, "every sampled token is trained", "usual"),
     segments.reward_counted_per_leaf: Found(1, "an episode's reward is counted once", "usual"),
@@ -207,3 +206,23 @@ def test_a_floor_that_is_raised_over_a_lineage_that_the_recorder_has_not_read_is
     (violation,) = run_seed(55, scenario=draw_damaged_checkpoints(55)).violations
     assert violation.invariant == "the audit balances"
     assert violation.detail.startswith("floor_unsettled")
+
+
+def test_admission_that_does_not_count_what_admitted_episodes_will_store_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log for one step and a half, and five steps' episodes admitted at once: they fill it, and none can end."""
+    scenario = Scenario(
+        seed=1,
+        steps=6,
+        groups=8,
+        max_staleness=4,
+        environment_slots=64,
+        inference_slots=64,
+        turns=(5, 6, 7),
+        recorder=True,
+        settle_seconds=3.0,
+        log_bytes=384 << 10,
+    )
+    assert run_seed(1, scenario=scenario).violations == ()
+    retention.room_not_estimated(monkeypatch)
+    violations = run_seed(1, scenario=scenario).violations
+    assert {violation.invariant for violation in violations} == {"an outcome by deadline and grace"}
