@@ -265,12 +265,12 @@ async def main(plans: list[LoadPlan], only: str) -> None:
     cases: list[tuple[Any, list[tuple[str, Player]]]] = [
         (serve_bus_environment("gym", "scripted:1000000"), [("gym, text", build_gym_player({}))]),
         (
-            serve_bus_environment("gym", "gym:"),
+            serve_bus_environment("gym", "gym"),
             [(f"gym, {size}", build_gym_player(build_environment_settings(size), GO_ON)) for size in images],
         ),
         (serve_bus_environment("openenv", "scripted:1000000"), [("openenv, text", build_openenv_player({}))]),
         (
-            serve_bus_environment("openenv", "gym:"),
+            serve_bus_environment("openenv", "gym"),
             [(f"openenv, {size}", build_openenv_player(build_environment_settings(size), GO_ON)) for size in images],
         ),
         (serve_in_process(), [(f"service, {size or 'text'}", build_gym_player({"size": size})) for size in sizes]),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,36 @@ def test_tasks_that_nobody_serves_are_refused_before_the_start(tmp_path: Path) -
     check_environment("moon=scripted", str(file))
     with pytest.raises(UserError, match="is none of"):
         check_environment("moon=scripted\none=nonsense")
+
+
+@pytest.mark.parametrize(("spec", "key"), [("remote-gym", "base_urls"), ("gym", "id")])
+def test_tasks_that_lack_what_their_spec_leaves_to_them_are_refused_before_the_start(
+    tmp_path: Path, spec: str, key: str
+) -> None:
+    with pytest.raises(UserError, match=f"task warehouse-0 has no {key} in its config; add it, or write {spec}:"):
+        check_environment(spec)
+    tasks = [{"key": name, "prompt": "p", "env_key": "moon", "config": {key: "x"}} for name in ("a", "b")]
+    file = tmp_path / "tasks.json"
+    file.write_text(json.dumps(tasks))
+    check_environment(spec, str(file))
+    check_environment(f"moon={spec}\none={spec}", str(file))
+    tasks[1]["config"] = {}
+    file.write_text(json.dumps(tasks))
+    for specs in (spec, f"moon={spec}", f"scripted\nmoon={spec}"):
+        with pytest.raises(UserError, match=f"task b has no {key}"):
+            check_environment(specs, str(file))
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [("openenv:", "'openenv:' must be written as openenv:URL"), ("moon=gym:", "'gym:' must be written as gym[:ID]")],
+)
+def test_an_environment_worker_refuses_a_spec_before_it_connects(spec: str, said: str) -> None:
+    command = [sys.executable, "-m", "fleetbus_workers.cli", "environment", "--nats", "nats://127.0.0.1:1"]
+    started = subprocess.run([*command, "--environment", spec], capture_output=True, text=True, timeout=60, check=False)
+    assert started.returncode == 2
+    assert said in started.stderr
+    assert started.stderr.count("\n") == 1
 
 
 def test_the_choice_may_be_a_list_in_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

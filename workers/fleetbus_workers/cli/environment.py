@@ -37,6 +37,12 @@ def _load_work() -> Work:
     return work_watched
 
 
+def _check_environment(configuration: Configuration) -> None:
+    from fleetbus_workers.environment.keyed_specs import check_forms
+
+    check_forms(configuration.run.environment)
+
+
 @click.command("environment", cls=SettingsCommand)
 @role_options
 @settings_options("run", "nats", "environment", "reward", "fleet", "container", "limits", "log")
@@ -46,4 +52,4 @@ def command(**values: Any) -> int:
     Install with `pip install 'fleetbus[environment]'`; needs no torch. SIGTERM or Ctrl-C: finish or return its episodes, then
     exit.
     """
-    return run_role("environment", _load_work, values)
+    return run_role("environment", _load_work, values, check=_check_environment)

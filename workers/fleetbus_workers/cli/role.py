@@ -36,13 +36,21 @@ def role_options(function: Callable[..., object]) -> Callable[..., Any]:
     return name(supervised(function))
 
 
-def run_role(role: str, load_work: Callable[[], Work], values: dict[str, Any]) -> int:
-    """Run a role until it is finished, drained or interrupted; the command's exit code. Raises `UserError`."""
+def run_role(
+    role: str,
+    load_work: Callable[[], Work],
+    values: dict[str, Any],
+    *,
+    check: Callable[[Configuration], None] = lambda _: None,
+) -> int:
+    """Run a role until it is finished, drained or interrupted; the command's exit code. ``check`` is called before anything is
+    imported or connected. Raises `UserError`."""
     import structlog
 
     from fleetbus.logs import configure_logs
 
     configuration = load_settings(values).configuration
+    check(configuration)
     name = values.get("name") or generate_worker_name(role)
     validate_name("--name", name)
     url = resolve_server_url(configuration)

@@ -5,13 +5,13 @@ below it one factory per SPEC (`fleetbus_workers.environment.specs`).
 """
 
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.base import Environment, EnvironmentFailed
-from fleetbus_workers.environment.specs import EnvironmentFactory
+from fleetbus_workers.environment.specs import EnvironmentFactory, check_task_configs, find_adapter
 
 DEFAULT = ""
 """The key under which a plain SPEC stands."""
@@ -35,11 +35,11 @@ def parse_keyed_specs(text: str) -> dict[str, str]:
     return specs
 
 
-def check_tasks_are_served(specs: Mapping[str, str], tasks: Iterable[Task]) -> None:
-    """Raise `UserError` if a task asks for an environment that none of ``specs`` serves."""
-    if DEFAULT in specs:
-        return
-    unserved = [task for task in tasks if task.env not in specs]
+def check_tasks_are_served(specs: Mapping[str, str], tasks: Sequence[Task]) -> None:
+    """Raise `UserError` if none of ``specs`` serves a task, or a task lacks what its spec leaves to it."""
+    for key, spec in specs.items():
+        check_task_configs(spec, (task for task in tasks if _find_key(specs, task) == key))
+    unserved = [task for task in tasks if _find_key(specs, task) not in specs]
     if unserved:
         keys = sorted({task.env for task in unserved})
         shown = ", ".join(task.key for task in unserved[:_MAX_LISTED_TASKS]) + (
@@ -49,6 +49,16 @@ def check_tasks_are_served(specs: Mapping[str, str], tasks: Iterable[Task]) -> N
             f"no environment for the key {', '.join(map(repr, keys))} ({len(unserved)} tasks: {shown}): add "
             f"--environment {keys[0] or 'KEY'}=SPEC, or a plain --environment SPEC for all other keys"
         )
+
+
+def check_forms(text: str) -> None:
+    """Raise `UserError` for a spec in ``text`` that is not written as its kind is; nothing is imported."""
+    for spec in parse_keyed_specs(text).values():
+        find_adapter(spec)
+
+
+def _find_key(specs: Mapping[str, str], task: Task) -> str:
+    return task.env if task.env in specs else DEFAULT
 
 
 def build_keyed_factory(text: str, make_factory: Callable[[str], EnvironmentFactory]) -> EnvironmentFactory:

@@ -7,7 +7,7 @@ and the environment worker; below it one module per kind, imported only when it 
 from __future__ import annotations
 
 import importlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -16,6 +16,7 @@ import anyio
 
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
+from fleetbus_schemas import Task
 from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions, read_permissions
 from fleetbus_workers.environment.base import Environment
 
@@ -102,7 +103,8 @@ class Adapter(NamedTuple):
     """One kind of environment. ``forms`` is how it is written; ``module`` (below `adapters`) needs the packages of ``extra``.
 
     ``build`` gets the module. It is asked only for a spec with something after the colon if ``forms`` has a bare ``:``, and
-    with nothing there if it has no colon; an adapter ``checks_rest`` when its own message says more.
+    for one without a colon if it has none; an adapter ``checks_rest`` when its own message says more. ``task_key``: what has to
+    stand in the config of every task where nothing follows the name.
     """
 
     forms: str
@@ -111,16 +113,19 @@ class Adapter(NamedTuple):
     description: str
     build: Callable[[Any, AdapterContext], EnvironmentFactory]
     checks_rest: bool = False
+    task_key: str = ""
 
     @property
     def name(self) -> str:
         return self.forms.partition(":")[0].partition("[")[0]
 
-    def accepts(self, rest: str) -> bool:
-        """True if a spec of this kind may end in ``rest``."""
-        if self.checks_rest or "[:" in self.forms:
+    def accepts(self, colon: str, rest: str) -> bool:
+        """True if ``colon`` (or nothing) and ``rest`` may follow the name in a spec of this kind."""
+        if self.checks_rest:
             return True
-        return bool(rest) == (":" in self.forms)
+        if not colon:
+            return "[:" in self.forms or ":" not in self.forms
+        return bool(rest.strip()) and ":" in self.forms
 
 
 def _build_host(module: Any, context: AdapterContext) -> EnvironmentFactory:
@@ -175,6 +180,7 @@ ADAPTERS = (
         lambda remote, context: Factory(
             *remote.build_remote_gym_factory(context.rest, store_image=context.store_image, permissions=context.permissions)
         ),
+        task_key="base_urls",
     ),
     Adapter(
         "gym[:ID]", "gymnasium.environment", "gym", "any registered Gymnasium environment",
@@ -183,6 +189,7 @@ ADAPTERS = (
                 context.spec, context.rest, store_image=context.store_image, permissions=context.permissions
             )
         ),
+        task_key="id",
     ),
     Adapter(
         "colours[:TURNS]", "colours", "vision", "questions about small pictures, for models that see",
@@ -193,10 +200,12 @@ ADAPTERS = (
     Adapter(
         "reasoning-gym[:DATASET]", "reasoning_gym", "texts", "questions that are made and scored",
         lambda texts, context: Factory(texts.build_reasoning_gym_factory(context.spec, context.rest)),
+        task_key="dataset",
     ),
     Adapter(
         "textarena[:ID]", "textarena", "texts", "text games for one player",
         lambda texts, context: Factory(texts.build_textarena_factory(context.spec, context.rest)),
+        task_key="id",
     ),
     Adapter(
         "coding", "coding.factory", "", "Python in a sandbox: bubblewrap (Debian package), or user namespaces",
@@ -275,11 +284,36 @@ def build_environment_factory(
     )
 
 
+def find_adapter(spec: str) -> Adapter:
+    """The kind of environment that a spec names. Raises `UserError` for a spec that is not written as its kind is; nothing is
+    imported."""
+    form, colon, rest = spec.partition(":")
+    name = form.partition("+")[0] if form.startswith("stdio+") else form
+    adapter = _BY_NAME.get(name)
+    if adapter is None:
+        if not name or not rest.strip():
+            raise UserError(f"environment {spec!r} is none of: {SPEC_FORMS}")
+        return _BY_NAME["MODULE"]
+    if not adapter.accepts(colon, rest):
+        raise UserError(f"environment {spec!r} must be written as {adapter.forms}")
+    return adapter
+
+
+def check_task_configs(spec: str, tasks: Iterable[Task]) -> None:
+    """Raise `UserError` if one of the tasks that ``spec`` serves does not name what the spec leaves to it."""
+    adapter = find_adapter(spec)
+    if ":" in spec or not adapter.task_key:
+        return
+    for task in tasks:
+        if not task.config.get(adapter.task_key):
+            written = adapter.forms.replace("[:", ":", 1).removesuffix("]")
+            raise UserError(
+                f"environment {spec!r}: task {task.key} has no {adapter.task_key} in its config; add it, or write {written}"
+            )
+
+
 def _build(context: AdapterContext) -> EnvironmentFactory:
-    name = context.form.partition("+")[0] if context.form.startswith("stdio+") else context.form
-    adapter = _BY_NAME.get(name) or (_BY_NAME["MODULE"] if name else None)
-    if adapter is None or not adapter.accepts(context.rest):
-        raise UserError(f"environment {context.spec!r} is none of: {SPEC_FORMS}")
+    adapter = find_adapter(context.spec)
     try:
         module = importlib.import_module(f"fleetbus_workers.environment.adapters.{adapter.module}")
     except ModuleNotFoundError as error:

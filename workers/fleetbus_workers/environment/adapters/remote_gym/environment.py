@@ -15,6 +15,7 @@ from typing import Any
 import anyio
 import structlog
 
+from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ChatMessage, Task
 from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions
 from fleetbus_workers.environment.adapters.remote_gym.client import (
@@ -43,6 +44,8 @@ def build_remote_gym_factory(
 ) -> tuple[Callable[[], RemoteGymEnvironment], Callable[[], AbstractAsyncContextManager[None]]]:
     """Makes environments on these servers, and what runs around all of them. Raises `UserError` for what is no URL."""
     pool, default_urls = ServerPool(), parse_urls(urls)
+    if urls and not default_urls:
+        raise UserError(f"{urls!r} is not the address of a remote-gym server, as in http://127.0.0.1:8000")
     make = partial(RemoteGymEnvironment, pool, default_urls, store_image=store_image, permissions=permissions)
     return make, pool.run
 
