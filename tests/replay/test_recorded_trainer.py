@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from fleetbus.recording import load_recording
-from fleetbus_schemas import StepTrained, decode, encode
+from fleetbus_schemas import Exclusion, StepTrained, decode, encode
+from fleetbus_workers.images.reader import ImageMismatch
 from fleetbus_workers.learner import batches
 from fleetbus_workers.learner.admission import Admission
 from fleetbus_workers.learner.batch_metrics import compute_advantage_metrics
 from fleetbus_workers.replay import Report
 from fleetbus_workers.replay.fixtures import replay_blocking
+from fleetbus_workers.replay.recorded_trainer import RecordedTrainer
 
 GUESSING = Path(__file__).parent / "recordings" / "guessing.fbrec"
 
@@ -151,3 +153,19 @@ def test_requests_that_take_longer_than_training_are_still_made_before_it_ends(m
 
     monkeypatch.setattr(Admission, "_request_group", request_slowly)
     replayed().check()
+
+
+def test_an_episode_that_was_excluded_for_its_images_is_excluded_again() -> None:
+    step = StepTrained(
+        lineage="l1",
+        step=1,
+        version=1,
+        episodes=("b",),
+        excluded=(Exclusion(episode_id="a", reason="image_mismatch"), Exclusion(episode_id="c", reason="timeout")),
+    )
+    trainer = RecordedTrainer(0, {1: step}, {}, episodes={}, on_difference=lambda *_: None, truncation_mask="")
+    ids = np.zeros(3, np.int32)
+    with pytest.raises(ImageMismatch, match="episode a was excluded, image_mismatch"):
+        trainer.check_images("a", ids, ())
+    for episode in "bc":
+        trainer.check_images(episode, ids, ())

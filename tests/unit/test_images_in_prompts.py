@@ -16,10 +16,10 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import ChatMessage, Image, Text
-from fleetbus_workers.images.embedding import ImageMismatch, compute_embeddings, compute_image_features, encode_image_ids
+from fleetbus_workers.images.embedding import compute_embeddings, compute_image_features, encode_image_ids
 from fleetbus_workers.images.model_check import check_image_model
 from fleetbus_workers.images.processing import ImageProcessor, expand_image_tokens
-from fleetbus_workers.images.reader import ImageMissing, ImageReader, ImageUnreadable
+from fleetbus_workers.images.reader import ImageMismatch, ImageMissing, ImageReader, ImageUnreadable
 from fleetbus_workers.inference.image_prompts import ImagePrompts
 from fleetbus_workers.inference.image_template import ImageTemplate
 from fleetbus_workers.starter.build import find_starter_folder

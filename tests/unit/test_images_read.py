@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import anyio
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from fleetbus.core.groups import Group
-from fleetbus.errors import BusError
+from fleetbus.errors import BusError, UserError
+from fleetbus.runtime import Runtime
 from fleetbus_schemas import Action, ActionReference, EpisodeFinished, ShownImage
 from fleetbus_schemas.tokens import pack_ids
-from fleetbus_workers.images.reader import ImageMissing, ImageNotFetched, ImageReader
+from fleetbus_workers.images.placed_image import PlacedImage
+from fleetbus_workers.images.reader import (
+    ImageFailed,
+    ImageMismatch,
+    ImageMissing,
+    ImageNotFetched,
+    ImageReader,
+    ImageUnreadable,
+)
 from fleetbus_workers.learner import images as learner_images
-from fleetbus_workers.learner.images import list_images, read_images
+from fleetbus_workers.learner.images import exclude_mismatched, list_images, read_images
+from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.bucket import Bucket
 
 DATA = [bytes([number]) * 100 for number in range(4)]
@@ -132,3 +145,45 @@ async def test_an_image_that_cannot_be_read_now_is_tried_again(monkeypatch: pyte
     objects.wait, objects.failure = None, BusError("away")
     await read_images(ImageReader(objects), [group], {"a": played(NAMES[1])})
     assert [one.reason for one in group.excluded] == ["image_unread"]
+
+
+class Picky(ScriptedTrainer):
+    """Refuses the images of some episodes."""
+
+    def __init__(self, refused: dict[str, type[ImageFailed]]) -> None:
+        super().__init__()
+        self._refused = refused
+        self.checked: list[str] = []
+
+    def check_images(self, episode_id: str, ids: NDArray[np.int32], images: Sequence[PlacedImage]) -> None:
+        assert ids.tolist() == [1, 2, 3, 4, 5]
+        assert [(image.start, image.data) for image in images] == [(2, DATA[0])]
+        self.checked.append(episode_id)
+        if episode_id in self._refused:
+            raise self._refused[episode_id]("two tokens here and one in the history")
+
+
+async def exclude(trainer: Picky, group: Group, shown: str) -> None:
+    plain = Action(episode_id="x", attempt=1, turn=0, text="", sampled=pack_ids([4, 5]))
+    actions = {episode: played(NAMES[0]) if episode in shown else [plain] for episode in group.results}
+    found = await read_images(ImageReader(bucket()), [group], actions)
+    await exclude_mismatched(trainer, [group], actions, found, Runtime())
+
+
+async def test_an_episode_whose_images_the_trainer_cannot_take_leaves_its_group_with_the_reason() -> None:
+    """Each of these ended the learner, and every learner after it."""
+    group, trainer = group_of("a", "b", "c", "d"), Picky({"a": ImageMismatch, "c": ImageUnreadable})
+    await exclude(trainer, group, shown="abc")
+    assert trainer.checked == ["a", "b", "c"]
+    assert [result.episode_id for result in group.graded] == ["b", "d"]
+    assert [(one.episode_id, one.reason) for one in group.excluded] == [("a", "image_mismatch"), ("c", "image_unreadable")]
+
+
+async def test_images_that_fit_in_no_episode_of_a_batch_end_the_learner_with_the_cause() -> None:
+    refused: dict[str, type[ImageFailed]] = dict.fromkeys("abc", ImageMismatch)
+    with pytest.raises(UserError, match="none of the 3 episodes of the batch can be trained: two tokens here and one in the"):
+        await exclude(Picky(refused), group_of("a", "b", "c"), shown="abc")
+    for shown in ("ab", "abc"):  # an episode without images, or one whose file cannot be read, is none of that
+        group = group_of("a", "b", "c")
+        await exclude(Picky(refused | {"c": ImageUnreadable}), group, shown=shown)
+        assert [result.episode_id for result in group.graded] == ["c"] * (shown == "ab")

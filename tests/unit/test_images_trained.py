@@ -14,6 +14,7 @@ from fleetbus.errors import UserError
 from fleetbus_schemas import PolicyPublished
 from fleetbus_workers.images.placed_image import PlacedImage
 from fleetbus_workers.images.processing import ImageProcessor
+from fleetbus_workers.images.reader import ImageMismatch, ImageUnreadable
 from fleetbus_workers.inference.base import RequestRefused
 from fleetbus_workers.inference.torch import TorchSampler
 from fleetbus_workers.learner.base import TrainingSequence
@@ -187,6 +188,22 @@ async def test_a_trainer_that_sees_nothing_does_not_train_blindly(opened: Opened
     batch = await sequences(*opened("idefics3"))
     with pytest.raises(UserError, match="this trainer reads text only"):
         TorchTrainer(find_starter_folder()).train(batch, version=0, progress=0.0)
+
+
+async def test_a_trainer_says_which_images_are_not_what_the_engine_saw(opened: Opened) -> None:
+    folder, processor = opened("idefics3")
+    (sequence, *_) = await sequences(folder, processor)
+    learning = trainer(folder)
+    learning.check_images("e", sequence.ids, sequence.images)
+    ids = sequence.ids.copy()
+    ids[sequence.images[0].start] += 1
+    with pytest.raises(ImageMismatch, match="engine and learner need the same model folder"):
+        learning.check_images("e", ids, sequence.images)
+    text = msgspec.structs.replace(sequence.images[0], object="1" * 64, data=b"no image")
+    with pytest.raises(ImageUnreadable, match="cannot be read"):
+        learning.check_images("e", sequence.ids, (text,))
+    with pytest.raises(ImageMismatch, match="this trainer reads text only"):
+        TorchTrainer(find_starter_folder()).check_images("e", sequence.ids, sequence.images)
 
 
 def test_several_processes_are_refused_by_name(opened: Opened) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from fleetbus.actions import read_actions
 from fleetbus.bus.memory import MemoryBus, MemoryServer
@@ -26,7 +30,11 @@ from fleetbus_schemas import (
     encode,
 )
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs, pack_mask
+from fleetbus_workers.images.placed_image import PlacedImage
+from fleetbus_workers.images.reader import ImageMismatch, ImageReader
 from fleetbus_workers.learner.batches import CreditPlan, read_sequences
+from fleetbus_workers.learner.scripted import ScriptedTrainer
+from tests.support.bucket import Bucket
 
 pytestmark = pytest.mark.anyio
 
@@ -167,3 +175,39 @@ async def test_actions_of_a_result_are_read_from_as_many_lanes_as_attempts_had()
         references = (ActionReference(sequence=1, lane="e0", turn=0), ActionReference(sequence=2, lane="e1", turn=1))
         found = await read_actions(bus, SUBJECTS, [finished(actions=references)], archive=None, runtime=Runtime())
     assert [each.turn for each in found["e"]] == [0, 1]
+
+
+class Narrow(ScriptedTrainer):
+    """Takes few ids, and no image of the episode ``e``."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+
+    def check_images(self, episode_id: str, ids: NDArray[np.int32], images: Sequence[PlacedImage]) -> None:
+        if episode_id == "e":
+            raise ImageMismatch("1 token here and 2 in the history")
+
+
+@pytest.mark.parametrize(("vocabulary", "reason"), [(10, "image_mismatch"), (9, "actions_broken")])
+async def test_an_episode_that_the_trainer_cannot_be_given_leaves_its_group(vocabulary: int, reason: str) -> None:
+    name = hashlib.sha256(b"image").hexdigest()
+    shown = (ShownImage(object=name, start=0, stop=1),)
+    small = pack_ids([8, 8])
+    async with MemoryServer().connect("checks") as bus:
+        await bus.declare(plan_run("checks", lanes=1))
+        await store(bus, [action(0, images=shown), action(1)])
+        await store(bus, [action(turn, "f", images=shown, sampled=small) for turn in range(2)])
+        others = tuple(ActionReference(sequence=turn + 3, lane="e0", turn=turn) for turn in range(2))
+        group = Group(group_id="g", size=2, results={"e": finished(), "f": finished("f", actions=others)})
+        sequences = await read_sequences(
+            bus,
+            SUBJECTS,
+            [group],
+            plan=CreditPlan(),
+            temperature=1.0,
+            images=ImageReader(Bucket({name: b"image"})),
+            trainer=Narrow(vocabulary),
+        )
+    assert group.excluded == [Exclusion(episode_id="e", reason=reason)]
+    assert [(sequence.episode_id, len(sequence.images)) for sequence in sequences] == [("f", 2)]

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from fleetbus_workers.images.processing import ProcessedImage
+from fleetbus_workers.images.reader import ImageMismatch
 
 NUMBER_BITS = 16
 """Bits of the number of an embedding within its image."""
@@ -29,10 +30,6 @@ class ImageSpan(Protocol):
 
     @property
     def stop(self) -> int: ...
-
-
-class ImageMismatch(Exception):
-    """An image does not become the tokens that stand for it: two processors differ. One line."""
 
 
 def compute_image_key(name: str) -> int:

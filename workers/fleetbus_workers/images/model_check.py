@@ -14,8 +14,9 @@ import torch
 from PIL import Image as Pillow
 
 from fleetbus.errors import UserError
-from fleetbus_workers.images.embedding import ImageMismatch, compute_embeddings, compute_image_features, encode_image_ids
+from fleetbus_workers.images.embedding import compute_embeddings, compute_image_features, encode_image_ids
 from fleetbus_workers.images.processing import ImageProcessor, expand_image_tokens
+from fleetbus_workers.images.reader import ImageMismatch
 
 SIZES = ((40, 28), (24, 36))
 """Width and height of the two images of the trial."""

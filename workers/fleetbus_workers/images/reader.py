@@ -36,6 +36,12 @@ class ImageUnreadable(ImageFailed):
     error_class = "image_unreadable"
 
 
+class ImageMismatch(ImageFailed):
+    """The image does not become the tokens that stand for it: two processors differ."""
+
+    error_class = "image_mismatch"
+
+
 class ImageNotFetched(Exception):
     """The image could not be fetched now; another worker or a later try may succeed. One line."""
 

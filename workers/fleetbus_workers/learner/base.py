@@ -47,6 +47,10 @@ class Trainer(Protocol):
     def vocabulary(self) -> int:
         """Token ids are below it: an episode with others is not trained, with a reason. 0: unknown."""
 
+    def check_images(self, episode_id: str, ids: NDArray[np.int32], images: Sequence[PlacedImage]) -> None:
+        """Raise `ImageFailed` if ``images`` do not become the tokens that stand for them in ``ids`` [T], those of a whole
+        episode: it is not trained, with a reason."""
+
     def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
         """Update on the whole batch (one or more optimizer steps as configured) and return metrics, at least ``loss``,
         ``grad_norm``, ``entropy``, ``clip_fraction``, ``ratio_max``, ``logprob_difference_max`` (over tokens that were

@@ -26,9 +26,9 @@ from fleetbus.core.turn_credit import compute_turn_advantages, compute_turn_retu
 from fleetbus.runtime import Runtime
 from fleetbus_schemas import Action, EpisodeFinished, Subjects
 from fleetbus_workers.images.reader import ImageReader
-from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.base import Trainer, TrainingSequence
 from fleetbus_workers.learner.hooks import load_advantage
-from fleetbus_workers.learner.images import read_images
+from fleetbus_workers.learner.images import exclude_mismatched, read_images
 from fleetbus_workers.learner.leaves import Leaf, list_leaves, split_sequence
 
 log = structlog.get_logger()
@@ -77,17 +77,21 @@ async def read_sequences(
     archive: Path | None = None,
     runtime: Runtime | None = None,
     images: ImageReader | None = None,
-    vocabulary: int = 0,
+    trainer: Trainer | None = None,
 ) -> list[TrainingSequence]:
     """The leaves of the graded episodes of ``groups`` as training sequences, in a fixed order; raises `MissingActions`.
 
     A learner that had to begin at a checkpoint before the newest one needs again what was trimmed since: from ``archive``.
-    Episodes whose Actions the log has lost, do not fit their result or have ids that are not below ``vocabulary`` (0: unknown),
-    or that were shown images which ``images`` cannot read, leave their group, with the reason.
+    Episodes whose Actions the log has lost, do not fit their result or are not what ``trainer`` can be given (ids, images), or
+    that were shown images which ``images`` cannot read, leave their group, with the reason. Raises `UserError` if no image of a
+    batch is for the trainer what it was for the sampler.
     """
-    actions = await _read_actions(bus, subjects, groups, archive=archive, runtime=runtime or Runtime())
-    _exclude_broken(groups, actions, vocabulary)
+    runtime = runtime or Runtime()
+    actions = await _read_actions(bus, subjects, groups, archive=archive, runtime=runtime)
+    _exclude_broken(groups, actions, trainer.vocabulary if trainer else 0)
     shown = await read_images(images, groups, actions)
+    if trainer is not None:
+        await exclude_mismatched(trainer, groups, actions, shown, runtime)
     leaves = _list_leaves(groups, actions)
     usable = [result for group in groups for result in group.graded]
     sequences: list[TrainingSequence] = []

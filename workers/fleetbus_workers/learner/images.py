@@ -1,16 +1,21 @@
-"""The images that episodes were shown, read again for training. An episode whose image is gone is excluded."""
+"""The images that episodes were shown, read again for training. An episode whose image is gone, or is for the trainer not what
+it was for the sampler, is excluded."""
 
 from collections.abc import Mapping, Sequence
 
 import anyio
+import numpy as np
 import structlog
 
 from fleetbus.core.groups import Group
 from fleetbus.core.history import shift_images
+from fleetbus.errors import UserError
+from fleetbus.runtime import Runtime
 from fleetbus_schemas import Action, ShownImage
 from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.images.placed_image import PlacedImage
-from fleetbus_workers.images.reader import ImageFailed, ImageNotFetched, ImageReader
+from fleetbus_workers.images.reader import ImageFailed, ImageMismatch, ImageNotFetched, ImageReader
+from fleetbus_workers.learner.base import Trainer
 
 MAX_TRIES = 5
 PAUSE_SECONDS = 2.0
@@ -43,6 +48,32 @@ async def read_images(
                 if result.episode_id in shown:
                     tasks.start_soon(read, group, result.episode_id)
     return found
+
+
+async def exclude_mismatched(
+    trainer: Trainer,
+    groups: Sequence[Group],
+    actions: Mapping[str, Sequence[Action]],
+    shown: Mapping[str, Sequence[PlacedImage]],
+    runtime: Runtime,
+) -> None:
+    """Episodes whose images (``shown``, by episode) ``trainer`` cannot train leave their group, with the reason. Raises
+    `UserError` if that is every episode because of other tokens: then sampler and trainer do not process images alike."""
+    mismatches: list[ImageMismatch] = []
+    graded = [(group, result.episode_id) for group in groups for result in group.graded]
+    for group, episode in graded:
+        if not shown.get(episode):
+            continue
+        packed = b"".join(action.prompt_delta + action.sampled for action in actions[episode])
+        ids = np.frombuffer(packed, "<u4").astype(np.int32)
+        try:
+            await runtime.offload(trainer.check_images, episode, ids, shown[episode])
+        except ImageFailed as failed:
+            log.error("images cannot be trained; excluding the episode", episode=episode, reason=str(failed))
+            group.unusable[episode] = failed.error_class
+            mismatches += [failed] if isinstance(failed, ImageMismatch) else []
+    if mismatches and len(mismatches) == len(graded):
+        raise UserError(f"none of the {len(graded)} episodes of the batch can be trained: {mismatches[-1]}")
 
 
 def list_images(actions: Sequence[Action]) -> list[ShownImage]:

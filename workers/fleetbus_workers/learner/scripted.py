@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fleetbus_schemas import TensorEntry
+from fleetbus_workers.images.placed_image import PlacedImage
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.checkpoints import STATE, WEIGHTS
 
@@ -19,6 +21,9 @@ class ScriptedTrainer:
     def __init__(self) -> None:
         self.updates = 0
         self.trained: list[str] = []
+
+    def check_images(self, episode_id: str, ids: NDArray[np.int32], images: Sequence[PlacedImage]) -> None:
+        """Images are not looked at."""
 
     def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
         self.updates += 1

@@ -15,10 +15,12 @@ from uuid import uuid4
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fleetbus.config.settings import LearnerSettings, TinkerSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import TensorEntry
+from fleetbus_workers.images.placed_image import PlacedImage
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.checkpoints import STATE, WEIGHTS
 from fleetbus_workers.learner.minibatches import split_minibatches
@@ -53,6 +55,9 @@ class TinkerTrainer:
         self._training_client: Any = None
         self._updates = 0
         self._saved: tuple[int, str] | None = None
+
+    def check_images(self, episode_id: str, ids: NDArray[np.int32], images: Sequence[PlacedImage]) -> None:
+        """Images are not looked at."""
 
     def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
         """See `Trainer.train`; entropy is NaN, because the service does not report it. Further metrics: ``ratio_mean``, ``kl``

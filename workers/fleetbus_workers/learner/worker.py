@@ -286,7 +286,7 @@ class Learner:
             archive=Path(self._settings.archive) if self._settings.archive else None,
             runtime=self._runtime,
             images=self._images,
-            vocabulary=self._trainer.vocabulary,
+            trainer=self._trainer,
         )
         if not (groups := self._pool.discard_ungraded(groups)):
             return

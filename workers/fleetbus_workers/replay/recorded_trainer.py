@@ -16,6 +16,8 @@ from fleetbus.core.shaping import TruncationMask, is_masked
 from fleetbus.episodes import decode_entries
 from fleetbus_schemas import Action, PolicyPublished, StepTrained, TensorEntry
 from fleetbus_schemas.action import FinishReason
+from fleetbus_workers.images.placed_image import PlacedImage
+from fleetbus_workers.images.reader import ImageMismatch, ImageUnreadable
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.checkpoints import STATE
 from fleetbus_workers.learner.leaves import Leaf, is_whole, list_leaves
@@ -48,8 +50,15 @@ class RecordedTrainer:
         self._on_difference = on_difference
         self._truncation_mask = truncation_mask
         self._step = start
+        self._excluded = {each.episode_id: each.reason for step in steps.values() for each in step.excluded}
         self.sequences = 0
         self.tokens = 0
+
+    def check_images(self, episode_id: str, ids: NDArray[np.int32], images: Sequence[PlacedImage]) -> None:
+        """Raise what the recorded trainer raised, by the reason for which the episode was excluded."""
+        for failed in (ImageMismatch, ImageUnreadable):
+            if self._excluded.get(episode_id) == failed.error_class:
+                raise failed(f"episode {episode_id} was excluded, {failed.error_class}")
 
     def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
         """The metrics of the recorded step, but for the tokens, which are counted."""

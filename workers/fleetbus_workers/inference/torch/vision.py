@@ -18,7 +18,6 @@ from transformers.utils import logging
 
 from fleetbus.errors import UserError
 from fleetbus_workers.images.embedding import (
-    ImageMismatch,
     compute_embeddings,
     compute_image_features,
     compute_image_key,
@@ -52,7 +51,7 @@ class ImageEncoder:
         try:
             seen = [await self._process_image(image) for image in images]
             return encode_image_ids(ids, list(zip(images, seen, strict=True))), tuple(seen)
-        except (ImageFailed, ImageMismatch) as error:
+        except ImageFailed as error:
             raise RequestRefused(str(error)) from error
 
     async def _process_image(self, image: PlacedImage) -> ProcessedImage:

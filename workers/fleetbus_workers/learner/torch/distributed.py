@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fleetbus_schemas import TensorEntry
+from fleetbus_workers.images.placed_image import PlacedImage
 from fleetbus_workers.learner.base import FinishWriting, TrainingSequence
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
 
@@ -26,6 +30,9 @@ class LeaderTrainer:
     @property
     def vocabulary(self) -> int:
         return self._trainer.vocabulary
+
+    def check_images(self, episode_id: str, ids: NDArray[np.int32], images: Sequence[PlacedImage]) -> None:
+        self._trainer.check_images(episode_id, ids, images)
 
     def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
         metrics: dict[str, float] = self._call("train", list(batch), version=version, progress=progress)

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from fleetbus.errors import UserError
 from fleetbus_workers.images.embedding import (
-    ImageMismatch,
     compute_embeddings,
     compute_image_features,
     compute_image_key,
@@ -22,6 +21,7 @@ from fleetbus_workers.images.embedding import (
     list_image_keys,
 )
 from fleetbus_workers.images.model_check import check_image_model
+from fleetbus_workers.images.placed_image import PlacedImage
 from fleetbus_workers.images.processing import ImageProcessor
 from fleetbus_workers.images.reader import ImageFailed
 from fleetbus_workers.learner.base import TrainingSequence
@@ -39,16 +39,20 @@ class TrainingImages:
         self._processor = ImageProcessor(folder)
         check_image_model(model, self._processor, folder)
 
+    def check_images(self, ids: NDArray[np.int32], images: Sequence[PlacedImage]) -> None:
+        """Raise `ImageFailed` unless each of ``images`` becomes the ids that stand in its place."""
+        encode_image_ids(ids.astype(np.int64), [(image, self._processor.see(image.object, image.data)) for image in images])
+
     def encode_images(self, batch: Sequence[TrainingSequence]) -> tuple[list[NDArray[np.int64]], Inputs]:
         """Coded ids of every sequence, and what makes inputs of them. Raises `UserError` if an image is not what the engine
-        saw: every other one would be wrong as well."""
+        saw."""
         try:
             seen = {image.object: self._processor.see(image.object, image.data) for each in batch for image in each.images}
             ids = [
                 encode_image_ids(each.ids.astype(np.int64), [(image, seen[image.object]) for image in each.images])
                 for each in batch
             ]
-        except (ImageFailed, ImageMismatch) as error:
+        except ImageFailed as error:
             raise UserError(str(error)) from error
         by_key = {compute_image_key(name): each for name, each in seen.items()}
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import structlog
@@ -23,6 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import TensorEntry
+from fleetbus_workers.images.placed_image import PlacedImage
 from fleetbus_workers.learner.base import FinishWriting, TrainingSequence
 from fleetbus_workers.learner.hooks import load_loss
 from fleetbus_workers.learner.minibatches import drop_non_finite, split_minibatches
@@ -31,19 +32,12 @@ from fleetbus_workers.learner.torch.advantages import add_teacher, apply_kl_pena
 from fleetbus_workers.learner.torch.batches import MicroBatch, find_shared_prefix, split_micro_batches, truncate_sequence
 from fleetbus_workers.learner.torch.checkpoint_files import read_into, start_writing
 from fleetbus_workers.learner.torch.critic import Critic
-from fleetbus_workers.learner.torch.forward import (
-    Inputs,
-    SharedPrefix,
-    build_text_inputs,
-    can_pack,
-    can_share_prefix,
-    compute_scores,
-    find_head,
-)
+from fleetbus_workers.learner.torch.forward import SharedPrefix, can_pack, can_share_prefix, compute_scores, find_head
 from fleetbus_workers.learner.torch.loss import LossMetrics, SampledTokens, Totals, compute_loss
 from fleetbus_workers.learner.torch.optimizer import build_optimizer, collect_state, compute_learning_rate, prepare_moments
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.sharding import gather_tensor, init_shards, resolve_device
+from fleetbus_workers.learner.torch.text_only import TextOnly
 from fleetbus_workers.learner.torch.token_scores import Scores
 from fleetbus_workers.weights.names import copy_companions
 
@@ -111,6 +105,10 @@ class TorchTrainer:
         """See `Trainer.vocabulary`: as many embeddings as the model has."""
         return int(self._model.get_input_embeddings().weight.shape[0])
 
+    def check_images(self, episode_id: str, ids: NDArray[np.int32], images: Sequence[PlacedImage]) -> None:
+        """See `Trainer.check_images`."""
+        self._images.check_images(ids, images)
+
     def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
         """See `Trainer.train`. Further metrics: ``ratio_mean``, ``kl`` (k3, to the sampler), ``learning_rate``,
         ``skipped_updates`` (their gradient was not finite), ``sequences_excluded`` (numbers that are not finite),
@@ -119,10 +117,6 @@ class TorchTrainer:
         self.shards.enter_thread()
         if not batch or any(sequence.loss_mask[0] for sequence in batch):
             raise ValueError("a batch needs sequences, and none may begin with a sampled token")
-        if self._images is None and any(sequence.images for sequence in batch):
-            raise UserError(
-                "the batch contains images, and this trainer reads text only: set environment.images = true for the learner"
-            )
         given, batch = len(batch), drop_non_finite(batch)
         longest = sum(len(sequence.ids) for sequence in batch)
         batch = [truncate_sequence(sequence, self.settings.trainer.max_tokens) for sequence in batch]
@@ -243,9 +237,9 @@ class TorchTrainer:
         if settings.trainer.packing and not can_pack(self._model):
             raise UserError(f"trainer.packing: packed sequences of {type(self._model).__name__} would see each other")
 
-    def _open_images(self) -> TrainingImages | None:
+    def _open_images(self) -> TrainingImages | TextOnly:
         if not self.settings.images:
-            return None
+            return TextOnly()
         from fleetbus_workers.learner.torch.images import TrainingImages
 
         return TrainingImages(self._folder, self._model, processes=self.shards.world)
@@ -338,11 +332,8 @@ class TorchTrainer:
     def _iterate_scored(self, batch: Sequence[TrainingSequence], model: PreTrainedModel) -> Iterator[ScoredBatch]:
         """Micro-batches with scores of their sampled tokens; when it ends, gradients have gone through the shared prefix."""
         device = self._model.device
-        ids: Sequence[NDArray[Any]] = [sequence.ids for sequence in batch]
         masks = [sequence.loss_mask for sequence in batch]
-        inputs: Inputs = build_text_inputs
-        if self._images is not None:
-            ids, inputs = self._images.encode_images(batch)
+        ids, inputs = self._images.encode_images(batch)
         teaches = model is self._teacher
         plain_head, whole_logits = find_head(model, self.shards.world) if teaches else self._head
         length = find_shared_prefix(ids, masks) if self._share and not teaches else 0
