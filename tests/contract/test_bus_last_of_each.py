@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import pytest
 
 
@@ -25,6 +26,36 @@ async def test_the_last_of_each_subject_is_given_and_subjects_without_entries_ar
         }
         await bus.purge(s.episode("a"), below=6)
         assert [entry.subject for entry in await bus.last_of_each((s.floor, s.episode("a")))] == [s.floor]
+
+
+async def test_the_last_of_each_subject_is_given_however_much_they_are_together(world: Any) -> None:
+    """A server sends 64 MiB at most for one question, and a slow line no more than some MiB in time."""
+    s = world.subjects
+    names = [s.episode(f"e{number}") for number in range(70)]
+    async with world.ready() as bus:
+        for name in names:
+            await bus.publish(name, bytes(1_000_000))
+        found = await bus.last_of_each(names)
+        assert [(entry.subject, entry.sequence) for entry in found] == [(name, place + 1) for place, name in enumerate(names)]
+
+
+async def test_the_last_of_each_subject_are_of_one_state_of_the_log_while_more_is_stored(world: Any) -> None:
+    s = world.subjects
+    names = [s.episode(f"e{number}") for number in range(40)]
+
+    async def store_in_turn(bus: Any) -> None:
+        while True:
+            for name in names:
+                await bus.publish(name, bytes(100_000))
+
+    async with world.ready() as bus, anyio.create_task_group() as tasks:
+        for name in names:
+            await bus.publish(name, bytes(100_000))
+        tasks.start_soon(store_in_turn, bus)
+        for _ in range(5):
+            found = sorted(entry.sequence for entry in await bus.last_of_each(names))
+            assert found == list(range(found[-1] - len(names) + 1, found[-1] + 1))
+        tasks.cancel_scope.cancel()
 
 
 async def test_subjects_are_listed_while_they_have_entries(world: Any) -> None:

@@ -30,6 +30,9 @@ BATCH_MESSAGES = 256
 BATCH_BYTES = 8 << 20
 """Of one batch; the server stops earlier and says how much is left."""
 
+LAST_BYTES = 1 << 20
+"""The same of an answer with the last entries of many subjects, which nobody is in a hurry for."""
+
 _TRIES = 8
 _TRY_SECONDS = 4.0
 _MISSING_PAUSE_SECONDS = 0.25
@@ -64,13 +67,28 @@ def _parse_answer(subject: str, payload: bytes, headers: bytes | None) -> Stream
 
 
 async def get_last_of_each(connection: Connection, stream: str, subjects: Sequence[str]) -> list[StreamEntry]:
-    """The last entries on literal subjects; one replica answers for all of them, as of one state of its copy."""
-    question = _encode({"multi_last": [check_subject(subject) for subject in subjects], "batch": len(subjects)})
+    """The last entries on literal subjects as of one state of the stream, in as many batches as it takes; a replica that lags
+    behind the one that answered first leaves out what it does not have."""
+    question: dict[str, object] = {
+        "multi_last": [check_subject(subject) for subject in subjects],
+        "batch": len(subjects),
+        "max_bytes": LAST_BYTES,
+    }
+    found: list[StreamEntry] = []
+    while True:
+        collector = await _ask_last(connection, stream, question, subjects)
+        found += collector.entries
+        if collector.complete or not collector.entries:
+            return found
+        question |= {"seq": collector.next_sequence, "up_to_seq": collector.state}
+
+
+async def _ask_last(connection: Connection, stream: str, question: dict[str, object], subjects: Sequence[str]) -> _Collector:
     for _ in range(_TRIES):
         collector = _Collector("")
-        if await _ask_batch(connection, stream, question, collector):
-            return collector.entries
-    raise RequestUnanswered(f"{', '.join(subjects)}: the last entries could not be read")
+        if await _ask_batch(connection, stream, _encode(question), collector):
+            return collector
+    raise RequestUnanswered(f"{subjects[0]}: its last entry, and those of {len(subjects) - 1} others, could not be read")
 
 
 async def get_next(connection: Connection, stream: str, subject: str, start: int) -> StreamEntry | None:
@@ -134,11 +152,15 @@ class _Collector:
         self.next_sequence = 1
         self.more = False
         self.complete = False
+        self.state = 0
+        """The position up to which the server answered for several subjects."""
 
     def take(self, payload: bytes, headers: bytes | None) -> bool:
         status = status_of(headers)
         if status:
-            self.more = status == _END_OF_BATCH and int(header_fields(headers).get("Nats-Num-Pending", 0)) > 0
+            fields = header_fields(headers) if status == _END_OF_BATCH else {}
+            self.more = int(fields.get("Nats-Num-Pending", 0)) > 0
+            self.state = int(fields.get("Nats-UpTo-Sequence", 0))
             return True
         entry = _parse_entry(payload, headers)
         if entry.sequence >= self.next_sequence:
