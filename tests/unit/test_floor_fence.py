@@ -62,13 +62,22 @@ class Recorder:
         return await read_floor(self._bus, S)
 
 
-async def play(bus: MemoryBus, episode: str) -> None:
-    request = EpisodeRequested(
+async def request(bus: MemoryBus, episode: str) -> int:
+    requested = EpisodeRequested(
         episode_id=episode, group_id=episode, sample_index=0, task=Task(key="t"), policy="p", deadline_ns=1, split="eval"
     )
-    await bus.publish(S.task("default", episode), encode(request))
+    return (await bus.publish(S.task("default", episode), encode(requested))).sequence
+
+
+async def finish(bus: MemoryBus, episode: str, *, beneath: str = "") -> None:
+    """``beneath``: the episode on whose subject the result is stored, its own unless given."""
     result = EpisodeFinished(episode_id=episode, group_id=episode, attempt=1, outcome="completed", worker="w", split="eval")
-    await bus.publish(S.episode(episode), encode(result))
+    await bus.publish(S.episode(beneath or episode), encode(result))
+
+
+async def play(bus: MemoryBus, episode: str) -> None:
+    await request(bus, episode)
+    await finish(bus, episode)
 
 
 async def test_without_a_floor_a_learner_stores_none_and_who_raises_one_has_read_up_to_the_first(
@@ -95,6 +104,20 @@ async def test_a_floor_is_not_raised_over_what_a_learner_stored_when_it_began(bu
     assert await recorder.trim() == raised, "the learner counts with this floor, and with no other"
     await recorder.read()
     assert (await recorder.trim()).sequence > raised.sequence
+
+
+async def test_the_floor_does_not_pass_an_episode_whose_result_stands_on_the_subject_of_another(
+    bus: MemoryBus, recorder: Recorder
+) -> None:
+    await play(bus, "a")
+    await recorder.read()
+    await recorder.trim()
+    opened = await request(bus, "open")
+    await finish(bus, "open", beneath="a")
+    for _ in range(3):
+        await recorder.read()
+        raised = await recorder.trim()
+    assert 0 < raised.sequence <= opened
 
 
 @pytest.mark.parametrize("later", [0, 1, 5])

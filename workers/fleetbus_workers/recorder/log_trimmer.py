@@ -15,12 +15,11 @@ from fleetbus.archive_writer import ArchiveWriter
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.core.floor import NO_FLOOR
 from fleetbus.core.retention import Retention, SessionRetention
-from fleetbus.episodes import read_entry
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
 from fleetbus.runtime import Runtime
+from fleetbus.stored_entries import read_stored
 from fleetbus.trim_limit import compute_trim_limit
 from fleetbus_schemas import EpisodeFinished, FloorRaised, Message, SessionEnded, SessionRecorded, Subjects, encode
-from fleetbus_schemas.stored import STORED
 
 SAMPLES_PER_WINDOW = 64
 
@@ -37,7 +36,7 @@ MAX_EPISODES_PER_TRIM = 1000
 SHORT_SHARE = 0.6
 """Share of the log above which settled episodes leave one by one from behind an open one: two purges each, so not before."""
 
-_READ = {kind: STORED[kind] for kind in ("task", "episode", "train", "policy", "floor", "session")}
+_READ = frozenset({"task", "episode", "train", "policy", "floor", "session"})
 
 log = structlog.get_logger()
 
@@ -270,8 +269,7 @@ class LogTrimmer:
 
 
 def _decode_entry(entry: StreamEntry) -> Message | None:
-    expected = _READ.get(entry.subject.split(".", 3)[2])
-    return read_entry(expected, entry) if expected is not None else None
+    return read_stored(entry) if entry.subject.split(".", 3)[2] in _READ else None
 
 
 def _ends_session(message: Message | None) -> bool:
