@@ -20,13 +20,14 @@ log = structlog.get_logger()
 def read_stored(entry: StreamEntry) -> Message | None:
     """The message in an entry; None, and logged, if it is none that belongs on the entry's subject."""
     try:
-        return _decode(entry)
+        return decode_stored(entry)
     except MalformedMessage as malformed:
         log.warning("entry is malformed; ignoring it", sequence=entry.sequence, reason=malformed.reason)
         return None
 
 
-def _decode(entry: StreamEntry) -> Message:
+def decode_stored(entry: StreamEntry) -> Message:
+    """The message in an entry; raises `MalformedMessage` if it is none that belongs on the entry's subject."""
     _, _, kind, *names = entry.subject.split(".")
     message: Any = decode_any(STORED[kind], entry.payload, subject=entry.subject)
     if kind == "episode":

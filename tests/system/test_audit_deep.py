@@ -137,6 +137,22 @@ def test_a_changed_action_of_a_trained_episode_is_found(log: Log, changes: Calla
     assert audit(forged).proven == TRAINED - 1
 
 
+@pytest.mark.parametrize("tokens", [-1, 0, 1 << 50])
+def test_a_result_that_counts_other_tokens_than_were_trained_is_found(log: Log, tokens: int) -> None:
+    trained = list_trained(log)
+    forged = change(log, EpisodeFinished, lambda _: {"tokens": tokens}, lambda result: result.episode_id in trained)
+    assert [(finding.kind, finding.count) for finding in audit(forged).findings] == [("digest_wrong", 1)]
+
+
+@pytest.mark.parametrize("named", ["never-requested", "of its group"])
+def test_a_result_on_the_subject_of_another_episode_proves_and_disproves_nothing(log: Log, named: str) -> None:
+    first, second, *_ = sorted(list_trained(log))
+    name = second if named == "of its group" else named
+    stored = EpisodeFinished(episode_id=name, group_id="g", attempt=1, outcome="completed", worker="w", reward=1.0)
+    entry = msgspec.structs.replace(log[0], subject=f"fb.{RUN}.episode.{first}", payload=encode(stored))
+    assert audit([entry, *log]) == DigestReport(proven=TRAINED, findings=())
+
+
 def test_a_changed_loss_mask_is_found(log: Log) -> None:
     trained = list_trained(log)
     (finding,) = audit(change(log, EpisodeFinished, other_mask, lambda result: result.episode_id in trained)).findings

@@ -179,8 +179,11 @@ def _shape_reward(result: EpisodeFinished, plan: CreditPlan) -> float:
 def build_sequence(
     result: EpisodeFinished, actions: Sequence[Action], by_turn: Sequence[float], plan: CreditPlan, temperature: float
 ) -> TrainingSequence:
-    """The arrays over the tokens of all turns; for an episode of one segment, what is trained of it."""
+    """The arrays over the tokens of all turns; for an episode of one segment, what is trained of it. Raises `ValueError` or
+    `IndexError` if the result does not fit its Actions."""
     ids = np.frombuffer(b"".join(action.prompt_delta + action.sampled for action in actions), "<u4").astype(np.int32)
+    if result.tokens != len(ids):
+        raise ValueError(f"the result counts {result.tokens} tokens, its Actions have {len(ids)}")
     mask = np.unpackbits(np.frombuffer(result.loss_mask, np.uint8), count=result.tokens, bitorder="little").astype(bool)
     logprobs = np.zeros(len(ids), np.float32)
     logprobs[mask] = np.frombuffer(b"".join(action.logprobs for action in actions), "<f4")

@@ -18,9 +18,8 @@ from fleetbus.core.audit_training import TrainingAudit
 from fleetbus.core.groups import Group
 from fleetbus.core.history import Turn
 from fleetbus.core.segments import fold_segments, hash_segments
+from fleetbus.stored_entries import decode_stored
 from fleetbus_schemas import Action, EpisodeFinished, LineageStarted, MalformedMessage, Message, StepTrained
-from fleetbus_schemas.message import decode_any
-from fleetbus_schemas.stored import STORED
 from fleetbus_workers.learner.batches import CreditPlan, build_sequence, compute_episode_advantages, spread_advantages
 from fleetbus_workers.learner.leaves import Leaf, list_leaves, split_sequence
 from fleetbus_workers.learner.training_digest import add_advantages, digest_sampled, join_leaves
@@ -195,6 +194,6 @@ def _get_kind(entry: StreamEntry) -> str:
 
 def _decode(entry: StreamEntry) -> Message | None:
     try:
-        return decode_any(STORED[_get_kind(entry)], entry.payload, subject=entry.subject)
+        return decode_stored(entry)
     except MalformedMessage:
         return None

@@ -89,7 +89,7 @@ def build_sequences(result: EpisodeFinished, known: dict[int, Action], vocabular
         leaves = split_sequence(whole, list_leaves(actions))
     except (ValueError, IndexError, SegmentError):
         return "its numbers do not fit each other"
-    if len(whole.ids) != result.tokens or any(sequence.loss_mask[:1].any() for sequence in leaves):
+    if any(sequence.loss_mask[:1].any() for sequence in leaves):
         return "its numbers do not fit each other"
     if not np.isfinite(whole.logprobs).all():
         return "its log-probabilities are not finite"
