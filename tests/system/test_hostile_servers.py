@@ -111,14 +111,16 @@ async def test_a_ping_whose_answer_nobody_can_read_ends_no_other_session(pong: s
                 await server.close_session(session)
 
 
-async def test_a_reply_too_many_is_not_taken_for_that_to_the_next_call() -> None:
-    """Else every reward would be that of the step before."""
+@pytest.mark.parametrize("second", ["observation", "error"])
+async def test_a_reply_too_many_is_not_taken_for_that_to_the_next_call(second: str) -> None:
+    """Else every reward would be that of the step before, or an action refused that was never sent."""
 
     async def talk(socket: ServerConnection) -> None:
         async for frame in socket:
             kind = {"state": "state"}.get(json.loads(frame)["type"], "observation")
-            for _ in range(1 if kind == "state" else 2):
-                await socket.send(json.dumps({"type": kind, "data": {"observation": {}, "reward": 1.0}}))
+            for each in [kind] if kind == "state" else [kind, second]:
+                data = {"observation": {}, "reward": 1.0, "code": "VALIDATION_ERROR"}
+                await socket.send(json.dumps({"type": each, "data": data}))
 
     async with serve(talk, "127.0.0.1", 0) as double:
         with anyio.fail_after(50):

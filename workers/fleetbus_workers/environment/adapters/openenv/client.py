@@ -138,12 +138,13 @@ class OpenEnvSession:
             reply = _frame.decode(text)
         except _UNREADABLE as error:
             raise ConnectionLost(self._mark_lost(f"the server sent a malformed frame ({error})")) from error
-        if reply.type == "error":
-            raise self._build_error(_parse_object(reply.data))
-        if early is not None:
+        refusal = self._build_error(_parse_object(reply.data)) if reply.type == "error" else None
+        if early is not None and not self._lost:
             raise ConnectionLost(
                 self._mark_lost("the server replied to what it was not asked: no reply can be told from another")
             )
+        if refusal is not None:
+            raise refusal
         if reply.type != expected:
             raise ConnectionLost(self._mark_lost(f"the server answered {kind} with {reply.type!r}"))
         return reply.data
