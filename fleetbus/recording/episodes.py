@@ -15,7 +15,6 @@ from fleetbus.episodes import decode_entries
 from fleetbus.stored_entries import read_stored
 from fleetbus_schemas import (
     Action,
-    AttemptReleased,
     AttemptStarted,
     ChatMessage,
     EpisodeFinished,
@@ -152,20 +151,17 @@ def read_transcript(entries: Iterable[StreamEntry]) -> Transcript:
     by_kind: dict[str, list[StreamEntry]] = {}
     for entry in entries:
         by_kind.setdefault(entry.subject.split(".", 3)[2], []).append(entry)
-    episode_entries = by_kind.get("episode", [])
-    claims = tuple(
-        claim for _, claim in decode_entries(AttemptStarted, episode_entries, beside=(AttemptReleased, EpisodeFinished))
-    )
-    results = decode_entries(EpisodeFinished, episode_entries, beside=(AttemptStarted, AttemptReleased))
-    requests = decode_entries(EpisodeRequested, by_kind.get("task", []))
+    events = [read_stored(entry) for entry in by_kind.get("episode", [])]
+    claims = tuple(event for event in events if isinstance(event, AttemptStarted))
+    requests = [read_stored(entry) for entry in by_kind.get("task", [])]
     observations = [each for _, each in decode_entries(Observation, by_kind.get("obs", []))]
     turns = [
         Turn(sequence=entry.sequence, lane=entry.subject.split(".")[3], action=action)
         for entry, action in decode_entries(Action, by_kind.get("act", []))
     ]
     return Transcript(
-        request=requests[0][1] if requests else None,
-        result=results[0][1] if results else None,
+        request=next((request for request in requests if isinstance(request, EpisodeRequested)), None),
+        result=next((event for event in events if isinstance(event, EpisodeFinished)), None),
         claims=claims,
         turns=tuple(_build_turns(fold_history(claims, turns), observations, claims)),
     )

@@ -8,10 +8,9 @@ import msgspec
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.core.lineage import compute_surviving_steps, is_surviving
-from fleetbus.episodes import read_entry
 from fleetbus.recording.episodes import Transcript, read_transcript
+from fleetbus.stored_entries import read_stored
 from fleetbus_schemas import EpisodeFinished, LineageStarted, StepTrained, Subjects
-from fleetbus_schemas.stored import STORED
 from fleetbus_schemas.tokens import count_tokens, take_tokens, unpack_ids, unpack_logprobs
 
 NO_VERSION = -1
@@ -63,7 +62,7 @@ class TranscriptFold:
             return None
         self._open.setdefault(episode_id, []).append(entry)
         is_event = entry.subject.split(".", 3)[2] == "episode"
-        if not is_event or not isinstance(read_entry(STORED["episode"], entry), EpisodeFinished):
+        if not is_event or not isinstance(read_stored(entry), EpisodeFinished):
             return None
         self._finished.add(episode_id)
         return read_transcript(self._open.pop(episode_id))
@@ -82,7 +81,7 @@ class StepFold:
         self._steps: list[StepRow] = []
 
     def add(self, entry: StreamEntry) -> None:
-        match read_entry(STORED["train"], entry):
+        match read_stored(entry):
             case LineageStarted() as started:
                 self._lineages.append(started)
             case StepTrained() as step:

@@ -11,6 +11,7 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import LimitSettings
 from fleetbus.heartbeats import follow_heartbeats
 from fleetbus.recording.episodes import EpisodeIndex
+from fleetbus.recording.rows import TranscriptFold
 from fleetbus_schemas import Heartbeat, LineageStarted, Message, Subjects, TrainingFinished, WorkerFailed, encode
 from fleetbus_workers.overview.progress import Progress
 from fleetbus_workers.overview.run_observer import RunObserver
@@ -52,6 +53,17 @@ def test_a_message_counts_on_its_own_subject_only(forged: tuple[str, Message]) -
     for entry in build_entries(requested(1), forged):
         index.add(entry)
     assert [(row.episode_id, row.outcome, row.worker) for row in index.rows.values()] == [("e1", "", "")]
+
+
+def test_a_transcript_ends_with_the_result_of_its_own_episode() -> None:
+    subject = SUBJECTS.episode("e1")
+    entries = build_entries(
+        requested(1), (subject, finished(2)[1]), (subject, claim("e2")), (subject, claim("e1")), finished(1)
+    )
+    fold = TranscriptFold()
+    (found,) = [transcript for entry in entries if (transcript := fold.add(entry)) is not None]
+    assert found.result == finished(1)[1] and found.claims == (claim("e1"),)
+    assert found.request == requested(1)[1]
 
 
 def test_a_message_counts_on_its_own_subject() -> None:
