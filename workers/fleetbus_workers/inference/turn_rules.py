@@ -7,7 +7,8 @@ from fleetbus_workers.inference.base import Generation
 
 
 class VersionSuperseded(Exception):
-    """The pinned version will not come back: versions never repeat, and only the newest is loaded."""
+    """The pinned version will not come: versions never repeat, only the newest is loaded, and none is pinned before it was
+    published."""
 
 
 def check_pinned_version(pinned: int | None, generation: Generation) -> None:

@@ -18,6 +18,7 @@ from fleetbus.control import Control, run_until_drained
 from fleetbus.episodes import decode_entries
 from fleetbus.lanes import Lane, claim_lane
 from fleetbus.leases import Leases
+from fleetbus.newest_version import find_newest_version
 from fleetbus.runtime import Runtime
 from fleetbus.slots import Slots
 from fleetbus.task_pool import TaskPool
@@ -112,7 +113,8 @@ class InferenceWorker:
         """
         subject = self._subjects.policy(self._policy)
         wanted: PolicyPublished | None = None
-        async with self._bus.read([subject], start=await self._find_newest_position(subject)) as reader:
+        newest = await find_newest_version(self._bus, subject)
+        async with self._bus.read([subject], start=newest[0] if newest is not None else 1) as reader:
             while True:
                 with anyio.move_on_after(RELOAD_SECONDS if wanted is not None else math.inf):
                     for entry, published in decode_entries(PolicyPublished, [await reader.receive()], beside=(LineageStarted,)):
@@ -121,18 +123,6 @@ class InferenceWorker:
                 if wanted is not None and await self._load_version(wanted):
                     wanted = None
                 self._handler.clear_expected_version()
-
-    async def _find_newest_position(self, subject: str) -> int:
-        """Where the newest version stands in the log, or where to begin if there is none. It is the last entry unless a
-        learner is just beginning; the others, each with the manifest of a whole model, are not read."""
-        newest = 1
-        last = await self._bus.last(subject)
-        if last is not None and decode_entries(PolicyPublished, [last], beside=(LineageStarted,)):
-            return last.sequence
-        async for entry in self._bus.scan([subject]):
-            for found, _ in decode_entries(PolicyPublished, [entry], beside=(LineageStarted,)):
-                newest = found.sequence
-        return newest
 
     async def _load_version(self, published: PolicyPublished) -> bool:
         """True if there is nothing left to do about this version."""

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 
 import anyio
 
+from fleetbus import newest_version
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
 from fleetbus.core.claims import EpisodeEntry
-from fleetbus.episodes import decode_entries, decode_episode_entry
+from fleetbus.episodes import decode_episode_entry
 from fleetbus.errors import UserError
 from fleetbus.requests import UNANSWERED, Requests
-from fleetbus_schemas import EpisodeFinished, LineageStarted, PolicyPublished, Subjects, Task
+from fleetbus_schemas import EpisodeFinished, PolicyPublished, Subjects, Task
 
 MAX_UNCLAIMED = 8
 """Episodes that are asked for and that no worker has taken up: while they wait, their deadlines come nearer."""
@@ -20,15 +21,10 @@ MAX_UNCLAIMED = 8
 
 async def find_newest_version(bus: Bus, subjects: Subjects, policy: str) -> PolicyPublished:
     """What was published last; raises `UserError` when nothing was."""
-    subject = subjects.policy(policy)
-    last = await bus.last(subject)
-    newest = decode_entries(PolicyPublished, [last] if last is not None else [], beside=(LineageStarted,))
-    if not newest:  # a learner is just beginning
-        async for entry in bus.scan([subject]):
-            newest = decode_entries(PolicyPublished, [entry], beside=(LineageStarted,)) or newest
-    if not newest:
+    newest = await newest_version.find_newest_version(bus, subjects.policy(policy))
+    if newest is None:
         raise UserError(f"policy {policy} has no version yet: start the run's learner first, or wait for its first version")
-    return newest[-1][1]
+    return newest[1]
 
 
 async def play(
