@@ -195,7 +195,8 @@ class Bus(Protocol):
 
     async def purge(self, subject: str, *, below: int) -> None:
         """Remove the log's entries on a subject (wildcards allowed) with a sequence below this one, even if a consumer still
-        needs them."""
+        needs them. It is asked once and never after the connection was down: a server that comes back may hold an older log,
+        in which other entries have these sequences. Raises `RequestUnanswered` then, and may have removed them or not."""
 
     async def request(self, subject: str, payload: bytes, *, timeout: float) -> bytes:
         """Send a request to the server of ``subject``; raises `NoResponders` at once or `RequestUnanswered` after ``timeout``

@@ -167,8 +167,20 @@ class MemoryBus:
         )
 
     async def purge(self, subject: str, *, below: int) -> None:
+        breaks = self.breaks
         await self._wait_for_leader("purge")
+        self.check_unbroken(breaks)
         self._server.stream(self._log).purge(below, matcher(subject))
+
+    @property
+    def breaks(self) -> int:
+        """How often the connection went down; -1 while it is down."""
+        return self._link.breaks if self._link.up else -1
+
+    def check_unbroken(self, breaks: int) -> None:
+        """Raise `RequestUnanswered` if the connection is down, or was since ``breaks`` was read."""
+        if breaks < 0 or breaks != self.breaks:
+            raise RequestUnanswered("the connection was down")
 
     async def request(self, subject: str, payload: bytes, *, timeout: float) -> bytes:
         give_up_at = anyio.current_time() + timeout

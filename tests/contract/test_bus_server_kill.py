@@ -8,7 +8,7 @@ import anyio
 import msgspec
 import pytest
 
-from fleetbus.errors import BusError, PublishUnanswered
+from fleetbus.errors import BusError, PublishUnanswered, RequestUnanswered
 
 
 @pytest.fixture
@@ -56,6 +56,28 @@ async def test_a_publish_waits_for_the_server_to_come_back(world: Any) -> None:
         entries = [entry.subject async for entry in bus.scan([world.subjects.log])]
         assert len(entries) == len(set(entries))
         assert {world.subjects.episode(f"e{number + 1}") for number in range(300)} <= set(entries)
+
+
+async def test_a_purge_is_not_kept_for_a_server_that_comes_back(world: Any) -> None:
+    """Its log may be an older one, in which other entries have these sequences."""
+    async with world.ready() as bus:
+        for episode in ("a", "b"):
+            await bus.publish(world.subjects.episode(episode), b"x")
+        await world.kill_server()
+        with anyio.fail_after(30), pytest.raises(PublishUnanswered):  # by then the client knows
+            await bus.publish(world.subjects.episode("c"), b"x", timeout=0.2)
+        async with anyio.create_task_group() as tasks:
+
+            async def purge() -> None:
+                with anyio.fail_after(60), pytest.raises(RequestUnanswered):
+                    await bus.purge(world.subjects.episodes, below=3)
+
+            tasks.start_soon(purge)
+            await anyio.sleep(0.1)
+            await world.restart_server()
+        assert [entry.sequence async for entry in bus.scan([world.subjects.log])][:2] == [1, 2]
+        await bus.purge(world.subjects.episodes, below=2)
+        assert [entry.sequence async for entry in bus.scan([world.subjects.log])][:1] == [2]
 
 
 async def test_publishes_under_way_at_a_kill_are_stored_once_each(world: Any) -> None:

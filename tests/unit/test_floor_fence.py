@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from fleetbus.archive_writer import ArchiveWriter, open_archive
-from fleetbus.bus.base import PublishAck
+from fleetbus.bus.base import PublishAck, StreamEntry
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.core.floor import NO_FLOOR
@@ -162,3 +162,40 @@ async def test_a_floor_that_was_on_its_way_when_the_log_went_back_is_refused(
 
     monkeypatch.setattr(bus, "publish", publish_late)
     assert await recorder.trim() == NO_FLOOR
+
+
+@pytest.mark.parametrize("removal", range(1, 6))
+@pytest.mark.parametrize("lost", ["what was settled", "the raised floor"])
+async def test_a_log_that_goes_back_between_two_removals_keeps_what_it_holds_then(
+    server: MemoryServer, bus: MemoryBus, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, lost: str, removal: int
+) -> None:
+    """What is requested then is open, and has the sequences of what was settled."""
+    await play(bus, "a")
+    await recorder.read()
+    await recorder.trim()
+    await recorder.read()
+    files, purge = server.copy_files(), bus.purge
+    for episode in ("b", "c"):
+        await play(bus, episode)
+    await recorder.read()
+    if lost == "the raised floor":
+        files = server.copy_files()
+    held: list[StreamEntry] = []
+    removals = 0
+
+    async def purge_and_go_back(subject: str, *, below: int) -> None:
+        nonlocal removals
+        await purge(subject, below=below)
+        removals += 1
+        if removals == removal:
+            server.put_back(files)
+            for number in range(4):
+                await play(bus, f"later{number}")
+            held.extend([entry async for entry in bus.scan([S.log]) if ".later" in entry.subject])
+
+    monkeypatch.setattr(bus, "purge", purge_and_go_back)
+    await recorder.trim()
+    assert len(held) == 8
+    assert removals == removal or (lost, removal) in [("the raised floor", 1), ("the raised floor", 2)], "nothing was lost then"
+    left = {entry.sequence: entry.payload async for entry in bus.scan([S.log])}
+    assert [left.get(entry.sequence) for entry in held] == [entry.payload for entry in held]

@@ -29,6 +29,8 @@ def refusal(code: int) -> Answer:
 class Server:
     """Answers what ``answers`` says at that time, in seconds from the beginning of the test."""
 
+    is_connected = True
+
     def __init__(self, answers: Callable[[float], Answer]) -> None:
         self._answers = answers
         self._count = 0
@@ -82,3 +84,16 @@ async def test_what_is_refused_is_told_at_once() -> None:
     asked = api(lambda now: refusal(STREAM_NOT_FOUND))
     with anyio.fail_after(0.1), pytest.raises(ApiRefused):
         await asked.ask("STREAM.INFO.fb_r")
+
+
+@pytest.mark.parametrize(
+    ("trouble", "error"),
+    [(refusal(NO_QUORUM), ApiRefused), (NOBODY, RequestUnanswered)],
+    ids=["no quorum", "nobody"],
+)
+async def test_what_must_not_be_done_later_is_asked_once(trouble: Answer, error: type[BusError]) -> None:
+    asked = api(lambda now: trouble if now < 1 else INFO)
+    with anyio.fail_after(0.5), pytest.raises(error):
+        await asked.ask_once("STREAM.PURGE.fb_r", {"seq": 3})
+    await anyio.sleep(1)
+    await asked.ask_once("STREAM.PURGE.fb_r", {"seq": 3})

@@ -1,7 +1,7 @@
 """The JetStream API: JSON questions, JSON answers, and what its error codes mean to fleetbus.
 
-Every question is repeated until it is answered, so ask only what may be asked twice. Above it are the parts that declare,
-read and watch; below it the exchange.
+Every question but those of `ask_once` is repeated until it is answered, so ask only what may be asked twice. Above it are the
+parts that declare, read and watch; below it the exchange.
 """
 
 from __future__ import annotations
@@ -83,6 +83,22 @@ class JetStreamApi:
             if code not in _UNAVAILABLE:
                 raise ApiRefused(subject, code, description)
             await _pause(subject, give_up_at, description)
+
+    async def ask_once(self, subject: str, question: Any, *, timeout: float = API_TIMEOUT_SECONDS) -> None:
+        """Ask for what must not be done later than now: sent once, and never after the connection was down. Raises
+        `RequestUnanswered` if it is down, or no answer comes; `ApiRefused`."""
+        if not self._request_mux.is_connected:
+            raise RequestUnanswered(f"{subject} was not asked: the connection is down")
+        reply = self._request_mux.new_reply()
+        command = publish_command(f"{self.prefix}.{subject}", reply, _encode(question))
+        try:
+            payload, headers = await self._request_mux.ask(reply, command, timeout=timeout)
+        except TimeoutError:
+            raise RequestUnanswered(f"the server did not answer {subject} in time") from None
+        if status_of(headers) == NO_RESPONDERS:
+            raise RequestUnanswered(f"no responders for {subject}")
+        if error := _decode(payload).get("error"):
+            raise ApiRefused(subject, error.get("err_code", 0), error.get("description", "refused"))
 
     async def ask_raw(self, subject: str, payload: bytes, *, timeout: float = API_TIMEOUT_SECONDS) -> Answer:
         """As `ask` with bytes on both sides; an answer may be a bare status."""

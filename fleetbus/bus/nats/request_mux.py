@@ -56,6 +56,11 @@ class RequestMux:
         self._closed = False
         wire.open_route(self._prefix + "*", self._on_answer)
 
+    @property
+    def is_connected(self) -> bool:
+        """True while a command that is sent now can reach the server."""
+        return self._wire.ready
+
     def new_reply(self) -> str:
         """A reply subject for one exchange."""
         self._count += 1

@@ -58,6 +58,6 @@ async def list_subjects(api: JetStreamApi, stream: str, subject: str) -> list[st
 
 
 async def purge(api: JetStreamApi, stream: str, subject: str, below: int) -> None:
-    """Remove the entries on a subject (wildcards allowed) with a sequence below this one."""
+    """Remove the entries on a subject (wildcards allowed) with a sequence below this one, now or not at all."""
     if below > 1:
-        await api.ask(f"STREAM.PURGE.{stream}", {"filter": check_subject(subject), "seq": below})
+        await api.ask_once(f"STREAM.PURGE.{stream}", {"filter": check_subject(subject), "seq": below})

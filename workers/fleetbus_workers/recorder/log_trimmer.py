@@ -41,6 +41,10 @@ _READ = frozenset({"task", "episode", "train", "policy", "floor", "session"})
 log = structlog.get_logger()
 
 
+class _WentBack(Exception):
+    """The log lost entries that are archived."""
+
+
 class _Ages:
     """Finds the newest sampled entry that is older than a window."""
 
@@ -91,6 +95,8 @@ class LogTrimmer:
         self._floors: deque[int] = deque()
         self._last_floor = 0
         """Only who has entered the log up to the newest floor raises the next: a learner that begins stores it again."""
+        self._raised = 0
+        """Where the newest floor stands that was raised here."""
         self.last_entered = self._last_ns = 0
         self.trimmed = 0
 
@@ -130,13 +136,16 @@ class LogTrimmer:
 
     async def trim(self) -> None:
         """Remove what may be removed by now; nothing if the log went back in time: what was settled for good is open in it."""
-        if await self._went_back():
+        try:
+            await self._check_not_back()
+            self._enter_read()
+            trimmed = await self._trim_content()
+            await self._trim_behind_open()
+            settled = await self._settle()
+        except _WentBack:
             log.error("log lost entries that are archived; removing nothing", archived_up_to=self.last_entered)
             return
-        self._enter_read()
-        trimmed = await self._trim_content()
-        await self._trim_behind_open()
-        if await self._settle() or trimmed:
+        if settled or trimmed:
             used, limit_bytes = await self._bus.usage()
             log.info(
                 "log trimmed",
@@ -148,15 +157,26 @@ class LogTrimmer:
                 sessions=len(self._sessions),
             )
 
-    async def _went_back(self) -> bool:
-        """Whether the log ends before the last archived entry, or has another there. Its reader will notice too, but may come
-        back later than the connection."""
-        if not self.last_entered:
-            return False
-        found = await self._bus.next_entry(self._subjects.log, start=self.last_entered)
+    async def _check_not_back(self) -> None:
+        """Raise `_WentBack` if the log ends before the last archived entry or the floor raised since, or has another there.
+        Its reader will notice too, but may come back later than the connection."""
+        last, last_ns, floor = self.last_entered, self._last_ns, self._raised if self._raised > self.last_entered else 0
+        if not last:
+            return
+        found = await self._bus.next_entry(self._subjects.log, start=floor or last)
         if found is None:  # or everything from there on was removed
-            return await self._bus.last_sequence() < self.last_entered
-        return found.sequence == self.last_entered and found.time_ns != self._last_ns
+            is_lost = await self._bus.last_sequence() < (floor or last)
+        elif floor:
+            is_lost = (found.sequence, found.subject) != (floor, self._subjects.floor)
+        else:
+            is_lost = found.sequence == last and found.time_ns != last_ns
+        if is_lost:
+            raise _WentBack
+
+    async def _purge(self, subject: str, *, below: int) -> None:
+        """Look before each removal: the log may go back between two. The bus asks for one now or not at all."""
+        await self._check_not_back()
+        await self._bus.purge(subject, below=below)
 
     async def _trim_content(self) -> bool:
         """Observations and actions."""
@@ -168,7 +188,7 @@ class LogTrimmer:
             return False
         await self._runtime.offload(self._archive.guard, floor)
         for subject in (self._subjects.observations(), self._subjects.actions()):
-            await self._bus.purge(subject, below=floor + 1)
+            await self._purge(subject, below=floor + 1)
         self.trimmed = floor
         return True
 
@@ -181,13 +201,13 @@ class LogTrimmer:
         if episodes := self._retention.take_settled(position, MAX_EPISODES_PER_TRIM):
             await self._runtime.offload(self._archive.guard, position)
             for episode in episodes:
-                await self._bus.purge(self._subjects.observation("*", "*", episode), below=position + 1)
-                await self._bus.purge(self._subjects.action("*", episode), below=position + 1)
+                await self._purge(self._subjects.observation("*", "*", episode), below=position + 1)
+                await self._purge(self._subjects.action("*", episode), below=position + 1)
             log.info("log is short of room; removed settled episodes behind an open one", episodes=len(episodes))
 
     async def _settle(self) -> bool:
         """Everything else, as far as it is settled for good."""
-        subjects, purge = self._subjects, self._bus.purge
+        subjects, purge = self._subjects, self._purge
         expired = min(self._settled_ages.find_position(self._bus.now_ns()), self.last_entered)
         before, last_floor = self._retention.floor, self._last_floor
         raised = msgspec.structs.replace(self._retention.compute_floor(expired), sessions=max(expired + 1, before.sessions))
@@ -213,8 +233,8 @@ class LogTrimmer:
         """Store it before anything that it concerns leaves; False if that was not possible now. ``last_floor`` is the newest
         that was entered when it was computed.
 
-        The floor that holds is stored once more first: it stands behind all that the new one was computed from, and a log that
-        loses any of that, while the new one is on its way, has lost it too and refuses the new one.
+        The floor that holds is stored once more first, and only then does it look whether the log has all that the new one
+        was computed from: a log that loses any of that later has lost this entry too, and refuses the new one.
         """
         if raised == self._retention.floor:
             return True
@@ -222,10 +242,8 @@ class LogTrimmer:
         first = not last_floor  # who begins before it stands does not see it: what was archived by then does not count
         try:
             published = await self._bus.publish(subject, encode(NO_FLOOR if first else before), expected_last=last_floor)
-            if published.sequence <= self.last_entered:
-                log.error("log lost entries that are archived; removing nothing", archived_up_to=self.last_entered)
-                return False
             if not first:
+                await self._check_not_back()
                 published = await self._bus.publish(subject, encode(raised), expected_last=published.sequence)
         except LogFull:
             await self._shorten_journals(over)
@@ -237,6 +255,7 @@ class LogTrimmer:
             log.warning("floor publish failed; retrying", reason=str(error))
             return False
         if not first:
+            self._raised = published.sequence
             self._retention.enter(published.sequence, subject, raised)
         return not first
 
@@ -247,18 +266,18 @@ class LogTrimmer:
             return
         log.warning("log is full; shortening journals of ended sessions to their ends", sessions=len(over))
         for session, last in islice(over.items(), MAX_JOURNALS_PER_TRIM):
-            await self._bus.purge(self._subjects.session(session), below=last)
+            await self._purge(self._subjects.session(session), below=last)
 
     async def _remove_journals(self, over: dict[str, int], prefix: int) -> None:
         """Together as far as no open one stands between them, the others one by one."""
-        await self._bus.purge(self._subjects.session("*"), below=prefix)
+        await self._purge(self._subjects.session("*"), below=prefix)
         behind = 0
         for session, last in over.items():
             if last >= prefix:
                 behind += 1
                 if behind > MAX_JOURNALS_PER_TRIM:
                     continue
-                await self._bus.purge(self._subjects.session(session), below=last + 1)
+                await self._purge(self._subjects.session(session), below=last + 1)
             self._sessions.forget(session)
 
     def _enter_read(self) -> None:

@@ -277,7 +277,9 @@ class SimulatedBus:
         return await self._inner.next_entry(subject, start=start)
 
     async def purge(self, subject: str, *, below: int) -> None:
+        breaks = self._inner.breaks
         await self._ask(subject)
+        self._inner.check_unbroken(breaks)
         await self._inner.purge(subject, below=below)
 
     async def request(self, subject: str, payload: bytes, *, timeout: float) -> bytes:
