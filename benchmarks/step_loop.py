@@ -122,10 +122,12 @@ def configuration(sessions: int) -> Configuration:
 
 async def serve(role: str, url: str, sessions: int, report: str, auth: str) -> None:
     """One worker process; the environment's writes its latencies and CPU when it has drained."""
+    from fleetbus_workers.cli.role import tune_collector
     from fleetbus_workers.environment.worker import run_environment
     from fleetbus_workers.inference.worker import run_inference
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
+    tune_collector()
     drain = anyio.Event()
     access = build_access(role, auth, RUN)
     async with connect(url, run=RUN, role=role, worker=role, **access) as bus, anyio.create_task_group() as group:

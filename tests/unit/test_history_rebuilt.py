@@ -16,6 +16,7 @@ from fleetbus_schemas.tokens import EMPTY_HISTORY, extend_history, pack_ids
 from fleetbus_workers.inference.history_cache import (
     LONGEST_LAG_SECONDS,
     REBUILD_PAUSE_SECONDS,
+    SEGMENT_IDS,
     History,
     HistoryCache,
     HistoryMismatch,
@@ -81,11 +82,11 @@ class Log:
 
 
 @asynccontextmanager
-async def log_and_histories(limit: int = 4096) -> AsyncIterator[tuple[Log, HistoryCache]]:
+async def log_and_histories() -> AsyncIterator[tuple[Log, HistoryCache]]:
     server = MemoryServer()
     async with server.connect(RUN, worker="w") as bus:
         await bus.declare(plan_run(RUN, lanes=4))
-        yield Log(bus), HistoryCache(bus, SUBJECTS, limit=limit)
+        yield Log(bus), HistoryCache(bus, SUBJECTS)
 
 
 async def test_the_first_turn_needs_no_log() -> None:
@@ -210,7 +211,8 @@ async def test_an_observation_that_nobody_waits_for_is_stale(what: str) -> None:
 
 
 async def test_the_least_recently_used_history_is_dropped_first() -> None:
-    async with log_and_histories(limit=2) as (log, histories):
+    async with log_and_histories() as (log, _):
+        histories = HistoryCache(log.bus, SUBJECTS, limit_ids=2 * SEGMENT_IDS, limit_packed_ids=SEGMENT_IDS)
         await log.claim(1)
         await log.act(1, 0, [1], [2])
         observation = log.observation(1, 1)
@@ -232,14 +234,33 @@ async def test_a_forgotten_history_is_rebuilt() -> None:
         assert histories.rebuilt == 1
 
 
-async def test_few_long_histories_are_kept_where_many_short_ones_would_be() -> None:
-    """The bound that matters for memory is token ids: 4,096 episodes of 32,768 would take 5 GB."""
+async def test_what_is_used_least_recently_is_packed_before_it_is_dropped() -> None:
+    """The bound that matters for memory is token ids: 4,096 episodes of 32,768 would take 5 GB as lists."""
     async with log_and_histories() as (log, _):
-        histories = HistoryCache(log.bus, SUBJECTS, limit=4, limit_ids=100)
-        for episode, count in (("a", 10), ("b", 60), ("c", 50), ("d", 1)):
-            histories.put(episode, History(digest=b"", ids=[7] * count))
-        assert [histories.forget(episode) is not None for episode in "abcd"] == [False, False, True, True]
-        histories.put("long", History(digest=b"", ids=[7] * 200))
-        histories.put("long", History(digest=b"", ids=[7] * 300))
-        assert histories.forget("long") is not None
-        assert histories._entry_id_count == 0
+        histories = HistoryCache(log.bus, SUBJECTS, limit_ids=100 + 2 * SEGMENT_IDS, limit_packed_ids=60 + 2 * SEGMENT_IDS)
+        kept = {"a": [10] * 30, "b": [11] * 50, "c": [1 << 31] * 50, "d": [13] * 40}
+        for episode, ids in kept.items():
+            histories.put(episode, History(digest=episode.encode(), ids=list(ids), calls=3))
+        assert (list(histories._packed), list(histories._entries)) == (["b"], ["c", "d"]), "a and b are over the second bound"
+        found = {episode: histories.forget(episode) for episode in kept}
+        assert found.pop("a") is None
+        assert {episode: (each.ids, each.digest, each.calls) for episode, each in found.items() if each} == {
+            episode: (kept[episode], episode.encode(), 3) for episode in "bcd"
+        }
+        histories.put("long", History(digest=b"", ids=[7] * 400))
+        histories.put("long", History(digest=b"", ids=[7] * 500))
+        assert histories.forget("long") is not None, "the newest is kept whatever its length"
+        assert (histories._entry_id_count, histories._packed_id_count) == (0, 0)
+
+
+async def test_histories_over_the_bound_of_lists_are_used_without_a_read_of_the_log() -> None:
+    """Each step of each session would read its whole episode otherwise: 64 sessions of 130,000 tokens stood still."""
+    async with log_and_histories() as (log, _):
+        histories = HistoryCache(log.bus, SUBJECTS, limit_ids=1)
+        await log.claim(1)
+        await log.act(1, 0, [1, 2], [3])
+        observation = log.observation(1, 1)
+        histories.put("e", History(digest=observation.history_hash, ids=[1, 2, 3]))
+        histories.put("f", History(digest=b"f", ids=[]))
+        taken = await histories.take_or_rebuild(observation)
+        assert (taken.ids, histories.rebuilt) == ([1, 2, 3], 0)
