@@ -24,7 +24,6 @@ from fleetbus_schemas import Task
 from fleetbus_workers.assembly.engines import PACKAGES, check_packages
 from fleetbus_workers.assembly.model import find_model_folder
 from fleetbus_workers.assembly.vision import check_vision
-from fleetbus_workers.environment.adapters.warehouse.tasks import build_warehouse_task
 from fleetbus_workers.environment.keyed_specs import build_keyed_factory, check_tasks_are_served, parse_keyed_specs
 from fleetbus_workers.environment.specs import build_environment_factory, is_own_class
 from fleetbus_workers.inference.chat_template import ChatTemplate
@@ -203,6 +202,10 @@ def check_environment(specs: str, tasks: str = "", played: Configuration | None 
     ``played`` settings, classes of the user's own play a task first."""
     if specs == "warehouse":  # ours, and checking it would import all of mcp before the first line is shown
         return
+    from fleetbus_workers.environment.adapters.warehouse.tasks import (
+        build_warehouse_task,  # imports structlog, which help does without
+    )
+
     build_keyed_factory(specs, lambda spec: build_environment_factory(spec, verifier=_NoGrader()))
     dataset = load_dataset(tasks) if tasks else [build_warehouse_task(0)]
     check_tasks_are_served(parse_keyed_specs(specs), dataset)
