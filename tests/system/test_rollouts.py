@@ -13,6 +13,7 @@ from fleetbus_schemas import Action, ContextChange, EpisodeFinished, SessionAnsw
 from fleetbus_schemas.tokens import unpack_ids
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed, Step
+from fleetbus_workers.environment.episode import runner
 from fleetbus_workers.learner.batches import CreditPlan, build_sequence
 from fleetbus_workers.learner.leaves import list_leaves, split_sequence
 from tests.support.small_deployment import small_deployment
@@ -109,6 +110,18 @@ async def test_a_failed_environment_is_no_reward_of_zero() -> None:
             assert len(group.graded) == 3
             (failed,) = [episode for episode in group.episodes if episode not in group.graded]
             assert (failed.reward, failed.error) == (None, "step: gone")
+
+
+async def test_an_episode_whose_result_does_not_fit_its_actions_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "pack_mask", lambda mask: b"\xff" * ((len(mask) + 7) // 8))
+    with anyio.fail_after(1000):
+        async with small_deployment() as fleet:
+            fleet.environment("e1")
+            fleet.inference("i1")
+            async with rollouts(fleet.bus, fleet.configuration, TASKS[:1], group_size=2) as produced:
+                (group,) = [group async for group in produced]
+    assert [(each.outcome, each.reward, each.sequences) for each in group.episodes] == [("lost", None, ())] * 2
+    assert all("do not fit its result" in each.error for each in group.episodes)
 
 
 async def test_a_caller_that_takes_its_time_slows_the_fleet_down() -> None:

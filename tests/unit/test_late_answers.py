@@ -15,7 +15,17 @@ from fleetbus.bus.streams import observations_consumer, plan_run
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
 from fleetbus.core.history import Turn
 from fleetbus.errors import NoResponders, RequestUnanswered
-from fleetbus_schemas import ANY_LANE, Action, AttemptStarted, ControlAnswered, EpisodeRequested, Subjects, Task, encode
+from fleetbus_schemas import (
+    ANY_LANE,
+    Action,
+    AttemptStarted,
+    ControlAnswered,
+    EpisodeRequested,
+    Heartbeat,
+    Subjects,
+    Task,
+    encode,
+)
 from fleetbus_workers.environment.episode import late_answers
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
 from fleetbus_workers.environment.episode.late_answers import CHECKS_AT_ONCE, check_late_answers
@@ -156,6 +166,31 @@ async def test_an_action_whose_delivery_was_lost_is_found_by_the_next_read() -> 
         answer = group.answers.pop("e1")
         assert isinstance(answer, Turn) and answer.action == action
         assert group.answers == {} and group.bus.own == [SUBJECTS.episode("e1")]
+
+
+async def test_an_attempt_that_is_answered_during_the_shared_read_is_not_late_any_more() -> None:
+    async with waiting(2) as group:
+        read, action = group.bus.last_of_each, Action(episode_id="e0", attempt=1, turn=0, text="here")
+
+        async def read_once_it_came(subjects: Sequence[str]) -> list[StreamEntry]:
+            stored = await group.bus.publish(SUBJECTS.action("e000", "e0"), encode(action))
+            group.clients["e0"].deliver(stored.sequence, action)
+            await anyio.wait_all_tasks_blocked()
+            found: list[StreamEntry] = await read(subjects)
+            return found
+
+        group.bus.last_of_each = read_once_it_came
+        await group.check()
+        assert list(group.answers) == ["e0"]
+        assert [client.is_late(anyio.current_time() + 3600) for client in group.clients.values()] == [False, True]
+
+
+async def test_a_turn_of_a_lane_that_drains_is_sent_to_any_though_its_worker_still_has_it() -> None:
+    async with waiting(1, lane="i000") as group:
+        group.bus.in_work = ("e0.1.0",)
+        group.lane_status._apply_heartbeat(Heartbeat(role="inference", worker="i", slots=1, lane="i000", draining=True))
+        await group.check()
+        assert await group.bus.last(SUBJECTS.observation("default", ANY_LANE, "e0")) is not None
 
 
 async def test_an_attempt_that_was_superseded_ends_and_the_others_wait_on() -> None:
