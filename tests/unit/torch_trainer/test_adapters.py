@@ -13,12 +13,19 @@ from fleetbus.errors import UserError
 from fleetbus_workers.weights.file import read_weights
 from tests.support.checkpoints import store
 from tests.support.sampled_turns import make_batch, trainer
-from tests.support.trainable_model import CONFIGS, make_model
+from tests.support.trainable_model import CONFIGS, VOCABULARY, make_model
 
 
 @pytest.fixture
 def peft() -> Any:
     return pytest.importorskip("peft")
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}, {"lora_rank": 2, "lora_target_modules": "q_proj,embed_tokens"}])
+def test_a_trainer_says_how_many_tokens_its_model_can_embed(tmp_path: Path, options: dict[str, Any]) -> None:
+    if options:
+        pytest.importorskip("peft")
+    assert trainer(make_model(tmp_path, "llama"), **options).vocabulary == VOCABULARY
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
