@@ -46,34 +46,55 @@ class MissingActions(UserError):
 async def read_actions(
     bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished], *, archive: Path | None, runtime: Runtime
 ) -> dict[str, list[Action]]:
-    """By episode the Actions that its result names, in turn order; an episode may hold others, of attempts that were cut."""
-    for result in results:
-        _check_references(result)
+    """By episode the Actions that its result names, in turn order; an episode may hold others, of attempts that were cut.
+
+    Raises `MissingActions`.
+    """
+    found, missing = await find_actions(bus, subjects, results, archive=archive, runtime=runtime)
+    if missing:
+        raise missing[0]
+    return found
+
+
+async def find_actions(
+    bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished], *, archive: Path | None, runtime: Runtime
+) -> tuple[dict[str, list[Action]], list[MissingActions]]:
+    """The Actions of those results that name nothing else, as `read_actions`; and what is missing of each of the others."""
+    missing = [problem for result in results if (problem := _check_references(result)) is not None]
+    refused = {problem.episode_id for problem in missing}
+    results = [result for result in results if result.episode_id not in refused]
     wanted = {reference.sequence for result in results for reference in result.actions}
     entries = await _entries_of(bus, subjects, results)
     for pause in LAG_PAUSES_SECONDS:
-        missing = wanted - set(entries)
-        if missing and archive is not None:
-            log.info("actions read from the archive", entries=len(missing))
-            entries |= await runtime.offload(read_archived_entries, archive, missing, run=subjects.run)
+        absent = wanted - set(entries)
+        if absent and archive is not None:
+            log.info("actions read from the archive", entries=len(absent))
+            entries |= await runtime.offload(read_archived_entries, archive, absent, run=subjects.run)
         if not wanted - set(entries):
             break
         await anyio.sleep(pause)
         entries |= await _entries_of(bus, subjects, results)
-    found = decode_entries(Action, [entries[key] for key in wanted & set(entries)])
-    actions = {(entry.sequence, entry.subject, action.turn): action for entry, action in found}
-    return {result.episode_id: _actions_of(subjects, result, actions, set(entries), archive) for result in results}
+    decoded = decode_entries(Action, [entries[key] for key in wanted & set(entries)])
+    actions = {(entry.sequence, entry.subject, action.turn): action for entry, action in decoded}
+    found: dict[str, list[Action]] = {}
+    for result in results:
+        try:
+            found[result.episode_id] = _actions_of(subjects, result, actions, set(entries), archive)
+        except MissingActions as problem:
+            missing.append(problem)
+    return found, missing
 
 
-def _check_references(result: EpisodeFinished) -> None:
-    """Raise `MissingActions` for what no log has: a result is the word of one worker."""
+def _check_references(result: EpisodeFinished) -> MissingActions | None:
+    """What no log has: a result is the word of one worker."""
     for reference in result.actions:
         if reference.sequence < 1 or not is_name(reference.lane):
-            hint = f"no Action can stand there, on lane {reference.lane!r}"
-            raise MissingActions(result.episode_id, "", reference.sequence, hint, is_replaced=True)
+            hint = f"no Action can stand there, on lane {reference.lane[:64]!r}"
+            return MissingActions(result.episode_id, "", reference.sequence, hint, is_replaced=True)
     if (lanes := len({reference.lane for reference in result.actions})) > MAX_LANES:
         hint = f"the result names {lanes} lanes; {MAX_LANES} at most are read"
-        raise MissingActions(result.episode_id, "", result.actions[0].sequence, hint, is_replaced=True)
+        return MissingActions(result.episode_id, "", result.actions[0].sequence, hint, is_replaced=True)
+    return None
 
 
 async def _entries_of(bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished]) -> dict[int, StreamEntry]:

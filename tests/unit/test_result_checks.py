@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from fleetbus.actions import read_actions
+from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.core.groups import Group
@@ -154,6 +155,30 @@ async def test_an_episode_whose_result_does_not_fit_its_actions_leaves_its_group
         sequences = await read_sequences(bus, SUBJECTS, [group], plan=CreditPlan(), temperature=1.0, runtime=Runtime())
     assert group.excluded == [Exclusion(episode_id="e", reason=reason)]
     assert [sequence.episode_id for sequence in sequences] == ["f"]
+
+
+async def test_a_batch_is_read_once_however_many_of_its_episodes_name_what_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One after the other, each with a read of all and seconds for a replica that lags, a step would take minutes."""
+    monkeypatch.setattr("fleetbus.actions.LAG_PAUSES_SECONDS", (0.0,))
+    async with MemoryServer().connect("checks") as bus:
+        await bus.declare(plan_run("checks", lanes=1))
+        await store(bus, [action(0, "f"), action(1, "f")])
+        read, history = list[str](), bus.history
+
+        async def read_and_count(subjects: Sequence[str]) -> list[StreamEntry]:
+            read.extend(subjects)
+            return await history(subjects)
+
+        monkeypatch.setattr(bus, "history", read_and_count)
+        names = {f"e{number}": ActionReference(sequence=1 + number % 2 * 98, lane="e0", turn=0) for number in range(9)}
+        broken = {name: finished(name, actions=(reference,)) for name, reference in names.items()}
+        group = Group(group_id="g", size=10, results=broken | {"f": finished("f")})
+        sequences = await read_sequences(bus, SUBJECTS, [group], plan=CreditPlan(), temperature=1.0, runtime=Runtime())
+    assert [sequence.episode_id for sequence in sequences] == ["f"]
+    assert [exclusion.reason for exclusion in group.excluded] == ["actions_lost"] * 9
+    assert read.count(SUBJECTS.action("e0", "f")) == 2, "once, and once more in case that a replica lagged"
 
 
 async def test_an_action_that_was_trimmed_before_the_request_was_made_ends_no_learner() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from fleetbus.actions import MissingActions, are_lost, read_actions
+from fleetbus.actions import are_lost, find_actions
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import AlgorithmSettings, Configuration, EpisodeSettings, LearnerSettings
 from fleetbus.core.advantages import ADVANTAGES
@@ -105,15 +105,14 @@ async def read_sequences(
 async def _read_actions(
     bus: Bus, subjects: Subjects, groups: Sequence[Group], *, archive: Path | None, runtime: Runtime
 ) -> dict[str, list[Action]]:
-    while True:
-        results = {result.episode_id: result for group in groups for result in group.graded}
-        try:
-            return await read_actions(bus, subjects, list(results.values()), archive=archive, runtime=runtime)
-        except MissingActions as missing:
-            is_before = missing.sequence <= results[missing.episode_id].request_sequence
-            if not is_before and not await are_lost(bus, subjects, missing):
-                raise
-            _exclude(groups, missing.episode_id, "actions_lost", str(missing))
+    results = {result.episode_id: result for group in groups for result in group.graded}
+    found, missing = await find_actions(bus, subjects, list(results.values()), archive=archive, runtime=runtime)
+    for each in missing:
+        is_before = each.sequence <= results[each.episode_id].request_sequence
+        if not is_before and not await are_lost(bus, subjects, each):
+            raise each
+        _exclude(groups, each.episode_id, "actions_lost", str(each))
+    return found
 
 
 def _exclude_broken(groups: Sequence[Group], actions: Mapping[str, Sequence[Action]], vocabulary: int) -> None:
