@@ -1,6 +1,6 @@
 """Reading one episode back from the log: its standing, its token history, what was observed; and storing its result."""
 
-import secrets
+import os
 from collections.abc import AsyncIterator, Iterable
 from typing import Literal
 
@@ -89,7 +89,7 @@ async def store_message(bus: Bus, subject: str, message: Message) -> int:
 
     Returns its sequence. The caller's cancel scope is what ends it.
     """
-    payload, message_id = encode(message, subject=subject), secrets.token_hex(10)
+    payload, message_id = encode(message, subject=subject), os.urandom(10).hex()
     while True:
         try:
             return (await bus.publish(subject, payload, message_id=message_id)).sequence

@@ -41,11 +41,10 @@ class ReceiveQueue(Generic[T]):
             self._waiter.set_result(None)
 
     async def take(self) -> T:
-        """The next item; waits without limit. An item leaves the queue only when it is returned."""
+        """The next item; waits without limit. An item leaves the queue only when it is returned. Within a cancelled scope up to
+        `TURN_ITEMS` that have arrived may still be taken: to look for a cancellation costs as much as an item."""
         self._taken += 1
-        if self._taken % TURN_ITEMS:
-            await anyio.lowlevel.checkpoint_if_cancelled()
-        else:
+        if self._taken % TURN_ITEMS == 0:
             await anyio.lowlevel.checkpoint()
         while not self.items:
             await self.wait()

@@ -43,7 +43,8 @@ def validate_return(kind: type[T], value: object, call: str, environment: object
 
 def check_messages(messages: Iterable[ChatMessage], where: str = "an environment's messages") -> tuple[ChatMessage, ...]:
     """The messages of an environment; raises `InvalidReturn` when they are something else."""
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
+    is_plain = type(messages) is tuple
+    if not is_plain and (isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable)):
         raise InvalidReturn(f"{where} must be a tuple of ChatMessage, not {_describe(messages)}")
     checked = tuple(messages)
     for index, message in enumerate(checked):

@@ -6,13 +6,14 @@ import msgspec
 
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
+from fleetbus.loop_clock import get_clock
 from fleetbus_schemas import Subjects, Task
 from fleetbus_workers.environment.base import Environment
 
 
 class WorkerContext(msgspec.Struct, frozen=True, kw_only=True):
     """What all attempts of one worker share. ``make`` makes the environment of an episode; ``nonce`` names one claim.
-    ``context_tokens`` is what the model takes, 0: as many as an episode may have."""
+    ``context_tokens`` is what the model takes, 0: as many as an episode may have; ``now`` the loop's clock."""
 
     bus: Bus
     subjects: Subjects
@@ -23,3 +24,4 @@ class WorkerContext(msgspec.Struct, frozen=True, kw_only=True):
     make: Callable[[Task], Environment]
     nonce: Callable[[], str]
     context_tokens: int = 0
+    now: Callable[[], float] = msgspec.field(default_factory=get_clock)

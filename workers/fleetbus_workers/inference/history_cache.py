@@ -73,8 +73,8 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 class HistoryCache:
     """At most ``limit_ids`` token ids as lists (36 bytes each) and ``limit_packed_ids`` packed (4 bytes).
 
-    The least recently used are packed, then dropped, for the log has them all; but where every session finds its history dropped,
-    each step reads a whole episode. Each segment is kept under its `fleetbus_workers.inference.base.name_history`.
+    The least recently used are packed, then dropped, for the log has them all; but where every session finds its history
+    dropped, each step reads a whole episode. Each segment is kept under its `fleetbus_workers.inference.base.name_history`.
     """
 
     def __init__(

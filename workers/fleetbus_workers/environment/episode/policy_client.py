@@ -17,7 +17,6 @@ from fleetbus.bus.streams import observations_consumer
 from fleetbus.core.history import Turn
 from fleetbus.episodes import decode_entries, read_episode_state, store_message
 from fleetbus.errors import RequestUnanswered
-from fleetbus.loop_clock import get_clock
 from fleetbus.wakeup import Wakeup
 from fleetbus_schemas import ANY_LANE, Action, AttemptStarted, ChatMessage, EpisodeRequested, Observation, ToolSpec
 from fleetbus_schemas.tokens import EMPTY_HISTORY
@@ -203,7 +202,7 @@ class PolicyClient:
 
     def _plan_check(self) -> None:
         pause = min(self._context.limits.late * 2 ** min(self._checks, MOST_DOUBLINGS), MAX_CHECK_INTERVAL_SECONDS)
-        self._check_at = get_clock()() + pause
+        self._check_at = self._context.now() + pause
         self._checks += 1
 
     async def _send(self, observation: Observation, lane: str) -> None:
