@@ -6,6 +6,7 @@ task. Log calls take an event and keywords, never a formatted sentence.
 
 import logging
 import sys
+import threading
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, TextIO
@@ -32,6 +33,9 @@ SECRET_WORDS = (
 """A key that contains one of these, or ends in ``token``, names a secret if its value is text."""
 
 Processors = list[structlog.typing.Processor]
+
+_lock = threading.Lock()
+_blocks = 0
 
 
 def configure_logs(settings: LogSettings, *, stream: TextIO | None = None, **bound_values: object) -> None:
@@ -132,3 +136,27 @@ def suppress_logs() -> Iterator[None]:
         yield
     finally:
         structlog.configure(**before)
+
+
+@contextmanager
+def configure_logs_if_unset(settings: LogSettings) -> Iterator[None]:
+    """Set up structlog for the block unless the program has: on standard error, from warnings up. Its own `logging` is left
+    alone, and structlog is as it was when the last such block has ended."""
+    global _blocks
+    with _lock:
+        if not _blocks and structlog.is_configured():
+            ours = False
+        else:
+            ours = True
+            _blocks += 1
+            if _blocks == 1:
+                level = settings.level if settings.level in ("warning", "error") else "warning"
+                configure_structlog(LogSettings(level=level, format=settings.format))
+    try:
+        yield
+    finally:
+        with _lock:
+            if ours:
+                _blocks -= 1
+                if not _blocks:
+                    structlog.reset_defaults()

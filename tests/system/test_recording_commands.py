@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.recording import load_recording
+from fleetbus.recording.writer import create_recording
 from fleetbus_schemas import PolicyPublished, Subjects, encode
 from fleetbus_workers.cli.program import run_program
 from tests.support.processes import wait_for_output
@@ -58,6 +60,21 @@ def read_stdout(capsys: pytest.CaptureFixture[str], *arguments: str, code: int =
     assert found == code, captured
     assert code != 2 or captured.err.count("\n") == 1, "bad input is one line"
     return captured.out if code != 2 else captured.err
+
+
+@pytest.mark.parametrize("arguments", [(), ("l1-start-0000",), ("--outcome", "open")])
+def test_json_is_all_that_standard_output_has_whatever_the_log_has(
+    tmp_path: Path, capsys: Any, arguments: tuple[str, ...]
+) -> None:
+    file, original = tmp_path / "odd.fbrec", load_recording(GUESSING)
+    with create_recording(file, original.header) as recording:
+        recording.add(
+            [
+                msgspec.structs.replace(each, payload=b"odd") if "start-0000" in each.subject else each
+                for each in original.entries
+            ]
+        )
+    assert json.loads(read_stdout(capsys, "episodes", str(file), *arguments, "--json")) is not None
 
 
 def test_the_log_of_a_run_is_recorded_whole(server: str, tmp_path: Path, capsys: Any) -> None:

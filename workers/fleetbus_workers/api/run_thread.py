@@ -7,19 +7,16 @@ listens to no signals here: the caller's program does.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 
 import anyio
-import structlog
 
 from fleetbus.bus.base import Bus
 from fleetbus.config.run_folder import RunFolder
-from fleetbus.config.settings import Configuration, LogSettings
+from fleetbus.config.settings import Configuration
 from fleetbus.errors import RunFailed
-from fleetbus.logs import configure_structlog
+from fleetbus.logs import configure_logs_if_unset
 from fleetbus.wakeup import ThreadWakeup
 from fleetbus_workers.api.arguments import RunArguments, write_tasks_file
 from fleetbus_workers.api.environment_object import ObjectFactory
@@ -43,34 +40,6 @@ from fleetbus_workers.up.run import RunResult
 from fleetbus_workers.up.summary_builder import Summary
 from fleetbus_workers.up.summary_report import format_finished_report, format_report, write_summary
 from fleetbus_workers.up.supervisor import WorkerUnrecoverable
-
-_lock = threading.Lock()
-_runs = 0
-
-
-@contextmanager
-def configure_logs_if_unset(settings: LogSettings) -> Iterator[None]:
-    """Set up structlog for the block unless the program has: on standard error, from warnings up. Its own `logging` is left
-    alone, and structlog is as it was when the last run has ended."""
-    global _runs
-    with _lock:
-        if not _runs and structlog.is_configured():
-            ours = False
-        else:
-            ours = True
-            _runs += 1
-            if _runs == 1:
-                level = settings.level if settings.level in ("warning", "error") else "warning"
-                configure_structlog(LogSettings(level=level, format=settings.format))
-    try:
-        yield
-    finally:
-        with _lock:
-            if ours:
-                _runs -= 1
-                if not _runs:
-                    structlog.reset_defaults()
-
 
 MAIN_THREAD_CHECK_SECONDS = 0.25
 """How soon a run notices that the program ends without having stopped it."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from functools import wraps
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import click
 import msgspec
@@ -21,8 +22,23 @@ UNBROKEN_WIDTH = 10_000
 
 
 def json_option(what: str = "") -> Callable[[F], F]:
-    """Decorator: ``--json`` as the argument ``as_json``; ``what`` is printed."""
-    return click.option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON" if what else "Print JSON")
+    """Decorator: ``--json`` as the argument ``as_json``; ``what`` is printed, and nothing else is on standard output."""
+    option = click.option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON" if what else "Print JSON")
+
+    def decorate(command: F) -> F:
+        @wraps(command)
+        def run(*arguments: object, as_json: bool, **options: object) -> object:
+            if not as_json:
+                return command(*arguments, as_json=False, **options)
+            from fleetbus.config.settings import LogSettings
+            from fleetbus.logs import configure_logs_if_unset
+
+            with configure_logs_if_unset(LogSettings()):
+                return command(*arguments, as_json=True, **options)
+
+        return option(cast("F", run))
+
+    return decorate
 
 
 def print_json(value: object) -> None:
