@@ -133,7 +133,7 @@ class Bus(Protocol):
 
     async def declare(self, plan: RunPlan) -> None:
         """Create streams and consumers as planned, or leave them as they are if they exist; repeating is harmless. A
-        limit of the log that is planned higher is raised; raises `BusError` for any other difference."""
+        limit of the log that is planned higher is raised; raises `UserError` for any other difference."""
 
     async def publish(
         self,

@@ -162,4 +162,4 @@ def _compare(what: str, wanted: msgspec.Struct, found: msgspec.Struct) -> None:
     for field in wanted.__struct_fields__:
         expected, actual = getattr(wanted, field), getattr(found, field)
         if expected != actual:
-            raise BusError(f"{what} exists with {field} {actual!r} instead of {expected!r}; it was left as it is")
+            raise UserError(f"{what} exists with {field} {actual!r} instead of {expected!r} and was left as it is")

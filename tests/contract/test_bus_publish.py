@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
-from fleetbus.errors import BusError, LogFull, PublishUnanswered, SequenceConflict
+from fleetbus.errors import BusError, LogFull, PublishUnanswered, SequenceConflict, UserError
 from fleetbus_schemas import MAX_MESSAGE_BYTES
 
 
@@ -141,7 +141,7 @@ async def test_a_full_log_takes_more_once_it_is_declared_with_a_higher_limit_and
                 await bus.publish(subject, bytes(1000))
         await bus.declare(world.plan(max_bytes=40_000))
         await bus.publish(subject, bytes(1000))
-        with pytest.raises(BusError, match="max_bytes"):
+        with pytest.raises(UserError, match="max_bytes"):
             await bus.declare(world.plan(max_bytes=20_000))
         assert (await bus.usage())[1] == 40_000
 

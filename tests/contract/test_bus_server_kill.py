@@ -8,7 +8,7 @@ import anyio
 import msgspec
 import pytest
 
-from fleetbus.errors import BusError, PublishUnanswered, RequestUnanswered
+from fleetbus.errors import PublishUnanswered, RequestUnanswered, UserError
 
 
 @pytest.fixture
@@ -33,12 +33,12 @@ async def test_two_who_declare_at_once_agree(world: Any) -> None:
 
 async def test_what_exists_differently_is_named_and_left_alone(world: Any) -> None:
     async with world.ready(max_bytes=1 << 20) as bus:
-        with pytest.raises(BusError, match="max_bytes"):
+        with pytest.raises(UserError, match="max_bytes"):
             await bus.declare(world.plan(max_bytes=1 << 19))
         assert (await bus.usage())[1] == 1 << 20
         plan = world.plan(max_bytes=1 << 20)
         slower = msgspec.structs.replace(plan.consumers[0], ack_wait_seconds=9.0)
-        with pytest.raises(BusError, match=r"consumer short.*ack_wait"):
+        with pytest.raises(UserError, match=r"consumer short.*ack_wait"):
             await bus.declare(msgspec.structs.replace(plan, consumers=(slower,)))
 
 

@@ -27,7 +27,7 @@ from fleetbus.bus.nats import calls
 from fleetbus.bus.nats.api import ApiRefused, StreamUnavailable
 from fleetbus.bus.nats.clock import ServerClock
 from fleetbus.bus.nats.connection import Connection, open_connection
-from fleetbus.bus.nats.declare import declare
+from fleetbus.bus.nats.declare import check_log, declare
 from fleetbus.bus.nats.direct import get_histories, get_last, get_last_of_each, get_next
 from fleetbus.bus.nats.objects import NatsObjectStore
 from fleetbus.bus.nats.protocol import parse_time_ns
@@ -37,7 +37,7 @@ from fleetbus.bus.nats.reader import merge_entries, open_reader, scan_histories,
 from fleetbus.bus.nats.retention_api import count_unacked, list_floors, list_subjects, purge, read_floor
 from fleetbus.bus.nats.runs import RunOnServer, list_runs, remove_run
 from fleetbus.bus.objects import ObjectStore
-from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, lane_stream, log_stream, work_alias
+from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, StreamPlan, lane_stream, log_stream, work_alias
 from fleetbus.config.load import strip_credentials
 from fleetbus.errors import BusError, RequestUnanswered, UserError
 from fleetbus_schemas import Subjects
@@ -153,6 +153,11 @@ class NatsBus:
 
     async def last_sequence(self) -> int:
         return int((await self._stream_info(self._log))["state"]["last_seq"])
+
+    async def check_log(self, *, reading: bool = False) -> None:
+        """Raise `UserError` if the stream called as the run's log is none; not part of the `Bus` protocol."""
+        plan = StreamPlan(name=self._log, subjects=(f"{self._log_prefix}>",))
+        check_log(plan, (await self._stream_info(self._log))["config"], reading=reading)
 
     async def usage(self) -> tuple[int, int]:
         return _read_usage(await self._stream_info(self._log))

@@ -230,20 +230,36 @@ async def _connect(connection: Connection, url: str, **options: object) -> None:
                 max_outstanding_pings=2,
                 **options,
             )
+        _check_server(wire, url)
     except (TimeoutError, OSError, NatsError, UnicodeError) as error:  # the last one: what can be no host
         reason = connection.first_error or error
         if isinstance(reason, ssl.SSLError):
             raise UserError(_describe_tls_error(strip_credentials(url), reason, has_authority="tls" in options)) from error
         raise UserError(f"no NATS server answers at {strip_credentials(url)}: start one, or check --nats") from reason
+    except (ValueError, TypeError, AttributeError) as error:  # nats-py's, about a greeting that is no INFO or has odd fields
+        raise UserError(_describe_stranger(url)) from error
+    except UserError:
+        wire.force_close()
+        raise
     finally:
         if not wire.ready:
             wire.force_close()
-    version = tuple(int(part) for part in re.findall(r"\d+", wire._server_info.get("version", "0.0"))[:2])
+
+
+def _check_server(wire: WireClient, url: str) -> None:
+    found = wire._server_info.get("version", "0.0")
+    if not isinstance(found, str) or not isinstance(wire.max_payload, int):
+        raise UserError(_describe_stranger(url))
+    version = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
     if version < MINIMUM_VERSION:
         raise UserError(f"the NATS server at {strip_credentials(url)} is older than 2.11: upgrade it")
     if wire.max_payload < MINIMUM_PAYLOAD_BYTES:  # long episodes alone would be lost, and training would never see them
         limit = f"takes {wire.max_payload} bytes per message, and long turns need {MINIMUM_PAYLOAD_BYTES}"
         raise UserError(f"the NATS server at {strip_credentials(url)} {limit}: raise its max_payload")
+
+
+def _describe_stranger(url: str) -> str:
+    return f"what answers at {strip_credentials(url)} is no NATS server: check --nats"
 
 
 def _describe_tls_error(url: str, reason: ssl.SSLError, *, has_authority: bool) -> str:

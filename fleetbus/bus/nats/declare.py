@@ -19,7 +19,7 @@ from fleetbus.bus.nats.api import (
 )
 from fleetbus.bus.objects import weights_bucket
 from fleetbus.bus.streams import ConsumerPlan, RunPlan, StreamPlan
-from fleetbus.errors import BusError, UserError
+from fleetbus.errors import UserError
 
 MAX_WAITING_PULLS = 4096
 """Pull requests that may wait at one consumer: a few per worker."""
@@ -32,16 +32,45 @@ _WANTED = "fleetbus_max_bytes"
 
 _SECOND_NS = 1_000_000_000
 
+_HINTS = {
+    10026: "raise max_consumers of the account or of the stream, or declare fewer lanes (--nats-lanes)",
+    10027: "raise max_streams of the account, or remove runs that are over (fleetbus runs rm RUN --nats URL)",
+    10065: "another stream stores these subjects: remove it, or choose another --run",
+    10113: "set max_bytes_required to false in the account",
+}
+"""What to do about the limits of an account, by JetStream error code."""
+
+_PLAIN: dict[str, Any] = {
+    "max_age": 0,
+    "max_msgs": -1,
+    "max_msg_size": -1,
+    "no_ack": False,
+    "sealed": False,
+    "allow_rollup_hdrs": False,
+    "persist_mode": "default",
+    "mirror": None,
+    "sources": None,
+    "subject_transform": None,
+}
+"""What would remove, refuse or change entries, with the value that does not; a server may leave such a field out."""
+
+_LIMITS = ("max_bytes", "duplicate_window")
+
 log = logging.getLogger(__name__)
 
 
 async def declare(api: JetStreamApi, plan: RunPlan) -> None:
-    """See `fleetbus.bus.base.Bus.declare`; raises `BusError` naming the first field that differs from the plan."""
-    await _declare_stream(api, plan.log)
-    await _declare_stream(api, plan.lanes)
-    await declare_bucket(api, weights_bucket(plan.run), replicas=plan.log.replicas)
-    for consumer in plan.consumers:
-        await _declare_consumer(api, plan.log.name, consumer)
+    """See `fleetbus.bus.base.Bus.declare`; raises `UserError` naming the first field that differs from the plan, or what the
+    server refuses."""
+    try:
+        await _declare_stream(api, plan.log)
+        await _declare_stream(api, plan.lanes)
+        await declare_bucket(api, weights_bucket(plan.run), replicas=plan.log.replicas)
+        for consumer in plan.consumers:
+            await _declare_consumer(api, plan.log.name, consumer)
+    except ApiRefused as refused:
+        hint = _HINTS.get(refused.code, "see the server's configuration")
+        raise UserError(f"the NATS server refuses to declare run {plan.run}: {refused}: {hint}; then repeat this") from refused
 
 
 async def declare_bucket(api: JetStreamApi, bucket: str, *, replicas: int = 0) -> None:
@@ -124,6 +153,18 @@ async def _declare_stream(api: JetStreamApi, plan: StreamPlan) -> None:
         log.info("nats: limit of %s raised from %d to %d bytes", plan.name, config["max_bytes"], wanted["max_bytes"])
         config["max_bytes"] = wanted["max_bytes"]
     _compare(f"stream {plan.name}", wanted, config)
+    _compare(f"stream {plan.name}", _PLAIN, _PLAIN | {key: value for key, value in config.items() if value})
+
+
+def check_log(plan: StreamPlan, config: dict[str, Any], *, reading: bool = False) -> None:
+    """Check that the stream called as a run's log is one, whatever its limits: a worker on another would wait without end, or
+    lose entries. For ``reading`` alone its subjects and its retention decide. Raises `UserError`."""
+    wanted = {field: value for field, value in stream_config(plan).items() if field not in _LIMITS}
+    if reading:
+        wanted = {field: wanted[field] for field in ("subjects", "retention")}
+    _compare(f"stream {plan.name}", wanted, config)
+    if not reading:
+        _compare(f"stream {plan.name}", _PLAIN, _PLAIN | {key: value for key, value in config.items() if value})
 
 
 def _is_larger(wanted: int, found: int) -> bool:
@@ -182,4 +223,7 @@ async def _declare_consumer(api: JetStreamApi, stream: str, plan: ConsumerPlan) 
 def _compare(what: str, wanted: dict[str, Any], found: dict[str, Any]) -> None:
     for field, value in wanted.items():
         if found.get(field) != value:
-            raise BusError(f"{what} exists with {field} {found.get(field)!r} instead of {value!r}; it was left as it is")
+            raise UserError(
+                f"{what} exists with {field} {found.get(field)!r} instead of {value!r} and was left as it is: "
+                "correct it there or in the settings, or choose another --run"
+            )

@@ -7,6 +7,7 @@ import anyio
 
 from fleetbus.auth.access import build_access
 from fleetbus.bus.base import Bus
+from fleetbus.bus.streams import environment_lanes, inference_lanes
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import Subjects
@@ -16,6 +17,8 @@ Work = Callable[["Bus", "Configuration", str, anyio.Event], Coroutine[Any, Any, 
 
 _EXTRAS = {"torch": "torch", "transformers": "torch", "tokenizers": "torch", "safetensors": "torch", "numpy": "torch"}
 _EXTRAS |= {"mcp": "environment", "httpx": "environment", "matplotlib": "plot"}
+
+_LANES = {"environment": environment_lanes, "inference": inference_lanes}
 
 
 def import_work(load_work: Callable[[], Work]) -> Work:
@@ -30,24 +33,30 @@ def import_work(load_work: Callable[[], Work]) -> Work:
 
 
 async def serve_role(role: str, work: Work, configuration: Configuration, name: str, url: str, drain: anyio.Event) -> None:
-    """Connect as ``role`` and work until finished or drained. Raises `UserError` if the run is not declared on that server."""
+    """Connect as ``role`` and work until finished or drained. Raises `UserError` if the run is not declared there."""
     from fleetbus.bus.nats import connect
     from fleetbus.service_api import Microservice
 
     access = build_access(role, configuration.nats.auth, configuration.run.name)
     run = configuration.run.name
     async with connect(url, run=run, role=role, worker=name, **access) as bus, anyio.create_task_group() as services:
-        await _check_declared(bus, run)
+        await _check_declared(bus, run, role)
         services.start_soon(Microservice(bus, Subjects(run), role=role, worker=name).run)
         await work(bus, configuration, name, drain)
         services.cancel_scope.cancel()
 
 
-async def _check_declared(bus: Bus, run: str) -> None:
-    from fleetbus.bus.nats.api import STREAM_NOT_FOUND, ApiRefused
+async def _check_declared(bus: Bus, run: str, role: str) -> None:
+    from fleetbus.bus.nats.api import STREAM_NOT_FOUND, ApiRefused, StreamUnavailable
+    from fleetbus.bus.nats.bus import NatsBus
 
+    assert isinstance(bus, NatsBus)
     try:
-        await bus.last_sequence()
+        await bus.check_log()
+        if role in _LANES:
+            await bus.last(Subjects(run).lane(role, *_LANES[role](1)))
+    except StreamUnavailable:
+        raise UserError(f"run {run} is declared in part only: repeat `fleetbus init --run {run}`") from None
     except ApiRefused as refused:
         if refused.code != STREAM_NOT_FOUND:
             raise

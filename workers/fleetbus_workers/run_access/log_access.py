@@ -57,8 +57,11 @@ def build_driver(configuration: Configuration) -> Driver:
 
 
 async def _check_run(bus: Bus, run: str) -> None:
+    from fleetbus.bus.nats.bus import NatsBus
+
+    assert isinstance(bus, NatsBus)
     try:
-        await bus.last_sequence()
+        await bus.check_log(reading=True)
     except BusClosed:
         raise
     except BusError as error:
