@@ -1,7 +1,17 @@
-"""Files that are whole or not there: readers, also after a crash, never see a partial file."""
+"""Folders that are there or the reason why not; files that are whole or not there, also for readers after a crash."""
 
 import os
 from pathlib import Path
+
+from fleetbus.errors import UserError
+
+
+def create_folder(folder: Path) -> None:
+    """Create a folder, with those above it, if it is not there. Raises `UserError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be used as a folder ({error.strerror}): correct what is there") from error
 
 
 def replace_file(file: Path, content: bytes) -> None:

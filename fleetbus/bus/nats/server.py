@@ -23,6 +23,7 @@ import anyio.abc
 import msgspec
 
 from fleetbus.errors import UserError
+from fleetbus.files import create_folder
 from fleetbus.python_process import build_parent_death_command
 
 MINIMUM_VERSION = (2, 11)
@@ -282,7 +283,7 @@ def _is_server_of(pid: int, store: Path) -> bool:
 
 
 def _prepare(store: Path) -> Path:
-    store.mkdir(parents=True, exist_ok=True)
+    create_folder(store)
     return store.absolute()
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 def _load_work() -> Work:
     from fleetbus.config.run_folder import run_folder
+    from fleetbus.files import create_folder
     from fleetbus_workers.assembly.engines import check_packages
     from fleetbus_workers.assembly.learner_parts import build_curriculum, open_group_judge
     from fleetbus_workers.assembly.model import find_model_folder
@@ -47,7 +48,7 @@ def _load_work() -> Work:
             return
         leading = LeaderTrainer(trainer) if trainer.shards.world > 1 else None
         for files in (run_folder(configuration.run).weights, run_folder(configuration.run).checkpoints):
-            files.mkdir(parents=True, exist_ok=True)
+            create_folder(files)
         try:
             async with open_group_judge(configuration) as judge:
                 await run_learner(
@@ -71,6 +72,7 @@ async def _train_on_tinker(
     bus: Bus, configuration: Configuration, name: str, drain: anyio.Event, curriculum: Curriculum
 ) -> None:
     from fleetbus.config.run_folder import run_folder
+    from fleetbus.files import create_folder
     from fleetbus_workers.assembly.engines import check_packages
     from fleetbus_workers.assembly.learner_parts import open_group_judge
     from fleetbus_workers.assembly.model import find_model_folder
@@ -85,7 +87,7 @@ async def _train_on_tinker(
         client, folder, base_model=settings.base_model or str(folder), settings=settings, learner=configuration.learner
     )
     for files in (run_folder(configuration.run).weights, run_folder(configuration.run).checkpoints):
-        files.mkdir(parents=True, exist_ok=True)
+        create_folder(files)
     async with open_group_judge(configuration) as judge:
         await run_learner(
             bus, configuration=configuration, name=name, drain=drain, trainer=trainer, curriculum=curriculum, judge=judge

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 
+_PATH_ERRORS = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP}
+)
+"""Of a path that was given, or lies below one: no mistake of the program."""
+
+
 class Entry(NamedTuple):
     """A command that is not imported yet: ``module`` has a `click.Command` called ``command``."""
 
@@ -148,6 +154,8 @@ def _report(error: Exception) -> int:
     if is_bad_input(error):
         return _report_refusal(str(next(iterate_leaves(error))))
     leaves = list(iterate_leaves(error))
+    if not _has_working_folder():
+        return _report_refusal("the folder that this was started in was removed: change to another one")
     if all(isinstance(leaf, BrokenPipeError) for leaf in leaves):
         return _close_stdout()
     if large := next((leaf for leaf in leaves if isinstance(leaf, OSError) and leaf.errno == errno.EFBIG), None):
@@ -156,6 +164,8 @@ def _report(error: Exception) -> int:
     if full := next((leaf for leaf in leaves if is_disk_full(leaf)), None):
         _report_refusal(f"the disk is full: {full}: free space, then repeat the command")
         return CRASHED
+    if all(isinstance(leaf, OSError) and leaf.filename and leaf.errno in _PATH_ERRORS for leaf in leaves):
+        return _report_refusal(f"{leaves[0]}: choose another path, or correct what is there")
     if missing := next((leaf for leaf in leaves if isinstance(leaf, ModuleNotFoundError)), None):
         from fleetbus_workers.cli.diagnosis import CPU_BUILD
         from fleetbus_workers.cli.missing_packages import find_extra
@@ -165,6 +175,14 @@ def _report(error: Exception) -> int:
             return _report_refusal(f"this needs the package {missing.name}: pip install 'fleetbus[{extra}]'{note}")
     traceback.print_exception(error, file=sys.stderr)
     return CRASHED
+
+
+def _has_working_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _report_refusal(reason: str) -> int:

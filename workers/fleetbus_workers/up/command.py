@@ -17,7 +17,7 @@ from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.datasets import is_remote
 from fleetbus.datasets import redact_location as shown_location
 from fleetbus.errors import UserError
-from fleetbus.files import replace_file
+from fleetbus.files import create_folder, replace_file
 from fleetbus.harbor import PREFIX as HARBOR
 from fleetbus.logs import configure_logs
 from fleetbus_workers.event_loop import run_async
@@ -105,7 +105,7 @@ def fit_gpus(configuration: Configuration, given: Mapping[str, str]) -> Configur
 def hold_run(configuration: Configuration, folder: RunFolder) -> Iterator[None]:
     """The run's folder, locked for the block. Raises `UserError` if it is held already."""
     for path in (folder.path, folder.logs):
-        path.mkdir(parents=True, exist_ok=True)
+        create_folder(path)
     with lock_run(folder.lock, configuration.run.name):
         evict_viewers(folder)
         yield

@@ -1,0 +1,63 @@
+"""Folders that cannot be used: one line that names the path, exit code 2, and no traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fleetbus.errors import UserError
+from fleetbus.files import create_folder
+from fleetbus_workers.cli import audit, program
+
+
+@pytest.mark.parametrize("error", [PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError])
+def test_a_path_that_cannot_be_used_is_one_line(
+    error: type[OSError], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers = {PermissionError: 13, NotADirectoryError: 20, IsADirectoryError: 21, FileExistsError: 17}
+
+    def fail(*_: object, **__: object) -> None:
+        raise ExceptionGroup("tasks", [error(numbers[error], os.strerror(numbers[error]), "/data/run\nlock")])
+
+    monkeypatch.setattr(audit.command, "callback", fail)
+    assert program.run_program(["audit"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "/data/run" in line and "choose another path" in line
+
+
+@pytest.mark.parametrize("folder", ["/" + "a" * 300, "/tmp/" + "a/" * 2500])
+def test_a_run_folder_with_too_long_a_name_is_one_line(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["audit"], ["up"], ["top", "--once"], ["runs", "list"]):
+        assert program.run_program([*command, "--run-folder", folder]) == 2, command
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "too long" in line
+
+
+def test_a_lock_that_is_a_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "default" / "lock").mkdir(parents=True)
+    assert program.run_program(["up", "--no-check", "--run-folder", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path / "default" / "lock") in line
+
+
+def test_a_working_folder_that_was_removed_is_named(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = 'cd "$1" && rmdir "$1" && exec "$2" -m fleetbus runs list'
+    ended = subprocess.run(["sh", "-c", command, "_", gone, sys.executable], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == "fleetbus: the folder that this was started in was removed: change to another one\n"
+
+
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("")
+    with pytest.raises(UserError, match=r"weights cannot be used as a folder"):
+        create_folder(tmp_path / "weights")
+    with pytest.raises(UserError, match=r"below cannot be used as a folder"):
+        create_folder(tmp_path / "weights" / "below")
+    create_folder(tmp_path / "a" / "b")
+    create_folder(tmp_path / "a" / "b")
