@@ -16,7 +16,7 @@ from fleetbus_schemas import PolicyPublished
 from fleetbus_workers.images.model_folder import has_vision
 from fleetbus_workers.weights.adapters import WEIGHTS_NAME as ADAPTER_NAME
 from fleetbus_workers.weights.adapters import check_adapters, has_adapters, write_configuration
-from fleetbus_workers.weights.file import WeightsRejected, read_weights
+from fleetbus_workers.weights.file import WeightsRejected, read_weights, save_tensors
 from fleetbus_workers.weights.names import copy_companions
 
 WEIGHTS_NAME = "model.safetensors"
@@ -163,13 +163,12 @@ def _set_untied(file: Path) -> None:
 def _write_head(folder: Path, files: Sequence[Path]) -> None:
     """Write the embedding once more, as the output head."""
     from safetensors import safe_open
-    from safetensors.torch import save_file
 
     for file in files:
         with safe_open(file, framework="pt") as stored:
             for name in stored.keys():  # no mapping
                 if name.endswith(EMBEDDING):
-                    save_file({HEAD: stored.get_tensor(name)}, folder / HEAD_FILE, metadata={"format": "pt"})
+                    save_tensors({HEAD: stored.get_tensor(name)}, folder / HEAD_FILE)
                     return
     raise WeightsRejected(f"{folder}: no tensor is named *{EMBEDDING}, so the output head cannot be found")
 
@@ -179,14 +178,12 @@ def parse_file_uri(uri: str) -> Path:
     return Path(unquote(urlsplit(uri).path)) if uri.startswith("file://") else Path(uri)
 
 
-def _link_or_write(source: Path, target: Path, tensors: Mapping[str, object]) -> None:
+def _link_or_write(source: Path, target: Path, tensors: Mapping[str, Any]) -> None:
     """The file that was checked, or its tensors where it is not a file of this machine."""
     if source.is_file():
         _link_or_copy(source, target)
         return
-    from safetensors.torch import save_file
-
-    save_file(dict(tensors), target, metadata={"format": "pt"})
+    save_tensors(tensors, target)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from fleetbus_workers.weights.file import WeightsRejected, fsync_path
+from fleetbus_workers.weights.file import WeightsRejected, fsync_path, save_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,6 @@ MAX_CHANGED_SHARE = 0.25
 def write_delta(file: Path, *, base: Path, new: Path, base_uri: str) -> int:
     """Write the difference of two weights files and return its size in bytes; atomic. Raises `OSError`."""
     from safetensors import safe_open
-    from safetensors.torch import save_file
 
     parts: dict[str, torch.Tensor] = {}
     with safe_open(base, framework="pt") as before, safe_open(new, framework="pt") as after:
@@ -37,7 +36,7 @@ def write_delta(file: Path, *, base: Path, new: Path, base_uri: str) -> int:
             parts |= _compute_difference(name, before.get_tensor(name) if name in known else None, after.get_tensor(name))
     temporary = file.with_name(f".{file.name}.{uuid4().hex}")
     try:
-        save_file(parts, temporary, metadata={BASE: base_uri, "format": "pt"})
+        save_tensors(parts, temporary, {BASE: base_uri})
         fsync_path(temporary, os.O_RDWR)
         os.replace(temporary, file)
     finally:
@@ -68,7 +67,7 @@ def read_base_uri(file: Path) -> str | None:
 def apply_delta(delta: Path, *, base: Path, file: Path) -> None:
     """Write base and difference together as a whole version; raises `WeightsRejected` if they do not fit, or `OSError`."""
     from safetensors import SafetensorError
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     try:
         tensors, parts = load_file(base), load_file(delta)
@@ -82,7 +81,7 @@ def apply_delta(delta: Path, *, base: Path, file: Path) -> None:
         raise WeightsRejected(f"{delta}: does not fit its base {base.name}: {error}") from error
     temporary = file.with_name(f".{file.name}.{uuid4().hex}")
     try:
-        save_file(tensors, temporary, metadata={"format": "pt"})
+        save_tensors(tensors, temporary)
         os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)

@@ -16,9 +16,9 @@ from fleetbus.bus.objects import ObjectMissing, ObjectStore
 from fleetbus.errors import BusError, UserError
 from fleetbus_schemas import PolicyPublished
 from fleetbus_workers.weights.delta import apply_delta, read_base_uri
-from fleetbus_workers.weights.file import WeightsRejected
+from fleetbus_workers.weights.file import WeightsRejected, expect_file
 from fleetbus_workers.weights.manifests import get_manifest
-from fleetbus_workers.weights.store import OBJECT_SCHEME, open_filesystem
+from fleetbus_workers.weights.store import OBJECT_SCHEME, download
 
 MAX_DELTA_CHAIN = 64
 """Differences upon differences; a learner publishes a whole version far more often."""
@@ -78,7 +78,8 @@ class WeightsFetcher:
         """The file of a URI: itself if it is local, else a copy."""
         parts = urlsplit(uri)
         if parts.scheme in ("", "file"):
-            return Path(unquote(parts.path))
+            await anyio.to_thread.run_sync(expect_file, found := Path(unquote(parts.path)))
+            return found
         file = self._build_path(uri, "".join(Path(parts.path).suffixes[-1:]))
         self._folder.mkdir(parents=True, exist_ok=True)
         if parts.scheme == OBJECT_SCHEME:
@@ -86,7 +87,7 @@ class WeightsFetcher:
                 raise WeightsRejected(f"{uri}: this worker has no object store")
             await self._objects.get(parts.path.lstrip("/"), file)
         else:
-            await anyio.to_thread.run_sync(lambda: open_filesystem(uri).get_file(uri, str(file)), abandon_on_cancel=True)
+            await anyio.to_thread.run_sync(download, uri, file, abandon_on_cancel=True)
         return file
 
     def _build_path(self, uri: str, suffix: str) -> Path:

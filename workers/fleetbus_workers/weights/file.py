@@ -6,10 +6,12 @@ that engines without torch can name `WeightsRejected`. Nothing here ever returns
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -101,6 +103,24 @@ def _build_header(layout: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) ->
     return struct.pack("<Q", len(content)) + content, offsets
 
 
+def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file, not atomically. Raises `OSError`, where the library's own error only tells its number."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), file, metadata={"format": "pt", **(metadata or {})})
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error), str(file)) from error
+
+
+def expect_file(file: Path) -> None:
+    """Raises `WeightsRejected` for what is there and no file: a pipe would be waited for without end. Also raises `OSError`."""
+    if file.exists() and not file.is_file():
+        raise WeightsRejected(f"{file}: is not a regular file")
+
+
 def read_weights(location: str | Path, manifest: Sequence[TensorEntry]) -> dict[str, torch.Tensor]:
     """The tensors of a weights file (a path or a ``file://`` URI) on the CPU, exactly those that ``manifest`` lists.
 
@@ -111,6 +131,7 @@ def read_weights(location: str | Path, manifest: Sequence[TensorEntry]) -> dict[
 
     file = _parse_location(location)
     try:
+        expect_file(file)
         with safe_open(file, framework="pt", device="cpu") as stored:
             _check_names(file, list(stored.keys()), manifest)
             return {entry.name: _read_tensor(file, stored, entry) for entry in manifest}
@@ -128,7 +149,11 @@ def _read_tensor(file: Path, stored: Any, entry: TensorEntry) -> torch.Tensor:
     tensor: torch.Tensor = stored.get_tensor(entry.name)
     if _hash_tensor(tensor) != entry.sha256:
         raise WeightsRejected(f"{file}: {entry.name} differs from the manifest's sha256")
-    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+    try:
+        finite = not tensor.is_floating_point() or bool(tensor.isfinite().all())
+    except NotImplementedError as error:  # of types of 8 bits and less
+        raise WeightsRejected(f"{file}: {entry.name} is {dtype}, which cannot be checked for finite values") from error
+    if not finite:
         raise WeightsRejected(f"{file}: {entry.name} has values that are not finite")
     return tensor
 

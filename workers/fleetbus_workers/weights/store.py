@@ -4,6 +4,8 @@ The learner puts a file and publishes the URI that it gets; `fleetbus_workers.we
 again. What arrives is checked against the manifest before an engine takes it, so that a store need not be trusted.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,12 +72,31 @@ class FsspecStore:
         await anyio.to_thread.run_sync(self._delete, file)
 
     def _upload(self, file: Path) -> None:
-        self._files.makedirs(self._url, exist_ok=True)
-        self._files.put_file(str(file), f"{self._url}/{file.name}")
+        with _raise_os_error(self._url):
+            self._files.makedirs(self._url, exist_ok=True)
+            self._files.put_file(str(file), f"{self._url}/{file.name}")
 
     def _delete(self, file: Path) -> None:
-        if self._files.exists(f"{self._url}/{file.name}"):
-            self._files.rm_file(f"{self._url}/{file.name}")
+        with _raise_os_error(self._url):
+            if self._files.exists(f"{self._url}/{file.name}"):
+                self._files.rm_file(f"{self._url}/{file.name}")
+
+
+def download(uri: str, file: Path) -> None:
+    """Copy what fsspec finds at ``uri``; blocking. Raises `OSError` or `UserError`."""
+    with _raise_os_error(uri):
+        open_filesystem(uri).get_file(uri, str(file))
+
+
+@contextmanager
+def _raise_os_error(url: str) -> Iterator[None]:
+    """Each of fsspec's implementations raises errors of its own: a server that answers 503 must not end a worker."""
+    try:
+        yield
+    except (OSError, UserError):
+        raise
+    except Exception as error:
+        raise OSError(f"{url}: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 
 def open_filesystem(url: str) -> Any:

@@ -1,0 +1,129 @@
+"""Weights that are no weights, and stores that fail in ways of their own: the version is rejected, and no worker ends."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import resource
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+
+from fleetbus_schemas import PolicyPublished, TensorEntry
+from fleetbus_workers.weights.delta import apply_delta, write_delta
+from fleetbus_workers.weights.fetch import WeightsFetcher
+from fleetbus_workers.weights.file import WeightsRejected, read_weights, save_tensors, write_weights
+from fleetbus_workers.weights.store import FsspecStore
+
+LISTED = (TensorEntry(name="w", shape=(4,), dtype="F32", sha256="0" * 64),)
+
+
+def published(uri: str) -> PolicyPublished:
+    return PolicyPublished(policy="p", version=1, lineage="l1", step=1, uri=uri, manifest=LISTED, size_bytes=1)
+
+
+@pytest.mark.parametrize("name", ["v1.safetensors", "v1.delta"])
+async def test_a_pipe_in_the_place_of_weights_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    (tmp_path / f"link-{name}").symlink_to(tmp_path / name)
+    with pytest.raises(WeightsRejected, match="not a regular file"):
+        read_weights(tmp_path / name, LISTED)
+    for file in (tmp_path / name, tmp_path / f"link-{name}"):
+        with pytest.raises(WeightsRejected, match="not a regular file"):
+            await WeightsFetcher(tmp_path / "copies", None).fetch_local(published(file.as_uri()))
+
+
+def test_a_device_in_the_place_of_weights_is_not_read() -> None:
+    with pytest.raises(WeightsRejected, match="not a regular file"):
+        read_weights("/dev/zero", LISTED)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("F8_E4M3", 4), ("F4", 2)])
+def test_numbers_that_cannot_be_checked_are_rejected(kind: str, size: int, tmp_path: Path) -> None:
+    content, file = b"\x7f" * size, tmp_path / "v1.safetensors"
+    header = json.dumps({"w": {"dtype": kind, "shape": [4], "data_offsets": [0, size]}}).encode()
+    file.write_bytes(struct.pack("<Q", len(header)) + header + content)
+    entry = TensorEntry(name="w", shape=(4,), dtype=kind, sha256=hashlib.sha256(content).hexdigest())
+    with pytest.raises(WeightsRejected, match=kind):
+        read_weights(file, (entry,))
+
+
+@contextmanager
+def files_limited_to(size: int) -> Iterator[None]:
+    """No file of this process may be larger: to who writes it, that is a disk without room."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_version_that_finds_no_room_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    """One that callers wait for or report; the error of the library's own would end them."""
+    base, new = tmp_path / "v0.safetensors", tmp_path / "v1.safetensors"
+    write_weights(base, {"w": torch.zeros(5000)})
+    write_weights(new, {"w": torch.ones(5000)})
+    delta, whole = tmp_path / "v1.delta", tmp_path / "copy.safetensors"
+    with files_limited_to(4096), pytest.raises(OSError) as refused:
+        write_delta(delta, base=base, new=new, base_uri="v0")
+    assert refused.value.errno == errno.EFBIG
+    write_delta(delta, base=base, new=new, base_uri="v0")
+    with files_limited_to(4096), pytest.raises(OSError) as refused:
+        apply_delta(delta, base=base, file=whole)
+    assert refused.value.errno == errno.EFBIG
+    with pytest.raises(FileNotFoundError):
+        save_tensors({"w": torch.ones(1)}, tmp_path / "absent" / "v2.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v0.safetensors", "v1.delta", "v1.safetensors"]
+
+
+@pytest.fixture
+def failing() -> Iterator[str]:
+    """The URL of a web server that answers 503 to everything."""
+
+    class Failing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(503)
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Nobody reads it."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Failing) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+async def test_a_store_that_fails_for_a_while_rejects_the_version_alone(failing: str, tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    with pytest.raises(WeightsRejected, match="503"):
+        await WeightsFetcher(tmp_path, None).fetch_local(published(f"{failing}/l1-v000001.safetensors"))
+
+
+async def test_what_a_store_raises_of_its_own_is_an_error_that_a_learner_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FsspecStore("memory://weights")
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("slow down")
+
+    monkeypatch.setattr(store._files, "put_file", fail)
+    monkeypatch.setattr(store._files, "exists", fail)
+    with pytest.raises(OSError, match="slow down"):
+        await store.put(tmp_path / "v1.safetensors")
+    with pytest.raises(OSError, match="slow down"):
+        await store.remove(tmp_path / "v1.safetensors")
