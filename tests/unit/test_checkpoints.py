@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fleetbus_schemas import TensorEntry
@@ -106,3 +107,24 @@ def test_nothing_is_removed_for_a_checkpoint_that_is_not_there(tmp_path: Path) -
     (written(tmp_path, "l1", 2) / STATE).unlink()
     prune_checkpoints(tmp_path, 1)
     assert names(tmp_path) == ["l1-000001", "l1-000002"]
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../outside", "a/b", "..", ".", "", "nul\0", "pipe", "below"])
+def test_an_index_that_names_what_is_no_file_beside_it_is_damaged(name: str, tmp_path: Path) -> None:
+    """Reading some of them would never end."""
+    path = written(tmp_path, "l1", 1)
+    os.mkfifo(path / "pipe")
+    (path / "below").mkdir()
+    index = msgspec.json.decode((path / "checkpoint.json").read_bytes())
+    index["sha256"][name] = "0" * 64
+    (path / "checkpoint.json").write_bytes(msgspec.json.encode(index))
+    with pytest.raises(CheckpointDamaged):
+        open_checkpoint(path)
+
+
+def test_a_pipe_in_the_place_of_the_index_is_not_waited_for(tmp_path: Path) -> None:
+    path = written(tmp_path, "l1", 1)
+    (path / "checkpoint.json").unlink()
+    os.mkfifo(path / "checkpoint.json")
+    with pytest.raises(CheckpointDamaged, match="not a regular file"):
+        open_checkpoint(path)

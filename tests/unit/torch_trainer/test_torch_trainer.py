@@ -255,8 +255,29 @@ def test_a_checkpoint_cannot_bring_code(folder, tmp_path):
     index.write_bytes(pickle.dumps(metadata))
     with pytest.raises(UserError, match="no tensor"):
         trainer.restore(tmp_path / "state")
-    index.write_bytes(good[: len(good) // 2])
-    with pytest.raises(UserError, match="cannot be read"):
+    for bad in (good[: len(good) // 2], b"\x80\xff.", b"Ixx\n.", b"\x8e" + (2**62).to_bytes(8, "little"), b"V\\u12\n."):
+        index.write_bytes(bad)
+        with pytest.raises(UserError, match="cannot be read"):
+            trainer.restore(tmp_path / "state")
+
+
+def test_a_checkpoint_names_no_file_beyond_its_folder(folder, tmp_path):
+    trainer = TorchTrainer(folder)
+    index = store(trainer, tmp_path / "state") / ".metadata"
+    metadata = pickle.loads(index.read_bytes())
+    for part in metadata.storage_data.values():
+        part.relative_path = f"../state/{part.relative_path}"
+    index.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match="no file beside it"):
+        trainer.restore(tmp_path / "state")
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100, pickle.dumps(eval)], ids=["empty", "junk", "code"])
+def test_shards_that_cannot_be_read_are_named(folder, tmp_path, content):
+    trainer = TorchTrainer(folder)
+    for shards in store(trainer, tmp_path / "state").glob("*.distcp"):
+        shards.write_bytes(content)
+    with pytest.raises(UserError, match=r"state.*cannot be read"):
         trainer.restore(tmp_path / "state")
 
 

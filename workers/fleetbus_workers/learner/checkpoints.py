@@ -121,14 +121,25 @@ class CheckpointDamaged(Exception):
 def open_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at ``path``; blocking. Raises `OSError` when it cannot be read, as while its disk is away, and
     `CheckpointDamaged` when it was read and is not whole."""
+    _expect_file(path, INDEX)
     try:
         checkpoint = msgspec.json.decode((path / INDEX).read_bytes(), type=Checkpoint)
     except msgspec.DecodeError as error:
         raise CheckpointDamaged(f"{INDEX}: {error}") from error
+    for name in checkpoint.sha256:
+        _expect_file(path, name)
     broken = [name for name, digest in checkpoint.sha256.items() if _hash_file(path / name) != digest]
     if broken or not checkpoint.sha256:
         raise CheckpointDamaged(f"{', '.join(broken) or INDEX} differs from its checksum")
     return checkpoint
+
+
+def _expect_file(folder: Path, name: str) -> None:
+    """An index from elsewhere may name any path, and a pipe or a device would be read without end."""
+    if "\0" in name or Path(name).name != name:
+        raise CheckpointDamaged(f"{INDEX} names {name!r}, which is no file beside it")
+    if (folder / name).exists() and not (folder / name).is_file():
+        raise CheckpointDamaged(f"{name} is not a regular file")
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:

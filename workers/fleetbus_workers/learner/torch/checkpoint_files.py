@@ -70,8 +70,12 @@ def read_into(folder: Path, state: State, shards: Shards) -> None:
         )
     group = shards.background
     _expect_one_process(group)
-    with _raise_os_errors():
-        load(state, storage_reader=_PlainReader(folder), process_group=group, no_dist=group is None)
+    try:
+        with _raise_os_errors():
+            load(state, storage_reader=_PlainReader(folder), process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        raise UserError(f"{folder} cannot be read: {' '.join(str(reason).split())[:200] or type(reason).__name__}") from error
 
 
 @contextmanager
@@ -159,8 +163,13 @@ class _PlainReader(FileSystemReader):
             with (Path(self.path) / INDEX).open("rb") as stream:
                 metadata: Metadata = _MetadataUnpickler(stream).load()
             known = [type(entry) for entry in metadata.state_dict_metadata.values()]
-        except (pickle.UnpicklingError, AttributeError, EOFError, TypeError) as error:
-            raise UserError(f"{self.path}: its {INDEX} cannot be read: {error}") from error
+            places = {str(part.relative_path) for part in (metadata.storage_data or {}).values()}
+        except (OSError, UserError):
+            raise
+        except Exception as error:  # what a pickle of somebody else makes of the reader, memory included
+            raise UserError(f"{self.path}: its {INDEX} cannot be read: {str(error) or type(error).__name__}") from error
+        if beyond := sorted(place for place in places if Path(place).name != place):
+            raise UserError(f"{self.path}: its {INDEX} names {beyond[0]!r}, which is no file beside it")
         if BytesStorageMetadata in known:  # read by unpickling whatever is there
             raise UserError(f"{self.path}: it holds what is no tensor")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
