@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import re
 from collections.abc import AsyncIterator, Callable
@@ -13,6 +14,7 @@ import anyio
 import anyio.abc
 import numpy as np
 import pytest
+from PIL import Image as Pillow
 from websockets.asyncio.server import ServerConnection, serve
 
 from fleetbus_workers.environment.adapters.mcp.client import ConnectionHost
@@ -25,7 +27,7 @@ from fleetbus_workers.environment.adapters.remote_gym.config import RemoteGymCon
 from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.episode.stages import EpisodeEnded
 from fleetbus_workers.environment.failure_location import _build_redactor
-from fleetbus_workers.environment.images.observation import encode_image_file
+from fleetbus_workers.environment.images.observation import MAX_PIXELS, encode_image_file
 
 KEY = "correct-horse-battery"
 DEEP = b"[" * 2000 + b"]" * 2000
@@ -260,3 +262,15 @@ def test_no_program_is_started_to_read_an_image(monkeypatch: pytest.MonkeyPatch)
     postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n%%EOF\n"
     with pytest.raises(ValueError, match="cannot be read"):
         encode_image_file(postscript)
+
+
+def test_an_image_of_more_pixels_than_a_large_screen_has_is_refused_before_it_is_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A small file can be a large image."""
+    file = io.BytesIO()
+    Pillow.new("1", (4097, 4096)).save(file, "PNG")
+    monkeypatch.setattr(Pillow.Image, "convert", lambda *_: pytest.fail("it was decoded"))
+    with pytest.raises(ValueError, match="4097x4096 pixels is too large"):
+        encode_image_file(file.getvalue())
+    assert MAX_PIXELS >= 5120 * 2880
