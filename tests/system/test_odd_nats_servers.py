@@ -116,6 +116,14 @@ async def test_an_environment_worker_says_that_a_run_was_declared_in_part(tmp_pa
         assert f"fleetbus init --run {RUN}" in line
 
 
+async def test_a_pool_and_a_policy_that_were_not_declared_are_named(tmp_path: Path) -> None:
+    async with connected(tmp_path / "store") as (url, bus):
+        await bus.declare(PLAN)
+        reach = ("--run", RUN, "--nats", url)
+        assert "without pool other" in await refusal_of_role("environment", *reach, "--run-pool", "other")
+        assert "policy other" in await refusal_of_role("inference", *reach, "--run-policy", "other")
+
+
 @pytest.mark.parametrize(
     ("limits", "said"),
     [

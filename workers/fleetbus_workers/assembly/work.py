@@ -7,10 +7,10 @@ import anyio
 
 from fleetbus.auth.access import build_access
 from fleetbus.bus.base import Bus
-from fleetbus.bus.streams import environment_lanes, inference_lanes
+from fleetbus.bus.streams import environment_lanes, inference_lanes, observations_consumer, tasks_consumer
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
-from fleetbus_schemas import Subjects
+from fleetbus_schemas import ANY_LANE, Subjects
 
 Work = Callable[["Bus", "Configuration", str, anyio.Event], Coroutine[Any, Any, None]]
 """A role's loop: returns when it is finished or, once the event is set, drained."""
@@ -40,24 +40,32 @@ async def serve_role(role: str, work: Work, configuration: Configuration, name: 
     access = build_access(role, configuration.nats.auth, configuration.run.name)
     run = configuration.run.name
     async with connect(url, run=run, role=role, worker=name, **access) as bus, anyio.create_task_group() as services:
-        await _check_declared(bus, run, role)
+        await _check_declared(bus, configuration, role)
         services.start_soon(Microservice(bus, Subjects(run), role=role, worker=name).run)
         await work(bus, configuration, name, drain)
         services.cancel_scope.cancel()
 
 
-async def _check_declared(bus: Bus, run: str, role: str) -> None:
-    from fleetbus.bus.nats.api import STREAM_NOT_FOUND, ApiRefused, StreamUnavailable
+async def _check_declared(bus: Bus, configuration: Configuration, role: str) -> None:
+    from fleetbus.bus.nats.api import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiRefused, StreamUnavailable
     from fleetbus.bus.nats.bus import NatsBus
 
     assert isinstance(bus, NatsBus)
+    run, pool, policy = configuration.run.name, configuration.run.pool, configuration.run.policy
+    consumers = {"environment": tasks_consumer(pool), "inference": observations_consumer(policy, ANY_LANE)}
+    in_part = (
+        f"run {run} is declared without pool {pool}, policy {policy} or its lanes: repeat `fleetbus init --run {run}` with them"
+    )
     try:
         await bus.check_log()
-        if role in _LANES:
+        if role in consumers:
             await bus.last(Subjects(run).lane(role, *_LANES[role](1)))
+            await bus.ack_floor(consumers[role])
     except StreamUnavailable:
-        raise UserError(f"run {run} is declared in part only: repeat `fleetbus init --run {run}`") from None
+        raise UserError(in_part) from None
     except ApiRefused as refused:
+        if refused.code == CONSUMER_NOT_FOUND:
+            raise UserError(in_part) from None
         if refused.code != STREAM_NOT_FOUND:
             raise
         raise UserError(
