@@ -121,7 +121,7 @@ class RequestMux:
                 pending.future.set_exception(BusClosed("the connection was closed"))
 
     def _send(self, pending: PendingRequest, now: float, resend_seconds: float) -> None:
-        if self._wire.ready and not (pending.sent and self._wire.stalled):
+        if self._wire.ready and self._wire.has_room(again=pending.sent):
             self._wire.send(pending.command)
             pending.sent = True
         if resend_seconds:

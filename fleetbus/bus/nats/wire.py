@@ -32,7 +32,7 @@ Handler = Callable[[bytes, bytes, bytes, bytes | None], None]
 """Called with subject, reply subject, payload and raw header block of one message; must not block and must not raise."""
 
 MAX_BUFFERED_BYTES = 32 << 20
-"""Outgoing bytes beyond which acks and core messages are dropped: the peer has stopped reading."""
+"""Outgoing bytes beyond which acks and core messages are dropped, and nothing else is sent: the peer has stopped reading."""
 
 STALLED_BYTES = 1 << 20
 
@@ -89,10 +89,9 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
         buffered = 0 if writer is None else writer.transport.get_write_buffer_size()
         return int(self._pending_data_size + buffered)
 
-    @property
-    def stalled(self) -> bool:
-        """True while so much waits to be written that sending it again would only add to it."""
-        return self.unwritten_bytes > STALLED_BYTES
+    def has_room(self, *, again: bool) -> bool:
+        """False while so much waits to be written that more would only add to it, or, sooner, what was sent before."""
+        return self.unwritten_bytes <= (STALLED_BYTES if again else MAX_BUFFERED_BYTES)
 
     def send(self, command: bytes) -> None:
         """Queue a command for the socket; call it only while `ready`."""
@@ -123,7 +122,7 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
 
     def send_or_drop(self, command: bytes) -> bool:
         """As `send`, for what may get lost: False if the connection is down or the peer has stopped reading."""
-        if not self.ready or self.unwritten_bytes > MAX_BUFFERED_BYTES:
+        if not self.ready or not self.has_room(again=False):
             return False
         self.send(command)
         return True
