@@ -28,7 +28,7 @@ def draw_plots(results: dict[str, Any], folder: Path) -> dict[str, Path]:
         axes.set_title(title)
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False)
+            figure.legend(frameon=False, loc="outside lower center", ncols=3)
         folder.mkdir(parents=True, exist_ok=True)
         files[title] = folder / f"{name}.svg"
         figure.savefig(files[title], format="svg", metadata={"Date": None})
@@ -43,7 +43,7 @@ def draw_step_loop(axes: Any, rows: Rows) -> None:
 def draw_latencies(axes: Any, rows: Rows) -> None:
     for row in rows:
         times = row["latency_ms_by_percentile"]
-        axes.plot(list(times.values()), [float(share) for share in times], label=f"{row['sessions']} sessions")
+        axes.plot(list(times.values()), [float(share) for share in times], label=f"sessions: {row['sessions']}")
     axes.set(xscale="log", xlabel="ms from an environment's answer to its next action", ylabel="% of steps")
 
 
