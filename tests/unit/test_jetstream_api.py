@@ -29,7 +29,7 @@ def refusal(code: int) -> Answer:
 class Server:
     """Answers what ``answers`` says at that time, in seconds from the beginning of the test."""
 
-    is_connected = True
+    can_send = True
 
     def __init__(self, answers: Callable[[float], Answer]) -> None:
         self._answers = answers

@@ -92,9 +92,9 @@ class JetStreamApi:
 
     async def ask_once(self, subject: str, question: Any, *, timeout: float = API_TIMEOUT_SECONDS) -> None:
         """Ask for what must not be done later than now: sent once, and never after the connection was down. Raises
-        `RequestUnanswered` if it is down, or no answer comes; `ApiRefused`."""
-        if not self._request_mux.is_connected:
-            raise RequestUnanswered(f"{subject} was not asked: the connection is down")
+        `RequestUnanswered` if it is down, the server reads nothing, or no answer comes; `ApiRefused`."""
+        if not self._request_mux.can_send:
+            raise RequestUnanswered(f"{subject} was not asked: the connection is down, or the server reads nothing")
         reply = self._request_mux.new_reply()
         command = publish_command(f"{self.prefix}.{subject}", reply, _encode(question))
         try:

@@ -1,8 +1,7 @@
 """Questions and answers over one wildcard inbox: every ack, reply and API answer of a connection arrives here.
 
-An `PendingRequest` is one command that waits for its answer. Those that may be repeated are sent again when no answer comes,
-and at
-once after a reconnect. One timer serves them all. Above it are the publisher, the API and the calls; below it the wire.
+A `PendingRequest` is one command that waits for its answer. Those that may be repeated are sent again when no answer comes, and
+at once after a reconnect. One timer serves them all. Above it are the publisher, the API and the calls; below it the wire.
 """
 
 from __future__ import annotations
@@ -23,6 +22,10 @@ RESEND_SECONDS = 2.0
 
 RESEND_SECONDS_AFTER_RECONNECT = 0.5
 """The same for a command that a reconnect has just sent again: the server may still be coming up."""
+
+
+ROOM_SECONDS = 0.25
+"""After this long a command that found no room in the outgoing buffer is tried again, also one that is sent only once."""
 
 
 class PendingRequest:
@@ -57,9 +60,9 @@ class RequestMux:
         wire.open_route(self._prefix + "*", self._on_answer)
 
     @property
-    def is_connected(self) -> bool:
-        """True while a command that is sent now can reach the server."""
-        return self._wire.ready
+    def can_send(self) -> bool:
+        """True while a command that is asked now is sent at once: the connection is up, and the server reads."""
+        return self._wire.ready and self._wire.has_room(again=False)
 
     def new_reply(self) -> str:
         """A reply subject for one exchange."""
@@ -77,7 +80,7 @@ class RequestMux:
     ) -> Answer:
         """Send ``command``, whose reply subject is ``reply``, and wait for the answer; raises `TimeoutError` or `BusClosed`.
 
-        While the connection is down it waits to be sent, within the same ``timeout`` seconds.
+        While the connection is down or the server reads nothing it waits to be sent, within the same ``timeout`` seconds.
         """
         if self._closed:
             await anyio.lowlevel.checkpoint_if_cancelled()  # the connection's own tasks end by their cancellation
@@ -124,8 +127,9 @@ class RequestMux:
         if self._wire.ready and self._wire.has_room(again=pending.sent):
             self._wire.send(pending.command)
             pending.sent = True
-        if resend_seconds:
-            pending.resend_at = min(now + resend_seconds, pending.give_up_at)
+        elif self._wire.ready and not pending.sent:
+            resend_seconds = ROOM_SECONDS
+        pending.resend_at = min(now + resend_seconds, pending.give_up_at) if resend_seconds else pending.give_up_at
         if pending.resend_at < self._timer_due:
             self._arm(pending.resend_at)
 
