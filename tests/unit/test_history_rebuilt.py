@@ -11,12 +11,22 @@ import pytest
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
-from fleetbus_schemas import Action, AttemptStarted, EpisodeFinished, Message, Observation, ShownImage, Subjects, encode
+from fleetbus_schemas import (
+    Action,
+    AttemptStarted,
+    ChatMessage,
+    EpisodeFinished,
+    Message,
+    Observation,
+    ShownImage,
+    Subjects,
+    ToolSpec,
+    encode,
+)
 from fleetbus_schemas.tokens import EMPTY_HISTORY, extend_history, pack_ids
 from fleetbus_workers.inference.history_cache import (
     LONGEST_LAG_SECONDS,
     REBUILD_PAUSE_SECONDS,
-    SEGMENT_IDS,
     History,
     HistoryCache,
     HistoryMismatch,
@@ -212,7 +222,7 @@ async def test_an_observation_that_nobody_waits_for_is_stale(what: str) -> None:
 
 async def test_the_least_recently_used_history_is_dropped_first() -> None:
     async with log_and_histories() as (log, _):
-        histories = HistoryCache(log.bus, SUBJECTS, limit_ids=2 * SEGMENT_IDS, limit_packed_ids=SEGMENT_IDS)
+        histories = HistoryCache(log.bus, SUBJECTS, limit=2, limit_packed_bytes=0)
         await log.claim(1)
         await log.act(1, 0, [1], [2])
         observation = log.observation(1, 1)
@@ -234,23 +244,40 @@ async def test_a_forgotten_history_is_rebuilt() -> None:
         assert histories.rebuilt == 1
 
 
+def make_history(name: str, ids: list[int]) -> History:
+    """With something in each of its parts."""
+    tool = ToolSpec(name="look", parameters={"type": "object", "maximum": 1 << 70})
+    shown = ShownImage(object=name * 64, start=1, stop=3)
+    said = ChatMessage(role="user", content=f"of {name} \0 \u4e2d")
+    return History(digest=name.encode(), ids=ids, calls=3, images=(shown,), tools=(tool,), messages=(said,))
+
+
 async def test_what_is_used_least_recently_is_packed_before_it_is_dropped() -> None:
     """The bound that matters for memory is token ids: 4,096 episodes of 32,768 would take 5 GB as lists."""
     async with log_and_histories() as (log, _):
-        histories = HistoryCache(log.bus, SUBJECTS, limit_ids=100 + 2 * SEGMENT_IDS, limit_packed_ids=60 + 2 * SEGMENT_IDS)
+        histories = HistoryCache(log.bus, SUBJECTS, limit_ids=100, limit_packed_bytes=1200)
         kept = {"a": [10] * 30, "b": [11] * 50, "c": [1 << 31] * 50, "d": [13] * 40}
         for episode, ids in kept.items():
-            histories.put(episode, History(digest=episode.encode(), ids=list(ids), calls=3))
+            histories.put(episode, make_history(episode, list(ids)))
         assert (list(histories._packed), list(histories._entries)) == (["b"], ["c", "d"]), "a and b are over the second bound"
         found = {episode: histories.forget(episode) for episode in kept}
-        assert found.pop("a") is None
-        assert {episode: (each.ids, each.digest, each.calls) for episode, each in found.items() if each} == {
-            episode: (kept[episode], episode.encode(), 3) for episode in "bcd"
-        }
+        assert found == {"a": None} | {episode: make_history(episode, kept[episode]) for episode in "bcd"}
         histories.put("long", History(digest=b"", ids=[7] * 400))
         histories.put("long", History(digest=b"", ids=[7] * 500))
         assert histories.forget("long") is not None, "the newest is kept whatever its length"
-        assert (histories._entry_id_count, histories._packed_id_count) == (0, 0)
+        assert (histories._entry_id_count, histories._packed_bytes) == (0, 0)
+
+
+async def test_short_histories_with_long_tools_take_no_more_memory_than_the_bounds_say() -> None:
+    """Every episode that ended is kept until others need its place; counted by its ids alone, 200,000 would take 5 GB."""
+    async with log_and_histories() as (log, _):
+        histories = HistoryCache(log.bus, SUBJECTS, limit=10, limit_packed_bytes=1 << 20)
+        tools = (ToolSpec(name="look", description="x" * 50_000),)
+        for number in range(100):
+            histories.put(f"e{number}", History(digest=b"", ids=[1], tools=tools))
+        assert len(histories._entries) == 10
+        assert 15 < len(histories._packed) < 21
+        assert histories.forget("e85") == History(digest=b"", ids=[1], tools=tools)
 
 
 async def test_histories_over_the_bound_of_lists_are_used_without_a_read_of_the_log() -> None:

@@ -18,7 +18,7 @@ from fleetbus.core.history import Turn, collect_images, shift_images
 from fleetbus.core.segments import Segment, SegmentError, collect_segment_ids, fold_segments, hash_segment, place_in_segment
 from fleetbus.episodes import read_answered_observations, read_episode_state, read_turns
 from fleetbus_schemas import NEW_ROOT, ChatMessage, Observation, SegmentOrigin, ShownImage, Subjects, ToolSpec
-from fleetbus_schemas.tokens import EMPTY_HISTORY, count_tokens, pack_ids, start_history, unpack_ids
+from fleetbus_schemas.tokens import EMPTY_HISTORY, pack_ids, start_history, unpack_ids
 from fleetbus_workers.inference.base import name_history
 
 REBUILD_TRIES = 2
@@ -26,8 +26,10 @@ REBUILD_PAUSE_SECONDS = 0.2
 LONGEST_LAG_SECONDS = 30.0
 """An entry that is not read by then is not in the log any more."""
 
-SEGMENT_IDS = 64
-"""For so many token ids counts what is kept of a segment beside its own."""
+ENTRY_BYTES = 512
+"""What a packed segment takes beside its contents."""
+
+_encode = msgspec.json.Encoder().encode
 
 log = structlog.get_logger()
 
@@ -71,7 +73,8 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistoryCache:
-    """At most ``limit_ids`` token ids as lists (36 bytes each) and ``limit_packed_ids`` packed (4 bytes).
+    """At most ``limit`` segments with ``limit_ids`` token ids as they are used (36 bytes for each id, and about six times the
+    length of their tools as text), and beyond them ``limit_packed_bytes`` of packed ones (4 bytes for each id).
 
     The least recently used are packed, then dropped, for the log has them all; but where every session finds its history
     dropped, each step reads a whole episode. Each segment is kept under its `fleetbus_workers.inference.base.name_history`.
@@ -82,19 +85,22 @@ class HistoryCache:
         bus: Bus,
         subjects: Subjects,
         *,
+        limit: int = 4096,
         limit_ids: int = 8 << 20,
-        limit_packed_ids: int = 64 << 20,
+        limit_packed_bytes: int = 256 << 20,
         with_messages: bool = False,
     ) -> None:
         self._bus = bus
         self._with_messages = with_messages
         self._subjects = subjects
+        self._limit = limit
         self._limit_ids = limit_ids
-        self._limit_packed_ids = limit_packed_ids
+        self._limit_packed_bytes = limit_packed_bytes
         self._entries: OrderedDict[str, History] = OrderedDict()
-        self._packed: OrderedDict[str, tuple[bytes, History]] = OrderedDict()
+        self._packed: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
+        """Packed token ids, and everything else as JSON: tools and messages may be longer than the ids."""
         self._entry_id_count = 0
-        self._packed_id_count = 0
+        self._packed_bytes = 0
         self.rebuilt = 0
 
     async def take_or_rebuild(self, observation: Observation) -> History:
@@ -158,29 +164,33 @@ class HistoryCache:
         """Remember the history after an Action, most recently used last."""
         self.forget(name)
         self._entries[name] = history
-        self._entry_id_count += len(history.ids) + SEGMENT_IDS
-        while self._entry_id_count > self._limit_ids and len(self._entries) > 1:
+        self._entry_id_count += len(history.ids)
+        while len(self._entries) > self._limit or (self._entry_id_count > self._limit_ids and len(self._entries) > 1):
             self._pack_oldest()
 
     def forget(self, name: str) -> History | None:
         """Drop what is kept of a segment, and return it."""
         if (history := self._entries.pop(name, None)) is not None:
-            self._entry_id_count -= len(history.ids) + SEGMENT_IDS
+            self._entry_id_count -= len(history.ids)
             return history
         if (packed := self._packed.pop(name, None)) is None:
             return None
-        ids, history = packed
-        self._packed_id_count -= count_tokens(ids) + SEGMENT_IDS
-        return msgspec.structs.replace(history, ids=unpack_ids(ids))
+        self._packed_bytes -= _measure(packed)
+        ids, rest = packed
+        return msgspec.structs.replace(msgspec.json.decode(rest, type=History), ids=unpack_ids(ids))
 
     def _pack_oldest(self) -> None:
         name, history = self._entries.popitem(last=False)
-        self._entry_id_count -= len(history.ids) + SEGMENT_IDS
-        self._packed[name] = pack_ids(history.ids), msgspec.structs.replace(history, ids=[])
-        self._packed_id_count += len(history.ids) + SEGMENT_IDS
-        while self._packed_id_count > self._limit_packed_ids:
-            _, (ids, _) = self._packed.popitem(last=False)
-            self._packed_id_count -= count_tokens(ids) + SEGMENT_IDS
+        self._entry_id_count -= len(history.ids)
+        packed = self._packed[name] = pack_ids(history.ids), _encode(msgspec.structs.replace(history, ids=[]))
+        self._packed_bytes += _measure(packed)
+        while self._packed_bytes > self._limit_packed_bytes:
+            self._packed_bytes -= _measure(self._packed.popitem(last=False)[1])
+
+
+def _measure(packed: tuple[bytes, bytes]) -> int:
+    """Bytes of memory that a packed segment takes."""
+    return len(packed[0]) + len(packed[1]) + ENTRY_BYTES
 
 
 def _collect_messages(turns: Sequence[Turn], asked: Mapping[int, Observation]) -> tuple[ChatMessage, ...]:
