@@ -110,12 +110,15 @@ class _Training:
                 each.settled_at = sequence
             self._settled |= {each: (step, entry) for each, entry in settled.items()}
 
-    def take_settled(self, last_sequence: int, most: int) -> list[str]:
-        """So many episodes above the floor that were settled by then, each once."""
-        found = [(each, entry) for each, (_, entry) in self._settled.items() if 0 < entry.settled_at <= last_sequence][:most]
-        for _, entry in found:
-            entry.settled_at = 0
-        return [each for each, _ in found]
+    def list_settled(self, last_sequence: int, most: int) -> list[str]:
+        """So many episodes above the floor that were settled by then, and whose content was not removed since."""
+        return [each for each, (_, entry) in self._settled.items() if 0 < entry.settled_at <= last_sequence][:most]
+
+    def mark_removed(self, episode: str, last_sequence: int) -> None:
+        """The content of an episode that was settled by then has left the log."""
+        found = self._settled.get(episode)
+        if found is not None and found[1].settled_at <= last_sequence:
+            found[1].settled_at = 0
 
     def on_floor(self, floor: FloorRaised) -> None:
         """What it passed stays settled."""
@@ -203,10 +206,15 @@ class Retention:
         """The last sequence, up to ``last_sequence``, before any content that is needed."""
         return min((episode.content - 1 for episode in self._open.values() if episode.content > 0), default=last_sequence)
 
-    def take_settled(self, last_sequence: int, most: int) -> list[str]:
-        """So many episodes that training had settled by then and the floor has not passed, each once: nobody needs their
-        content, even where an open episode before them keeps the rest."""
-        return [each for training in self._training.values() for each in training.take_settled(last_sequence, most)]
+    def list_settled(self, last_sequence: int, most: int) -> list[str]:
+        """So many episodes that training had settled by then and the floor has not passed, until `mark_removed`: nobody needs
+        their content, even where an open episode before them keeps the rest."""
+        return [each for training in self._training.values() for each in training.list_settled(last_sequence, most)]
+
+    def mark_removed(self, episode: str, last_sequence: int) -> None:
+        """The content of an episode that was settled by then has left the log."""
+        for training in self._training.values():
+            training.mark_removed(episode, last_sequence)
 
     def compute_floor(self, last_sequence: int) -> FloorRaised:
         """Below which requests, and groups of each policy, everything is settled for good, of all up to ``last_sequence``.

@@ -114,20 +114,23 @@ def test_what_a_cut_lineage_trained_is_needed_again() -> None:
     assert log.limit == log.last
 
 
-def test_what_is_settled_behind_an_open_episode_is_named_once_and_again_only_after_it_was_settled_again() -> None:
+def test_what_is_settled_behind_an_open_episode_is_named_until_it_is_removed_and_again_once_it_was_settled_again() -> None:
     log = Log()
     first = log.play("open")
     log.play("a")
     log.step(1, "a")
     log.checkpoint(1)
     assert log.limit == first - 1
-    assert log.retention.take_settled(log.last - 1, most=9) == []
-    assert log.retention.take_settled(log.last, most=9) == ["a"]
-    assert log.retention.take_settled(log.last, most=9) == []
+    assert log.retention.list_settled(log.last - 1, most=9) == []
+    assert log.retention.list_settled(log.last, most=9) == ["a"]
+    log.retention.mark_removed("a", log.last)
+    assert log.retention.list_settled(log.last, most=9) == []
     log.train(LineageStarted(lineage="l2", worker="w", parent="l1", parent_step=0))
     log.step(1, "a", lineage="l2")
     log.checkpoint(1, lineage="l2")
-    assert log.retention.take_settled(log.last, most=9) == ["a"]
+    assert log.retention.list_settled(log.last, most=9) == ["a"]
+    log.retention.mark_removed("a", log.last - 1)
+    assert log.retention.list_settled(log.last, most=9) == ["a"], "what was removed before it was settled again"
 
 
 def test_a_fence_on_the_policy_subject_starts_no_second_lineage() -> None:
