@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fleetbus_schemas import PolicyPublished
-from fleetbus_workers.weights import fetch
+from fleetbus_workers.weights import fetch, store
 from fleetbus_workers.weights.fetch import WeightsFetcher
 from fleetbus_workers.weights.file import WeightsRejected
 
@@ -20,7 +20,7 @@ async def test_a_difference_names_no_base_elsewhere(tmp_path: Path, monkeypatch:
     file.write_bytes(b"")
     monkeypatch.setattr(fetch, "read_base_uri", lambda _: base.replace("{here}", tmp_path.as_uri()))
     opened: list[str] = []
-    monkeypatch.setattr(fetch, "open_filesystem", lambda uri: opened.append(uri))
+    monkeypatch.setattr(store, "open_filesystem", lambda uri: opened.append(uri))
     published = PolicyPublished(policy="p", version=1, lineage="l1", step=1, uri=file.as_uri(), manifest=(), size_bytes=1)
     with pytest.raises(WeightsRejected, match="lies elsewhere"):
         await WeightsFetcher(tmp_path / "copies", None).fetch_local(published)

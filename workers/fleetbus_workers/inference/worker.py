@@ -15,7 +15,8 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS, inference_lanes, observations_consumer
 from fleetbus.config.settings import Configuration
 from fleetbus.control import Control, run_until_drained
-from fleetbus.episodes import decode_entries
+from fleetbus.episodes import RETRY_SECONDS, decode_entries
+from fleetbus.errors import RequestUnanswered
 from fleetbus.lanes import Lane, claim_lane
 from fleetbus.leases import Leases
 from fleetbus.newest_version import find_newest_version
@@ -113,8 +114,7 @@ class InferenceWorker:
         """
         subject = self._subjects.policy(self._policy)
         wanted: PolicyPublished | None = None
-        newest = await find_newest_version(self._bus, subject)
-        async with self._bus.read([subject], start=newest[0] if newest is not None else 1) as reader:
+        async with self._bus.read([subject], start=await self._find_newest_position(subject)) as reader:
             while True:
                 with anyio.move_on_after(RELOAD_SECONDS if wanted is not None else math.inf):
                     for entry, published in decode_entries(PolicyPublished, [await reader.receive()], beside=(LineageStarted,)):
@@ -123,6 +123,16 @@ class InferenceWorker:
                 if wanted is not None and await self._load_version(wanted):
                     wanted = None
                 self._handler.clear_expected_version()
+
+    async def _find_newest_position(self, subject: str) -> int:
+        """Where the newest version stands in the log, or where to begin if there is none, however long the server is away."""
+        while True:
+            try:
+                newest = await find_newest_version(self._bus, subject)
+                return newest[0] if newest is not None else 1
+            except RequestUnanswered as unanswered:
+                log.warning("log read failed; retrying", subject=subject, reason=str(unanswered))
+                await anyio.sleep(RETRY_SECONDS)
 
     async def _load_version(self, published: PolicyPublished) -> bool:
         """True if there is nothing left to do about this version."""
