@@ -74,6 +74,8 @@ def read_into(folder: Path, state: State, shards: Shards) -> None:
         with _raise_os_errors():
             load(state, storage_reader=_PlainReader(folder), process_group=group, no_dist=group is None)
     except CheckpointException as error:
+        if any(isinstance(reason, MemoryError | torch.OutOfMemoryError) for reason, _ in error.failures.values()):
+            raise  # nothing is wrong with the checkpoint, and who ended just now may still hold that memory
         reason = next(iter(error.failures.values()))[0]
         raise UserError(f"{folder} cannot be read: {' '.join(str(reason).split())[:200] or type(reason).__name__}") from error
 
