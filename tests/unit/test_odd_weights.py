@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
+import anyio
 import pytest
 import torch
 
 from fleetbus_schemas import PolicyPublished, TensorEntry
+from fleetbus_workers.weights import fetch
 from fleetbus_workers.weights.delta import apply_delta, write_delta
 from fleetbus_workers.weights.fetch import WeightsFetcher
 from fleetbus_workers.weights.file import WeightsRejected, read_weights, save_tensors, write_weights
@@ -39,6 +41,23 @@ async def test_a_pipe_in_the_place_of_weights_is_not_waited_for(name: str, tmp_p
     for file in (tmp_path / name, tmp_path / f"link-{name}"):
         with pytest.raises(WeightsRejected, match="not a regular file"):
             await WeightsFetcher(tmp_path / "copies", None).fetch_local(published(file.as_uri()))
+
+
+async def test_a_disk_that_hangs_keeps_no_worker_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    came_back, ended = Event(), Event()
+
+    def hang(_: Path) -> None:
+        came_back.wait(10)
+        ended.set()
+
+    monkeypatch.setattr(fetch, "expect_file", hang)
+    try:
+        with anyio.move_on_after(0.1):
+            await WeightsFetcher(tmp_path / "copies", None).fetch_local(published((tmp_path / "v1.safetensors").as_uri()))
+        assert not ended.is_set()
+    finally:
+        came_back.set()
+        ended.wait(10)
 
 
 def test_a_device_in_the_place_of_weights_is_not_read() -> None:

@@ -78,7 +78,7 @@ class WeightsFetcher:
         """The file of a URI: itself if it is local, else a copy."""
         parts = urlsplit(uri)
         if parts.scheme in ("", "file"):
-            await anyio.to_thread.run_sync(expect_file, found := Path(unquote(parts.path)))
+            await anyio.to_thread.run_sync(expect_file, found := Path(unquote(parts.path)), abandon_on_cancel=True)
             return found
         file = self._build_path(uri, "".join(Path(parts.path).suffixes[-1:]))
         self._folder.mkdir(parents=True, exist_ok=True)
