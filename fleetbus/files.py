@@ -7,10 +7,11 @@ from fleetbus.errors import UserError
 
 
 def create_folder(folder: Path) -> None:
-    """Create a folder, with those above it, if it is not there. Raises `UserError`."""
+    """Create a folder, with those above it, if it is not there. Raises `UserError` if something else is there
+    or rights are missing, and `OSError` for what may pass, as a full disk or one that is away."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (PermissionError, FileExistsError, NotADirectoryError) as error:
         raise UserError(f"{folder} cannot be used as a folder ({error.strerror}): correct what is there") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -61,3 +62,33 @@ def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
         create_folder(tmp_path / "weights" / "below")
     create_folder(tmp_path / "a" / "b")
     create_folder(tmp_path / "a" / "b")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ESTALE, errno.EIO])
+def test_a_folder_that_cannot_be_made_for_now_is_no_bad_input(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Status 2 is never started again; a disk that was full or away comes back."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), str(tmp_path))
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    with pytest.raises(OSError) as refused:
+        create_folder(tmp_path)
+    assert refused.value.errno == number
+
+
+def test_a_crash_is_shown_whatever_became_of_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(audit.command, "callback", fail)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert program.run_program(["audit"]) == 1
+    assert "RuntimeError: broken" in capsys.readouterr().err

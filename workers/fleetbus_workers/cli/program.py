@@ -154,7 +154,7 @@ def _report(error: Exception) -> int:
     if is_bad_input(error):
         return _report_refusal(str(next(iterate_leaves(error))))
     leaves = list(iterate_leaves(error))
-    if not _has_working_folder():
+    if any(isinstance(leaf, FileNotFoundError) for leaf in leaves) and not _has_working_folder():
         return _report_refusal("the folder that this was started in was removed: change to another one")
     if all(isinstance(leaf, BrokenPipeError) for leaf in leaves):
         return _close_stdout()
