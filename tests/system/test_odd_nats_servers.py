@@ -109,6 +109,38 @@ async def test_a_log_that_forgets_is_still_read(tmp_path: Path, capsys: pytest.C
         assert await anyio.to_thread.run_sync(run_program, ["audit", RUN, "--nats", url]) == 0
 
 
+async def test_a_copy_of_a_log_is_read_and_not_worked_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a leaf node keeps one of the log of its hub, for those who look on."""
+    async with connected(tmp_path / "store") as (url, bus):
+        ask = bus._connection.api.ask
+        await ask("STREAM.CREATE.hub", stream_config(PLAN.log) | {"name": "hub"})
+        await ask(f"STREAM.CREATE.{PLAN.log.name}", {"name": PLAN.log.name, "storage": "file", "mirror": {"name": "hub"}})
+        assert await anyio.to_thread.run_sync(run_program, ["audit", RUN, "--nats", url]) == 0
+        with pytest.raises(UserError, match="fb_odd exists with subjects None"):
+            await bus.check_log()
+
+
+async def test_a_stream_that_is_refused_keeps_its_limit(tmp_path: Path) -> None:
+    async with connected(tmp_path / "store") as (_, bus):
+        queue = stream_config(PLAN.log) | {"retention": "workqueue", "max_bytes": 1 << 20}
+        await bus._connection.api.ask(f"STREAM.CREATE.{PLAN.log.name}", queue)
+        with pytest.raises(UserError, match="retention 'workqueue'"):
+            await bus.declare(PLAN)
+        assert (await bus.usage())[1] == 1 << 20
+
+
+async def test_a_worker_whose_lanes_are_away_is_not_refused(tmp_path: Path) -> None:
+    """As while the servers of a cluster that keep them elect a leader: whoever started the worker starts it again."""
+    async with connected(tmp_path / "store") as (url, bus):
+        await bus.declare(PLAN)
+        await bus._connection.api.ask(f"STREAM.DELETE.{PLAN.lanes.name}")
+        for role in ("environment", "inference"):
+            command = [sys.executable, "-m", "fleetbus", role, "--run", RUN, "--nats", url]
+            ended = await anyio.run_process(command, check=False)
+            assert ended.returncode == 1, (role, ended.stderr.decode())
+            assert "no responders" in ended.stderr.decode()
+
+
 async def test_an_environment_worker_says_that_a_run_was_declared_in_part(tmp_path: Path) -> None:
     async with connected(tmp_path / "store") as (url, bus):
         await bus._connection.api.ask(f"STREAM.CREATE.{PLAN.log.name}", stream_config(PLAN.log))
@@ -131,7 +163,7 @@ async def test_a_pool_and_a_policy_that_were_not_declared_are_named(tmp_path: Pa
         ("{max_consumers: 3}", "raise max_consumers"),
         ("{max_bytes_required: true}", "max_bytes_required"),
         ("{max_file: 1M}", "no storage left"),
-        ("false", "no JetStream for this account"),
+        ("false", "enable JetStream for this account"),
     ],
 )
 async def test_limits_of_an_account_are_named(

@@ -80,6 +80,14 @@ async def test_a_stream_that_never_answered_is_soon_told_to_be_missing() -> None
         await asked.ask_raw("DIRECT.GET.fb_r.fb.r.task.p.e", b"")
 
 
+@pytest.mark.parametrize("code", [10039, 10076])
+async def test_jetstream_that_is_off_for_a_while_does_not_count_as_bad_input(code: int) -> None:
+    """Status 2 is never started again; a server whose JetStream was turned off may get it back."""
+    with pytest.raises(ApiRefused) as refused:
+        await api(lambda now: refusal(code)).ask("STREAM.INFO.fb_r")
+    assert refused.value.code == code
+
+
 async def test_what_is_refused_is_told_at_once() -> None:
     asked = api(lambda now: refusal(STREAM_NOT_FOUND))
     with anyio.fail_after(0.1), pytest.raises(ApiRefused):

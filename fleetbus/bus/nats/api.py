@@ -13,7 +13,7 @@ import msgspec
 
 from fleetbus.bus.nats.protocol import NO_RESPONDERS, publish_command, status_of
 from fleetbus.bus.nats.request_mux import RESEND_SECONDS, Answer, RequestMux
-from fleetbus.errors import BusError, LogFull, RequestUnanswered, SequenceConflict, UserError
+from fleetbus.errors import BusError, LogFull, RequestUnanswered, SequenceConflict
 
 API_TIMEOUT_SECONDS = 30.0
 """How long a question to the server may take, a reconnect included."""
@@ -26,7 +26,6 @@ CONSUMER_EXISTS = (10013, 10105, 10148)
 _WRONG_LAST_SEQUENCE = (10071, 10164)
 NO_ROOM = (10077, 10023, 10028, 10047)  # stream, server or account at its limit; no space left
 _UNAVAILABLE = (10008, 10118, 10119)  # no leader at the moment, or none of the servers that keep it is up
-_NOT_ENABLED = (10039, 10076)  # for the account, or at all
 _PAUSE_SECONDS = 0.25
 _UNKNOWN_TRIES = 3
 """A stream that answered before is waited for when there is no answer; one that never did, for this many tries."""
@@ -67,8 +66,7 @@ class JetStreamApi:
         self._known: set[str] = set()
 
     async def ask(self, subject: str, question: Any = None, *, timeout: float = API_TIMEOUT_SECONDS) -> dict[str, Any]:
-        """The answer to a subject without the prefix; raises `ApiRefused`, `RequestUnanswered`, `BusError` if
-        JetStream is off, `UserError` if it is off for this account.
+        """The answer to a subject without the prefix; raises `ApiRefused`, `RequestUnanswered`, `BusError` if JetStream is off.
 
         A cluster that lost its quorum or is electing a leader counts as one that does not answer.
         """
@@ -82,10 +80,6 @@ class JetStreamApi:
                 self._known.add(_parse_stream(subject))
                 return answer
             code, description = error.get("err_code", 0), error.get("description", "refused")
-            if code in _NOT_ENABLED:
-                raise UserError(
-                    f"the NATS server has no JetStream for this account ({description}): enable it in its configuration"
-                )
             if code not in _UNAVAILABLE:
                 raise ApiRefused(subject, code, description)
             await _pause(subject, give_up_at, description)

@@ -35,6 +35,7 @@ _SECOND_NS = 1_000_000_000
 _HINTS = {
     10026: "raise max_consumers of the account or of the stream, or declare fewer lanes (--nats-lanes)",
     10027: "raise max_streams of the account, or remove runs that are over (fleetbus runs rm RUN --nats URL)",
+    10039: "enable JetStream for this account",
     10065: "another stream stores these subjects: remove it, or choose another --run",
     10113: "set max_bytes_required to false in the account",
 }
@@ -148,20 +149,20 @@ async def _declare_stream(api: JetStreamApi, plan: StreamPlan) -> None:
     config = found["config"]
     if (config.get("metadata") or {}).get(_WANTED) == str(plan.max_bytes):
         wanted["max_bytes"] = config["max_bytes"]
-    if _is_larger(wanted["max_bytes"], config["max_bytes"]):
-        await api.ask(f"STREAM.UPDATE.{plan.name}", config | {"max_bytes": wanted["max_bytes"]})
-        log.info("nats: limit of %s raised from %d to %d bytes", plan.name, config["max_bytes"], wanted["max_bytes"])
-        config["max_bytes"] = wanted["max_bytes"]
-    _compare(f"stream {plan.name}", wanted, config)
+    raised = {"max_bytes": wanted["max_bytes"]} if _is_larger(wanted["max_bytes"], config["max_bytes"]) else {}
+    _compare(f"stream {plan.name}", wanted, config | raised)
     _compare(f"stream {plan.name}", _PLAIN, _PLAIN | {key: value for key, value in config.items() if value})
+    if raised:
+        await api.ask(f"STREAM.UPDATE.{plan.name}", config | raised)
+        log.info("nats: limit of %s raised from %d to %d bytes", plan.name, config["max_bytes"], wanted["max_bytes"])
 
 
 def check_log(plan: StreamPlan, config: dict[str, Any], *, reading: bool = False) -> None:
     """Check that the stream called as a run's log is one, whatever its limits: a worker on another would wait without end, or
-    lose entries. For ``reading`` alone its subjects and its retention decide. Raises `UserError`."""
+    lose entries. For ``reading`` alone its subjects (a mirror has none) and its retention decide. Raises `UserError`."""
     wanted = {field: value for field, value in stream_config(plan).items() if field not in _LIMITS}
     if reading:
-        wanted = {field: wanted[field] for field in ("subjects", "retention")}
+        wanted = {field: wanted[field] for field in ("retention",) + (() if config.get("mirror") else ("subjects",))}
     _compare(f"stream {plan.name}", wanted, config)
     if not reading:
         _compare(f"stream {plan.name}", _PLAIN, _PLAIN | {key: value for key, value in config.items() if value})

@@ -7,7 +7,7 @@ import anyio
 
 from fleetbus.auth.access import build_access
 from fleetbus.bus.base import Bus
-from fleetbus.bus.streams import environment_lanes, inference_lanes, observations_consumer, tasks_consumer
+from fleetbus.bus.streams import observations_consumer, tasks_consumer
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import ANY_LANE, Subjects
@@ -17,8 +17,6 @@ Work = Callable[["Bus", "Configuration", str, anyio.Event], Coroutine[Any, Any, 
 
 _EXTRAS = {"torch": "torch", "transformers": "torch", "tokenizers": "torch", "safetensors": "torch", "numpy": "torch"}
 _EXTRAS |= {"mcp": "environment", "httpx": "environment", "matplotlib": "plot"}
-
-_LANES = {"environment": environment_lanes, "inference": inference_lanes}
 
 
 def import_work(load_work: Callable[[], Work]) -> Work:
@@ -47,25 +45,22 @@ async def serve_role(role: str, work: Work, configuration: Configuration, name: 
 
 
 async def _check_declared(bus: Bus, configuration: Configuration, role: str) -> None:
-    from fleetbus.bus.nats.api import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiRefused, StreamUnavailable
+    from fleetbus.bus.nats.api import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiRefused
     from fleetbus.bus.nats.bus import NatsBus
 
     assert isinstance(bus, NatsBus)
     run, pool, policy = configuration.run.name, configuration.run.pool, configuration.run.policy
     consumers = {"environment": tasks_consumer(pool), "inference": observations_consumer(policy, ANY_LANE)}
-    in_part = (
-        f"run {run} is declared without pool {pool}, policy {policy} or its lanes: repeat `fleetbus init --run {run}` with them"
-    )
     try:
         await bus.check_log()
-        if role in consumers:
-            await bus.last(Subjects(run).lane(role, *_LANES[role](1)))
+        if role in consumers:  # they are declared last
             await bus.ack_floor(consumers[role])
-    except StreamUnavailable:
-        raise UserError(in_part) from None
     except ApiRefused as refused:
         if refused.code == CONSUMER_NOT_FOUND:
-            raise UserError(in_part) from None
+            raise UserError(
+                f"run {run} is declared without pool {pool}, policy {policy} or its lanes: "
+                f"repeat `fleetbus init --run {run}` with them"
+            ) from None
         if refused.code != STREAM_NOT_FOUND:
             raise
         raise UserError(
