@@ -82,9 +82,10 @@ async def test_a_stream_that_would_lose_entries_is_taken_for_no_log(field: str, 
             await bus.check_log()
 
 
-async def test_a_log_with_other_limits_and_replicas_is_one(tmp_path: Path) -> None:
+async def test_a_log_with_other_limits_and_storage_settings_is_one(tmp_path: Path) -> None:
     async with connected(tmp_path / "store") as (_, bus):
         limits = {"max_bytes": 1 << 20, "duplicate_window": 10**9, "metadata": {"team": "a"}, "deny_delete": True}
+        limits |= {"compression": "s2", "allow_msg_ttl": True, "deny_purge": True}
         await bus._connection.api.ask(f"STREAM.CREATE.{PLAN.log.name}", stream_config(PLAN.log) | limits)
         await bus.check_log()
 
