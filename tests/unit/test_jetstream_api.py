@@ -82,7 +82,7 @@ async def test_a_stream_that_never_answered_is_soon_told_to_be_missing() -> None
 
 @pytest.mark.parametrize("code", [10039, 10076])
 async def test_jetstream_that_is_off_for_a_while_does_not_count_as_bad_input(code: int) -> None:
-    """Status 2 is never started again; a server whose JetStream was turned off may get it back."""
+    """Status 2 fails a worker that never restarted, for good; a server whose JetStream was turned off may get it back."""
     with pytest.raises(ApiRefused) as refused:
         await api(lambda now: refusal(code)).ask("STREAM.INFO.fb_r")
     assert refused.value.code == code

@@ -68,7 +68,7 @@ def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_for_now_is_no_bad_input(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Status 2 is never started again; a disk that was full or away comes back."""
+    """Status 2 fails a worker that never restarted, for good; a disk that was full or away comes back."""
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number), str(tmp_path))
