@@ -30,14 +30,14 @@ def published(version: int) -> PolicyPublished:
 
 
 class SlowlyLoaded(ScriptedSampler):
-    """Takes version 1 at the third try only, half a minute after it was published."""
+    """Takes version 1 at the third try only, a minute and a half after it was published."""
 
     tries = 0
 
     async def load(self, published: PolicyPublished) -> None:
         if published.version == 1:
             self.tries += 1
-            await anyio.sleep(10)
+            await anyio.sleep(30)
             if self.tries < 3:
                 raise WeightsRejected("not there yet")
         await super().load(published)

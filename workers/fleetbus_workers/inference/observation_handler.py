@@ -45,7 +45,13 @@ from fleetbus_workers.inference.base import (
     Template,
     name_history,
 )
-from fleetbus_workers.inference.history_cache import History, HistoryCache, HistoryMismatch, StaleObservation
+from fleetbus_workers.inference.history_cache import (
+    LONGEST_LAG_SECONDS,
+    History,
+    HistoryCache,
+    HistoryMismatch,
+    StaleObservation,
+)
 from fleetbus_workers.inference.rendered_history import count_shared
 from fleetbus_workers.inference.turn_rules import (
     VersionSuperseded,
@@ -55,7 +61,7 @@ from fleetbus_workers.inference.turn_rules import (
 )
 
 VERSION_POLL_SECONDS = 0.05
-UNPUBLISHED_SECONDS = 5.0
+UNPUBLISHED_SECONDS = LONGEST_LAG_SECONDS
 """How long a pinned version is waited for before the log is asked whether there is one: a replica may be behind."""
 
 PROBLEM_CHARS = 500
