@@ -12,11 +12,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import msgspec
 import psutil
 import pytest
 
 from fleetbus_workers.up import supervisor
-from fleetbus_workers.up.process import ProcessPlan
+from fleetbus_workers.up.process import ChildProcess, ProcessPlan, start_process
 from fleetbus_workers.up.server import end_stray_server
 from fleetbus_workers.up.supervisor import Supervisor, WorkerUnrecoverable
 
@@ -156,6 +157,31 @@ async def test_who_stops_writing_without_ending_is_killed(tmp_path: Path, monkey
         await stage.until("started", 1)
     assert stage.names("drained") == [] and stage.running() == []
     assert "was killed" in stage.reports[-1]
+
+
+async def test_a_process_that_was_being_started_when_all_stop_is_killed(tmp_path: Path) -> None:
+    """`stop` does not know it, and it may hang upon SIGTERM: `up` waited for it for ever."""
+
+    class StartedLate(ProcessPlan, frozen=True, kw_only=True):
+        is_stopped: anyio.Event
+
+        @asynccontextmanager
+        async def start(self, number: int) -> AsyncIterator[ChildProcess]:
+            async with start_process(self, number) as child:
+                await self.is_stopped.wait()
+                yield child
+
+    stage = Stage(tmp_path)
+    is_stopped = anyio.Event()
+    plan = StartedLate(**msgspec.structs.asdict(stage.plan("learner", "stubborn", 1.0)), is_stopped=is_stopped)
+    fleet = stage.fleet(plan)
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fleet.run)
+            await stage.until("started", 1)
+            await fleet.stop()
+            is_stopped.set()
+    assert stage.running() == []
 
 
 async def test_the_final_process_exiting_0_finishes_the_run_and_is_not_started_again(tmp_path: Path) -> None:

@@ -181,8 +181,8 @@ class Supervisor:
         async with plan.start(start) as child:
             self._children[plan.name] = child
             try:
-                if self._stopping:
-                    child.terminate()
+                if self._stopping:  # `stop` did not know it, and will not wait for it: it has nothing to hand back yet
+                    child.kill()
                 return await child.wait()
             finally:
                 del self._children[plan.name]
