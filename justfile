@@ -68,7 +68,7 @@ test-clients *arguments:
     test -d .venv-skyrl || python3 -m venv .venv-skyrl
     .venv-skyrl/bin/pip install -q -c constraints.txt -e . 'skyrl-gym>=0.4,<0.5'
     test -d .venv-vagen || python3 -m venv .venv-vagen
-    .venv-vagen/bin/pip install -q fastapi httpx pillow uvicorn
+    .venv-vagen/bin/pip install -q fastapi httpx numpy pillow uvicorn
     .venv/bin/pytest -n0 -q -s -m clients tests/clients {{arguments}}
 
 # The real TensorBoard and Weights & Biases, in a separate environment: they have many dependencies

@@ -106,7 +106,8 @@ async def serve_bus_environment(kind: str, environment: str, *, in_process: bool
     async with temporary_server() as url, connect(url, run=RUN) as bus:
         await bus.declare(plan_run(RUN))
         (server,) = (child for child in psutil.Process().children() if "nats-server" in child.name())
-        common = ("--nats", url, "--run", RUN, "--log-level", "warning", "--environment", environment, "--environment-images")
+        common = ["--nats", url, "--run", RUN, "--log-level", "warning", "--environment", environment, "--environment-images"]
+        common += ["--environment-task-modules", "benchmarks.image_environment"]
         serve = ("gateway", kind, "--port", str(port), *(["--in-process"] if in_process else []))
         with ExitStack() as stack:
             serving = {"nats": server.pid}
