@@ -79,6 +79,8 @@ class EpisodeChecker:
         self._oracle = oracle
         self.record: dict[str, EpisodeRecord] = {}
         self.open: dict[str, EpisodeRecord] = {}
+        self._unrequested: dict[str, EpisodeFinished] = {}
+        """Results without their requests, as a log has them that lost these: who asks again is told so at the deadline."""
         self._one_finished = Notifier()
         self.is_trimmed = False
         self.floor = NO_FLOOR
@@ -112,7 +114,10 @@ class EpisodeChecker:
             self._observer.violate("a request is stored once", request.episode_id)
             return None
         record = EpisodeRecord(request=request, request_sequence=entry.sequence, requested_at=at, refused=refused)
-        self.record[request.episode_id] = self.open[request.episode_id] = record
+        self.record[request.episode_id] = record
+        record.result = self._unrequested.get(request.episode_id)
+        if record.result is None:
+            self.open[request.episode_id] = record
         return record
 
     def on_episode(self, entry: StreamEntry, at: float) -> None:
@@ -122,6 +127,8 @@ class EpisodeChecker:
         record = self.record.get(message.episode_id)
         if record is None:
             self._observer.violate("only requested episodes are played", message.episode_id)
+            if isinstance(message, EpisodeFinished):
+                self._unrequested[message.episode_id] = message
         elif self._is_refused(record, message):
             self._observer.trace("refused", message.episode_id)
         elif record.result is not None:

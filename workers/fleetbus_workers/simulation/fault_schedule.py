@@ -150,7 +150,8 @@ class FaultInjector:
         if folder.is_dir() and learners:
             self._observer.disturb("lose_checkpoints", seconds=seconds)
             learners[-1].crash()
-            await take_away(folder, seconds)
+            hidden = await take_away(folder, seconds)
+            self._log_checker.training.hidden |= hidden
 
     def _rewind_checkpoints(self, count: int) -> None:
         """Also while no learner is there: the one before was drained, or has crashed."""

@@ -74,20 +74,23 @@ class Disks:
             os.fsync = sync
 
 
-async def take_away(folder: Path, seconds: float) -> bool:
-    """The folder is not mounted for a while; what is written there meanwhile is hidden afterwards. False if there is none."""
+async def take_away(folder: Path, seconds: float) -> set[str]:
+    """The folder is not mounted for a while; what is written there meanwhile is hidden afterwards: returns its names."""
     if not folder.is_dir():  # noqa: ASYNC240 - virtual time knows no threads
-        return False
+        return set()
     away = folder.with_name(f"{folder.name}.away")
     if away.exists():
-        return False
+        return set()
+    hidden: set[str] = set()
     folder.rename(away)  # noqa: ASYNC240
     try:
         await anyio.sleep(seconds)
     finally:
+        if folder.is_dir():  # noqa: ASYNC240
+            hidden = {path.name for path in folder.iterdir()}  # noqa: ASYNC240
         shutil.rmtree(folder, ignore_errors=True)
         away.rename(folder)
-    return True
+    return hidden
 
 
 def rewind_checkpoints(folder: Path, count: int) -> list[str]:

@@ -63,6 +63,8 @@ class TrainingChecker:
         self.finished = False
         self.strays: set[str] = set()
         self.replaced: dict[str, float] = {}
+        self.hidden: set[str] = set()
+        """Checkpoints written while their disk was away, which has come back over them, maybe before they were announced."""
 
     @property
     def trained(self) -> list[str]:
@@ -77,6 +79,7 @@ class TrainingChecker:
         """These books begin anew for a log that lost entries: versions are not given again, and nothing starts over."""
         self._lost = {**before._lost, **before._published}
         self._was_checkpointed = before._was_checkpointed or bool(before._checkpoints)
+        self.hidden = before.hidden
 
     def apply_request(self, record: EpisodeRecord) -> None:
         """A request in flight at a replaced learner counts only if its successor requests it, too."""
@@ -200,6 +203,8 @@ class TrainingChecker:
     def _apply_checkpoint(self, stored: CheckpointStored) -> None:
         self._checkpoints[stored.step] = stored.lineage
         checkpoint, name = read_checkpoint(Path(stored.file)), f"step {stored.step} of {stored.lineage}"
+        if checkpoint is None and Path(stored.file).name in self.hidden:
+            return
         if checkpoint is None or (checkpoint.lineage, checkpoint.step) != (stored.lineage, stored.step):
             self._observer.violate("a checkpoint is whole when it is announced", name)
             return
