@@ -11,7 +11,7 @@ from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus_schemas import Action, LineageStarted, Message, PolicyPublished, Subjects, decode, encode
 from fleetbus_workers.inference.base import WeightsRejected
-from fleetbus_workers.inference.observation_handler import UNPUBLISHED_SECONDS
+from fleetbus_workers.inference.pinned_versions import UNPUBLISHED_SECONDS
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from tests.support.single_engine import inference_worker, make_first_observation
 from tests.support.virtual_time import virtual_time

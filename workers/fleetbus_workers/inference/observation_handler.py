@@ -19,7 +19,6 @@ from fleetbus.episodes import RETRY_SECONDS, decode_entries
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
 from fleetbus.leases import Leases
 from fleetbus.loop_clock import get_clock
-from fleetbus.newest_version import find_newest_version
 from fleetbus_schemas import (
     NEW_ROOT,
     Action,
@@ -45,13 +44,8 @@ from fleetbus_workers.inference.base import (
     Template,
     name_history,
 )
-from fleetbus_workers.inference.history_cache import (
-    LONGEST_LAG_SECONDS,
-    History,
-    HistoryCache,
-    HistoryMismatch,
-    StaleObservation,
-)
+from fleetbus_workers.inference.history_cache import History, HistoryCache, HistoryMismatch, StaleObservation
+from fleetbus_workers.inference.pinned_versions import wait_for_version
 from fleetbus_workers.inference.rendered_history import count_shared
 from fleetbus_workers.inference.turn_rules import (
     VersionSuperseded,
@@ -59,10 +53,6 @@ from fleetbus_workers.inference.turn_rules import (
     compute_turn_seed,
     describe_lack_of_room,
 )
-
-VERSION_POLL_SECONDS = 0.05
-UNPUBLISHED_SECONDS = LONGEST_LAG_SECONDS
-"""How long a pinned version is waited for before the log is asked whether there is one: a replica may be behind."""
 
 PROBLEM_CHARS = 500
 """Of a problem that heartbeats tell."""
@@ -240,7 +230,8 @@ class ObservationHandler:
             )
         if observation.request_sequence > self._expected_sequence:
             await self._version_loaded.wait()
-        await self._wait_for_version(observation)
+        policy_subject = self._subjects.policy(observation.policy)
+        await wait_for_version(self._bus, policy_subject, self._sampler, observation.pinned_version)
         started = self._now()
         generation = await self._sampler.generate(await self._build_request(observation, ids, images, room))
         check_pinned_version(observation.pinned_version, generation)
@@ -326,20 +317,6 @@ class ObservationHandler:
             segment=observation.segment,
             parent=observation.origin.parent if observation.origin is not None and observation.origin.kept else None,
         )
-
-    async def _wait_for_version(self, observation: Observation) -> None:
-        """Wait until the pinned version is loaded. Raises `VersionSuperseded` when a later one is, or the log still has none of
-        that number or above after a while: whoever pins one has read it there."""
-        pinned, waited = observation.pinned_version, 0.0
-        while pinned is not None and self._sampler.version != pinned:
-            if self._sampler.version > pinned:
-                raise VersionSuperseded(f"version {pinned} is pinned, and {self._sampler.version} is loaded")
-            await anyio.sleep(VERSION_POLL_SECONDS)
-            before, waited = waited, waited + VERSION_POLL_SECONDS
-            if before < UNPUBLISHED_SECONDS <= waited:
-                newest = await find_newest_version(self._bus, self._subjects.policy(observation.policy))
-                if newest is None or newest[1].version < pinned:
-                    raise VersionSuperseded(f"version {pinned} is pinned, and was never published")
 
     async def _store_action(self, observation: Observation, action: Action) -> bool:
         """Store the Action, or find that it stands there already; False if the observation is outdated."""

@@ -1,0 +1,28 @@
+"""Waiting for the version that a turn is pinned to, as held-out episodes are."""
+
+import anyio
+
+from fleetbus.bus.base import Bus
+from fleetbus.newest_version import find_newest_version
+from fleetbus_workers.inference.base import Sampler
+from fleetbus_workers.inference.history_cache import LONGEST_LAG_SECONDS
+from fleetbus_workers.inference.turn_rules import VersionSuperseded
+
+POLL_SECONDS = 0.05
+UNPUBLISHED_SECONDS = LONGEST_LAG_SECONDS
+"""How long a pinned version is waited for before the log is asked whether there is one: a replica may be behind."""
+
+
+async def wait_for_version(bus: Bus, subject: str, sampler: Sampler, pinned: int | None) -> None:
+    """Wait until the version is loaded. Raises `VersionSuperseded` when a later one is, or the log still has none of that
+    number or above on ``subject``, the policy's, after a while: whoever pins one has read it there."""
+    waited = 0.0
+    while pinned is not None and sampler.version != pinned:
+        if sampler.version > pinned:
+            raise VersionSuperseded(f"version {pinned} is pinned, and {sampler.version} is loaded")
+        await anyio.sleep(POLL_SECONDS)
+        before, waited = waited, waited + POLL_SECONDS
+        if before < UNPUBLISHED_SECONDS <= waited:
+            newest = await find_newest_version(bus, subject)
+            if newest is None or newest[1].version < pinned:
+                raise VersionSuperseded(f"version {pinned} is pinned, and was never published")
