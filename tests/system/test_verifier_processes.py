@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits
+from fleetbus_workers.environment.isolation.verifier.own import WAREHOUSE
 from fleetbus_workers.environment.isolation.verifier.sandbox import MAX_STARTS
 from tests.support.grading import LIMITS, Tools, grade
 from tests.support.processes import children, until, wait_for_output
@@ -43,6 +44,23 @@ async def test_a_verification_that_takes_too_long_ends_without_a_verdict() -> No
         reward, reason = await grade(verifier, "import time\ndef verify(env): time.sleep(60)")
         assert (reward, reason) == (None, "no verdict within 2 s")
         assert (await grade(verifier, "def verify(env): return 1"))[0] == 1.0
+    await until(lambda: not children())
+
+
+async def test_own_verifiers_share_a_process_and_others_have_one_each() -> None:
+    own = WAREHOUSE.format(field="price", name="Bolt")
+    foreign = "import os\ndef verify(env): return float(os.getppid())"
+    verifier = Verifier(LIMITS)
+    async with verifier.run():
+        assert [(await grade(verifier, own, tools=Tools()))[0] for _ in range(3)] == [1.0, 1.0, 1.0]
+        kept = [child.pid for child in the_zygote().children()]
+        assert len(kept) == 1
+        assert (await grade(verifier, foreign))[0] is not None
+        await until(lambda: [child.pid for child in the_zygote().children()] == kept)
+        assert (await grade(verifier, own, tools=Tools()))[0] == 1.0
+        assert [child.pid for child in the_zygote().children()] == kept
+        assert (await grade(verifier, own + "\n# changed", tools=Tools()))[0] == 1.0
+        await until(lambda: [child.pid for child in the_zygote().children()] == kept)
     await until(lambda: not children())
 
 

@@ -19,6 +19,7 @@ from fleetbus.config.settings import TrainerSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import TensorEntry
 from fleetbus_workers.images.model_folder import has_vision
+from fleetbus_workers.learner.torch import onednn_linear
 from fleetbus_workers.learner.torch.packed_attention import split_packed_rows
 from fleetbus_workers.learner.torch.published import PublishedTensors
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
@@ -49,6 +50,8 @@ def load_model(folder: Path, settings: TorchTrainerSettings, device: torch.devic
     loaded: PreTrainedModel = model.to(device).eval()
     if settings.trainer.packing:
         split_packed_rows(loaded)
+    if shards.world == 1 and device.type == "cpu" and onednn_linear.is_faster():
+        onednn_linear.replace_linear(loaded)
     return loaded
 
 

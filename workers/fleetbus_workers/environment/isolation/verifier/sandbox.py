@@ -63,7 +63,8 @@ class Verifier:
 
     ``sandbox`` is about machines where nothing isolates: ``auto`` runs no code but fleetbus's own, ``limits`` runs all with the
     limits that there are, with ``required`` entering `run` raises `IsolationUnavailable`.
-    ``reuse_processes``, for episodes that need no protection from each other: a child gives one verdict after the other.
+    ``reuse_processes``, for episodes that need no protection from each other: a child gives one verdict after the other, as
+    verifiers that ship with fleetbus always do, for they run no code of a policy. Children that are kept see no others' code.
     Whatever is not a plain verdict there is verified again in a fresh child, and that verdict counts.
     """
 
@@ -121,7 +122,7 @@ class Verifier:
                 return Verdict(reward=None, reason=f"verifiers from elsewhere are not run: {unavailable}; {_PERMISSION}")
         request = {"code": code, "final_answer": final_answer, "conversation": conversation}
         async with self._slots:
-            if self._reuse_processes:
+            if self._reuse_processes or is_own_verifier(code):
                 with anyio.move_on_after(self.limits.seconds):
                     verdict = await self._verify_in_used_child(request | {"reuse": True}, tools)
                     if verdict is not None:
