@@ -28,8 +28,9 @@ from fleetbus_workers.simulation.observer import Observer
 from fleetbus_workers.simulation.power_loss import PowerSupply
 from fleetbus_workers.simulation.scenario import Scenario
 
-HORIZON_SECONDS = 7200.0
-"""Longer than the most hopeless of drawn configurations train, in which one group of ten is good for anything."""
+HORIZON_SECONDS = 14_400.0
+"""Longer than the most hopeless of drawn configurations train, in which one group of ten is good for anything and admission
+waits a minute before each."""
 
 CHECK_SECONDS = 5.0
 MOST_TIMES = 10
