@@ -25,7 +25,7 @@ from fleetbus_schemas import Task
 from fleetbus_workers.assembly.model import find_starter_folder
 from fleetbus_workers.up.checks import check_services
 from fleetbus_workers.up.model_checks import check_model_contents
-from fleetbus_workers.up.model_limits import fit_evaluation, fit_limits
+from fleetbus_workers.up.model_limits import fit_evaluation, fit_limits, fit_stale_groups
 
 
 @pytest.fixture
@@ -148,6 +148,19 @@ def test_evaluations_are_as_large_as_the_run_deserves() -> None:
     assert count(3) == 38
     assert count(1) == 32
     assert count(3, **{"evaluation.episodes": "--evaluation-episodes"}) == 256
+
+
+@pytest.mark.parametrize(
+    ("run", "given", "fitted"),
+    [
+        (RunSettings(), {}, "wait"),
+        (RunSettings(), {"learner.stale_groups": "fleetbus.toml"}, "drop"),
+        (RunSettings(environment="my_game:MyGame"), {}, "drop"),
+        (RunSettings(model="org/model"), {}, "drop"),
+    ],
+)
+def test_only_the_starter_policy_on_its_own_tasks_waits_for_groups(run: RunSettings, given: dict[str, str], fitted: str) -> None:
+    assert fit_stale_groups(Configuration(run=run), given).learner.stale_groups == fitted
 
 
 def test_an_unknown_modality_is_refused(tmp_path: Path) -> None:

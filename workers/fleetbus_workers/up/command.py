@@ -28,7 +28,7 @@ from fleetbus_workers.up.display import open_display
 from fleetbus_workers.up.hub_model import download_model, is_hub_id
 from fleetbus_workers.up.identity import build_identity, check_identity, write_identity
 from fleetbus_workers.up.lock import lock_run
-from fleetbus_workers.up.model_limits import fit_evaluation, fit_limits
+from fleetbus_workers.up.model_limits import fit_evaluation, fit_limits, fit_stale_groups
 from fleetbus_workers.up.placement import find_gpus, find_memory, place_roles
 from fleetbus_workers.up.plan import build_plan, find_shape
 from fleetbus_workers.up.process_plans import build_role_command
@@ -75,6 +75,8 @@ def check_run(
     ``fresh``: what the run was before does not matter."""
     configuration = fit_gpus(resolve_paths(loaded.configuration), loaded.given)
     configuration = fit_evaluation(fit_limits(configuration, loaded.given), loaded.given)
+    if not local_environment:
+        configuration = fit_stale_groups(configuration, loaded.given)
     folder = run_folder(configuration.run)
     check_everything(configuration, local_environment=local_environment, fresh=fresh, plays=plays)
     if not fresh:

@@ -1,4 +1,4 @@
-"""Settings that follow the model and the run where the user set none: tokens of a sequence, held-out episodes."""
+"""Settings that follow the model and the run where the user set none: tokens of a sequence, held-out episodes, stale groups."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,6 +48,15 @@ def fit_evaluation(configuration: Configuration, given: Mapping[str, str]) -> Co
     share = learner.steps * learner.groups * learner.group_size // EVALUATED_SHARE
     episodes = min(evaluation.episodes, max(share, LEAST_EVALUATED))
     return msgspec.structs.replace(configuration, evaluation=msgspec.structs.replace(evaluation, episodes=episodes))
+
+
+def fit_stale_groups(configuration: Configuration, given: Mapping[str, str]) -> Configuration:
+    """The configuration of a learner that waits for its slowest episodes, where no episode takes long: the starter policy on its
+    own tasks. With environments that may be slow the default drops what became stale, so that one does not hold up all."""
+    run = configuration.run
+    if run.model or run.environment != "warehouse" or "learner.stale_groups" in given:
+        return configuration
+    return msgspec.structs.replace(configuration, learner=msgspec.structs.replace(configuration.learner, stale_groups="wait"))
 
 
 def read_context_length(folder: Path) -> int:
