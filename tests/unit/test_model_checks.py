@@ -13,6 +13,7 @@ import pytest
 
 from fleetbus.config.settings import (
     Configuration,
+    EnvironmentSettings,
     EpisodeSettings,
     InferenceSettings,
     LearnerSettings,
@@ -151,16 +152,19 @@ def test_evaluations_are_as_large_as_the_run_deserves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "given", "fitted"),
+    ("configuration", "given", "fitted"),
     [
-        (RunSettings(), {}, "wait"),
-        (RunSettings(), {"learner.stale_groups": "fleetbus.toml"}, "drop"),
-        (RunSettings(environment="my_game:MyGame"), {}, "drop"),
-        (RunSettings(model="org/model"), {}, "drop"),
+        (Configuration(), {}, "wait"),
+        (Configuration(), {"learner.stale_groups": "fleetbus.toml"}, "drop"),
+        (Configuration(run=RunSettings(environment="my_game:MyGame")), {}, "drop"),
+        (Configuration(run=RunSettings(model="org/model")), {}, "drop"),
+        (Configuration(environment=EnvironmentSettings(workers=0)), {}, "drop"),
     ],
 )
-def test_only_the_starter_policy_on_its_own_tasks_waits_for_groups(run: RunSettings, given: dict[str, str], fitted: str) -> None:
-    assert fit_stale_groups(Configuration(run=run), given).learner.stale_groups == fitted
+def test_only_the_starter_policy_on_its_own_tasks_waits_for_groups(
+    configuration: Configuration, given: dict[str, str], fitted: str
+) -> None:
+    assert fit_stale_groups(configuration, given).learner.stale_groups == fitted
 
 
 def test_an_unknown_modality_is_refused(tmp_path: Path) -> None:

@@ -51,10 +51,12 @@ def fit_evaluation(configuration: Configuration, given: Mapping[str, str]) -> Co
 
 
 def fit_stale_groups(configuration: Configuration, given: Mapping[str, str]) -> Configuration:
-    """The configuration of a learner that waits for its slowest episodes, where no episode takes long: the starter policy on its
-    own tasks. With environments that may be slow the default drops what became stale, so that one does not hold up all."""
+    """The configuration of a learner that waits for its slowest episodes, where none takes long: the starter policy on its own
+    tasks, played here. With environments that may be slow the default drops what became stale, so that one does not hold up
+    all."""
     run = configuration.run
-    if run.model or run.environment != "warehouse" or "learner.stale_groups" in given:
+    own = not run.model and run.environment == "warehouse" and configuration.environment.workers > 0
+    if not own or "learner.stale_groups" in given:
         return configuration
     return msgspec.structs.replace(configuration, learner=msgspec.structs.replace(configuration.learner, stale_groups="wait"))
 
