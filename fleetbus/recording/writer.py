@@ -93,9 +93,8 @@ def create_recording(path: Path, header: RecordingHeader, *, overwrite: bool = F
     """A recording at ``path`` for the length of the block; raises `UserError` if there is a file, or none can be made.
 
     It gets its end when the block ends by itself. An error leaves it torn, and readable up to there; bad input (`UserError`)
-    leaves what was there before. With ``overwrite`` an earlier file is called ``NAME.previous`` until the new one is whole.
+    leaves no file.
     """
-    previous = _set_aside(path) if overwrite else None
     try:
         file = path.open("wb" if overwrite else "xb")
     except FileExistsError:
@@ -108,26 +107,9 @@ def create_recording(path: Path, header: RecordingHeader, *, overwrite: bool = F
         try:
             yield writer
         except UserError:
-            if path.is_file():
-                path.unlink()
-            if previous is not None:
-                previous.rename(path)
+            path.unlink()
             raise
         writer.finish()
-    if previous is not None:
-        previous.unlink()
-
-
-def _set_aside(path: Path) -> Path | None:
-    """Rename the file that is there, if there is one, unless an attempt that failed has left one before it. Devices, pipes and
-    links are written to as they are."""
-    previous = path.with_name(f"{path.name}.previous")
-    if path.is_symlink() or not path.is_file() or previous.exists():
-        return previous if previous.is_file() else None
-    try:
-        return path.rename(previous)
-    except OSError as error:
-        raise UserError(f"{path} cannot be replaced: {error.strerror}") from error
 
 
 def read_fleetbus_version() -> str:

@@ -138,30 +138,6 @@ def test_an_existing_file_is_not_replaced_unless_asked(tmp_path: Path) -> None:
     assert load_recording(path).entries == []
 
 
-def test_a_replaced_file_is_there_until_the_new_one_is_whole(tmp_path: Path) -> None:
-    path, previous = written(tmp_path / "a.fbrec", entries(2)), tmp_path / "a.fbrec.previous"
-    with pytest.raises(UserError, match="no such episode"), create_recording(path, HEADER, overwrite=True) as writer:
-        writer.add(entries(1))
-        raise UserError("no such episode")
-    assert len(load_recording(path).entries) == 2 and not previous.exists()
-    for _ in range(2):
-        with pytest.raises(KeyError), create_recording(path, HEADER, overwrite=True):
-            raise KeyError
-        assert len(load_recording(previous).entries) == 2
-    with create_recording(path, HEADER, overwrite=True) as writer:
-        writer.add(entries(3))
-    assert len(load_recording(path).entries) == 3 and not previous.exists()
-
-
-def test_what_is_no_file_is_written_to_and_never_removed(tmp_path: Path) -> None:
-    link = tmp_path / "link.fbrec"
-    link.symlink_to(tmp_path / "a.fbrec")
-    written(tmp_path / "a.fbrec", entries(2))
-    with create_recording(link, HEADER, overwrite=True):
-        pass
-    assert link.is_symlink() and load_recording(tmp_path / "a.fbrec").entries == []
-
-
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written"), create_recording(tmp_path / "no" / "a.fbrec", HEADER):
         raise AssertionError
