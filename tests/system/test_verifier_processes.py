@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import anyio
 import psutil
@@ -61,6 +62,36 @@ async def test_own_verifiers_share_a_process_and_others_have_one_each() -> None:
         assert [child.pid for child in the_zygote().children()] == kept
         assert (await grade(verifier, own + "\n# changed", tools=Tools()))[0] == 1.0
         await until(lambda: [child.pid for child in the_zygote().children()] == kept)
+    await until(lambda: not children())
+
+
+class LateTools(Tools):
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer = anyio.Event()
+
+    async def query(self, sql: str, params: Sequence[Any]) -> Any:
+        self.hanging.set()
+        await self.answer.wait()
+        return await super().query(sql, params)
+
+
+async def test_a_verification_that_outlives_its_verifier_starts_no_process() -> None:
+    own, verifier, tools = WAREHOUSE.format(field="price", name="Bolt"), Verifier(LIMITS), LateTools()
+    outcome: list[tuple[float | None, str]] = []
+
+    async def verify() -> None:
+        outcome.append(await grade(verifier, own, tools=tools))
+
+    async with anyio.create_task_group() as tasks:
+        async with verifier.run():
+            tasks.start_soon(verify)
+            with anyio.fail_after(50):
+                await tools.hanging.wait()
+        tools.answer.set()
+    assert outcome == [(None, "the verifier was closed before its verdict")]
     await until(lambda: not children())
 
 

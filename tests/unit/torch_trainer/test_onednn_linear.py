@@ -42,6 +42,26 @@ def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
     assert (given.grad is None, layer.weight.grad is None) == (frozen == "input", frozen == "weight")
 
 
+def test_of_a_frozen_layer_no_input_is_kept() -> None:
+    layer = nn.Linear(32, 48, bias=False).requires_grad_(False)
+    onednn_linear.replace_linear(layer)
+    kept: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(tuple(each.shape)) or each, lambda each: each):  # type: ignore[func-returns-value]
+        layer(torch.randn(100, 32, requires_grad=True))
+    assert kept == [(48, 32)]
+
+
+def test_a_second_derivative_is_refused_and_a_wrong_input_is_torchs_error() -> None:
+    layer = nn.Linear(32, 48)
+    onednn_linear.replace_linear(layer)
+    given = torch.randn(100, 32, requires_grad=True)
+    (first,) = torch.autograd.grad(layer(given).square().sum(), given, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        layer(torch.randn(100, 33))
+
+
 def test_names_and_tied_weights_stay() -> None:
     model = nn.Sequential(nn.Embedding(10, 32), nn.Linear(32, 10, bias=False))
     model[1].weight = model[0].weight

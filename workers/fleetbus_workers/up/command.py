@@ -74,10 +74,11 @@ def check_run(
     from working; nothing was started or written then. ``local_environment``: the environment is an object of the caller's.
     ``fresh``: what the run was before does not matter."""
     configuration = fit_gpus(resolve_paths(loaded.configuration), loaded.given)
-    configuration = fit_evaluation(fit_limits(configuration, loaded.given), loaded.given)
-    if not local_environment:
-        configuration = fit_stale_groups(configuration, loaded.given)
     folder = run_folder(configuration.run)
+    if fresh or not folder.configuration.is_file():  # else it goes on with what it began with
+        configuration = fit_evaluation(fit_limits(configuration, loaded.given), loaded.given)
+        if not local_environment:
+            configuration = fit_stale_groups(configuration, loaded.given)
     check_everything(configuration, local_environment=local_environment, fresh=fresh, plays=plays)
     if not fresh:
         check_identity(folder.identity, build_identity(configuration), loaded.given)

@@ -55,7 +55,7 @@ def fit_stale_groups(configuration: Configuration, given: Mapping[str, str]) -> 
     tasks, played here. With environments that may be slow the default drops what became stale, so that one does not hold up
     all."""
     run = configuration.run
-    own = not run.model and run.environment == "warehouse" and configuration.environment.workers > 0
+    own = not run.model and not run.tasks and run.environment == "warehouse" and configuration.environment.workers > 0
     if not own or "learner.stale_groups" in given:
         return configuration
     return msgspec.structs.replace(configuration, learner=msgspec.structs.replace(configuration.learner, stale_groups="wait"))

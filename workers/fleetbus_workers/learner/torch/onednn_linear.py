@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 MIN_ROWS = 64
 """Rows from which on a product is faster here; below, the call costs more than it saves."""
@@ -40,8 +41,8 @@ class OneDnnLinear(nn.Linear):
     """`torch.nn.Linear`; small inputs, other types and autocast go its way."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        rows = input.numel() // self.in_features
-        if rows < MIN_ROWS or input.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+        fits = input.shape[-1:] == (self.in_features,) and input.numel() >= MIN_ROWS * self.in_features > 0
+        if not fits or {input.dtype, self.weight.dtype} != {torch.float32} or torch.is_autocast_enabled("cpu"):
             return super().forward(input)
         found: torch.Tensor = _Product.apply(input, self.weight)  # type: ignore[no-untyped-call]
         return found if self.bias is None else found + self.bias
@@ -52,10 +53,12 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(input, weight)
+        needs_input, needs_weight = ctx.needs_input_grad
+        ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
         return _multiply(input, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         input, weight = ctx.saved_tensors
         needs_input, needs_weight = ctx.needs_input_grad

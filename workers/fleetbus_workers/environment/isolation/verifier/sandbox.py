@@ -139,7 +139,7 @@ class Verifier:
             verdict = await answer_calls(channel, request, tools)
             if verdict.reward is None:
                 return None
-            if len(self._idle) < MAX_IDLE:
+            if self._running and len(self._idle) < MAX_IDLE:
                 self._idle.append(channel)
                 channel = None
             return verdict
@@ -152,6 +152,8 @@ class Verifier:
     async def _verify(self, request: dict[str, Any], tools: VerifierTools) -> Verdict:
         for _ in range(MAX_STARTS):
             zygote: _Zygote | None = None
+            if not self._running:
+                return Verdict(reward=None, reason="the verifier was closed before its verdict")
             try:
                 zygote = await self._ensure_zygote()
                 return await _verify_in_child(zygote, request, tools)
@@ -166,6 +168,8 @@ class Verifier:
         assert self._starting is not None
         async with self._starting:
             zygote = self._zygote
+            if not self._running:
+                raise VerifierNotStarted
             if zygote is None:
                 with anyio.CancelScope(shield=True):  # tens of milliseconds, and others wait for it as well
                     zygote = self._zygote = await _start_zygote(self.limits, await self._isolation(), self.program)
