@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image as Pillow
 
-from fleetbus_workers.environment.images.png import encode_png
+from fleetbus_workers.environment.images.png import encode_png, encode_rgb_png
 
 
 def read(data: bytes) -> Any:
@@ -28,6 +28,12 @@ def test_every_pixel_is_read_back(width: int, height: int, seed: int) -> None:
     image = read(encode_png(Pillow.fromarray(pixels)))
     assert (image.mode, image.size) == ("RGB", (width, height))
     assert np.array_equal(np.asarray(image), pixels)
+
+
+def test_pixels_that_do_not_lie_in_a_row_are_read_back() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    for shown in (pixels[::-1], pixels[:, ::2], pixels.transpose(1, 0, 2), pixels[..., ::-1], pixels[:1, :1]):
+        assert np.array_equal(np.asarray(read(encode_rgb_png(shown))), shown)
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "L", "P", "1", "I;16"])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fleetbus_schemas import Image, Text
-from fleetbus_workers.environment.images.png import encode_png
+from fleetbus_workers.environment.images.png import encode_png, encode_rgb_png
 from fleetbus_workers.image_formats import IMAGE_FORMATS
 
 if TYPE_CHECKING:
@@ -42,8 +42,13 @@ def encode_image_file(value: Any) -> EncodedImage:
         return value
     if isinstance(value, (bytes, bytearray, memoryview)):
         return _picture_of_file(bytes(value))
-    image = value if hasattr(value, "convert") and hasattr(value, "save") else _image_of_array(value)
-    _check_size(image)
+    if hasattr(value, "convert") and hasattr(value, "save"):
+        _check_size(value.width, value.height)
+        return _picture_of_image(value)
+    return _picture_of_array(value)
+
+
+def _picture_of_image(image: Pillow.Image) -> EncodedImage:
     image = image if image.mode == "RGB" else image.convert("RGB")
     return EncodedImage(data=encode_png(image), width=image.width, height=image.height)
 
@@ -53,7 +58,7 @@ def _picture_of_file(data: bytes) -> EncodedImage:
 
     try:
         with Pillow.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
-            _check_size(image)
+            _check_size(image.width, image.height)
             kept = image.mode == "RGB" and image.format in ("PNG", "JPEG")
             media_type = f"image/{(image.format or '').lower()}" if kept else "image/png"
             encoded = data if kept else encode_png(image.convert("RGB"))
@@ -62,25 +67,30 @@ def _picture_of_file(data: bytes) -> EncodedImage:
         raise ValueError(f"an image cannot be read: {error}") from error
 
 
-def _image_of_array(value: object) -> Pillow.Image:
+def _picture_of_array(value: object) -> EncodedImage:
     import numpy as np
-    from PIL import Image as Pillow
 
     array = np.asarray(value)
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (3, 4)) or not array.size:
         raise ValueError(f"an image of type {type(value).__name__} and shape {array.shape} is not supported")
+    height, width = array.shape[:2]
+    _check_size(width, height)
     if array.dtype.kind == "f" and array.min() >= 0 and array.max() <= 1:
         array = (array * 255).round().astype(np.uint8)
     if array.dtype != np.uint8:
         raise ValueError(f"an image of {array.dtype} is not supported: give uint8, or floats from 0 to 1")
-    return Pillow.fromarray(array)
+    if array.shape[2:] == (3,):
+        return EncodedImage(data=encode_rgb_png(array), width=width, height=height)
+    from PIL import Image as Pillow
+
+    return _picture_of_image(Pillow.fromarray(array))
 
 
-def _check_size(image: Pillow.Image) -> None:
-    if image.width * image.height > MAX_PIXELS:
-        raise ValueError(f"an image of {image.width}x{image.height} pixels is too large")
+def _check_size(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"an image of {width}x{height} pixels is too large")
 
 
 StoreImage = Callable[[EncodedImage], Awaitable[Image]]

@@ -28,12 +28,20 @@ def encode_png(image: Any) -> bytes:
         import numpy as np
     except ModuleNotFoundError:
         return _encode_with_pillow(image)
-    pixels = np.asarray(image).reshape(image.height, -1)
-    rows = np.empty((image.height, 1 + pixels.shape[1]), np.uint8)
+    return encode_rgb_png(np.asarray(image))
+
+
+def encode_rgb_png(pixels: Any) -> bytes:
+    """A NumPy array of height x width x 3 ``uint8``, neither of them 0, as a PNG file; blocking."""
+    import numpy as np
+
+    height, width, _ = pixels.shape
+    pixels = pixels.reshape(height, -1)
+    rows = np.empty((height, 1 + pixels.shape[1]), np.uint8)
     rows[:, 0] = _UP
     rows[0, 1:] = pixels[0]
     np.subtract(pixels[1:], pixels[:-1], out=rows[1:, 1:])
-    header = struct.pack(">II", image.width, image.height) + _EIGHT_BIT_RGB
+    header = struct.pack(">II", width, height) + _EIGHT_BIT_RGB
     return _SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", zlib.compress(rows.data, 1)) + _chunk(b"IEND", b"")
 
 

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import anyio
 import gymnasium
-from PIL import Image as Pillow
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ChatMessage, Task
@@ -36,8 +35,7 @@ from fleetbus_workers.environment.adapters.gymnasium.text import (
 )
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.episode.normalization import INFO_BYTES, clip_values
-from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage, insert_images
-from fleetbus_workers.environment.images.png import encode_png
+from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage, encode_image_file, insert_images
 
 _MODULES = {"MiniGrid": "minigrid", "BabyAI": "minigrid", "ALE": "ale_py"}
 """Packages that register ids, by how these begin."""
@@ -147,8 +145,7 @@ class GymnasiumEnvironment:
     def _render(self, observation: Any) -> tuple[str, list[EncodedImage]]:
         if not self._frames:
             return format_observation(self._require_env(), observation), []
-        image = Pillow.fromarray(self._require_env().render()).convert("RGB")  # type: ignore[arg-type]
-        return _PLACEHOLDER, [EncodedImage(data=encode_png(image), width=image.width, height=image.height)]
+        return _PLACEHOLDER, [encode_image_file(self._require_env().render())]
 
     async def _message(self, text: str, pictures: list[EncodedImage]) -> ChatMessage:
         return ChatMessage(role="user", content=await insert_images(text, pictures, self._store_image, _PLACEHOLDER))
