@@ -107,7 +107,8 @@ def create_recording(path: Path, header: RecordingHeader, *, overwrite: bool = F
         try:
             yield writer
         except UserError:
-            path.unlink()
+            if path.is_file():  # a pipe or a device was there before
+                path.unlink()
             raise
         writer.finish()
 

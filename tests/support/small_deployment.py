@@ -1,14 +1,12 @@
 """A small fleet in one process, with hands to break it: real workers on any bus, for tests on virtual time.
 
 A `Member` is one worker as if it were a process of its own: it may be killed, cut off, drained. `SmallDeployment` watches at
-all
-times that nobody holds more than its slots, and can say whether everything came to rest.
+all times that nobody holds more than its slots, and can say whether everything came to rest.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -16,7 +14,6 @@ from typing import Any
 
 import anyio
 import msgspec
-import psutil
 from anyio.abc import TaskGroup
 
 from fleetbus.bus.base import Bus
@@ -65,15 +62,13 @@ from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.group_judge import GroupJudge
 from fleetbus_workers.learner.worker import run_learner
+from tests.support.resources import nothing_left_behind
 
 RUN = "small"
 LANES = 4
 LIMITS = LimitSettings(open=5, reset=5, step=5, action=8, verify=5, close=5, episode=60, grace=10, drain=10)
 
 Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
-
-LEFT_SECONDS = 2.0
-"""A thread may have a file open for a moment; what stays open for longer is left behind."""
 
 
 def build_configuration(**tables: Any) -> Configuration:
@@ -372,35 +367,21 @@ async def small_deployment(
     server = MemoryServer(faults=faults)
     configuration = configuration or build_configuration()
     connect = connect or (lambda name: server.connect(configuration.run.name, worker=name))
-    before = count_resources()
-    async with connect("test") as bus:
-        await bus.declare(
-            plan_run(configuration.run.name, lanes=configuration.nats.lanes, max_bytes=configuration.nats.max_bytes)
-        )
-        async with anyio.create_task_group() as group:
-            fleet = SmallDeployment(server, connect, configuration, bus, group)
-            group.start_soon(fleet.follow_results)
-            group.start_soon(fleet.follow_heartbeats)
-            if published:
-                await fleet.publish_policy()
-            yield fleet
-            await fleet.drain_members()
-            group.cancel_scope.cancel()
-    failed = {member.name: member.error for member in fleet.members.values() if member.error and not member.is_expected_to_fail}
-    assert not failed, failed
-    deadline = time.monotonic() + LEFT_SECONDS
-    while left := find_left_resources(before):
-        assert time.monotonic() < deadline, f"left behind: {left}"
-        time.sleep(0.05)  # noqa: ASYNC251 - real seconds, where those of the loop may be virtual
-
-
-def find_left_resources(before: tuple[int, int]) -> str:
-    """What there is more of than before; fewer is no fault, for what a test before left may be gone by now."""
-    counts = zip(("child processes", "descriptors"), before, count_resources(), strict=True)
-    return ", ".join(f"{now - then} {name}" for name, then, now in counts if now > then)
-
-
-def count_resources() -> tuple[int, int]:
-    """Child processes, and descriptors in use (sockets, pipes, files) of this very process."""
-    process = psutil.Process()
-    return len(process.children(recursive=True)), process.num_fds()
+    with nothing_left_behind():
+        async with connect("test") as bus:
+            await bus.declare(
+                plan_run(configuration.run.name, lanes=configuration.nats.lanes, max_bytes=configuration.nats.max_bytes)
+            )
+            async with anyio.create_task_group() as group:
+                fleet = SmallDeployment(server, connect, configuration, bus, group)
+                group.start_soon(fleet.follow_results)
+                group.start_soon(fleet.follow_heartbeats)
+                if published:
+                    await fleet.publish_policy()
+                yield fleet
+                await fleet.drain_members()
+                group.cancel_scope.cancel()
+        failed = {
+            member.name: member.error for member in fleet.members.values() if member.error and not member.is_expected_to_fail
+        }
+        assert not failed, failed

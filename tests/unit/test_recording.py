@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,18 @@ def test_an_existing_file_is_not_replaced_unless_asked(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written"), create_recording(tmp_path / "no" / "a.fbrec", HEADER):
         raise AssertionError
+
+
+def test_bad_input_removes_the_file_that_it_began_but_no_pipe_or_device(tmp_path: Path) -> None:
+    file, pipe = tmp_path / "a.fbrec", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (file, pipe):
+        with pytest.raises(UserError, match="no such episode"), create_recording(path, HEADER, overwrite=True):
+            raise UserError("no such episode")
+    os.close(reader)
+    assert not file.exists()
+    assert pipe.is_fifo()
 
 
 def test_some_episodes_can_be_selected(tmp_path: Path) -> None:
