@@ -8,6 +8,7 @@ import msgspec
 
 from fleetbus.config.load import read_tables
 from fleetbus.config.settings import RunSettings
+from fleetbus_schemas.subjects import is_name
 
 
 class RunFolder(msgspec.Struct, frozen=True):
@@ -78,6 +79,8 @@ def run_folder(run: RunSettings) -> RunFolder:
 
 
 def read_earlier_configuration(run: RunSettings) -> dict[str, object] | None:
-    """The tables that the run was last started with on this machine, or None."""
+    """The tables that the run was last started with on this machine, or None; None, too, for what is no name of a run."""
+    if not is_name(run.name):
+        return None
     file = run_folder(run).configuration
     return read_tables(file) if file.is_file() else None

@@ -102,7 +102,11 @@ def test_a_closed_standard_output_is_the_null_device_and_no_number_for_a_socket(
 
 
 @pytest.mark.parametrize("command", ["audit", "episodes", "top"])
-def test_a_name_that_is_too_long_for_a_file_is_no_name_of_a_run_either(refused: Refused, command: str) -> None:
+def test_a_name_that_is_too_long_for_a_file_is_no_name_of_a_run_either(
+    refused: Refused, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".fleetbus" / "runs").mkdir(parents=True)  # else the system finds no folder before it reads the name
+    monkeypatch.chdir(tmp_path)
     assert "must be 1 to 128 letters" in refused(command, "x" * 300)
 
 
