@@ -44,6 +44,10 @@ test-slow *arguments:
 planted-faults *arguments:
     .venv/bin/pytest -q -m 'slow or not slow' tests/system/test_simulation_planted_faults.py {{arguments}}
 
+# A whole fleet under virtual time and seeded faults: `just sim --seeds 1-40 --faults all`
+sim *arguments:
+    .venv/bin/python -m tests.simulation {{arguments}}
+
 # Which branches of the delivery contract the kept seeds of the simulation reach, or `all:1-100 swarm:1-100` beside them: minutes
 sim-coverage *arguments:
     .venv/bin/python benchmarks/simulation_coverage.py {{arguments}}

@@ -50,7 +50,7 @@ from fleetbus.config.settings import (
     LearnerSettings,
     RunSettings,
 )
-from fleetbus.episodes import decode_entries
+from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import Action, LineageStarted, StepTrained, Subjects, Task
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Step, Verdict

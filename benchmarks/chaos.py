@@ -35,8 +35,7 @@ import structlog
 from benchmarks.chaos_faults import MEAN_SECONDS, Fault, plan_faults, plan_kills
 from benchmarks.chaos_processes import ChaosDeployment
 from benchmarks.chaos_recovery import Entry, Heard, Recovery, compute_percentiles
-from fleetbus.archive import scan_archive_and_log
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
@@ -53,8 +52,9 @@ from fleetbus.config.settings import (
     NatsSettings,
     RunSettings,
 )
-from fleetbus.core.audit_findings import Report
-from fleetbus.episodes import decode_entries
+from fleetbus.core.audit.findings import Report
+from fleetbus.log.archive_reader import scan_archive_and_log
+from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import (
     MESSAGES,
     AttemptStarted,
@@ -71,7 +71,7 @@ from fleetbus_schemas import (
 )
 from fleetbus_schemas.message import decode_any
 from fleetbus_workers.learner.digest_audit import audit_digests
-from fleetbus_workers.overview.progress import Progress
+from fleetbus_workers.observe.run.progress import Progress
 from fleetbus_workers.up.summary_builder import Summary, build_summary
 
 RUN = "chaos"

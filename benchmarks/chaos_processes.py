@@ -22,8 +22,8 @@ import psutil
 from benchmarks.chaos_faults import Fault
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats.server import NatsServerProcess
+from fleetbus.concurrency.notifier import Notifier
 from fleetbus.errors import BusError
-from fleetbus.notifier import Notifier
 from fleetbus_schemas import ControlAnswered, ControlRequested, MalformedMessage, Subjects, decode, encode
 
 UNPLANNED_RESTART_SECONDS = 0.5

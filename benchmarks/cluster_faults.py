@@ -33,14 +33,14 @@ import anyio.abc
 import structlog
 import uvloop
 
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import find_server, run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, EnvironmentSettings, InferenceSettings, RunSettings
-from fleetbus.episodes import decode_episode_entry
 from fleetbus.errors import BusError, UserError
+from fleetbus.log.episodes import decode_episode_entry
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, PolicyPublished, Subjects, Task, encode
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.worker import run_environment

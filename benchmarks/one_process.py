@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fleetbus import open_run
 from fleetbus.config.settings import LearnerSettings
-from fleetbus.core.advantages import grpo
+from fleetbus.core.algorithms.advantages import grpo
 from fleetbus_workers.environment.adapters.warehouse.items import draw_warehouse
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings

@@ -34,16 +34,16 @@ import structlog
 import uvloop
 
 from benchmarks.load_plan import temporary_server
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
-from fleetbus.episodes import read_episode_state, read_turns
+from fleetbus.log.episodes import read_episode_state, read_turns
 from fleetbus_schemas import Message, encode
 from fleetbus_workers.learner.publication import read_published_versions
 from fleetbus_workers.learner.resume import read_book, read_requests_from_floor
-from fleetbus_workers.overview.run_observer import RunObserver
-from fleetbus_workers.overview.state import RunState
+from fleetbus_workers.observe.run.run_observer import RunObserver
+from fleetbus_workers.observe.run.state import RunState
 from tests.support.log_builder import SUBJECTS, LogBuilder
 
 BATCH = 128

@@ -33,7 +33,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, EnvironmentSettings, InferenceSettings, RunSettings
-from fleetbus.episodes import decode_entries
+from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import Action, PolicyPublished, Subjects, WorkerStarted, encode
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Step

@@ -23,8 +23,7 @@ from pathlib import Path
 import anyio
 import structlog
 
-from fleetbus.archive import scan_archive_and_log
-from fleetbus.audit import enter
+from fleetbus.audit.run import enter
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
@@ -41,7 +40,8 @@ from fleetbus.config.settings import (
     NatsSettings,
     RunSettings,
 )
-from fleetbus.core.audit import Audit
+from fleetbus.core.audit.books import Audit
+from fleetbus.log.archive_reader import scan_archive_and_log
 from fleetbus_schemas import Subjects, Task
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.worker import run_environment

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from coverage import Coverage
 
 if TYPE_CHECKING:
-    from fleetbus_workers.simulation.scenario import FaultSet
+    from tests.simulation.scenario.shape import FaultSet
 
 Arc = tuple[str, tuple[int, int]]
 Seed = tuple["FaultSet", int]
@@ -33,25 +33,25 @@ ROOT = Path(__file__).parents[1]
 CORPUS = ROOT / "tests/system/simulation_corpus.txt"
 
 CONTRACT = (
-    "fleetbus/core/audit.py",
-    "fleetbus/core/audit_episode.py",
-    "fleetbus/core/audit_training.py",
-    "fleetbus/core/capacity.py",
-    "fleetbus/core/claims.py",
-    "fleetbus/core/groups.py",
-    "fleetbus/core/history.py",
-    "fleetbus/core/journal.py",
-    "fleetbus/core/ledger.py",
-    "fleetbus/core/lineage.py",
-    "fleetbus/core/retention.py",
-    "fleetbus/core/reward_components.py",
-    "fleetbus/actions.py",
-    "fleetbus/episodes.py",
-    "fleetbus/lanes.py",
-    "fleetbus/leases.py",
-    "fleetbus/requests.py",
-    "fleetbus/slots.py",
-    "fleetbus/trim_limit.py",
+    "fleetbus/core/audit/books.py",
+    "fleetbus/core/audit/episode.py",
+    "fleetbus/core/audit/training.py",
+    "fleetbus/core/training/capacity.py",
+    "fleetbus/core/episode/claims.py",
+    "fleetbus/core/training/groups.py",
+    "fleetbus/core/episode/history.py",
+    "fleetbus/core/episode/journal.py",
+    "fleetbus/core/training/ledger.py",
+    "fleetbus/core/training/lineage.py",
+    "fleetbus/core/training/retention.py",
+    "fleetbus/core/algorithms/reward_components.py",
+    "fleetbus/log/actions.py",
+    "fleetbus/log/episodes.py",
+    "fleetbus/delivery/lanes.py",
+    "fleetbus/delivery/leases.py",
+    "fleetbus/delivery/requests.py",
+    "fleetbus/delivery/slots.py",
+    "workers/fleetbus_workers/recorder/trim_limit.py",
     "workers/fleetbus_workers/environment/episode/attempts.py",
     "workers/fleetbus_workers/environment/episode/policy_client.py",
     "workers/fleetbus_workers/environment/stepwise/host.py",
@@ -75,7 +75,7 @@ def main() -> int:
     parser.add_argument("--at-least", type=float, default=0.0, metavar="PERCENT")
     arguments = parser.parse_args()
     coverage = Coverage(branch=True, include=[str(ROOT / file) for file in CONTRACT], data_file=None, config_file=False)
-    imported = record_arcs(coverage, lambda: importlib.import_module("fleetbus_workers.simulation.run"))
+    imported = record_arcs(coverage, lambda: importlib.import_module("tests.simulation.run"))
     seeds = dict.fromkeys([*read_corpus(), *parse_seeds(arguments.seeds)])
     reached = {seed: record_arcs(coverage, partial(run_reported, *seed)) - imported for seed in seeds}
     if arguments.keep:
@@ -105,7 +105,7 @@ def record_arcs(coverage: Coverage, function: Callable[[], object]) -> set[Arc]:
 
 
 def run_reported(faults: FaultSet, seed: int) -> None:
-    from fleetbus_workers.simulation.seed_pool import run_safely
+    from tests.simulation.seed_pool import run_safely
 
     report = run_safely(seed, faults)
     if not report.passed:

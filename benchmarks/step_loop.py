@@ -37,7 +37,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, EnvironmentSettings, InferenceSettings, RunSettings
-from fleetbus.episodes import decode_entries, decode_episode_entry
+from fleetbus.log.episodes import decode_entries, decode_episode_entry
 from fleetbus_schemas import (
     Action,
     ChatMessage,
@@ -122,7 +122,7 @@ def configuration(sessions: int) -> Configuration:
 
 async def serve(role: str, url: str, sessions: int, report: str, auth: str) -> None:
     """One worker process; the environment's writes its latencies and CPU when it has drained."""
-    from fleetbus_workers.cli.role import tune_collector
+    from fleetbus_workers.cli.roles.role import tune_collector
     from fleetbus_workers.environment.worker import run_environment
     from fleetbus_workers.inference.worker import run_inference
 

@@ -35,7 +35,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, EnvironmentSettings, NatsSettings, RunSettings
-from fleetbus.heartbeats import HEARTBEAT_SECONDS
+from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS
 from fleetbus_schemas import EpisodeRequested, Subjects, Task, encode
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 
@@ -70,7 +70,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
 
 async def serve(url: str, sessions: int, workers: int) -> None:
     """The process of the workers, until it is killed. Each has a connection and its share of the sessions."""
-    from fleetbus_workers.cli.role import tune_collector
+    from fleetbus_workers.cli.roles.role import tune_collector
     from fleetbus_workers.environment.worker import run_environment
 
     tune_collector()  # with Python's thresholds the collector looks at all sessions again and again: half of the processor time

@@ -33,8 +33,8 @@ from benchmarks.load_plan import temporary_server
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
-from fleetbus.episodes import decode_entries
-from fleetbus.runtime import Runtime
+from fleetbus.concurrency.runtime import Runtime
+from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import LineageStarted, PolicyPublished, SamplingSettings, Subjects, TensorEntry
 from fleetbus_workers.inference.base import GenerationRequest
 from fleetbus_workers.learner.journal import FencedAppender

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fleetbus.recording.episodes import Transcript as Transcript
     from fleetbus.recording.rows import StepRow as StepRow
     from fleetbus.recording.rows import TokenRow as TokenRow
-    from fleetbus.tasks import load_tasks as load_tasks
+    from fleetbus.tasks.files import load_tasks as load_tasks
     from fleetbus_schemas import Action as Action
     from fleetbus_schemas import ChatMessage as ChatMessage
     from fleetbus_schemas import ContextChange as ContextChange
@@ -64,7 +64,7 @@ _PUBLIC: dict[str, tuple[str, Stability]] = {
     "Image": ("fleetbus_schemas", "stable"),
     "ToolCall": ("fleetbus_schemas", "stable"),
     "ToolSpec": ("fleetbus_schemas", "stable"),
-    "load_tasks": ("fleetbus.tasks", "stable"),
+    "load_tasks": ("fleetbus.tasks.files", "stable"),
     "train": ("fleetbus_workers.api.run", "provisional"),
     "print_event": ("fleetbus_workers.api.run", "provisional"),
     "Run": ("fleetbus_workers.api.run", "provisional"),

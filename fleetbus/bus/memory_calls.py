@@ -15,7 +15,7 @@ import anyio.lowlevel
 from fleetbus.bus.base import Request
 from fleetbus.bus.memory_connection import MemoryConnection
 from fleetbus.bus.memory_subjects import SubjectIndex
-from fleetbus.notifier import Notifier
+from fleetbus.concurrency.notifier import Notifier
 
 T = TypeVar("T")
 Respond = Callable[[bytes], None]

@@ -23,16 +23,16 @@ import msgspec
 import structlog
 from anyio.streams.memory import MemoryObjectSendStream
 
-from fleetbus.actions import MissingActions, read_actions
 from fleetbus.bus.base import Bus
+from fleetbus.concurrency.runtime import Runtime
+from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.config.settings import Configuration
-from fleetbus.core.history import Turn, collect_token_ids, loss_mask
-from fleetbus.core.result_checks import find_actions_problem
-from fleetbus.core.segments import SegmentError, find_leaves, fold_segments, split_first
-from fleetbus.episodes import decode_episode_entry
-from fleetbus.requests import Requests
-from fleetbus.runtime import Runtime
-from fleetbus.task_groups import open_first_error_task_group
+from fleetbus.core.episode.history import Turn, collect_token_ids, loss_mask
+from fleetbus.core.episode.result_checks import find_actions_problem
+from fleetbus.core.episode.segments import SegmentError, find_leaves, fold_segments, split_first
+from fleetbus.delivery.requests import Requests
+from fleetbus.log.actions import MissingActions, read_actions
+from fleetbus.log.episodes import decode_episode_entry
 from fleetbus_schemas import GRADED, EpisodeFinished, Outcome, Subjects, Task
 from fleetbus_schemas.tokens import unpack_logprobs
 

@@ -7,8 +7,8 @@ from collections.abc import Collection
 import anyio
 
 from fleetbus.bus.base import Bus
-from fleetbus.heartbeats import LOST_AFTER_SECONDS, follow_heartbeats
-from fleetbus.notifier import Notifier
+from fleetbus.concurrency.notifier import Notifier
+from fleetbus.delivery.heartbeats import LOST_AFTER_SECONDS, follow_heartbeats
 from fleetbus_schemas import Heartbeat, Subjects
 
 

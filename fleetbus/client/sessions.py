@@ -22,10 +22,10 @@ import structlog
 
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.client.session_hosts import SessionHosts
-from fleetbus.episodes import read_entry
+from fleetbus.concurrency.loop_clock import get_clock
+from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.errors import FleetbusError, NoResponders, RequestUnanswered
-from fleetbus.loop_clock import get_clock
-from fleetbus.task_groups import open_first_error_task_group
+from fleetbus.log.episodes import read_entry
 from fleetbus_schemas import (
     ControlAnswered,
     ControlRequested,

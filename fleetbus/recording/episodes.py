@@ -8,11 +8,11 @@ from itertools import islice
 import msgspec
 
 from fleetbus.bus.base import StreamEntry
-from fleetbus.core.failure_kinds import FailureKinds
-from fleetbus.core.history import Turn, fold_history
-from fleetbus.core.turn_contexts import TurnContext, describe_turns
-from fleetbus.episodes import decode_entries
-from fleetbus.stored_entries import read_stored
+from fleetbus.core.episode.failure_kinds import FailureKinds
+from fleetbus.core.episode.history import Turn, fold_history
+from fleetbus.core.episode.turn_contexts import TurnContext, describe_turns
+from fleetbus.log.episodes import decode_entries
+from fleetbus.log.stored_entries import read_stored
 from fleetbus_schemas import (
     Action,
     AttemptStarted,

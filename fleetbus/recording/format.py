@@ -1,6 +1,6 @@
 """The bytes of a recording: one file that says what it is and holds a run's log, or part of it. Blocking.
 
-A recording is `MAGIC`, then the checked frames of `fleetbus.archive_format`. The first one is a `RecordingHeader` (msgpack); of
+A recording is `MAGIC`, then the checked frames of `log.archive_format`. The first one is a `RecordingHeader` (msgpack); of
 every further one the first byte is its kind and the rest is zlib-compressed msgpack:
 
 * ``E``: a list of `ArchivedEntry`, in order of sequence;
@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from fleetbus.archive_format import ArchivedEntry, TornRecord, encode_frame, read_frame
 from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
+from fleetbus.log.archive_format import ArchivedEntry, TornRecord, encode_frame, read_frame
 from fleetbus_schemas import MESSAGES
 from fleetbus_schemas.subjects import InvalidName, check_name
 

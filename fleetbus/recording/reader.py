@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from fleetbus.archive_format import ArchivedEntry, TornRecord
 from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
+from fleetbus.log.archive_format import ArchivedEntry, TornRecord
 from fleetbus.recording.format import (
     OBJECTS,
     FilePart,

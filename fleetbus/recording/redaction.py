@@ -14,8 +14,8 @@ import msgspec
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.config.load import strip_credentials
-from fleetbus.logs import SECRET_WORDS
-from fleetbus.secret_formats import FORMAT, REDACTED, redact_formats
+from fleetbus.logs.secret_formats import FORMAT, REDACTED, redact_formats
+from fleetbus.logs.setup import SECRET_WORDS
 
 SHORTEST_KNOWN_SECRET = 8
 """Shorter values of secret keys are not searched for elsewhere: they would hit innocent text."""

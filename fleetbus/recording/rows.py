@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import msgspec
 
 from fleetbus.bus.base import StreamEntry
-from fleetbus.core.lineage import compute_surviving_steps, is_surviving
+from fleetbus.core.training.lineage import compute_surviving_steps, is_surviving
+from fleetbus.log.stored_entries import read_stored
 from fleetbus.recording.episodes import Transcript, read_transcript
-from fleetbus.stored_entries import read_stored
 from fleetbus_schemas import EpisodeFinished, LineageStarted, StepTrained, Subjects
 from fleetbus_schemas.tokens import count_tokens, take_tokens, unpack_ids, unpack_logprobs
 

@@ -18,7 +18,7 @@ import msgspec
 
 from fleetbus.bus.nats import connect
 from fleetbus.config.settings import Configuration
-from fleetbus.tasks import load_dataset
+from fleetbus.tasks.files import load_dataset
 
 
 def choose_command(configuration_file: Path) -> Callable[[str, str], Sequence[str]]:

@@ -18,7 +18,7 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, InferenceSettings, RunSettings
-from fleetbus.episodes import read_episode_state
+from fleetbus.log.episodes import read_episode_state
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, PolicyPublished, Subjects, Task, encode
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from fleetbus_workers.inference.worker import run_inference

@@ -8,7 +8,7 @@ import anyio
 import httpx
 import pytest
 
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.config.settings import RunSettings
 from fleetbus_schemas import Task
 from fleetbus_workers.gateway.agent_keys import SECRET_FILE, read_secret

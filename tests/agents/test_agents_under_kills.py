@@ -15,12 +15,12 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
-from fleetbus.episodes import decode_episode_entry
+from fleetbus.log.episodes import decode_episode_entry
 from fleetbus_schemas import (
     Action,
     EpisodeFinished,

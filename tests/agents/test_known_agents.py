@@ -8,7 +8,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from benchmarks.agent_training import CLIENTS
-from fleetbus_workers.cli.agents import command
+from fleetbus_workers.cli.look.agents import command
 from fleetbus_workers.environment.adapters.agent.dialects import DIALECTS
 from fleetbus_workers.environment.adapters.agent.known import KNOWN_AGENTS, format_rows
 from tests.agents.client_agents import AGENTS

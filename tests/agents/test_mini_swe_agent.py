@@ -14,8 +14,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.audit import audit_run
-from fleetbus.tasks import load_dataset
+from fleetbus.audit.run import audit_run
+from fleetbus.tasks.files import load_dataset
 from fleetbus_schemas import SamplingSettings
 from fleetbus_workers.inference.canned import CannedSampler
 from tests.agents.gateway_support import SUBJECTS, find_port, running

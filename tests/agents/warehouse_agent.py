@@ -11,7 +11,7 @@ import re
 import urllib.request
 from typing import Any
 
-from fleetbus.core.prompts import build_compact_system_prompt
+from fleetbus.core.text.prompts import build_compact_system_prompt
 from fleetbus_workers.environment.adapters.warehouse.items import FIELDS, TOOLS, draw_warehouse
 
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from fleetbus.archive_format import ArchivedEntry, encode_frame
 from fleetbus.bus.base import StreamEntry
 from fleetbus.config.settings import LogSettings
 from fleetbus.errors import UserError
-from fleetbus.logs import configure_logs
+from fleetbus.log.archive_format import ArchivedEntry, encode_frame
+from fleetbus.logs.setup import configure_logs
 from fleetbus.recording import RecordingHeader, load_recording
 from fleetbus.recording.format import RecordingDamaged, RecordingTooLarge, encode_part, encode_start
 from fleetbus.recording.writer import create_recording

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import anyio
 import pytest
 
-from fleetbus.core.verifier_warnings import find_forgeable
+from fleetbus.core.text.verifier_warnings import find_forgeable
 from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.isolation.sandbox import IsolationUnavailable, find_isolation
 from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import trio.testing
 
-from fleetbus.core.advantages import ADVANTAGES, grpo
-from fleetbus.core.ledger import Ledger
+from fleetbus.core.algorithms.advantages import ADVANTAGES, grpo
+from fleetbus.core.training.ledger import Ledger
 from fleetbus_schemas import ActionReference, EpisodeFinished
 from fleetbus_workers.environment.base import Step, Verdict
 from fleetbus_workers.learner.batches import CreditPlan, compute_episode_advantages

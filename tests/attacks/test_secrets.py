@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.config.settings import LogSettings
-from fleetbus.logs import configure_logs
+from fleetbus.logs.secret_formats import FORMATS, redact_formats
+from fleetbus.logs.setup import configure_logs
 from fleetbus.recording.redaction import Redactor
-from fleetbus.secret_formats import FORMATS, redact_formats
 from fleetbus_schemas import ChatMessage, Observation, encode
 from fleetbus_workers.environment.adapters.providers.process import select_variables
 

@@ -30,7 +30,7 @@ def play(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(facts: dict[str, Any]) -> None:
-    skyrl_gym.register(id="fleetbus", entry_point="fleetbus.skyrl:FleetbusEnv")
+    skyrl_gym.register(id="fleetbus", entry_point="fleetbus.client.skyrl:FleetbusEnv")
     numbers = itertools.count()
 
     def play_on(_: int) -> None:

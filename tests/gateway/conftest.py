@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleetbus import worker_lifecycle
+from fleetbus.delivery import worker_lifecycle
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from fleetbus.bus.base import Bus
-from fleetbus.core.journal import Journal
+from fleetbus.core.episode.journal import Journal
 from fleetbus.errors import RequestUnanswered
 from fleetbus_schemas import Subjects
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fleetbus.client.sessions import sessions
-from fleetbus.core.turn_credit import compute_turn_returns, unpaid_reward
-from fleetbus.skyrl import FleetbusEnv
+from fleetbus.client.skyrl import FleetbusEnv
+from fleetbus.core.algorithms.turn_credit import compute_turn_returns, unpaid_reward
 from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.adapters.colours import ColoursEnvironment
 from tests.support.gateway_processes import RUN, start_processes

@@ -19,7 +19,7 @@ from skyrl_gym.envs.registration import deregister
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
-from fleetbus.skyrl import FleetbusEnv
+from fleetbus.client.skyrl import FleetbusEnv
 from fleetbus_schemas import Subjects
 
 RUN = "skyrl"
@@ -63,7 +63,7 @@ def tasks_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def register_environment() -> Iterator[None]:
-    skyrl_gym.register(id="fleetbus", entry_point="fleetbus.skyrl:FleetbusEnv")
+    skyrl_gym.register(id="fleetbus", entry_point="fleetbus.client.skyrl:FleetbusEnv")
     yield
     deregister("fleetbus")
 

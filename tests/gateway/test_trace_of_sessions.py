@@ -18,8 +18,8 @@ import pytest
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.client.sessions import sessions
-from fleetbus.core.journal import Journal
-from fleetbus.core.trace_ids import build_call_path, compute_session_trace_id, span_id
+from fleetbus.core.episode.journal import Journal
+from fleetbus.core.episode.trace_ids import build_call_path, compute_session_trace_id, span_id
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
 from fleetbus_workers.gateway.gym_app import GymGateway, GymSettings

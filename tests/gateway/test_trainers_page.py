@@ -31,7 +31,7 @@ def test_every_example_is_python() -> None:
 
 
 def test_flags_on_the_page_are_those_of_the_commands() -> None:
-    from fleetbus_workers.cli.gateway import gym, openenv
+    from fleetbus_workers.cli.roles.gateway import gym, openenv
 
     flags = {option for command in (gym, openenv) for parameter in command.params for option in parameter.opts}
     told = set(re.findall(r"`(--[a-z-]+)", PAGE.read_text()))

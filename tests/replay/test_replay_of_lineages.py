@@ -14,8 +14,8 @@ import pytest
 import trio.testing
 
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
-from fleetbus.episodes import decode_entries
-from fleetbus.logs import suppress_logs
+from fleetbus.log.episodes import decode_entries
+from fleetbus.logs.setup import suppress_logs
 from fleetbus.recording import Recording, RecordingHeader
 from fleetbus_schemas import CheckpointStored, LineageStarted, StepTrained, Task, TensorEntry, decode, encode
 from fleetbus_schemas.stored import STORED

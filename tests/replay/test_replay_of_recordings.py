@@ -15,7 +15,7 @@ import pytest
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.config.settings import Configuration
-from fleetbus.core import advantages
+from fleetbus.core.algorithms import advantages
 from fleetbus.recording import Recording, load_recording
 from fleetbus_schemas import ChatMessage, PolicyPublished, Task, decode, encode
 from fleetbus_workers.environment.base import Start, Step
@@ -239,7 +239,7 @@ def weights_of(recording: Recording) -> list[str]:
 
     import anyio
 
-    from fleetbus.logs import suppress_logs
+    from fleetbus.logs.setup import suppress_logs
     from fleetbus.recording.reader import Recording as Kind
     from fleetbus_workers.assembly.trainers import build_trainer_settings
     from fleetbus_workers.learner.torch.trainer import TorchTrainer

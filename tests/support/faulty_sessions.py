@@ -9,8 +9,8 @@ from typing import Any
 
 import anyio
 
+from fleetbus.concurrency.task_pool import TaskPool
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
-from fleetbus.task_pool import TaskPool
 from fleetbus_schemas import Action, EpisodeFinished, Task
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Start, Step, Verdict

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fleetbus.bus.base import StreamEntry
-from fleetbus.stored_entries import read_stored
+from fleetbus.log.stored_entries import read_stored
 from fleetbus_schemas import (
     AttemptStarted,
     EpisodeFinished,
@@ -18,7 +18,7 @@ from fleetbus_schemas import (
     Task,
     encode,
 )
-from fleetbus_workers.overview.state import RunState
+from fleetbus_workers.observe.run.state import RunState
 
 SUBJECTS = Subjects("r")
 SECOND = 1_000_000_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fleetbus.core.history import Turn
+from fleetbus.core.episode.history import Turn
 from fleetbus_schemas.tokens import EMPTY_HISTORY, extend_history
 
 

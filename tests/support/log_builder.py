@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from fleetbus.audit import audit_run, enter
+from fleetbus.audit.run import audit_run, enter
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
-from fleetbus.core.audit import Audit
-from fleetbus.core.audit_findings import Report
+from fleetbus.core.audit.books import Audit
+from fleetbus.core.audit.findings import Report
 from fleetbus_schemas import (
     Action,
     ActionReference,

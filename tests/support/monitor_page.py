@@ -14,9 +14,9 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, RunSettings
-from fleetbus_workers.monitor.actions import OpenBus
-from fleetbus_workers.monitor.serve import serve
-from fleetbus_workers.overview.termination import Driver
+from fleetbus_workers.observe.monitor.actions import OpenBus
+from fleetbus_workers.observe.monitor.serve import serve
+from fleetbus_workers.observe.run.termination import Driver
 from fleetbus_workers.serving.listeners import bind
 from tests.support.small_deployment import RUN
 

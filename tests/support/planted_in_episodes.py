@@ -13,10 +13,10 @@ import anyio.lowlevel
 import msgspec
 import pytest
 
-import fleetbus.episodes
-import fleetbus.lanes
-import fleetbus.requests
-import fleetbus.slots
+import fleetbus.delivery.lanes
+import fleetbus.delivery.requests
+import fleetbus.delivery.slots
+import fleetbus.log.episodes
 import fleetbus_workers.environment.episode.attempts as attempts
 import fleetbus_workers.environment.episode.policy_client as exchange
 import fleetbus_workers.environment.episode.runner as session
@@ -26,8 +26,8 @@ import fleetbus_workers.inference.observation_handler as answers
 import fleetbus_workers.inference.turn_rules as turn_rules
 import fleetbus_workers.inference.worker as inference
 from fleetbus.bus.streams import tasks_consumer
-from fleetbus.core.claims import EpisodeState
-from fleetbus.leases import Leases
+from fleetbus.core.episode.claims import EpisodeState
+from fleetbus.delivery.leases import Leases
 from fleetbus_schemas import Action, AttemptStarted, EpisodeFinished, encode
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages
 
@@ -44,10 +44,10 @@ def ack_before_result(patch: pytest.MonkeyPatch) -> None:
 
 def no_fencing(patch: pytest.MonkeyPatch) -> None:
     """A superseded attempt goes on, and stores its result after whatever stands there."""
-    store = fleetbus.episodes.store_result
+    store = fleetbus.log.episodes.store_result
 
     async def faulty(bus: Any, subjects: Any, result: EpisodeFinished, *, expected_last: int) -> Any:
-        episode_state = await fleetbus.episodes.read_episode_state(bus, subjects, result.episode_id)
+        episode_state = await fleetbus.log.episodes.read_episode_state(bus, subjects, result.episode_id)
         if episode_state.result is not None:
             return "finished"
         return await store(bus, subjects, result, expected_last=episode_state.last_sequence)
@@ -150,14 +150,14 @@ def failure_as_reward_zero(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_slot_too_many(patch: pytest.MonkeyPatch) -> None:
-    fill = fleetbus.slots.Slots._run_delivery
+    fill = fleetbus.delivery.slots.Slots._run_delivery
 
-    async def faulty(self: fleetbus.slots.Slots, delivery: Any, subscription: Any) -> None:
+    async def faulty(self: fleetbus.delivery.slots.Slots, delivery: Any, subscription: Any) -> None:
         if self.in_flight == 1:
             subscription.grant(1)
         await fill(self, delivery, subscription)
 
-    patch.setattr(fleetbus.slots.Slots, "_run_delivery", faulty)
+    patch.setattr(fleetbus.delivery.slots.Slots, "_run_delivery", faulty)
 
 
 def stale_history_accepted(patch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def idle_timer_runs_during_a_step(patch: pytest.MonkeyPatch) -> None:
 
 def conflict_taken_for_stored(patch: pytest.MonkeyPatch) -> None:
     """A result that the log refused counts as stored, and its request is acked."""
-    patch.setattr(fleetbus.episodes, "_classify_conflict", lambda episode_state, result: "stored")
+    patch.setattr(fleetbus.log.episodes, "_classify_conflict", lambda episode_state, result: "stored")
 
 
 def deadline_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def deadline_ignored(patch: pytest.MonkeyPatch) -> None:
         await anyio.sleep_forever()
 
     patch.setattr(attempts.Attempts, "_admit", faulty)
-    patch.setattr(fleetbus.requests.Requests, "close_expired", never)
+    patch.setattr(fleetbus.delivery.requests.Requests, "close_expired", never)
 
 
 def drain_ignored(patch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import fleetbus.audit as audit
+import fleetbus.audit.run as audit
 import fleetbus_workers.learner.publication as publication
 import fleetbus_workers.learner.resume as resume
 import fleetbus_workers.recorder.worker as recorder

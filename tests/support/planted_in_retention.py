@@ -9,9 +9,9 @@ import pytest
 
 import fleetbus_workers.environment.episode.attempts as attempts
 import fleetbus_workers.recorder.log_trimmer as log_trimmer
-from fleetbus.core.floor import merge_floors
-from fleetbus.core.retention import Retention
-from fleetbus.log_room import LogRoom
+from fleetbus.core.training.floor import merge_floors
+from fleetbus.core.training.retention import Retention
+from fleetbus.delivery.log_room import LogRoom
 from fleetbus_schemas import FloorRaised, decode
 
 

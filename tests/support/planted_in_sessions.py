@@ -10,7 +10,7 @@ import pytest
 
 import fleetbus_workers.environment.stepwise.host as host
 import fleetbus_workers.environment.stepwise.session as session
-from fleetbus.core.journal import Journal
+from fleetbus.core.episode.journal import Journal
 
 
 def call_among_restored_ones(patch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,14 @@ import anyio
 import msgspec
 import pytest
 
-import fleetbus.actions as actions
+import fleetbus.log.actions as actions
 import fleetbus_workers.learner.journal as book
 import fleetbus_workers.learner.pool as pool
 import fleetbus_workers.learner.publication as publication
 import fleetbus_workers.learner.resume as resume
-from fleetbus.archive_writer import ArchiveWriter
-from fleetbus.core.ledger import Ledger
-from fleetbus.core.retention import Retention
+from fleetbus.core.training.ledger import Ledger
+from fleetbus.core.training.retention import Retention
+from fleetbus.log.archive_writer import ArchiveWriter
 from fleetbus_workers.learner.checkpoint_choice import CheckpointUnread, Choice, choose_checkpoint
 from fleetbus_workers.learner.checkpoint_storage import CheckpointStorage
 from fleetbus_workers.learner.checkpoints import Checkpoint, list_checkpoints, read_checkpoint

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import anyio
 
-from fleetbus.core.tool_formats import HERMES, ParsedResponse, parse_response
+from fleetbus.core.text.tool_formats import HERMES, ParsedResponse, parse_response
 from fleetbus_schemas import ChatMessage, SegmentReason, ToolSpec, VersionSpan
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler

@@ -17,9 +17,9 @@ from fleetbus_schemas import (
     Task,
     encode,
 )
-from fleetbus_workers.overview.run_observer import LogHealth
-from fleetbus_workers.overview.state import RunState
-from fleetbus_workers.watchdog import Stall, find_stalls
+from fleetbus_workers.observe.run.run_observer import LogHealth
+from fleetbus_workers.observe.run.state import RunState
+from fleetbus_workers.observe.run.watchdog import Stall, find_stalls
 
 SUBJECTS = Subjects("r")
 SECOND = 1_000_000_000

@@ -20,6 +20,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import Faults, MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.bus.streams import plan_run, tasks_consumer
+from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.settings import (
     Configuration,
     EnvironmentSettings,
@@ -28,9 +29,8 @@ from fleetbus.config.settings import (
     NatsSettings,
     RunSettings,
 )
-from fleetbus.core.claims import EpisodeState
-from fleetbus.episodes import decode_entries, decode_episode_entry, read_episode_state
-from fleetbus.runtime import Runtime
+from fleetbus.core.episode.claims import EpisodeState
+from fleetbus.log.episodes import decode_entries, decode_episode_entry, read_episode_state
 from fleetbus_schemas import (
     Action,
     AttemptStarted,

@@ -16,7 +16,7 @@ import msgspec
 
 from fleetbus.bus.nats import connect
 from fleetbus.config.settings import Configuration
-from fleetbus.tasks import load_tasks
+from fleetbus.tasks.files import load_tasks
 
 
 def choose_command(configuration_file: Path) -> Callable[[str, str], Sequence[str]]:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import trio.testing
 
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import StreamEntry
 from fleetbus.config.settings import AlgorithmSettings, LearnerSettings, RunSettings
 from fleetbus_schemas import Action, EpisodeFinished, Message, StepTrained, Task, VersionSpan, decode, encode

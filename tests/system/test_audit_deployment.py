@@ -6,7 +6,7 @@ from pathlib import Path
 
 import anyio
 
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, RunSettings
 from fleetbus_schemas import Task
 from fleetbus_workers.learner.curriculum import Curriculum

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from fleetbus import audit_state
+from fleetbus.audit import state as audit_state
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.streams import plan_run
@@ -80,7 +80,7 @@ def run_audit(*arguments: str, url: str) -> int:
 
 
 def audit_module() -> Any:
-    from fleetbus import audit
+    from fleetbus.audit import run as audit
 
     return audit
 

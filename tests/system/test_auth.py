@@ -11,7 +11,7 @@ import anyio
 import anyio.abc
 import pytest
 
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.auth.permissions import WORKERS
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats.bus import NatsBus
@@ -46,7 +46,7 @@ async def stored_and_fetched(secured: SecuredServer, folder: Path) -> None:
 
 
 async def test_gateways_drive_sessions_and_workers_answer_as_services(secured: SecuredServer) -> None:
-    from fleetbus.service_api import Microservice
+    from fleetbus.delivery.service_api import Microservice
     from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
     from fleetbus_workers.environment.worker import run_environment
 

@@ -147,7 +147,7 @@ async def test_a_worker_without_a_right_says_so_in_the_log_by_name(secured: Secu
 
 
 async def test_an_operation_that_is_refused_midway_stands_in_the_log_under_the_workers_name(secured: SecuredServer) -> None:
-    from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
+    from fleetbus.delivery.worker_lifecycle import WorkerLifecycle, run_lifecycle
 
     with anyio.fail_after(50):
         with pytest.RaisesGroup(NotPermitted):

@@ -12,9 +12,9 @@ import pytest
 
 from fleetbus.bus.base import Bus
 from fleetbus.bus.streams import plan_run, tasks_consumer
-from fleetbus.cancel import CancelResult, cancel_episode, drain_worker
 from fleetbus.config.settings import Configuration, LimitSettings, NatsSettings, RunSettings
-from fleetbus.episodes import read_episode_state
+from fleetbus.delivery.cancel import CancelResult, cancel_episode, drain_worker
+from fleetbus.log.episodes import read_episode_state
 from fleetbus_schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, Subjects, Task, encode
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.episode.attempts import Attempts

@@ -123,7 +123,7 @@ def test_up_refuses_an_environment_that_fails_its_first_episode(tmp_path: Path) 
 def test_a_call_that_never_returns_ends_the_process_with_its_place(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fleetbus_workers.cli import check
+    from fleetbus_workers.cli.setup import check
 
     ended: list[int] = []
     monkeypatch.setattr("os._exit", ended.append)

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, RunSettings
-from fleetbus.episodes import decode_entries
+from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import CheckpointStored, StepTrained, Task
 from fleetbus_schemas.stored import STORED
 from fleetbus_workers.learner.curriculum import Curriculum

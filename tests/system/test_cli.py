@@ -176,9 +176,9 @@ def test_a_user_error_out_of_a_task_group_is_still_one_line() -> None:
 
 def test_a_role_that_crashes_logs_it_and_exits_1(tmp_path: Path) -> None:
     code = (
-        "import sys, fleetbus_workers.cli.role\n"
+        "import sys, fleetbus_workers.cli.roles.role\n"
         "async def broken(*_): raise RuntimeError('something is broken')\n"
-        "fleetbus_workers.cli.role._serve = broken\n"
+        "fleetbus_workers.cli.roles.role._serve = broken\n"
         "from fleetbus_workers.cli.program import run_program\n"
         "sys.exit(run_program(['environment', '--nats', 'nats://127.0.0.1:1', '--log-format', 'json', '--name', 'e1']))"
     )

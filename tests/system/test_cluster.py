@@ -8,7 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.bus import NatsBus

@@ -30,12 +30,12 @@ from fleetbus_workers.environment.base import Verdict
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
-from fleetbus_workers.metrics.collect import collect
-from fleetbus_workers.overview.jetstream import ServerView
-from fleetbus_workers.overview.run_observer import RunObserver
-from fleetbus_workers.overview.state import RunState
-from fleetbus_workers.top.view import build_facts, screen
-from fleetbus_workers.watchdog import Stall, find_notes, find_stalls
+from fleetbus_workers.observe.metrics.collect import collect
+from fleetbus_workers.observe.run.jetstream import ServerView
+from fleetbus_workers.observe.run.run_observer import RunObserver
+from fleetbus_workers.observe.run.state import RunState
+from fleetbus_workers.observe.run.watchdog import Stall, find_notes, find_stalls
+from fleetbus_workers.observe.top.view import build_facts, screen
 from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 from tests.support.virtual_time import virtual_time
 

@@ -42,7 +42,7 @@ def complete(folder: Path, *words: str) -> list[str]:
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 def test_bash_completes_commands_and_flags(folder: Path) -> None:
     assert complete(folder, "fleetbus", "in") == ["inference", "init"]
-    assert not [line for line in (folder / "imported").read_text().splitlines() if "fleetbus_workers.cli.up" in line]
+    assert not [line for line in (folder / "imported").read_text().splitlines() if "fleetbus_workers.cli.train.up" in line]
     assert complete(folder, "fleetbus", "up", "--json-s") == ["--json-summary"]
     assert complete(folder, "fleetbus", "top", "--o") == ["--once"]
 

@@ -17,7 +17,7 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, NatsSettings, RunSettings
-from fleetbus.episodes import decode_entries, decode_episode_entry
+from fleetbus.log.episodes import decode_entries, decode_episode_entry
 from fleetbus_schemas import EpisodeFinished, EvaluationFinished, StepTrained, Subjects, Task, TrainingFinished
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.worker import run_environment

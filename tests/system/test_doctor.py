@@ -14,9 +14,9 @@ import pytest
 from fleetbus.bus.nats.server import run_server
 from fleetbus.config.load import load_configuration
 from fleetbus.errors import UserError
-from fleetbus_workers.cli import diagnosis
-from fleetbus_workers.cli.diagnosis import check_bus, check_disk, check_memory, check_packages, check_run_folder, diagnose
-from fleetbus_workers.cli.model_diagnosis import diagnose_model
+from fleetbus_workers.cli.look import diagnosis
+from fleetbus_workers.cli.look.diagnosis import check_bus, check_disk, check_memory, check_packages, check_run_folder, diagnose
+from fleetbus_workers.cli.look.model_diagnosis import diagnose_model
 from fleetbus_workers.starter.build import find_starter_folder
 from fleetbus_workers.up.checks import check_everything
 from tests.support.template_folders import write_template_folder

@@ -8,7 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.tasks import load_tasks
+from fleetbus.tasks.files import load_tasks
 from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.base import Verdict
 from fleetbus_workers.environment.specs import SPEC_FORMS, build_environment_factory, format_markdown_table

@@ -22,8 +22,8 @@ class Blocker:
             raise ModuleNotFoundError(f"{{name}} is not installed here", name=name)
 
 sys.meta_path.insert(0, Blocker())
-import fleetbus_workers.cli.environment
-fleetbus_workers.cli.environment._load_work()
+import fleetbus_workers.cli.roles.environment
+fleetbus_workers.cli.roles.environment._load_work()
 from fleetbus_workers.environment.isolation.verifier import Verifier
 from fleetbus_workers.environment.specs import build_environment_factory
 build_environment_factory("warehouse", verifier=Verifier())()

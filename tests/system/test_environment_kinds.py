@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import pytest
 
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.config.settings import (
@@ -27,7 +27,7 @@ from fleetbus.config.settings import (
     LimitSettings,
     RunSettings,
 )
-from fleetbus.core.audit_findings import Report
+from fleetbus.core.audit.findings import Report
 from fleetbus_schemas import EpisodeFinished, Task
 from fleetbus_workers.environment.keyed_specs import build_keyed_factory
 from fleetbus_workers.environment.specs import EnvironmentFactory, build_environment_factory

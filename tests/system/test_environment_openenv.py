@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from fleetbus.core.prompts import NO_CALL
+from fleetbus.core.text.prompts import NO_CALL
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task, ToolCall
 from fleetbus_workers.environment.adapters.common.action_text import extract_action

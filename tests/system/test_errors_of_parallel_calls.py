@@ -20,8 +20,8 @@ from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered
-from fleetbus.trim_limit import compute_trim_limit
 from fleetbus_schemas import Subjects
+from fleetbus_workers.recorder.trim_limit import compute_trim_limit
 
 RUN = "r"
 SUBJECTS = Subjects(RUN)

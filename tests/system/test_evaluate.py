@@ -9,13 +9,13 @@ import pytest
 
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration, InferenceSettings
-from fleetbus.core.evaluation_summary import summarise_results
+from fleetbus.core.training.evaluation_summary import summarise_results
 from fleetbus.errors import UserError
 from fleetbus_schemas import EpisodeRequested, Heartbeat, Subjects, Task, WorkerRole, encode
 from fleetbus_workers.api.evaluation import find_live_roles, start_missing_roles
 from fleetbus_workers.assembly import engines
-from fleetbus_workers.cli.evaluate import _parse_ks
 from fleetbus_workers.cli.program import run_program
+from fleetbus_workers.cli.train.evaluate import _parse_ks
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.held_out import find_newest_version, play
 from fleetbus_workers.learner.scripted import ScriptedTrainer

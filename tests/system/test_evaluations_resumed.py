@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from fleetbus.config.settings import EpisodeSettings, EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
-from fleetbus.episodes import decode_entries
+from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import CheckpointStored, EvaluationFinished, Message, Task
 from fleetbus_schemas.stored import STORED
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment

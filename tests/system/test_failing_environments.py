@@ -7,7 +7,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, LimitSettings, NatsSettings, RunSettings
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment

@@ -15,8 +15,8 @@ import anyio
 import pytest
 
 from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS, TASK_LEASE_SECONDS
-from fleetbus.episodes import decode_entries
-from fleetbus.lanes import LaneLost
+from fleetbus.delivery.lanes import LaneLost
+from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import (
     Action,
     AttemptStarted,

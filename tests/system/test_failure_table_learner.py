@@ -12,10 +12,10 @@ import anyio
 import msgspec
 import pytest
 
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.config.settings import EpisodeSettings, EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
-from fleetbus.core.lineage import compute_surviving_steps
-from fleetbus.episodes import decode_entries
+from fleetbus.core.training.lineage import compute_surviving_steps
+from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import (
     Action,
     CheckpointStored,

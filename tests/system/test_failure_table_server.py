@@ -13,7 +13,7 @@ import pytest
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.config.settings import LimitSettings
-from fleetbus.episodes import decode_entries
+from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import Observation, Task
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment

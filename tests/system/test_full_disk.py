@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
 from fleetbus_schemas import Task, TensorEntry
 from fleetbus_workers.learner.checkpoints import Checkpoint, write_checkpoint

@@ -17,7 +17,7 @@ import anyio
 import pytest
 
 from fleetbus.config.settings import Configuration, EnvironmentSettings, LimitSettings
-from fleetbus.harbor import build_task, read_harbor_task
+from fleetbus.tasks.harbor import build_task, read_harbor_task
 from fleetbus_schemas import Action, ToolCall
 from fleetbus_workers.environment.adapters.harbor.box import Recipe
 from fleetbus_workers.environment.adapters.harbor.docker_box import DockerBoxes

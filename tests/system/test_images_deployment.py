@@ -14,8 +14,8 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, InferenceSettings, NatsSettings, RunSettings
-from fleetbus.core.groups import Group
-from fleetbus.episodes import decode_entries, decode_episode_entry
+from fleetbus.core.training.groups import Group
+from fleetbus.log.episodes import decode_entries, decode_episode_entry
 from fleetbus_schemas import (
     Action,
     EpisodeFinished,

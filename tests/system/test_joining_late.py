@@ -12,8 +12,8 @@ import pytest
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
+from fleetbus.concurrency.runtime import Runtime
 from fleetbus.errors import UserError
-from fleetbus.runtime import Runtime
 from fleetbus_schemas import (
     CheckpointStored,
     LineageStarted,

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from fleetbus.bus.base import Bus
-from fleetbus.core.journal import Journal
+from fleetbus.core.episode.journal import Journal
 from fleetbus.errors import PublishUnanswered, RequestUnanswered
 from fleetbus_schemas import SessionClaimed, Subjects, Task
 from fleetbus_workers.environment.episode.stages import Superseded

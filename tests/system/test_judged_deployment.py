@@ -11,7 +11,7 @@ import pytest
 
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
 from fleetbus.config.training_settings import RewardSettings
-from fleetbus.episodes import decode_entries
+from fleetbus.log.episodes import decode_entries
 from fleetbus.recording import Recording, RecordingHeader
 from fleetbus_schemas import EpisodeFinished, StepTrained, Task
 from fleetbus_schemas.stored import STORED

@@ -9,7 +9,7 @@ import anyio
 import msgspec
 import pytest
 
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.bus.memory import MemoryBus
 from fleetbus.bus.streams import observations_consumer

@@ -12,8 +12,8 @@ from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, Faults, PublishFault
 from fleetbus.bus.streams import TASK_LEASE_SECONDS, plan_run
 from fleetbus.config.settings import LimitSettings
-from fleetbus.lanes import LEASE_SECONDS, LaneLost, NoLaneFree, claim_lane
-from fleetbus.leases import Leases
+from fleetbus.delivery.lanes import LEASE_SECONDS, LaneLost, NoLaneFree, claim_lane
+from fleetbus.delivery.leases import Leases
 from fleetbus_schemas import Action, Subjects, Task, decode
 from fleetbus_schemas.lifecycle import LaneLease
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment

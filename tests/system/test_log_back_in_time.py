@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
@@ -28,9 +28,9 @@ from fleetbus.config.settings import (
     NatsSettings,
     RunSettings,
 )
-from fleetbus.episodes import decode_entries
+from fleetbus.delivery.lanes import LaneLost, claim_lane
 from fleetbus.errors import UserError
-from fleetbus.lanes import LaneLost, claim_lane
+from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import CheckpointStored, LineageStarted, PolicyPublished, StepTrained, Subjects, Task, TrainingFinished
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.worker import run_environment

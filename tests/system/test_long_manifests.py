@@ -14,8 +14,8 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.objects import ObjectMissing
 from fleetbus.bus.streams import plan_run
-from fleetbus.episodes import decode_entries
-from fleetbus.runtime import Runtime
+from fleetbus.concurrency.runtime import Runtime
+from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import LineageStarted, PolicyPublished, Subjects, TensorEntry
 from fleetbus_workers.learner.journal import FencedAppender
 from fleetbus_workers.learner.publication import Publication

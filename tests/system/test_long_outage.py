@@ -8,7 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, LimitSettings, RunSettings

@@ -22,7 +22,7 @@ from mcp_types import (
     Tool,
 )
 
-from fleetbus.core.prompts import NO_CALL
+from fleetbus.core.text.prompts import NO_CALL
 from fleetbus_schemas import Action, Image, Task, Text, ToolCall
 from fleetbus_workers.environment.adapters.mcp.client import ClientConnection, ConnectionHost, open_server
 from fleetbus_workers.environment.adapters.mcp.connection import Connection, DirectConnection

@@ -14,15 +14,15 @@ import pytest
 import trio.testing
 
 from fleetbus.errors import UserError
-from fleetbus.metrics.names import METRICS, Sample
-from fleetbus.metrics.sinks import open_sinks
 from fleetbus_schemas import CheckpointStored, EngineLoad, LineageStarted, StepTrained, Task
 from fleetbus_workers.inference.scripted import ScriptedSampler
-from fleetbus_workers.metrics.collect import collect, iterate_step_values
-from fleetbus_workers.overview.jetstream import ConsumerPending, ServerView
-from fleetbus_workers.overview.run_observer import RunObserver
-from fleetbus_workers.overview.state import RunState
-from fleetbus_workers.watchdog import Stall
+from fleetbus_workers.observe.metrics.collect import collect, iterate_step_values
+from fleetbus_workers.observe.metrics.names import METRICS, Sample
+from fleetbus_workers.observe.metrics.sinks import open_sinks
+from fleetbus_workers.observe.run.jetstream import ConsumerPending, ServerView
+from fleetbus_workers.observe.run.run_observer import RunObserver
+from fleetbus_workers.observe.run.state import RunState
+from fleetbus_workers.observe.run.watchdog import Stall
 from tests.support.small_deployment import build_configuration, small_deployment
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +97,7 @@ async def test_prometheus_gets_them_over_http() -> None:
     pytest.importorskip("prometheus_client")
     from prometheus_client.parser import text_string_to_metric_families
 
-    from fleetbus_workers.metrics.exposition import Exposition, serve_metrics
+    from fleetbus_workers.observe.metrics.exposition import Exposition, serve_metrics
 
     found, _ = await collect_samples()
     exposition = Exposition("my-run")

@@ -9,8 +9,8 @@ import anyio
 import nats
 
 from fleetbus.bus.nats import connect
+from fleetbus.delivery.service_api import Microservice
 from fleetbus.errors import NoResponders, RequestUnanswered
-from fleetbus.service_api import Microservice
 from fleetbus_schemas import Subjects
 
 RUN = "micro"

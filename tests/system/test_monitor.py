@@ -24,8 +24,8 @@ from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
-from fleetbus.episodes import decode_episode_entry
 from fleetbus.errors import UserError
+from fleetbus.log.episodes import decode_episode_entry
 from fleetbus_schemas import (
     Action,
     ContextChange,
@@ -50,9 +50,9 @@ from tests.support.small_deployment import LANES, RUN, build_configuration
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from fleetbus_workers.overview.nats_http import HOW
+from fleetbus_workers.observe.run.nats_http import HOW
+from fleetbus_workers.observe.run.watchdog import find_notes, find_stalls
 from fleetbus_workers.serving.listeners import bind
-from fleetbus_workers.watchdog import find_notes, find_stalls
 from tests.support.monitor_page import open_empty_run, open_page
 
 pytestmark = pytest.mark.integration
@@ -116,7 +116,7 @@ async def test_an_episode_of_values_that_json_has_not_is_shown() -> None:
 
 
 async def test_what_holds_a_run_is_said_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleetbus_workers.monitor.app.find_stalls", partial(find_stalls, stall_seconds=0.001))
+    monkeypatch.setattr("fleetbus_workers.observe.monitor.app.find_stalls", partial(find_stalls, stall_seconds=0.001))
     with anyio.fail_after(50):
         async with open_empty_run() as (page, bus), page.events() as events:
             assert (await page.get("/api/overview"))["stalls"] == []
@@ -139,8 +139,8 @@ def step_of(number: int, success: float) -> StepTrained:
 async def test_a_run_of_which_nothing_is_learned_is_an_alarm_and_a_solved_one_a_note(
     success: float, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fleetbus_workers.monitor.app.find_stalls", partial(find_stalls, stall_seconds=0.001))
-    monkeypatch.setattr("fleetbus_workers.monitor.app.find_notes", partial(find_notes, patience_seconds=0.001))
+    monkeypatch.setattr("fleetbus_workers.observe.monitor.app.find_stalls", partial(find_stalls, stall_seconds=0.001))
+    monkeypatch.setattr("fleetbus_workers.observe.monitor.app.find_notes", partial(find_notes, patience_seconds=0.001))
     with anyio.fail_after(50):
         async with open_empty_run() as (page, bus), page.events() as events:
             await bus.publish(SUBJECTS.train("default"), encode(LineageStarted(lineage="a", worker="l")))

@@ -14,7 +14,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, LimitSettings, NatsSettings, RunSettings
-from fleetbus.control import Control
+from fleetbus.delivery.control import Control
 from fleetbus.errors import UserError
 from fleetbus_schemas import EpisodeRequested, Subjects, Task, encode
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
@@ -23,8 +23,8 @@ from fleetbus_workers.environment.worker import run_environment
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from fleetbus_workers.monitor.actions import OpenBus
-from fleetbus_workers.monitor.serve import serve
+from fleetbus_workers.observe.monitor.actions import OpenBus
+from fleetbus_workers.observe.monitor.serve import serve
 from fleetbus_workers.serving.listeners import bind
 
 RUN, KEY = "acts", "theKeyOfThePage"

@@ -13,10 +13,10 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.control import Control
+from fleetbus.delivery.control import Control
 from fleetbus_schemas import Heartbeat, WorkerStarted, encode
-from fleetbus_workers.overview.run_observer import RunObserver
-from fleetbus_workers.overview.termination import Termination
+from fleetbus_workers.observe.run.run_observer import RunObserver
+from fleetbus_workers.observe.run.termination import Termination
 from tests.support.browser_page import CHROMIUM, MARKUP, SUBJECTS, opened, shot
 
 pytest.importorskip("starlette")
@@ -50,8 +50,8 @@ async def test_every_view_is_drawn_without_a_complaint(scheme: str) -> None:
 
 
 async def test_a_note_is_shown_and_is_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleetbus_workers.monitor.app.find_notes", lambda state, now_ns: [f"no more to learn {MARKUP}"])
-    monkeypatch.setattr("fleetbus_workers.monitor.app.find_stalls", lambda *args, **options: [])
+    monkeypatch.setattr("fleetbus_workers.observe.monitor.app.find_notes", lambda state, now_ns: [f"no more to learn {MARKUP}"])
+    monkeypatch.setattr("fleetbus_workers.observe.monitor.app.find_stalls", lambda *args, **options: [])
     async with opened(10, "light") as (page, address, errors, _):
         await page.goto(address)
         note = page.locator("section[aria-label='Notes'] p")

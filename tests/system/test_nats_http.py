@@ -18,14 +18,14 @@ from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import UserError
 from fleetbus_schemas import Subjects
-from fleetbus_workers.cli.diagnosis import check_nats_http
+from fleetbus_workers.cli.look.diagnosis import check_nats_http
 from fleetbus_workers.cli.program import run_program
-from fleetbus_workers.metrics.collect import collect
-from fleetbus_workers.overview.jetstream import ServerView, fetch_server_view
-from fleetbus_workers.overview.nats_http import HOW, NatsServer, parse_monitoring_address, read_nats_server
-from fleetbus_workers.overview.run_observer import LogHealth
-from fleetbus_workers.overview.state import RunState
-from fleetbus_workers.top.view import SLOW_BYTES, build_facts, screen
+from fleetbus_workers.observe.metrics.collect import collect
+from fleetbus_workers.observe.run.jetstream import ServerView, fetch_server_view
+from fleetbus_workers.observe.run.nats_http import HOW, NatsServer, parse_monitoring_address, read_nats_server
+from fleetbus_workers.observe.run.run_observer import LogHealth
+from fleetbus_workers.observe.run.state import RunState
+from fleetbus_workers.observe.top.view import SLOW_BYTES, build_facts, screen
 from tests.support.http_server import serve_application
 from tests.support.processes import until
 
@@ -71,7 +71,7 @@ async def test_both_ways_of_asking_tell_the_same_of_consumers(
     async def refuse(*_: object, **__: object) -> dict[str, Any]:
         return {}
 
-    monkeypatch.setattr("fleetbus_workers.overview.jetstream._request_api", refuse)
+    monkeypatch.setattr("fleetbus_workers.observe.run.jetstream._request_api", refuse)
     over_http = await fetch_server_view(bus, RUN, server.monitor_url)
     assert asked.consumers == over_http.consumers and asked.pending == 1
     assert over_http.entries is None and over_http.clients == asked.clients

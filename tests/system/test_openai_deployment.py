@@ -14,7 +14,7 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, LimitSettings, NatsSettings, RunSettings
-from fleetbus.episodes import decode_entries, decode_episode_entry
+from fleetbus.log.episodes import decode_entries, decode_episode_entry
 from fleetbus_schemas import (
     Action,
     EpisodeFinished,

@@ -8,7 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.tasks import dump_tasks, load_dataset
+from fleetbus.tasks.files import dump_tasks, load_dataset
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.adapters.python_class.process_pool import ProcessPool
 from tests.support.small_deployment import small_deployment

@@ -7,9 +7,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.audit import audit_run
-from fleetbus.cancel import pause_admission
+from fleetbus.audit.run import audit_run
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
+from fleetbus.delivery.cancel import pause_admission
 from fleetbus_schemas import Task
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer

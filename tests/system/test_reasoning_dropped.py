@@ -30,7 +30,7 @@ from fleetbus.config.settings import (
     NatsSettings,
     RunSettings,
 )
-from fleetbus.core.segments import SegmentTree, pack_segment_ids
+from fleetbus.core.episode.segments import SegmentTree, pack_segment_ids
 from fleetbus_schemas import Action, ChatMessage, Observation, SamplingSettings, Task, VersionSpan
 from fleetbus_schemas.tokens import unpack_ids
 from fleetbus_workers.environment.base import Start, Step, Verdict

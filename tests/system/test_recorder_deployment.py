@@ -11,8 +11,7 @@ import anyio.abc
 import pytest
 import structlog
 
-from fleetbus.archive import read_archive
-from fleetbus.audit import audit_archive, audit_run
+from fleetbus.audit.run import audit_archive, audit_run
 from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
@@ -26,8 +25,9 @@ from fleetbus.config.settings import (
     NatsSettings,
     RunSettings,
 )
-from fleetbus.episodes import decode_episode_entry
 from fleetbus.errors import UserError
+from fleetbus.log.archive_reader import read_archive
+from fleetbus.log.episodes import decode_episode_entry
 from fleetbus_schemas import EpisodeFinished, Subjects, Task
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.worker import run_environment

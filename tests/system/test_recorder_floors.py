@@ -13,8 +13,8 @@ from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import observations_consumer, plan_run, tasks_consumer
-from fleetbus.trim_limit import compute_trim_limit
 from fleetbus_schemas import Subjects
+from fleetbus_workers.recorder.trim_limit import compute_trim_limit
 
 S = Subjects("run")
 END = 1 << 40

@@ -223,7 +223,7 @@ def test_secrets_of_the_environment_do_not_reach_the_file(
 
 
 def test_an_archive_is_recorded_alone(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fleetbus.archive_writer import open_archive
+    from fleetbus.log.archive_writer import open_archive
 
     monkeypatch.chdir(tmp_path)
     entries = load_recording(GUESSING).entries

@@ -6,7 +6,7 @@ import anyio
 import msgspec
 import pytest
 
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.client.rollouts import rollouts
 from fleetbus.client.sessions import SessionFailed, sessions
 from fleetbus_schemas import Action, ContextChange, EpisodeFinished, SessionAnswer, Task

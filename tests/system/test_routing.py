@@ -15,7 +15,7 @@ import pytest
 from fleetbus.bus.memory_faults import NO_DELIVERY_FAULT, DeliveryFault, Faults
 from fleetbus.bus.streams import actions_consumer, observations_consumer
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
-from fleetbus.episodes import decode_entries
+from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import Action, Observation, Task
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment

@@ -13,10 +13,10 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
-from fleetbus.core.groups import Group
+from fleetbus.core.training.groups import Group
 from fleetbus_schemas import Action, ContextChange, EpisodeFinished, Task
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Step

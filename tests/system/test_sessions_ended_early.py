@@ -8,8 +8,8 @@ import pytest
 import fleetbus_workers.environment.episode.attempts as attempts
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import LimitSettings
-from fleetbus.core.claims import EpisodeState
-from fleetbus.episodes import read_episode_state
+from fleetbus.core.episode.claims import EpisodeState
+from fleetbus.log.episodes import read_episode_state
 from fleetbus_schemas import Subjects, Task
 from tests.support.faulty_sessions import (
     BEFORE_THE_VERDICT,

@@ -11,7 +11,7 @@ import anyio
 import msgspec
 import pytest
 
-from fleetbus.core.evaluation_summary import summarise_results
+from fleetbus.core.training.evaluation_summary import summarise_results
 from fleetbus_schemas import ChatMessage
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict

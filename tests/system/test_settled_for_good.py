@@ -10,8 +10,7 @@ from typing import cast
 import anyio
 import pytest
 
-from fleetbus.archive import read_archive
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.bus.streams import plan_run, tasks_consumer
 from fleetbus.client.sessions import sessions
@@ -25,7 +24,8 @@ from fleetbus.config.settings import (
     NatsSettings,
     RunSettings,
 )
-from fleetbus.core.floor import parse_group_number
+from fleetbus.core.training.floor import parse_group_number
+from fleetbus.log.archive_reader import read_archive
 from fleetbus_schemas import EpisodeRequested, FloorRaised, SessionAnswer, SessionCall, Subjects, Task, decode, encode
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.worker import run_environment

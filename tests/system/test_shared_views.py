@@ -22,7 +22,7 @@ import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from fleetbus.config.settings import Configuration
-from fleetbus_workers.cli import up_page
+from fleetbus_workers.cli.train import up_page
 from tests.support.processes import until
 
 ROLES = [sys.executable, str(Path(__file__).with_name("scripted_roles.py"))]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from fleetbus_workers.simulation.run import run_seed
-from fleetbus_workers.simulation.seed_pool import run_seeds
+from tests.simulation.run import run_seed
+from tests.simulation.seed_pool import run_seeds
 from tests.support import planted_in_losses as losses
 
 pytestmark = pytest.mark.integration

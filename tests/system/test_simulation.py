@@ -11,19 +11,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fleetbus.core.audit_findings import Findings
-from fleetbus_workers.cli.program import run_program
-from fleetbus_workers.simulation.run import run_seed
-from fleetbus_workers.simulation.scenario import FaultSet, Scenario
-from fleetbus_workers.simulation.seed_pool import run_safely, run_seeds
+from fleetbus.core.audit.findings import Findings
+from tests.simulation.__main__ import main as simulate
+from tests.simulation.run import run_seed
+from tests.simulation.scenario.shape import FaultSet, Scenario
+from tests.simulation.seed_pool import run_safely, run_seeds
 
 pytestmark = pytest.mark.integration
 
 ORDINARY_SEEDS = range(10)
 ALL_SEEDS = range(1000)
 CORPUS = Path(__file__).with_name("simulation_corpus.txt")
-
-FLEETBUS = (sys.executable, "-m", "fleetbus_workers.cli")
 
 
 def failures(seeds: range, faults: FaultSet = "usual") -> dict[int, str]:
@@ -48,7 +46,7 @@ def test_a_seed_gives_the_same_run_in_this_process_and_in_another(faults: FaultS
     again = run_seed(seed, keep_lines=True, faults=faults)
     assert (again.trace_hash, again.outcomes, again.entries) == (first.trace_hash, first.outcomes, first.entries)
     finished = subprocess.run(
-        [*FLEETBUS, "sim", "--seed", str(seed), "--faults", faults, "--json"],
+        [sys.executable, "-m", "tests.simulation", "--seed", str(seed), "--faults", faults, "--json"],
         env=os.environ | {"PYTHONHASHSEED": "7"},
         capture_output=True,
         check=True,
@@ -146,7 +144,7 @@ def test_a_thousand_seeds_keep_all_invariants() -> None:
 
 def test_the_command_tells_what_happened_and_writes_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.txt"
-    assert run_program(["sim", "--seed", "1", "--trace", str(trace)]) == 0
+    assert simulate(["--seed", "1", "--trace", str(trace)]) == 0
     assert "seed 1: all invariants held" in capsys.readouterr().out
     assert "start learner-0" in trace.read_text()
 
@@ -154,8 +152,8 @@ def test_the_command_tells_what_happened_and_writes_the_trace(tmp_path: Path, ca
 def test_the_command_prints_the_failing_seeds_and_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("fleetbus_workers.simulation.world.MOST_TIMES", 0)
-    assert run_program(["sim", "--seeds", "0-1", "--processes", "1"]) == 1
+    monkeypatch.setattr("tests.simulation.world.MOST_TIMES", 0)
+    assert simulate(["--seeds", "0-1", "--processes", "1"]) == 1
     printed = capsys.readouterr().out
     assert "seed 0 FAILED" in printed
     assert "the training makes progress" in printed
@@ -164,5 +162,17 @@ def test_the_command_prints_the_failing_seeds_and_exits_with_1(
 
 @pytest.mark.parametrize("arguments", [[], ["--seed", "1", "--seeds", "1-2"], ["--seeds", "7"], ["--seeds", "9-3"]])
 def test_the_command_refuses_what_it_cannot_run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_program(["sim", *arguments]) == 2
+    assert simulate([*arguments]) == 2
     assert "--seeds" in capsys.readouterr().err
+
+
+def test_seeds_that_no_message_can_carry_and_traces_that_cannot_be_written_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for arguments in (
+        ["--seed", str(1 << 64)],
+        ["--seeds", f"0-{1 << 64}"],
+        ["--seed", "1", "--trace", str(tmp_path / "nowhere" / "trace")],
+    ):
+        assert simulate(arguments) == 2
+        assert arguments[-2] in capsys.readouterr().err

@@ -12,16 +12,16 @@ import msgspec
 import pytest
 
 import fleetbus_workers.environment.stepwise.host as host
-from fleetbus.actions import MissingActions, are_lost, read_actions
-from fleetbus.archive_writer import open_archive
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
+from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.settings import Configuration, RunSettings
-from fleetbus.core.groups import Group
-from fleetbus.core.journal import Journal
-from fleetbus.requests import Requests
-from fleetbus.runtime import Runtime
+from fleetbus.core.episode.journal import Journal
+from fleetbus.core.training.groups import Group
+from fleetbus.delivery.requests import Requests
+from fleetbus.log.actions import MissingActions, are_lost, read_actions
+from fleetbus.log.archive_writer import open_archive
 from fleetbus_schemas import (
     Action,
     ActionReference,
@@ -49,7 +49,7 @@ from fleetbus_workers.learner.batches import CreditPlan, read_sequences
 from fleetbus_workers.learner.journal import FencedAppender, LearnerReplaced
 from fleetbus_workers.learner.publication import Publication
 from fleetbus_workers.learner.scripted import ScriptedTrainer
-from fleetbus_workers.simulation.run import run_seed
+from tests.simulation.run import run_seed
 from tests.support.single_engine import HeldSampler, inference_worker, make_first_observation
 from tests.support.small_deployment import run_inline
 from tests.support.stepwise_fixtures import World as SessionWorld

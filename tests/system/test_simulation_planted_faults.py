@@ -12,9 +12,9 @@ import pytest
 
 import fleetbus_workers.inference.observation_handler as answers
 import fleetbus_workers.learner.journal as book
-from fleetbus_workers.simulation.run import Report, run_seed
-from fleetbus_workers.simulation.scenario import FaultSet, Scenario, ScheduledFault
-from fleetbus_workers.simulation.seed_pool import run_safely
+from tests.simulation.run import Report, run_seed
+from tests.simulation.scenario.shape import FaultSet, Scenario, ScheduledFault
+from tests.simulation.seed_pool import run_safely
 from tests.support import planted_in_episodes as episodes
 from tests.support import planted_in_retention as retention
 from tests.support import planted_in_segments as segments

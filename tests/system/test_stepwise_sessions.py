@@ -6,7 +6,7 @@ import anyio
 import msgspec
 import pytest
 
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.client.sessions import Session, SessionFailed
 from fleetbus_schemas import MAX_MESSAGE_BYTES, SessionCall
 from tests.support.small_deployment import SmallDeployment

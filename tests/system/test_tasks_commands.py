@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fleetbus.tasks import dump_tasks, load_tasks
+from fleetbus.tasks.files import dump_tasks, load_tasks
 from fleetbus_schemas import Task
 from fleetbus_workers.cli.program import run_program
 

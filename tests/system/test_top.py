@@ -16,11 +16,11 @@ from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Verdict
 from fleetbus_workers.inference.base import GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler
-from fleetbus_workers.overview.jetstream import ServerView, fetch_server_view
-from fleetbus_workers.overview.run_observer import RunObserver
-from fleetbus_workers.overview.state import RunState
-from fleetbus_workers.top.view import build_facts, screen
-from fleetbus_workers.watchdog import find_stalls
+from fleetbus_workers.observe.run.jetstream import ServerView, fetch_server_view
+from fleetbus_workers.observe.run.run_observer import RunObserver
+from fleetbus_workers.observe.run.state import RunState
+from fleetbus_workers.observe.run.watchdog import find_stalls
+from fleetbus_workers.observe.top.view import build_facts, screen
 from tests.support.small_deployment import LIMITS, RUN, SmallDeployment, build_configuration, small_deployment
 
 pytestmark = pytest.mark.parametrize(

@@ -22,10 +22,10 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.recording import load_recording
 from fleetbus_schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, Subjects, Task, encode
 from fleetbus_workers.cli.program import run_program
-from fleetbus_workers.tracing.fold import LogTraces
-from fleetbus_workers.tracing.otlp_file import FileSink
-from fleetbus_workers.tracing.run import Tracing
-from fleetbus_workers.tracing.span import SpansRefused
+from fleetbus_workers.observe.tracing.fold import LogTraces
+from fleetbus_workers.observe.tracing.otlp_file import FileSink
+from fleetbus_workers.observe.tracing.run import Tracing
+from fleetbus_workers.observe.tracing.span import SpansRefused
 from tests.support.otlp_receiver import Receiver, spans_in_file
 from tests.support.processes import until, wait_for_output
 
@@ -144,7 +144,7 @@ def test_a_receiver_that_refuses_or_is_not_there_is_one_line(
 
 def test_without_the_exporter_the_command_says_what_to_install(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    monkeypatch.delitem(sys.modules, "fleetbus_workers.tracing.otlp", raising=False)
+    monkeypatch.delitem(sys.modules, "fleetbus_workers.observe.tracing.otlp", raising=False)
     assert "pip install 'fleetbus[otel]'" in read_stdout(capsys, "trace", GUESSING, "--otlp", "http://127.0.0.1:1", code=2)
 
 
@@ -208,8 +208,8 @@ class Hesitant(FileSink):
 async def test_a_log_that_grows_is_followed_and_a_receiver_that_was_away_misses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fleetbus_workers.tracing.run.RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("fleetbus_workers.tracing.run.FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr("fleetbus_workers.observe.tracing.run.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("fleetbus_workers.observe.tracing.run.FLUSH_SECONDS", 0.01)
     file, stop = tmp_path / "spans.jsonl", anyio.Event()
     sink = Hesitant(file)
     async with MemoryServer().connect(RUN) as bus, anyio.create_task_group() as tasks:

@@ -8,8 +8,8 @@ import anyio
 
 from fleetbus_schemas import Task
 from fleetbus_workers.inference.scripted import ScriptedSampler
-from fleetbus_workers.tracing.fold import LogTraces
-from fleetbus_workers.tracing.span import Span
+from fleetbus_workers.observe.tracing.fold import LogTraces
+from fleetbus_workers.observe.tracing.span import Span
 from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 from tests.support.virtual_time import virtual_time
 

@@ -9,10 +9,10 @@ import anyio
 import pytest
 
 from fleetbus.client.sessions import Session, SessionFailed
-from fleetbus.core.trace_ids import compute_session_trace_id
+from fleetbus.core.episode.trace_ids import compute_session_trace_id
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
-from fleetbus_workers.tracing.fold import LogTraces
-from fleetbus_workers.tracing.span import Span
+from fleetbus_workers.observe.tracing.fold import LogTraces
+from fleetbus_workers.observe.tracing.span import Span
 from tests.support.small_deployment import RUN
 from tests.support.stepwise_fixtures import TASK, SessionFixture, World, session_fixture
 from tests.support.virtual_time import virtual_time

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import anyio
 
-from fleetbus.audit import audit_run
+from fleetbus.audit.run import audit_run
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
-from fleetbus.episodes import decode_entries
+from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import StepTrained, Task
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer

@@ -8,10 +8,10 @@ import anyio
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
+from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
-from fleetbus.episodes import decode_entries
-from fleetbus.runtime import Runtime
+from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import (
     ActionReference,
     CheckpointStored,

@@ -15,8 +15,8 @@ from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration
 from fleetbus_schemas import LineageStarted, Subjects, encode
-from fleetbus_workers.cli.role import run_role
-from fleetbus_workers.exit_status import CRASHED, FINISHED
+from fleetbus_workers.cli.roles.role import run_role
+from fleetbus_workers.command.exit_status import CRASHED, FINISHED
 from fleetbus_workers.learner.journal import FencedAppender
 
 

@@ -24,10 +24,10 @@ from fleetbus.config.load import dump_configuration, load_configuration
 from fleetbus.config.run_folder import RunFolder
 from fleetbus_schemas import LineageStarted, StepTrained, Subjects, WorkerStarted, WorkerStopped, encode
 from fleetbus_workers.cli.program import run_program
-from fleetbus_workers.overview import run_observer
-from fleetbus_workers.overview.run_observer import RunObserver
-from fleetbus_workers.overview.state import RunState
-from fleetbus_workers.overview.termination import Driver
+from fleetbus_workers.observe.run import run_observer
+from fleetbus_workers.observe.run.run_observer import RunObserver
+from fleetbus_workers.observe.run.state import RunState
+from fleetbus_workers.observe.run.termination import Driver
 from fleetbus_workers.run_access.log_access import build_driver
 from fleetbus_workers.run_access.sources import build_address_resolver
 from fleetbus_workers.up.lock import lock_run

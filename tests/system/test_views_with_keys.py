@@ -10,13 +10,13 @@ import anyio
 import pytest
 
 from fleetbus_schemas import EpisodeRequested, Task, encode
-from fleetbus_workers.overview import run_observer
-from fleetbus_workers.overview.jetstream import fetch_server_view
-from fleetbus_workers.overview.run_observer import RunObserver
-from fleetbus_workers.overview.state import RunState
-from fleetbus_workers.tracing.fold import LogTraces
-from fleetbus_workers.tracing.otlp_file import FileSink
-from fleetbus_workers.tracing.run import Tracing
+from fleetbus_workers.observe.run import run_observer
+from fleetbus_workers.observe.run.jetstream import fetch_server_view
+from fleetbus_workers.observe.run.run_observer import RunObserver
+from fleetbus_workers.observe.run.state import RunState
+from fleetbus_workers.observe.tracing.fold import LogTraces
+from fleetbus_workers.observe.tracing.otlp_file import FileSink
+from fleetbus_workers.observe.tracing.run import Tracing
 from tests.support.processes import until
 from tests.support.secured_server import SUBJECTS, TRUST, SecuredServer, secured_server
 

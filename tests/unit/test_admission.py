@@ -9,8 +9,8 @@ import anyio
 from anyio import wait_all_tasks_blocked
 
 from fleetbus.config.settings import LearnerSettings
-from fleetbus.core.ledger import Ledger
-from fleetbus.requests import Requests
+from fleetbus.core.training.ledger import Ledger
+from fleetbus.delivery.requests import Requests
 from fleetbus_schemas import ActionReference, EpisodeFinished, EpisodeRequested, Task
 from fleetbus_workers.learner.admission import Admission
 from fleetbus_workers.learner.curriculum import Curriculum

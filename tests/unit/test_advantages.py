@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbus.core.advantages import ADVANTAGES, dr_grpo, grpo, grpo_batch, maxrl, rloo
+from fleetbus.core.algorithms.advantages import ADVANTAGES, dr_grpo, grpo, grpo_batch, maxrl, rloo
 
 COMPARED = [name for name in ADVANTAGES if name not in ("reinforce_plus_plus", "gae", "none")]
 """Estimators that compare an episode with its group; see `test_algorithms_added` for the others."""

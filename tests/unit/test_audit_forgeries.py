@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fleetbus.core.audit_findings import KINDS
+from fleetbus.core.audit.findings import KINDS
 from fleetbus_schemas import AttemptReleased, EpisodeSegment, FloorRaised, SegmentOrigin, VersionSpan
 from fleetbus_schemas.tokens import pack_logprobs
 from tests.support.log_builder import SUBJECTS, LogBuilder, audit_log, compute_history_hash, kinds, start_log

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbus.audit import enter
+from fleetbus.audit.run import enter
 from fleetbus.bus.base import StreamEntry
-from fleetbus.core.audit import Audit
+from fleetbus.core.audit.books import Audit
 from fleetbus_schemas import FloorRaised, Split
 from tests.support.log_builder import SUBJECTS, fold_audit, start_log
 

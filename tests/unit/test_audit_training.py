@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fleetbus.core import audit_training
-from fleetbus.core.audit_findings import Findings
-from fleetbus.core.audit_training import Settled, TrainingAudit
+from fleetbus.core.audit import training as audit_training
+from fleetbus.core.audit.findings import Findings
+from fleetbus.core.audit.training import Settled, TrainingAudit
 from fleetbus_schemas import CheckpointStored, LineageStarted, StepTrained
 
 

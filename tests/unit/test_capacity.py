@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbus.core.capacity import count_admissible_groups, lag
+from fleetbus.core.training.capacity import count_admissible_groups, lag
 
 
 def admitted(step: int, *, outstanding: int, last_step: int = 100, batch: int = 4, max_staleness: int = 1) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbus.core.claims import EpisodeEntry, EpisodeState, fold_episode
+from fleetbus.core.episode.claims import EpisodeEntry, EpisodeState, fold_episode
 from fleetbus_schemas import AttemptReleased, AttemptStarted, EpisodeFinished
 
 

@@ -8,7 +8,7 @@ import tracemalloc
 import anyio
 import pytest
 
-from fleetbus.compact_tasks import CompactTasks, open_compact_task_group
+from fleetbus.concurrency.compact_tasks import CompactTasks, open_compact_task_group
 
 pytestmark = pytest.mark.anyio
 

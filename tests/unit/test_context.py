@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetbus.core.context import LINE_CHARACTERS, format_status_line, read_page, search_lines, search_messages
+from fleetbus.core.text.context import LINE_CHARACTERS, format_status_line, read_page, search_lines, search_messages
 from fleetbus_workers.environment.adapters.mcp.context_tools import NAMES, ContextTools
 
 OUTPUT = "\n".join(f"row {number} of the table" for number in range(1, 1001))

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from fleetbus.datasets import read_dataset_files, redact_location, split_version
 from fleetbus.errors import UserError
-from fleetbus.tasks import build_task_entry, check_dataset, check_verifiers, dump_tasks, load_dataset, load_tasks
-from fleetbus.tasks_output import write_split
+from fleetbus.tasks.datasets import read_dataset_files, redact_location, split_version
+from fleetbus.tasks.files import build_task_entry, check_dataset, check_verifiers, dump_tasks, load_dataset, load_tasks
+from fleetbus.tasks.output import write_split
 from fleetbus_schemas import Task
 
 

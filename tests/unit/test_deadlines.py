@@ -9,8 +9,8 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from fleetbus.deadlines import Deadlines
-from fleetbus.loop_clock import get_clock
+from fleetbus.concurrency.deadlines import Deadlines
+from fleetbus.concurrency.loop_clock import get_clock
 
 pytestmark = pytest.mark.anyio
 

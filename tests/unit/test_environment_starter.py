@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fleetbus import ChatMessage, Start, Step, Task, Verdict
 from fleetbus.config.settings import Configuration
-from fleetbus.core.prompts import TOOL_RESULT
-from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
+from fleetbus.core.text.prompts import TOOL_RESULT
+from fleetbus.core.text.tool_calls import final_answer, is_done, parse_tool_calls
 from fleetbus.errors import UserError
 from fleetbus_schemas import ToolSpec
 from fleetbus_workers.cli.program import run_program

@@ -9,8 +9,8 @@ import pytest
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
-from fleetbus.episodes import decode_episode_entry, read_episode_state, read_turns, store_message
 from fleetbus.errors import PublishUnanswered
+from fleetbus.log.episodes import decode_episode_entry, read_episode_state, read_turns, store_message
 from fleetbus_schemas import AttemptReleased, AttemptStarted, EpisodeFinished, Message, Subjects, encode
 
 pytestmark = pytest.mark.anyio
@@ -72,7 +72,7 @@ async def test_a_message_is_stored_under_an_id_of_its_own_which_its_repetitions_
             return receipt
 
         monkeypatch.setattr(MemoryBus, "publish", publish_once_in_vain)
-        monkeypatch.setattr("fleetbus.episodes.RETRY_SECONDS", 0.0)
+        monkeypatch.setattr("fleetbus.log.episodes.RETRY_SECONDS", 0.0)
         positions = [await store_message(bus, SUBJECTS.episode("e"), CLAIM) for _ in range(2)]
     assert positions == [1, 2]
     assert ids[0] == ids[1] != ids[2]

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from fleetbus.config.settings import EnvironmentSettings
-from fleetbus.core.history import Turn
-from fleetbus.core.segments import SegmentError
+from fleetbus.core.episode.history import Turn
+from fleetbus.core.episode.segments import SegmentError
 from fleetbus_schemas import NEW_ROOT, Action, ChatMessage, ContextChange, Image, SegmentOrigin, ShownImage, Text
 from fleetbus_schemas.tokens import pack_ids
 from fleetbus_workers.environment.adapters.mcp.context_tools import ContextTools

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fleetbus.core.floor import NO_FLOOR, merge_floors, refuses_delivery, refuses_request
-from fleetbus.core.lineage import complete_lineages, compute_surviving_steps
-from fleetbus.core.retention import KEPT_CHECKPOINTS, Retention, SessionRetention
+from fleetbus.core.training.floor import NO_FLOOR, merge_floors, refuses_delivery, refuses_request
+from fleetbus.core.training.lineage import complete_lineages, compute_surviving_steps
+from fleetbus.core.training.retention import KEPT_CHECKPOINTS, Retention, SessionRetention
 from fleetbus_schemas import (
     CheckpointStored,
     EpisodeFinished,

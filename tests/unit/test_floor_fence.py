@@ -9,13 +9,13 @@ from typing import Any
 import anyio
 import pytest
 
-from fleetbus.archive_writer import ArchiveWriter, open_archive
 from fleetbus.bus.base import PublishAck, StreamEntry
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
-from fleetbus.core.floor import NO_FLOOR
-from fleetbus.floor import fence_floor, read_floor
-from fleetbus.runtime import Runtime
+from fleetbus.concurrency.runtime import Runtime
+from fleetbus.core.training.floor import NO_FLOOR
+from fleetbus.log.archive_writer import ArchiveWriter, open_archive
+from fleetbus.log.floor import fence_floor, read_floor
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, FloorRaised, Subjects, Task, decode, encode
 from fleetbus_workers.recorder.log_trimmer import LogTrimmer
 from tests.support.small_deployment import run_inline

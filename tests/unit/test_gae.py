@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetbus.core.gae import clip_values, compute_gae, explain_variance, find_turn_ends
+from fleetbus.core.algorithms.gae import clip_values, compute_gae, explain_variance, find_turn_ends
 
 MASK = np.array([0, 0, 1, 1, 0, 0, 1, 1, 1], bool)
 VALUES = np.array([0.5, 0.25, -1.0, 2.0, 0.75])

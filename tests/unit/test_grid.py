@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetbus.core.grid import DEFAULT_SCREEN, GRID, build_grid_tool, convert_to_pixels, find_screen_size
+from fleetbus.core.text.grid import DEFAULT_SCREEN, GRID, build_grid_tool, convert_to_pixels, find_screen_size
 from fleetbus_schemas import ToolSpec
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from fleetbus.core.ledger import Ledger
+from fleetbus.core.training.ledger import Ledger
 from fleetbus_schemas import MAX_MESSAGE_BYTES, ActionReference, EpisodeFinished, Exclusion, Outcome, StepTrained, encode
 from fleetbus_workers.learner import pool
 from fleetbus_workers.learner.batch_metrics import compute_group_metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbus.core.groups import Group
+from fleetbus.core.training.groups import Group
 from fleetbus_schemas import ActionReference, EpisodeFinished, Exclusion, Outcome
 
 OUTCOMES: tuple[Outcome, ...] = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fleetbus.errors import UserError
-from fleetbus.harbor import build_task, check_harbor, find_task, read_harbor_task
+from fleetbus.tasks.harbor import build_task, check_harbor, find_task, read_harbor_task
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions
 from fleetbus_workers.environment.adapters.harbor.dockerfile import read_dockerfile

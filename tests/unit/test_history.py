@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbus.core.history import Turn, collect_images, collect_token_ids, fold_history, loss_mask
+from fleetbus.core.episode.history import Turn, collect_images, collect_token_ids, fold_history, loss_mask
 from fleetbus_schemas import Action, ActionReference, AttemptStarted, ShownImage
 from fleetbus_schemas.tokens import EMPTY_HISTORY, extend_history, pack_ids
 from tests.support.histories import history_hash

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fleetbus.core.groups import Group
+from fleetbus.concurrency.runtime import Runtime
+from fleetbus.core.training.groups import Group
 from fleetbus.errors import BusError, UserError
-from fleetbus.runtime import Runtime
 from fleetbus_schemas import Action, ActionReference, EpisodeFinished, ShownImage
 from fleetbus_schemas.tokens import pack_ids
 from fleetbus_workers.images.placed_image import PlacedImage

@@ -13,8 +13,8 @@ from fleetbus.bus.memory import Faults, MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
 from fleetbus.bus.streams import environment_lanes, plan_run
-from fleetbus.lanes import LEASE_SECONDS, Lane, LaneLost, LanesUnread, claim_lane
-from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
+from fleetbus.delivery.lanes import LEASE_SECONDS, Lane, LaneLost, LanesUnread, claim_lane
+from fleetbus.delivery.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus_schemas import Heartbeat, LaneLease, Subjects, encode
 from tests.support.virtual_time import virtual_time
 

@@ -13,7 +13,7 @@ from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import observations_consumer, plan_run
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
-from fleetbus.core.history import Turn
+from fleetbus.core.episode.history import Turn
 from fleetbus.errors import NoResponders, RequestUnanswered
 from fleetbus_schemas import (
     ANY_LANE,

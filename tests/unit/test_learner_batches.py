@@ -14,7 +14,7 @@ from fleetbus.config.settings import (
     TrainerSettings,
     WeightsSettings,
 )
-from fleetbus.core.groups import Group
+from fleetbus.core.training.groups import Group
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ActionReference, EpisodeFinished, Outcome, VersionSpan
 from fleetbus_schemas.action import FinishReason

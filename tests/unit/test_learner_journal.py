@@ -8,7 +8,7 @@ import pytest
 from fleetbus.bus.memory import Faults, MemoryServer
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
 from fleetbus.bus.streams import plan_run
-from fleetbus.episodes import decode_entries
+from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import CheckpointStored, StepTrained, Subjects
 from fleetbus_workers.learner.journal import FencedAppender, LearnerReplaced
 from tests.support.virtual_time import virtual_time

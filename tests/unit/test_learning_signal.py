@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fleetbus.core.learning_signal import MANY_GROUPS, LearningSignal, SignalDiagnosis
+from fleetbus.core.training.learning_signal import MANY_GROUPS, LearningSignal, SignalDiagnosis
 from fleetbus_schemas import LineageStarted, StepTrained
 from fleetbus_schemas.training import Exclusion
 

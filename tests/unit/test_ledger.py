@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fleetbus.core.ledger import Ledger
+from fleetbus.core.training.ledger import Ledger
 
 
 def test_an_empty_ledger_begins_at_its_floor() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleetbus.log_room import MEASURED_EPISODES, LogRoom
+from fleetbus.delivery.log_room import MEASURED_EPISODES, LogRoom
 
 LIMIT = 1_000_000
 

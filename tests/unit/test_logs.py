@@ -13,7 +13,7 @@ import pytest
 import structlog
 
 from fleetbus.config.settings import LogSettings
-from fleetbus.logs import configure_logs, redact_event
+from fleetbus.logs.setup import configure_logs, redact_event
 
 SEED = "S" + "UAB" * 19
 

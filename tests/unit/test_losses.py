@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from fleetbus.core.corrections import CORRECTIONS, KL_ESTIMATORS, geometric_mask, kl_penalty, mask_sequence, plain
-from fleetbus.core.losses import REDUCTIONS, LossPlan, compute_token_losses, reduce_losses
-from fleetbus.core.objectives import OBJECTIVES, Clip, dppo_tv, ppo_clip, sequence_sum
+from fleetbus.core.algorithms.corrections import CORRECTIONS, KL_ESTIMATORS, geometric_mask, kl_penalty, mask_sequence, plain
+from fleetbus.core.algorithms.losses import REDUCTIONS, LossPlan, compute_token_losses, reduce_losses
+from fleetbus.core.algorithms.objectives import OBJECTIVES, Clip, dppo_tv, ppo_clip, sequence_sum
 
 
 def drawn(seed: int = 0, rows: int = 4, width: int = 6) -> dict[str, np.ndarray]:

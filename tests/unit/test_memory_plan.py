@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from fleetbus.config.engine_arguments import count_engine_gpus
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.errors import UserError
-from fleetbus_workers.cli.plan import command
+from fleetbus_workers.cli.train.plan import command
 from fleetbus_workers.up import command as up
 from fleetbus_workers.up.memory import plan_engine, plan_learner, read_shape
 from fleetbus_workers.up.placement import place_roles

@@ -9,13 +9,13 @@ from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import LimitSettings
-from fleetbus.heartbeats import follow_heartbeats
+from fleetbus.delivery.heartbeats import follow_heartbeats
 from fleetbus.recording.episodes import EpisodeIndex
 from fleetbus.recording.rows import TranscriptFold
 from fleetbus_schemas import Heartbeat, LineageStarted, Message, Subjects, TrainingFinished, WorkerFailed, encode
-from fleetbus_workers.overview.progress import Progress
-from fleetbus_workers.overview.run_observer import RunObserver
-from fleetbus_workers.overview.state import RunState
+from fleetbus_workers.observe.run.progress import Progress
+from fleetbus_workers.observe.run.run_observer import RunObserver
+from fleetbus_workers.observe.run.state import RunState
 from fleetbus_workers.up.display import Display, PlainDisplay
 from fleetbus_workers.up.log_follower import Follower
 from fleetbus_workers.up.progress_guard import ProgressGuard

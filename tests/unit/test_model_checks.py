@@ -23,7 +23,7 @@ from fleetbus.config.settings import (
     TinkerSettings,
 )
 from fleetbus.errors import UserError
-from fleetbus.tasks import check_verifiers, load_tasks
+from fleetbus.tasks.files import check_verifiers, load_tasks
 from fleetbus_schemas import Task
 from fleetbus_workers.assembly.model import find_starter_folder
 from fleetbus_workers.up.checks import check_services

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from fleetbus_workers.monitor.access_key import AccessKey, generate_key
+from fleetbus_workers.observe.monitor.access_key import AccessKey, generate_key
 
 KEY = "aKeyThatOnePageHas0123"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fleetbus.recording.episodes import EpisodeRow
-from fleetbus_workers.monitor.episode_table import build_csv, choose_rows, find_neighbours
+from fleetbus_workers.observe.monitor.episode_table import build_csv, choose_rows, find_neighbours
 
 
 def row(name: str, **facts: Any) -> EpisodeRow:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from fleetbus.bus.base import StreamEntry
-from fleetbus.heartbeats import SILENT_AFTER_SECONDS
+from fleetbus.delivery.heartbeats import SILENT_AFTER_SECONDS
 from fleetbus_schemas import (
     NEW_ROOT,
     Action,
@@ -30,11 +30,11 @@ from fleetbus_schemas import (
     encode,
 )
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs
-from fleetbus_workers.metrics.collect import _collect_progress
-from fleetbus_workers.monitor.timeline import timeline
-from fleetbus_workers.monitor.token_decoder import load_token_decoder
-from fleetbus_workers.overview.state import KEPT_EPISODES, RunState
-from fleetbus_workers.overview.worker_registry import RETENTION_SECONDS, WorkerRegistry
+from fleetbus_workers.observe.metrics.collect import _collect_progress
+from fleetbus_workers.observe.monitor.timeline import timeline
+from fleetbus_workers.observe.monitor.token_decoder import load_token_decoder
+from fleetbus_workers.observe.run.state import KEPT_EPISODES, RunState
+from fleetbus_workers.observe.run.worker_registry import RETENTION_SECONDS, WorkerRegistry
 
 SUBJECTS = Subjects("r")
 SECOND = 1_000_000_000

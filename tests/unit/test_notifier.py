@@ -5,9 +5,9 @@ from __future__ import annotations
 import anyio
 import anyio.lowlevel
 
-from fleetbus.notifier import Notifier
-from fleetbus.slots import Slots
-from fleetbus_workers.simulation.simulated_bus import Gate
+from fleetbus.concurrency.notifier import Notifier
+from fleetbus.delivery.slots import Slots
+from tests.simulation.platform.bus import Gate
 
 
 async def test_all_who_wait_are_woken_and_wait_anew_for_the_next_change() -> None:

@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from fleetbus.core import corrections, objectives
-from fleetbus.core.objectives import Clip, cispo, constant_mean, gspo, outside_clip, ppo_clip, sequence_mean, token_mean
+from fleetbus.core.algorithms import corrections, objectives
+from fleetbus.core.algorithms.objectives import (
+    Clip,
+    cispo,
+    constant_mean,
+    gspo,
+    outside_clip,
+    ppo_clip,
+    sequence_mean,
+    token_mean,
+)
 
 CLIP = Clip(low=0.2, high=0.28)
 DUAL = Clip(low=0.2, high=0.28, dual=3.0)

@@ -12,7 +12,8 @@ import pytest
 
 from fleetbus.errors import UserError
 from fleetbus.files import create_folder
-from fleetbus_workers.cli import audit, program
+from fleetbus_workers.cli import program
+from fleetbus_workers.cli.look import audit
 
 
 @pytest.mark.parametrize("error", [PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError])

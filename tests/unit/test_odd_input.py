@@ -12,7 +12,7 @@ import pytest
 from fleetbus.errors import UserError
 from fleetbus_workers.cli import main
 from fleetbus_workers.cli.program import run_program
-from fleetbus_workers.exit_status import REFUSED
+from fleetbus_workers.command.exit_status import REFUSED
 from fleetbus_workers.serving.listeners import bind
 from fleetbus_workers.up.checks import check_server_answers
 
@@ -108,17 +108,6 @@ def test_a_name_that_is_too_long_for_a_file_is_no_name_of_a_run_either(
     (tmp_path / ".fleetbus" / "runs").mkdir(parents=True)  # else the system finds no folder before it reads the name
     monkeypatch.chdir(tmp_path)
     assert "must be 1 to 128 letters" in refused(command, "x" * 300)
-
-
-def test_seeds_that_nobody_can_simulate_are_refused(refused: Refused) -> None:
-    pytest.importorskip("trio")
-    assert "--seed" in refused("sim", "--seed", str(1 << 64))
-    assert "--seeds" in refused("sim", "--seeds", f"0-{1 << 64}")
-
-
-def test_a_trace_that_cannot_be_written_is_refused_before_the_simulation(refused: Refused, tmp_path: Path) -> None:
-    pytest.importorskip("trio")
-    assert "--trace" in refused("sim", "--seed", "1", "--trace", str(tmp_path / "nowhere" / "trace"))
 
 
 @pytest.mark.parametrize("host", ["über.example", "", "a b", "x" * 64 + ".org", "::zz"])

@@ -14,9 +14,9 @@ import pytest
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.bus.streams import plan_run
-from fleetbus.core.evaluation_summary import summarise_results
-from fleetbus.core.means import compute_mean, compute_spread
-from fleetbus.lanes import MAX_LEASE_SECONDS, Lane, NoLaneFree, claim_lane
+from fleetbus.core.algorithms.means import compute_mean, compute_spread
+from fleetbus.core.training.evaluation_summary import summarise_results
+from fleetbus.delivery.lanes import MAX_LEASE_SECONDS, Lane, NoLaneFree, claim_lane
 from fleetbus.recording.episodes import MAX_STAGES, keep_timings, read_transcript
 from fleetbus.recording.rows import NO_VERSION, build_token_row
 from fleetbus_schemas import (
@@ -35,23 +35,23 @@ from fleetbus_schemas import (
 from fleetbus_schemas.action import VersionSpan
 from fleetbus_schemas.session import SessionAnswer, SessionCall, SessionClaimed, SessionRecorded
 from fleetbus_schemas.tokens import pack_ids, take_tokens, unpack_ids
-from fleetbus_workers.cli.transcript import build_facts as list_facts
-from fleetbus_workers.metrics.collect import collect
-from fleetbus_workers.monitor.episode_table import build_csv, choose_rows
-from fleetbus_workers.monitor.reward_histogram import build_reward_histogram
-from fleetbus_workers.monitor.success_table import build_success_table
-from fleetbus_workers.monitor.token_decoder import TokenDecoder
-from fleetbus_workers.overview.jetstream import ServerView
-from fleetbus_workers.overview.progress import Progress
-from fleetbus_workers.overview.run_observer import LogHealth
-from fleetbus_workers.overview.state import RunState
-from fleetbus_workers.overview.training_history import StepPoint, TrainingHistory
-from fleetbus_workers.top.view import build_facts, screen
-from fleetbus_workers.tracing.fold import LogTraces
-from fleetbus_workers.tracing.otlp_file import request as otlp_request
+from fleetbus_workers.cli.look.transcript import build_facts as list_facts
+from fleetbus_workers.observe.metrics.collect import collect
+from fleetbus_workers.observe.monitor.episode_table import build_csv, choose_rows
+from fleetbus_workers.observe.monitor.reward_histogram import build_reward_histogram
+from fleetbus_workers.observe.monitor.success_table import build_success_table
+from fleetbus_workers.observe.monitor.token_decoder import TokenDecoder
+from fleetbus_workers.observe.run.jetstream import ServerView
+from fleetbus_workers.observe.run.progress import Progress
+from fleetbus_workers.observe.run.run_observer import LogHealth
+from fleetbus_workers.observe.run.state import RunState
+from fleetbus_workers.observe.run.training_history import StepPoint, TrainingHistory
+from fleetbus_workers.observe.run.watchdog import find_stalls
+from fleetbus_workers.observe.top.view import build_facts, screen
+from fleetbus_workers.observe.tracing.fold import LogTraces
+from fleetbus_workers.observe.tracing.otlp_file import request as otlp_request
 from fleetbus_workers.up.display import render_live_view
 from fleetbus_workers.up.summary_builder import Summary, build_summary
-from fleetbus_workers.watchdog import find_stalls
 from tests.support.folded_log import LINEAGE, NOW_NS, SECOND, SUBJECTS, build_entries, claim, finished, fold, requested
 from tests.support.virtual_time import virtual_time
 
@@ -251,7 +251,7 @@ def test_tokens_that_are_torn_are_shown_as_far_as_they_are_whole() -> None:
 
 def test_an_action_whose_tokens_are_torn_is_shown_by_the_page_and_as_a_transcript() -> None:
     pytest.importorskip("starlette")
-    from fleetbus_workers.monitor.app import Site
+    from fleetbus_workers.observe.monitor.app import Site
 
     torn = pack_ids([7]) + b"x"
     action = Action(episode_id="e1", attempt=1, turn=0, text="", prompt_delta=torn, sampled=torn, logprobs=torn)

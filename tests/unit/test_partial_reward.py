@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetbus.core.partial_reward import partial_reward
+from fleetbus.core.text.partial_reward import partial_reward
 from fleetbus_workers.environment.adapters.fleet.grader import read_verdict
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbus.core.evaluation_summary import pass_at, summarise_by_environment, summarise_results
+from fleetbus.core.training.evaluation_summary import pass_at, summarise_by_environment, summarise_results
 from fleetbus_schemas import EpisodeFinished, Outcome
 
 

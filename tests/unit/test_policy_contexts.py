@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fleetbus.client.contexts import PolicyContexts, describe_context
 from fleetbus.config.settings import EnvironmentSettings
-from fleetbus.core.history import Turn
-from fleetbus.core.segments import collect_segment_ids, fold_segments
+from fleetbus.core.episode.history import Turn
+from fleetbus.core.episode.segments import collect_segment_ids, fold_segments
 from fleetbus_schemas import Action, ChatMessage, ContextChange, SessionAnswer, ToolSpec
 from fleetbus_schemas.tokens import pack_ids
 from fleetbus_workers.environment.episode.segments import FIRST, EpisodeContext

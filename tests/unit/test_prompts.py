@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetbus.core.prompts import (
+from fleetbus.core.text.prompts import (
     NO_CALL,
     build_compact_system_prompt,
     build_fleet_system_prompt,

@@ -8,7 +8,7 @@ import pytest
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
-from fleetbus.runtime import Runtime
+from fleetbus.concurrency.runtime import Runtime
 from fleetbus_schemas import LineageStarted, Subjects
 from fleetbus_workers.learner.journal import LearnerReplaced
 from fleetbus_workers.learner.publication import Publication, prune_versions

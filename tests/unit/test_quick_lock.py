@@ -6,7 +6,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from fleetbus.quick_lock import QuickLock
+from fleetbus.concurrency.quick_lock import QuickLock
 
 
 async def test_those_who_wait_get_it_one_at_a_time_in_order_of_arrival() -> None:

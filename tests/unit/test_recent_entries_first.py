@@ -14,14 +14,14 @@ from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import RequestUnanswered
-from fleetbus.stored_entries import read_stored
+from fleetbus.log.stored_entries import read_stored
 from fleetbus_schemas import Heartbeat, TrainingFinished, WorkerStopped, encode
-from fleetbus_workers.overview import run_observer
-from fleetbus_workers.overview.jetstream import ServerView
-from fleetbus_workers.overview.run_observer import RunObserver
-from fleetbus_workers.overview.state import RunState
-from fleetbus_workers.overview.termination import Driver
-from fleetbus_workers.top.view import build_facts, screen
+from fleetbus_workers.observe.run import run_observer
+from fleetbus_workers.observe.run.jetstream import ServerView
+from fleetbus_workers.observe.run.run_observer import RunObserver
+from fleetbus_workers.observe.run.state import RunState
+from fleetbus_workers.observe.run.termination import Driver
+from fleetbus_workers.observe.top.view import build_facts, screen
 from tests.support.log_builder import SUBJECTS, LogBuilder, start_log
 
 EPISODES, GROUP = 40, 4

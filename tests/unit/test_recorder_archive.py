@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from fleetbus.archive import read_archive, read_archived_entries
-from fleetbus.archive_format import ArchiveDamaged, list_segments
-from fleetbus.archive_writer import open_archive
 from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
+from fleetbus.log.archive_format import ArchiveDamaged, list_segments
+from fleetbus.log.archive_reader import read_archive, read_archived_entries
+from fleetbus.log.archive_writer import open_archive
 
 
 def entries(first: int, last: int, size: int = 20) -> list[StreamEntry]:

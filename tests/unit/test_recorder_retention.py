@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleetbus.core.retention import Retention
+from fleetbus.core.training.retention import Retention
 from fleetbus_schemas import (
     CheckpointStored,
     EpisodeFinished,

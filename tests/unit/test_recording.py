@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from fleetbus.archive_format import MAX_RECORD_BYTES, encode_frame
 from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
+from fleetbus.log.archive_format import MAX_RECORD_BYTES, encode_frame
 from fleetbus.recording import RecordingDamaged, RecordingHeader, RecordingReader, load_recording
 from fleetbus.recording.export import Export, is_selected, restore_files
 from fleetbus.recording.format import MAGIC, compute_message_schema, encode_start
@@ -278,7 +278,7 @@ def test_what_is_no_message_is_left_out_when_it_looks_like_a_secret() -> None:
 
 def test_every_word_that_names_a_secret_is_looked_at_closely() -> None:
     """The quick look must let nothing pass that the close look would take out."""
-    from fleetbus.logs import SECRET_WORDS
+    from fleetbus.logs.setup import SECRET_WORDS
 
     for word in (*SECRET_WORDS, "access_token", "token", "API-KEY", "private key"):
         config = {word: "q8w7e6r5t4"}

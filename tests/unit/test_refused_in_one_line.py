@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fleetbus_workers.cli import audit, program
+from fleetbus_workers.cli import program
+from fleetbus_workers.cli.look import audit
 from fleetbus_workers.cli.missing_packages import find_extra
 
 

@@ -14,8 +14,8 @@ from fleetbus.bus.memory import Faults, MemoryBus, MemoryServer
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, LimitSettings, NatsSettings, RunSettings
-from fleetbus.episodes import read_episode_state
-from fleetbus.requests import Requests
+from fleetbus.delivery.requests import Requests
+from fleetbus.log.episodes import read_episode_state
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Subjects, Task, encode
 from tests.support.virtual_time import virtual_time
 

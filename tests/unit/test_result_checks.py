@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fleetbus.actions import read_actions
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
-from fleetbus.core.groups import Group
-from fleetbus.core.result_checks import find_actions_problem
-from fleetbus.runtime import Runtime
+from fleetbus.concurrency.runtime import Runtime
+from fleetbus.core.episode.result_checks import find_actions_problem
+from fleetbus.core.training.groups import Group
+from fleetbus.log.actions import read_actions
 from fleetbus_schemas import (
     Action,
     ActionReference,
@@ -161,7 +161,7 @@ async def test_a_batch_is_read_once_however_many_of_its_episodes_name_what_is_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One after the other, each with a read of all and seconds for a replica that lags, a step would take minutes."""
-    monkeypatch.setattr("fleetbus.actions.LAG_PAUSES_SECONDS", (0.0,))
+    monkeypatch.setattr("fleetbus.log.actions.LAG_PAUSES_SECONDS", (0.0,))
     async with MemoryServer().connect("checks") as bus:
         await bus.declare(plan_run("checks", lanes=1))
         await store(bus, [action(0, "f"), action(1, "f")])

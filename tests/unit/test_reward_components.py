@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from fleetbus.core.groups import Group
-from fleetbus.core.reward_components import combine, find_missing, parse_weights
+from fleetbus.core.algorithms.reward_components import combine, find_missing, parse_weights
+from fleetbus.core.training.groups import Group
 from fleetbus_schemas import ActionReference, ChatMessage, EpisodeFinished
 from fleetbus_workers.environment.base import Verdict
 from fleetbus_workers.environment.validation import InvalidReturn, validate_return

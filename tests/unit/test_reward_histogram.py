@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from fleetbus.recording.episodes import EpisodeRow
-from fleetbus_workers.monitor.reward_histogram import BINS, COLUMNS, RewardHistogram, build_reward_histogram
+from fleetbus_workers.observe.monitor.reward_histogram import BINS, COLUMNS, RewardHistogram, build_reward_histogram
 
 
 def rows(*rewards: float | None) -> list[EpisodeRow]:

@@ -6,8 +6,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from fleetbus_workers.cli.look.run_options import run_argument, source_and_episode_arguments
 from fleetbus_workers.cli.program import program
-from fleetbus_workers.cli.run_options import run_argument, source_and_episode_arguments
 
 
 @click.command()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fleetbus.archive_writer import open_archive
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
+from fleetbus.log.archive_writer import open_archive
 from fleetbus_workers.up.identity import build_identity, check_identity, write_identity
 
 

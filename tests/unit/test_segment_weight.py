@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetbus.core.losses import LossPlan, reduce_losses
+from fleetbus.core.algorithms.losses import LossPlan, reduce_losses
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.loss import Totals
 

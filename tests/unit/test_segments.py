@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbus.core.history import Turn, collect_token_ids, loss_mask
-from fleetbus.core.segments import (
+from fleetbus.core.episode.history import Turn, collect_token_ids, loss_mask
+from fleetbus.core.episode.segments import (
     SegmentError,
     collect_segment_ids,
     describe_segments,

@@ -10,7 +10,7 @@ import anyio
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.client.session_hosts import SessionHosts
-from fleetbus.heartbeats import LOST_AFTER_SECONDS
+from fleetbus.delivery.heartbeats import LOST_AFTER_SECONDS
 from fleetbus_schemas import Heartbeat, Subjects, encode
 from tests.support.virtual_time import virtual_time
 

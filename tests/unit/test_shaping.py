@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbus.core.advantages import dr_grpo, grpo
-from fleetbus.core.shaping import has_zero_variance, overlong_penalty
-from fleetbus.core.turn_credit import compute_turn_advantages, compute_turn_returns
+from fleetbus.core.algorithms.advantages import dr_grpo, grpo
+from fleetbus.core.algorithms.shaping import has_zero_variance, overlong_penalty
+from fleetbus.core.algorithms.turn_credit import compute_turn_advantages, compute_turn_returns
 
 np = pytest.importorskip("numpy")
 

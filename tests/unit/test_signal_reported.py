@@ -12,7 +12,7 @@ from fleetbus.config.run_folder import RunFolder
 from fleetbus_schemas import LineageStarted, StepTrained
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.learner.batch_metrics import SignalLog
-from fleetbus_workers.overview.progress import Progress
+from fleetbus_workers.observe.run.progress import Progress
 from fleetbus_workers.up.display import PlainDisplay
 from fleetbus_workers.up.summary_builder import Summary, build_summary
 from fleetbus_workers.up.summary_report import format_report, load_summary, write_summary

@@ -31,14 +31,14 @@ from fleetbus_schemas import (
     Task,
     encode,
 )
-from fleetbus_workers.simulation.environments import EnvironmentRecord, render_observation
-from fleetbus_workers.simulation.liveness_checker import ANSWER_SECONDS, CLAIM_SECONDS, PROGRESS_SECONDS, LivenessChecker
-from fleetbus_workers.simulation.log_checker import LogChecker
-from fleetbus_workers.simulation.observer import ALL_WORKERS, Observer
-from fleetbus_workers.simulation.oracle import OUTCOME_MARGIN_SECONDS, UNANSWERED_SECONDS, FaultOracle
-from fleetbus_workers.simulation.process import RUN, Process
-from fleetbus_workers.simulation.scenario import Scenario
-from fleetbus_workers.simulation.simulated_bus import STREAM
+from tests.simulation.doubles.environments import EnvironmentRecord, render_observation
+from tests.simulation.judge.liveness_checker import ANSWER_SECONDS, CLAIM_SECONDS, PROGRESS_SECONDS, LivenessChecker
+from tests.simulation.judge.log_checker import LogChecker
+from tests.simulation.judge.oracle import OUTCOME_MARGIN_SECONDS, UNANSWERED_SECONDS, FaultOracle
+from tests.simulation.observer import ALL_WORKERS, Observer
+from tests.simulation.platform.bus import STREAM
+from tests.simulation.platform.process import RUN, Process
+from tests.simulation.scenario.shape import Scenario
 
 SUBJECTS = Subjects(RUN)
 TASK = Task(key="t", config={"turns": 3})

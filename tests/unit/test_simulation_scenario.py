@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import get_args
 
-from fleetbus_workers.simulation.scenario import ROLES, FaultKind, FaultProfile, NetworkFaultRates
-from fleetbus_workers.simulation.scenario_drawing import ADDED_WEIGHTS, draw_scenario
+from tests.simulation.scenario.drawing import ADDED_WEIGHTS, draw_scenario
+from tests.simulation.scenario.shape import ROLES, FaultKind, FaultProfile, NetworkFaultRates
 
 SEEDS = range(200)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetbus.core.splits import hash_key, split_tasks
+from fleetbus.core.training.splits import hash_key, split_tasks
 from fleetbus_schemas import Task
 
 

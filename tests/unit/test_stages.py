@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import anyio
 import pytest
 
-from fleetbus.deadlines import Deadlines
+from fleetbus.concurrency.deadlines import Deadlines
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, Superseded, find_root_cause, to_printable
 from tests.support.virtual_time import virtual_time
 

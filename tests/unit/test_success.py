@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from fleetbus.core.evaluation_summary import is_success, success_in, summarise_results
-from fleetbus.core.groups import Group
+from fleetbus.core.training.evaluation_summary import is_success, success_in, summarise_results
+from fleetbus.core.training.groups import Group
 from fleetbus_schemas import ActionReference, ChatMessage, EpisodeFinished, Image, Text
 from fleetbus_workers.environment.episode.normalization import clip_values, format_text
 from fleetbus_workers.learner.batch_metrics import compute_group_metrics

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from fleetbus.recording.episodes import EpisodeRow
-from fleetbus_workers.monitor.success_table import build_success_table
+from fleetbus_workers.observe.monitor.success_table import build_success_table
 
 ROWS = [
     EpisodeRow(episode_id="a", task_key="easy", env="shop", reward=1.0, outcome="completed", tool_calls=3, tool_errors=1),

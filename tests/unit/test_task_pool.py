@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from fleetbus.task_pool import KEPT_TASKS, TaskPool
+from fleetbus.concurrency.task_pool import KEPT_TASKS, TaskPool
 
 pytestmark = pytest.mark.anyio
 

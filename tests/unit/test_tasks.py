@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetbus.errors import UserError
-from fleetbus.tasks import dump_tasks, load_tasks
+from fleetbus.tasks.files import dump_tasks, load_tasks
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.adapters.warehouse.tasks import build_train_tasks
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fleetbus.core.tool_formats import TOOL_FORMATS
+from fleetbus.core.text.tool_formats import TOOL_FORMATS
 from fleetbus.errors import UserError
 from fleetbus_schemas import ChatMessage, ToolCall, ToolSpec
 from fleetbus_workers.inference.chat_template import ChatTemplate

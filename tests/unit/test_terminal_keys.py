@@ -9,7 +9,7 @@ import termios
 
 import pytest
 
-from fleetbus_workers.terminal_keys import read_keys
+from fleetbus_workers.command.terminal_keys import read_keys
 
 
 def test_keys_come_without_enter_and_the_terminal_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus_schemas import TrainingFinished, WorkerFailed, WorkerStarted, WorkerStopped
-from fleetbus_workers.overview.resume_command import build_resume_command
-from fleetbus_workers.overview.run_observer import ALIVE, RESUME_SECONDS, RunObserver
-from fleetbus_workers.overview.termination import Driver, Termination, detect_termination
+from fleetbus_workers.observe.run.resume_command import build_resume_command
+from fleetbus_workers.observe.run.run_observer import ALIVE, RESUME_SECONDS, RunObserver
+from fleetbus_workers.observe.run.termination import Driver, Termination, detect_termination
 from tests.support.scripted_run import SECOND, START, SUBJECTS, ScriptedRun
 
 RETRIED_REFUSALS = Driver()

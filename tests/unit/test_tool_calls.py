@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
+from fleetbus.core.text.tool_calls import final_answer, is_done, parse_tool_calls
 from fleetbus_schemas import Action, ToolCall, encode
 
 CALL = '{"name": "f", "arguments": {"x": 1}}'

@@ -7,16 +7,16 @@ import io
 import pytest
 from rich.console import Console
 
-from fleetbus.core.failure_kinds import FailureKind
+from fleetbus.core.episode.failure_kinds import FailureKind
 from fleetbus_schemas import EngineLoad, Heartbeat, WorkerRole
-from fleetbus_workers.overview.jetstream import ConsumerPending, ServerView
-from fleetbus_workers.overview.nats_http import Client, SlowClientDisconnect
-from fleetbus_workers.overview.run_observer import LogHealth
-from fleetbus_workers.overview.state import RunState
-from fleetbus_workers.overview.termination import Termination
-from fleetbus_workers.terminal import open_console
-from fleetbus_workers.top.view import SLOW_BYTES, build_facts, format_bytes, screen
-from fleetbus_workers.watchdog import Stall
+from fleetbus_workers.command.terminal import open_console
+from fleetbus_workers.observe.run.jetstream import ConsumerPending, ServerView
+from fleetbus_workers.observe.run.nats_http import Client, SlowClientDisconnect
+from fleetbus_workers.observe.run.run_observer import LogHealth
+from fleetbus_workers.observe.run.state import RunState
+from fleetbus_workers.observe.run.termination import Termination
+from fleetbus_workers.observe.run.watchdog import Stall
+from fleetbus_workers.observe.top.view import SLOW_BYTES, build_facts, format_bytes, screen
 
 NOW = 1_000.0
 SERVER = ServerView(

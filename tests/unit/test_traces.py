@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from fleetbus.bus.base import StreamEntry
-from fleetbus.core.trace_ids import build_turn_path, format_traceparent, is_sampled, span_id, trace_id
+from fleetbus.core.episode.trace_ids import build_turn_path, format_traceparent, is_sampled, span_id, trace_id
 from fleetbus.recording import load_recording
 from fleetbus_schemas import (
     Action,
@@ -30,9 +30,9 @@ from fleetbus_schemas import (
 )
 from fleetbus_schemas.tokens import pack_ids
 from fleetbus_schemas.training import Exclusion
-from fleetbus_workers.tracing.fold import LogTraces
-from fleetbus_workers.tracing.otlp_file import request as otlp_request
-from fleetbus_workers.tracing.span import Span
+from fleetbus_workers.observe.tracing.fold import LogTraces
+from fleetbus_workers.observe.tracing.otlp_file import request as otlp_request
+from fleetbus_workers.observe.tracing.span import Span
 
 RECORDINGS = Path(__file__).parents[1] / "replay" / "recordings"
 SUBJECTS = Subjects("r")

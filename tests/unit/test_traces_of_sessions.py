@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from fleetbus.bus.base import StreamEntry
-from fleetbus.core.trace_ids import build_call_path, compute_session_trace_id, format_traceparent, span_id, trace_id
+from fleetbus.core.episode.trace_ids import build_call_path, compute_session_trace_id, format_traceparent, span_id, trace_id
 from fleetbus_schemas import (
     ChatMessage,
     Message,
@@ -21,9 +21,9 @@ from fleetbus_schemas import (
     encode,
 )
 from fleetbus_schemas.session import SessionCallKind, SessionEnd
-from fleetbus_workers.tracing.fold import LogTraces
-from fleetbus_workers.tracing.otlp_file import request as otlp_request
-from fleetbus_workers.tracing.span import Span
+from fleetbus_workers.observe.tracing.fold import LogTraces
+from fleetbus_workers.observe.tracing.otlp_file import request as otlp_request
+from fleetbus_workers.observe.tracing.span import Span
 
 SUBJECTS = Subjects("r")
 SECOND = 1_000_000_000

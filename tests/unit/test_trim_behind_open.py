@@ -8,12 +8,12 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.archive_writer import open_archive
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
+from fleetbus.concurrency.runtime import Runtime
 from fleetbus.errors import BusError, RequestUnanswered
-from fleetbus.runtime import Runtime
+from fleetbus.log.archive_writer import open_archive
 from fleetbus_schemas import CheckpointStored, EpisodeRequested, LineageStarted, StepTrained, Subjects, Task, encode
 from fleetbus_workers.recorder import log_trimmer
 from fleetbus_workers.recorder.log_trimmer import LogTrimmer

@@ -23,11 +23,11 @@ with warnings.catch_warnings():
 
 import torch
 
-from fleetbus.core.advantages import dr_grpo, grpo, grpo_batch, rloo
-from fleetbus.core.corrections import CORRECTIONS
-from fleetbus.core.losses import LossPlan, compute_token_losses, reduce_losses
-from fleetbus.core.objectives import Clip
-from fleetbus.core.shaping import overlong_penalty
+from fleetbus.core.algorithms.advantages import dr_grpo, grpo, grpo_batch, rloo
+from fleetbus.core.algorithms.corrections import CORRECTIONS
+from fleetbus.core.algorithms.losses import LossPlan, compute_token_losses, reduce_losses
+from fleetbus.core.algorithms.objectives import Clip
+from fleetbus.core.algorithms.shaping import overlong_penalty
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

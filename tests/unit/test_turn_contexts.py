@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleetbus.core.turn_contexts import describe_turns
+from fleetbus.core.episode.turn_contexts import describe_turns
 from fleetbus_schemas import NEW_ROOT, Action, SegmentOrigin
 from fleetbus_schemas.tokens import pack_ids
 

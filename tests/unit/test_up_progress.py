@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from fleetbus.config.run_folder import RunFolder
-from fleetbus.heartbeats import SILENT_AFTER_SECONDS
+from fleetbus.delivery.heartbeats import SILENT_AFTER_SECONDS
 from fleetbus_schemas import (
     EpisodeFinished,
     EvaluationFinished,
@@ -27,7 +27,7 @@ from fleetbus_schemas import (
     TrainingFinished,
     WorkerFailed,
 )
-from fleetbus_workers.overview.formatting import (
+from fleetbus_workers.observe.run.formatting import (
     format_count,
     format_duration,
     format_evaluation,
@@ -37,7 +37,7 @@ from fleetbus_workers.overview.formatting import (
     format_step_short,
     in_flight,
 )
-from fleetbus_workers.overview.progress import Progress
+from fleetbus_workers.observe.run.progress import Progress
 from fleetbus_workers.up.display import PlainDisplay, render_live_view
 from fleetbus_workers.up.reward_chart import draw_reward_chart, smooth
 from fleetbus_workers.up.summary_builder import Summary, build_summary, is_summarized

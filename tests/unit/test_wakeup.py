@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from fleetbus.wakeup import Wakeup
+from fleetbus.concurrency.wakeup import Wakeup
 
 pytestmark = pytest.mark.anyio
 

@@ -10,9 +10,9 @@ from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus_schemas import PolicyPublished, StepTrained, TrainingFinished, WorkerStopped, encode
 from fleetbus_workers.environment.episode.stages import Stages
-from fleetbus_workers.overview.run_observer import RunObserver
-from fleetbus_workers.overview.state import RunState
-from fleetbus_workers.watchdog import MANY_BATCHES, MANY_WITHOUT_VERDICT, PAUSED, find_notes, find_stalls
+from fleetbus_workers.observe.run.run_observer import RunObserver
+from fleetbus_workers.observe.run.state import RunState
+from fleetbus_workers.observe.run.watchdog import MANY_BATCHES, MANY_WITHOUT_VERDICT, PAUSED, find_notes, find_stalls
 from tests.support.scripted_run import SECOND, START, SUBJECTS, ScriptedRun
 
 

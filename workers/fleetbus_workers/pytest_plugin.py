@@ -92,7 +92,7 @@ def virtual_clock() -> Callable[..., object]:
     Needs ``pip install 'fleetbus[simulation]'``; the test is skipped without it.
     """
     pytest.importorskip("trio")
-    from fleetbus_workers.simulation.deterministic import run_deterministically
+    from fleetbus_workers.virtual_time import run_deterministically
 
     def run(function: Callable[[], Awaitable[T]], *, seed: int = 0) -> T:
         return run_deterministically(function, seed=seed)

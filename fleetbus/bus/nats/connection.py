@@ -23,9 +23,9 @@ from fleetbus.bus.nats.protocol import publish_command
 from fleetbus.bus.nats.request_mux import RequestMux
 from fleetbus.bus.nats.wire import WireClient
 from fleetbus.bus.streams import API
+from fleetbus.concurrency.task_groups import open_flat_task_group
 from fleetbus.config.load import strip_credentials
 from fleetbus.errors import BusClosed, NotPermitted, UserError
-from fleetbus.task_groups import open_flat_task_group
 from fleetbus_schemas import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)

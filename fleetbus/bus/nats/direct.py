@@ -23,8 +23,8 @@ from fleetbus.bus.nats.protocol import (
     status_of,
     status_text,
 )
+from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.errors import BusError, RequestUnanswered
-from fleetbus.task_groups import open_first_error_task_group
 
 BATCH_MESSAGES = 256
 BATCH_BYTES = 8 << 20

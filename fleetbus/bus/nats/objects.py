@@ -29,8 +29,8 @@ from fleetbus.bus.nats.declare import declare_bucket
 from fleetbus.bus.nats.direct import ChunkReader, get_last
 from fleetbus.bus.nats.publisher import Publisher
 from fleetbus.bus.objects import ObjectMissing, ObjectTooLarge, check_object_name
+from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.errors import BusClosed, BusError, LogFull, PublishUnanswered
-from fleetbus.task_groups import open_first_error_task_group
 
 log = logging.getLogger(__name__)
 

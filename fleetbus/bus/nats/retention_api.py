@@ -1,6 +1,6 @@
 """Retention calls of the JetStream API: ack floors of consumers, and purging entries by subject.
 
-Above it is the bus; below it the API. It decides nothing: what may be removed is `fleetbus.trim_limit`' to say.
+Above it is the bus; below it the API. It decides nothing: the caller says what may be removed.
 """
 
 from __future__ import annotations

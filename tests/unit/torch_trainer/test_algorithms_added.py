@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from fleetbus.config.check import check_configuration
 from fleetbus.config.settings import AlgorithmSettings, Configuration, LearnerSettings
-from fleetbus.core.advantages import ADVANTAGES, normalise_tokens
-from fleetbus.core.corrections import kl_k1
+from fleetbus.core.algorithms.advantages import ADVANTAGES, normalise_tokens
+from fleetbus.core.algorithms.corrections import kl_k1
 from fleetbus.errors import UserError
 from fleetbus_workers.learner.batches import CreditPlan
 from fleetbus_workers.learner.hooks import check_hooks, load_advantage, load_loss

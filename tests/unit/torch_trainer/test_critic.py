@@ -12,7 +12,7 @@ import torch
 
 from fleetbus.config.check import check_configuration
 from fleetbus.config.settings import AlgorithmSettings, Configuration, LearnerSettings
-from fleetbus.core.groups import Group
+from fleetbus.core.training.groups import Group
 from fleetbus.errors import UserError
 from fleetbus_schemas import ActionReference, EpisodeFinished
 from fleetbus_workers.learner.batches import CreditPlan, compute_episode_advantages

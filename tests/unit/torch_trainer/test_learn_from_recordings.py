@@ -15,7 +15,7 @@ from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
 from fleetbus.recording.format import RecordingHeader
 from fleetbus.recording.writer import create_recording
-from fleetbus_workers.cli.learn import command
+from fleetbus_workers.cli.train.learn import command
 from fleetbus_workers.learner.fine_tuning import fine_tune, negative_log_likelihood
 from fleetbus_workers.learner.rejection_sampling import select_rewarded
 from fleetbus_workers.learner.torch.trainer import TorchTrainer

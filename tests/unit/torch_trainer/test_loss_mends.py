@@ -13,8 +13,8 @@ import torch
 
 from fleetbus.config.check import check_configuration
 from fleetbus.config.settings import AlgorithmSettings, Configuration, LearnerSettings
-from fleetbus.core.corrections import CORRECTIONS, KL_ESTIMATORS
-from fleetbus.core.objectives import OBJECTIVES, Clip, find_clipped
+from fleetbus.core.algorithms.corrections import CORRECTIONS, KL_ESTIMATORS
+from fleetbus.core.algorithms.objectives import OBJECTIVES, Clip, find_clipped
 from fleetbus.errors import UserError
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.trainer import TorchTrainer

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 from fleetbus.errors import UserError
-from fleetbus_workers.cli.learn import command
+from fleetbus_workers.cli.train.learn import command
 from fleetbus_workers.learner.preference_pairs import Pair, select_pairs
 from fleetbus_workers.learner.preferences import build_trainer, compute_likelihoods, compute_preferences, prefer, take_step
 from tests.support.trainable_model import compute_distance, make_sequence

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fleetbus.core.history import Turn
-from fleetbus.core.segments import collect_segment_ids, fold_segments
+from fleetbus.core.episode.history import Turn
+from fleetbus.core.episode.segments import collect_segment_ids, fold_segments
 from fleetbus_schemas import NEW_ROOT, Action, EpisodeFinished, SegmentOrigin, VersionSpan
 from fleetbus_schemas.tokens import count_tokens, pack_ids, pack_logprobs, pack_mask
 from fleetbus_workers.learner.base import TrainingSequence

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fleetbus.config.settings import AlgorithmSettings, Configuration, TrainerSettings
-from fleetbus.core.corrections import kl_k1, kl_penalty
+from fleetbus.core.algorithms.corrections import kl_k1, kl_penalty
 from fleetbus_workers.assembly.trainers import build_trainer_settings
 from fleetbus_workers.learner.torch.batches import truncate_sequence
 from fleetbus_workers.learner.torch.optimizer import compute_learning_rate

@@ -16,7 +16,7 @@ from fleetbus.config.fields import Setting, list_settings
 from fleetbus.config.load import LoadedConfiguration, find_default_file, load_configuration
 from fleetbus.config.run_folder import read_earlier_configuration, run_folder
 from fleetbus.errors import UserError
-from fleetbus.tasks import build_tasks, dump_tasks
+from fleetbus.tasks.files import build_tasks, dump_tasks
 from fleetbus_schemas import Task
 from fleetbus_workers.api.environment_object import build_object_spec, check_environment_object
 

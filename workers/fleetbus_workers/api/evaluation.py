@@ -18,8 +18,8 @@ from anyio.abc import TaskGroup
 
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
-from fleetbus.core.evaluation_summary import Summary as ResultSummary
-from fleetbus.core.evaluation_summary import summarise_by_environment, summarise_results
+from fleetbus.core.training.evaluation_summary import Summary as ResultSummary
+from fleetbus.core.training.evaluation_summary import summarise_by_environment, summarise_results
 from fleetbus.errors import UserError
 from fleetbus_schemas import MalformedMessage, Subjects
 from fleetbus_workers.assembly.engines import check_packages
@@ -113,7 +113,7 @@ async def evaluate_run(
 
 async def find_live_roles(bus: Bus, configuration: Configuration) -> set[str]:
     """Which kinds of `ROLES` live; recorders and gateways neither play nor train."""
-    from fleetbus.heartbeats import decode_heartbeat
+    from fleetbus.delivery.heartbeats import decode_heartbeat
 
     live_roles: set[str] = set()
     async with bus.listen(Subjects(configuration.run.name).heartbeats) as listener:

@@ -10,9 +10,9 @@ from typing import Literal, Self
 
 import msgspec
 
-from fleetbus.wakeup import ThreadWakeup
+from fleetbus.concurrency.wakeup import ThreadWakeup
 from fleetbus_schemas import EvaluationFinished, Message, StepTrained, WorkerFailed, WorkerStarted
-from fleetbus_workers.overview.progress import Progress
+from fleetbus_workers.observe.run.progress import Progress
 from fleetbus_workers.up.display import PlainDisplay
 
 MAX_EVENTS = 10_000

@@ -21,7 +21,7 @@ from fleetbus.errors import is_bad_input, is_taken_over, iterate_leaves
 from fleetbus_workers.api.environment_object import ObjectFactory
 from fleetbus_workers.assembly.environment_work import work_with
 from fleetbus_workers.assembly.work import serve_role
-from fleetbus_workers.exit_status import CRASHED, FINISHED, REFUSED
+from fleetbus_workers.command.exit_status import CRASHED, FINISHED, REFUSED
 from fleetbus_workers.up.process_plans import DRAIN_SECONDS, STOP_LIMITS_SECONDS
 
 log = structlog.get_logger()

@@ -12,7 +12,7 @@ import anyio.to_thread
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from anyio.streams.memory import MemoryObjectSendStream
 
-from fleetbus.wakeup import ThreadWakeup
+from fleetbus.concurrency.wakeup import ThreadWakeup
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import msgspec
 from fleetbus.config.load import find_default_file, load_configuration
 from fleetbus.config.run_folder import read_earlier_configuration, run_folder
 from fleetbus.config.settings import Configuration
-from fleetbus.core.failure_kinds import FailureKinds
+from fleetbus.core.episode.failure_kinds import FailureKinds
 from fleetbus.errors import UserError
 from fleetbus.recording.episodes import EpisodeIndex, EpisodeRow, Transcript, build_episode_subjects, read_transcript
 from fleetbus.recording.rows import StepFold, StepRow, TokenRow, TranscriptFold, build_token_row, list_transcript_subjects

@@ -13,18 +13,18 @@ from functools import partial
 import anyio
 
 from fleetbus.bus.base import Bus
+from fleetbus.concurrency.wakeup import ThreadWakeup
 from fleetbus.config.run_folder import RunFolder
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import RunFailed
-from fleetbus.logs import configure_logs_if_unset
-from fleetbus.wakeup import ThreadWakeup
+from fleetbus.logs.setup import configure_logs_if_unset
 from fleetbus_workers.api.arguments import RunArguments, write_tasks_file
 from fleetbus_workers.api.environment_object import ObjectFactory
 from fleetbus_workers.api.events import Event, EventDisplay, EventLog
 from fleetbus_workers.api.local_worker import build_environment_plan
 from fleetbus_workers.assembly.environment_work import work_with
 from fleetbus_workers.assembly.work import Work
-from fleetbus_workers.overview.progress import Progress
+from fleetbus_workers.observe.run.progress import Progress
 from fleetbus_workers.up.command import (
     check_run,
     draw_chart_if_possible,

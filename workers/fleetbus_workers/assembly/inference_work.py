@@ -6,7 +6,7 @@ import anyio
 
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
-from fleetbus.control import run_until_drained
+from fleetbus.delivery.control import run_until_drained
 from fleetbus_workers.assembly.engines import build_image_source, find_scratch_folder, launch_engine
 from fleetbus_workers.assembly.vision import check_vision, load_local_tasks
 from fleetbus_workers.inference.base import Sampler

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fleetbus.config.settings import Configuration
-from fleetbus.core.reward_components import JUDGE
+from fleetbus.core.algorithms.reward_components import JUDGE
 from fleetbus_workers.environment.adapters.warehouse.tasks import build_held_out_tasks, build_train_tasks
 from fleetbus_workers.judge.opening import open_judge, read_weights
 from fleetbus_workers.learner.curriculum import Curriculum, load_curriculum

@@ -13,7 +13,7 @@ from typing import Literal
 
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
-from fleetbus.tasks import load_dataset
+from fleetbus.tasks.files import load_dataset
 from fleetbus_schemas import Task
 from fleetbus_workers.assembly.model import find_model_folder
 from fleetbus_workers.environment.keyed_specs import parse_keyed_specs

@@ -33,7 +33,7 @@ def import_work(load_work: Callable[[], Work]) -> Work:
 async def serve_role(role: str, work: Work, configuration: Configuration, name: str, url: str, drain: anyio.Event) -> None:
     """Connect as ``role`` and work until finished or drained. Raises `UserError` if the run is not declared there."""
     from fleetbus.bus.nats import connect
-    from fleetbus.service_api import Microservice
+    from fleetbus.delivery.service_api import Microservice
 
     access = build_access(role, configuration.nats.auth, configuration.run.name)
     run = configuration.run.name

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from fleetbus_workers.exit_status import INTERRUPTED
+from fleetbus_workers.command.exit_status import INTERRUPTED
 
 
 def main() -> None:

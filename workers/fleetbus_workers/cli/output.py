@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import click
 import msgspec
 
-from fleetbus_workers.terminal import open_console
+from fleetbus_workers.command.terminal import open_console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,7 +31,7 @@ def json_option(what: str = "") -> Callable[[F], F]:
             if not as_json:
                 return command(*arguments, as_json=False, **options)
             from fleetbus.config.settings import LogSettings
-            from fleetbus.logs import configure_logs_if_unset
+            from fleetbus.logs.setup import configure_logs_if_unset
 
             with configure_logs_if_unset(LogSettings()):
                 return command(*arguments, as_json=True, **options)

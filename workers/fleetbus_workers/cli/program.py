@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from fleetbus.errors import is_bad_input, is_disk_full, iterate_leaves
-from fleetbus_workers.exit_status import CRASHED, FINISHED, INTERRUPTED, REFUSED
-from fleetbus_workers.terminal import escape_output
+from fleetbus_workers.command.exit_status import CRASHED, FINISHED, INTERRUPTED, REFUSED
+from fleetbus_workers.command.terminal import escape_output
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -32,7 +32,7 @@ _PATH_ERRORS = frozenset(
 
 
 class Entry(NamedTuple):
-    """A command that is not imported yet: ``module`` has a `click.Command` called ``command``."""
+    """A command that is not imported yet: ``module``, below this package, has a `click.Command` called ``command``."""
 
     section: str
     module: str
@@ -40,45 +40,38 @@ class Entry(NamedTuple):
 
 
 COMMANDS: dict[str, Entry] = {
-    "up": Entry("Train", "fleetbus_workers.cli.up", "Train on this machine with all it needs: default task, or yours"),
-    "environment": Entry("One role", "fleetbus_workers.cli.environment", "An environment worker: plays episodes"),
-    "inference": Entry("One role", "fleetbus_workers.cli.inference", "An inference worker: samples the policy"),
-    "learner": Entry("One role", "fleetbus_workers.cli.learner", "The learner: requests episodes and trains"),
-    "evaluate": Entry(
-        "Train", "fleetbus_workers.cli.evaluate", "Play held-out tasks with a run's policy: pass@k, per environment"
-    ),
-    "learn": Entry("Train", "fleetbus_workers.cli.learn", "Fine-tune a model on the rewarded episodes of recordings"),
-    "plan": Entry("Train", "fleetbus_workers.cli.plan", "What a model needs of each GPU, before anything starts"),
-    "recorder": Entry(
-        "One role", "fleetbus_workers.cli.recorder", "The recorder: archives the log and keeps it below its limit"
-    ),
-    "gateway": Entry("One role", "fleetbus_workers.cli.gateway", "Environments for other trainers, episodes for agents"),
-    "init": Entry("Set up", "fleetbus_workers.cli.init", "Declare a run's streams on a NATS server"),
-    "auth": Entry("Set up", "fleetbus_workers.cli.auth", "Keys per role, TLS and a server configuration with least rights"),
-    "tasks": Entry("Set up", "fleetbus_workers.cli.tasks", "Check tasks, and split them into training and held-out ones"),
-    "check": Entry("Set up", "fleetbus_workers.cli.check", "Play an episode of your environment and check what it returns"),
-    "new": Entry("Set up", "fleetbus_workers.cli.new", "Create a working environment with its test"),
-    "starter": Entry("Set up", "fleetbus_workers.cli.starter", "Build the starter policy, or say where it is"),
-    "top": Entry("Look", "fleetbus_workers.cli.top", "A run as a live table: workers, rates, reward, what is stuck"),
-    "metrics": Entry("Look", "fleetbus_workers.cli.metrics", "A run's metrics for Prometheus, JSON lines, TensorBoard or W&B"),
-    "trace": Entry("Look", "fleetbus_workers.cli.trace", "Episodes as OpenTelemetry traces, derived from the log"),
-    "sessions": Entry("Look", "fleetbus_workers.cli.sessions", "What every worker holds right now, oldest first"),
-    "runs": Entry("Look", "fleetbus_workers.cli.runs", "The runs on this machine, or on a server: list them, remove them"),
-    "monitor": Entry("Look", "fleetbus_workers.cli.monitor", "A web page about a run: workers, curves, groups, episodes"),
-    "agents": Entry("Look", "fleetbus_workers.cli.agents", "Agents with their own loops that were tried, and what they need"),
-    "doctor": Entry("Look", "fleetbus_workers.cli.doctor", "Check whether this machine is ready"),
-    "audit": Entry("Look", "fleetbus_workers.cli.audit", "Check from its log that every episode of a run is accounted for"),
-    "sim": Entry("Look", "fleetbus_workers.cli.sim", "Simulate a fleet under seeded faults and check its invariants"),
-    "record": Entry("Replay", "fleetbus_workers.cli.record", "Export the log of a run as one file"),
-    "episodes": Entry("Replay", "fleetbus_workers.cli.episodes", "List, filter and read the episodes of a run or a recording"),
-    "replay": Entry(
-        "Replay", "fleetbus_workers.cli.replay", "Play a recording against one worker and compare what it publishes"
-    ),
-    "cancel": Entry("Act", "fleetbus_workers.cli.cancel", "End episodes as cancelled, wherever they run"),
-    "drain": Entry("Act", "fleetbus_workers.cli.drain", "Let workers finish or hand back what they have, and stop"),
-    "pause": Entry("Act", "fleetbus_workers.cli.pause", "Let the learner request no new episodes, until it is resumed"),
-    "completion": Entry("Set up", "fleetbus_workers.cli.completion", "Complete commands and flags in bash, zsh or fish"),
-    "schema": Entry("Look", "fleetbus_workers.cli.schema", "JSON Schema of every message"),
+    "up": Entry("Train", "train.up", "Train on this machine with all it needs: default task, or yours"),
+    "environment": Entry("One role", "roles.environment", "An environment worker: plays episodes"),
+    "inference": Entry("One role", "roles.inference", "An inference worker: samples the policy"),
+    "learner": Entry("One role", "roles.learner", "The learner: requests episodes and trains"),
+    "evaluate": Entry("Train", "train.evaluate", "Play held-out tasks with a run's policy: pass@k, per environment"),
+    "learn": Entry("Train", "train.learn", "Fine-tune a model on the rewarded episodes of recordings"),
+    "plan": Entry("Train", "train.plan", "What a model needs of each GPU, before anything starts"),
+    "recorder": Entry("One role", "roles.recorder", "The recorder: archives the log and keeps it below its limit"),
+    "gateway": Entry("One role", "roles.gateway", "Environments for other trainers, episodes for agents"),
+    "init": Entry("Set up", "setup.init", "Declare a run's streams on a NATS server"),
+    "auth": Entry("Set up", "setup.auth", "Keys per role, TLS and a server configuration with least rights"),
+    "tasks": Entry("Set up", "setup.tasks", "Check tasks, and split them into training and held-out ones"),
+    "check": Entry("Set up", "setup.check", "Play an episode of your environment and check what it returns"),
+    "new": Entry("Set up", "setup.new", "Create a working environment with its test"),
+    "starter": Entry("Set up", "setup.starter", "Build the starter policy, or say where it is"),
+    "top": Entry("Look", "look.top", "A run as a live table: workers, rates, reward, what is stuck"),
+    "metrics": Entry("Look", "look.metrics", "A run's metrics for Prometheus, JSON lines, TensorBoard or W&B"),
+    "trace": Entry("Look", "look.trace", "Episodes as OpenTelemetry traces, derived from the log"),
+    "sessions": Entry("Look", "look.sessions", "What every worker holds right now, oldest first"),
+    "runs": Entry("Look", "look.runs", "The runs on this machine, or on a server: list them, remove them"),
+    "monitor": Entry("Look", "look.monitor", "A web page about a run: workers, curves, groups, episodes"),
+    "agents": Entry("Look", "look.agents", "Agents with their own loops that were tried, and what they need"),
+    "doctor": Entry("Look", "look.doctor", "Check whether this machine is ready"),
+    "audit": Entry("Look", "look.audit", "Check from its log that every episode of a run is accounted for"),
+    "record": Entry("Replay", "replay.record", "Export the log of a run as one file"),
+    "episodes": Entry("Replay", "look.episodes", "List, filter and read the episodes of a run or a recording"),
+    "replay": Entry("Replay", "replay.replay", "Play a recording against one worker and compare what it publishes"),
+    "cancel": Entry("Act", "operate.cancel", "End episodes as cancelled, wherever they run"),
+    "drain": Entry("Act", "operate.drain", "Let workers finish or hand back what they have, and stop"),
+    "pause": Entry("Act", "operate.pause", "Let the learner request no new episodes, until it is resumed"),
+    "completion": Entry("Set up", "setup.completion", "Complete commands and flags in bash, zsh or fish"),
+    "schema": Entry("Look", "look.schema", "JSON Schema of every message"),
 }
 
 
@@ -91,7 +84,7 @@ class LazyGroup(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command = importlib.import_module(COMMANDS[name].module).command
+        command = importlib.import_module(f"fleetbus_workers.cli.{COMMANDS[name].module}").command
         assert isinstance(command, click.Command)
         return command
 
@@ -167,7 +160,7 @@ def _report(error: Exception) -> int:
     if all(isinstance(leaf, OSError) and leaf.filename and leaf.errno in _PATH_ERRORS for leaf in leaves):
         return _report_refusal(f"{leaves[0]}: choose another path, or correct what is there")
     if missing := next((leaf for leaf in leaves if isinstance(leaf, ModuleNotFoundError)), None):
-        from fleetbus_workers.cli.diagnosis import CPU_BUILD
+        from fleetbus_workers.cli.look.diagnosis import CPU_BUILD
         from fleetbus_workers.cli.missing_packages import find_extra
 
         if extra := find_extra(missing.name or ""):

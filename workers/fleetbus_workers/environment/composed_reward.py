@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
-from fleetbus.core.reward_components import JUDGE, VERIFIER, combine, find_missing
+from fleetbus.core.algorithms.reward_components import JUDGE, VERIFIER, combine, find_missing
 from fleetbus_schemas import Action, ChatMessage, EpisodeRequested, Task
 from fleetbus_workers.environment.base import (
     Environment,

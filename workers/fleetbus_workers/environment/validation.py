@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast, get_args
 
 import msgspec
 
-from fleetbus.core.reward_components import MAX_COMPONENTS, MAX_NAME_CHARACTERS
+from fleetbus.core.algorithms.reward_components import MAX_COMPONENTS, MAX_NAME_CHARACTERS
 from fleetbus_schemas import ChatMessage, ContextChange, ToolSpec
 from fleetbus_schemas.chat import Role
 from fleetbus_workers.environment.base import Start, Step, Verdict

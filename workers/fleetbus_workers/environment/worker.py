@@ -13,14 +13,14 @@ import structlog
 
 from fleetbus.bus.base import Bus, Delivery
 from fleetbus.bus.streams import TASK_LEASE_SECONDS, actions_consumer, environment_lanes, tasks_consumer
-from fleetbus.compact_tasks import open_compact_task_group
+from fleetbus.concurrency.compact_tasks import open_compact_task_group
+from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.settings import Configuration
-from fleetbus.control import Control
-from fleetbus.lanes import Lane, claim_lane
-from fleetbus.leases import Leases
-from fleetbus.runtime import Runtime
-from fleetbus.slots import Slots
-from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
+from fleetbus.delivery.control import Control
+from fleetbus.delivery.lanes import Lane, claim_lane
+from fleetbus.delivery.leases import Leases
+from fleetbus.delivery.slots import Slots
+from fleetbus.delivery.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus_schemas import Action, Heartbeat, MalformedMessage, Subjects, decode
 from fleetbus_workers.environment.base import Environment, TaskEnvironmentFactory
 from fleetbus_workers.environment.episode.attempts import Attempts

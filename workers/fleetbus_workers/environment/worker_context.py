@@ -5,8 +5,8 @@ from collections.abc import Callable
 import msgspec
 
 from fleetbus.bus.base import Bus
+from fleetbus.concurrency.loop_clock import get_clock
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
-from fleetbus.loop_clock import get_clock
 from fleetbus_schemas import Subjects, Task
 from fleetbus_workers.environment.base import Environment
 

@@ -16,11 +16,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
-from fleetbus.core.reward_components import VERIFIER
+from fleetbus.core.algorithms.reward_components import VERIFIER
 from fleetbus.errors import UserError
-from fleetbus.tasks import build_tasks
+from fleetbus.tasks.files import build_tasks
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Task
-from fleetbus_workers.bounded_json import TooManyValues, check_values
 from fleetbus_workers.environment.adapters.agent.endpoint import (
     REWARD_BYTES,
     ModelCalls,
@@ -33,6 +32,7 @@ from fleetbus_workers.environment.adapters.agent.endpoint import (
 )
 from fleetbus_workers.environment.adapters.agent.sessions import MOVED, AgentSession, KeyRefused, SessionMoved, TooManyCalls
 from fleetbus_workers.gateway.agent_sessions import AgentSessions, Offer
+from fleetbus_workers.serving.bounded_json import TooManyValues, check_values
 from fleetbus_workers.serving.browser_guard import GuardSettings
 from fleetbus_workers.serving.request_body import read_body
 

@@ -17,10 +17,10 @@ import structlog
 from fleetbus.auth.access import build_access
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
-from fleetbus.episodes import read_answered_observations, read_episode_state, read_turns
+from fleetbus.delivery.requests import Requests
 from fleetbus.errors import UserError
-from fleetbus.requests import Requests
-from fleetbus.tasks import load_dataset
+from fleetbus.log.episodes import read_answered_observations, read_episode_state, read_turns
+from fleetbus.tasks.files import load_dataset
 from fleetbus_schemas import EpisodeRequested, Subjects, Task, decode
 from fleetbus_schemas.tokens import unpack_ids, unpack_logprobs
 from fleetbus_workers.environment.adapters.agent.elsewhere import ElsewhereEnvironment

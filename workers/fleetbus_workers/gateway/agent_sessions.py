@@ -12,9 +12,9 @@ import msgspec
 import structlog
 
 from fleetbus.bus.base import Bus, Delivery
-from fleetbus.episodes import read_episode_state
+from fleetbus.concurrency.notifier import Notifier
 from fleetbus.errors import RequestUnanswered
-from fleetbus.notifier import Notifier
+from fleetbus.log.episodes import read_episode_state
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, MalformedMessage, Subjects, decode
 from fleetbus_workers.environment.adapters.agent.sessions import MOVED, AgentSession, KeyRefused, SessionMoved, TooManyCalls
 from fleetbus_workers.gateway.agent_keys import SessionKeys

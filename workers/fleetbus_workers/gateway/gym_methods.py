@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import anyio
 import msgspec
 
-from fleetbus.actions import LAG_PAUSES_SECONDS
 from fleetbus.bus.objects import ObjectMissing
 from fleetbus.client.contexts import describe_context
 from fleetbus.client.sessions import SessionClient
-from fleetbus.core.journal import Journal
+from fleetbus.core.episode.journal import Journal
+from fleetbus.log.actions import LAG_PAUSES_SECONDS
 from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, Task
 from fleetbus_schemas.session import SessionCallKind
 from fleetbus_schemas.subjects import InvalidName, check_name

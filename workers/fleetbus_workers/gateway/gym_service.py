@@ -30,7 +30,7 @@ from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.client.sessions import sessions
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
-from fleetbus.heartbeats import HEARTBEAT_SECONDS
+from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS
 from fleetbus_schemas import Action, ChatMessage, Heartbeat, Subjects, Task, encode
 from fleetbus_workers.environment.base import Start, Step, Verdict
 from fleetbus_workers.environment.episode.normalization import to_plain_number

@@ -12,7 +12,7 @@ from PIL import Image as Pillow
 from PIL import features
 
 from fleetbus_workers.environment.images.png import encode_png
-from fleetbus_workers.image_formats import IMAGE_FORMATS
+from fleetbus_workers.images.image_formats import IMAGE_FORMATS
 
 _STRIPPED = b" \t\n\r\x0b\x0c-"
 

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from fleetbus.client.sessions import SessionClient, SessionUnavailable
-from fleetbus.core.journal import Journal
+from fleetbus.concurrency.quick_lock import QuickLock
+from fleetbus.core.episode.journal import Journal
 from fleetbus.errors import BusError
-from fleetbus.quick_lock import QuickLock
 from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, Task, ToolCall, ToolSpec
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
 from fleetbus_workers.gateway.images import LoadImage

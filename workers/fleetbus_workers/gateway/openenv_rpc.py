@@ -8,9 +8,9 @@ from typing import Any
 
 from fleetbus.client.sessions import SessionUnavailable
 from fleetbus.errors import BusError
-from fleetbus_workers.bounded_json import check_values
 from fleetbus_workers.gateway.openenv_episode import AtCapacity, OpenEnvEpisode
 from fleetbus_workers.gateway.openenv_frames import FrameError, describe_tools, read_id
+from fleetbus_workers.serving.bounded_json import check_values
 
 FAILED = "Error calling tool"
 """What the protocol's own servers say before the words of a tool that failed."""

@@ -19,7 +19,7 @@ from PIL import Image as Pillow
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import ShownImage
-from fleetbus_workers.image_formats import IMAGE_FORMATS
+from fleetbus_workers.images.image_formats import IMAGE_FORMATS
 from fleetbus_workers.images.model_folder import has_vision
 from fleetbus_workers.images.reader import ImageUnreadable
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from fleetbus.core.tool_formats import ParsedResponse
+from fleetbus.core.text.tool_formats import ParsedResponse
 from fleetbus_schemas import (
     ChatMessage,
     EngineLoad,

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from fleetbus.core.tool_formats import HERMES, ParsedResponse, number_calls, parse_response
+from fleetbus.core.text.tool_formats import HERMES, ParsedResponse, number_calls, parse_response
 from fleetbus.errors import UserError
 from fleetbus_schemas import ChatMessage, SegmentReason, Text, ToolSpec
 from fleetbus_workers.inference.rendered_history import find_reason

@@ -14,9 +14,16 @@ import msgspec
 import structlog
 
 from fleetbus.bus.base import Bus
-from fleetbus.core.history import Turn, collect_images, shift_images
-from fleetbus.core.segments import Segment, SegmentError, collect_segment_ids, fold_segments, hash_segment, place_in_segment
-from fleetbus.episodes import read_answered_observations, read_episode_state, read_turns
+from fleetbus.core.episode.history import Turn, collect_images, shift_images
+from fleetbus.core.episode.segments import (
+    Segment,
+    SegmentError,
+    collect_segment_ids,
+    fold_segments,
+    hash_segment,
+    place_in_segment,
+)
+from fleetbus.log.episodes import read_answered_observations, read_episode_state, read_turns
 from fleetbus_schemas import NEW_ROOT, ChatMessage, Observation, SegmentOrigin, ShownImage, Subjects, ToolSpec
 from fleetbus_schemas.tokens import EMPTY_HISTORY, pack_ids, start_history, unpack_ids
 from fleetbus_workers.inference.base import name_history

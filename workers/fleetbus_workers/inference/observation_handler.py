@@ -13,12 +13,12 @@ import msgspec
 import structlog
 
 from fleetbus.bus.base import Bus, Delivery
-from fleetbus.core.history import shift_images
-from fleetbus.deadlines import Deadlines
-from fleetbus.episodes import RETRY_SECONDS, decode_entries
+from fleetbus.concurrency.deadlines import Deadlines
+from fleetbus.concurrency.loop_clock import get_clock
+from fleetbus.core.episode.history import shift_images
+from fleetbus.delivery.leases import Leases
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
-from fleetbus.leases import Leases
-from fleetbus.loop_clock import get_clock
+from fleetbus.log.episodes import RETRY_SECONDS, decode_entries
 from fleetbus_schemas import (
     NEW_ROOT,
     Action,

@@ -3,7 +3,7 @@
 import anyio
 
 from fleetbus.bus.base import Bus
-from fleetbus.newest_version import find_newest_version
+from fleetbus.log.newest_version import find_newest_version
 from fleetbus_workers.inference.base import Sampler
 from fleetbus_workers.inference.history_cache import LONGEST_LAG_SECONDS
 from fleetbus_workers.inference.turn_rules import VersionSuperseded

@@ -7,7 +7,7 @@ than those that were sampled, a new segment begins at the first token that diffe
 
 from collections.abc import Sequence
 
-from fleetbus.core.reasoning import split_reasoning
+from fleetbus.core.text.reasoning import split_reasoning
 from fleetbus_schemas import ChatMessage, SegmentReason
 
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from fleetbus.core.tool_formats import HERMES, ParsedResponse, parse_response
+from fleetbus.core.text.tool_formats import HERMES, ParsedResponse, parse_response
 from fleetbus_schemas import ChatMessage, PolicyPublished, SegmentReason, ToolSpec, VersionSpan
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 

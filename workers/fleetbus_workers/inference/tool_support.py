@@ -1,7 +1,7 @@
 """How a chat template writes tools: found out by rendering three turns with calls and results, and proved.
 
 Above it is `ChatTemplate`, below it the template's own rendering. What a template writes for two calls is parsed by every
-format of `fleetbus.core.tool_formats` until one gives the calls back; and turn by turn what is appended has to be what the
+format of `fleetbus.core.text.tool_formats` until one gives the calls back; and turn by turn what is appended has to be what the
 template writes of the whole. A template that fails either is refused in one line.
 """
 
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fleetbus.core.reasoning import REASONING_MARKS
-from fleetbus.core.tool_formats import TOOL_FORMATS, ToolFormat, build_call_id, parse_response, read_call_number
+from fleetbus.core.text.reasoning import REASONING_MARKS
+from fleetbus.core.text.tool_formats import TOOL_FORMATS, ToolFormat, build_call_id, parse_response, read_call_number
 from fleetbus.errors import UserError
 from fleetbus_schemas import ToolCall, ToolSpec
 

@@ -13,17 +13,17 @@ import structlog
 
 from fleetbus.bus.base import Bus
 from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS, inference_lanes, observations_consumer
+from fleetbus.concurrency.runtime import Runtime
+from fleetbus.concurrency.task_pool import TaskPool
 from fleetbus.config.settings import Configuration
-from fleetbus.control import Control, run_until_drained
-from fleetbus.episodes import RETRY_SECONDS, decode_entries
+from fleetbus.delivery.control import Control, run_until_drained
+from fleetbus.delivery.lanes import Lane, claim_lane
+from fleetbus.delivery.leases import Leases
+from fleetbus.delivery.slots import Slots
+from fleetbus.delivery.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus.errors import RequestUnanswered
-from fleetbus.lanes import Lane, claim_lane
-from fleetbus.leases import Leases
-from fleetbus.newest_version import find_newest_version
-from fleetbus.runtime import Runtime
-from fleetbus.slots import Slots
-from fleetbus.task_pool import TaskPool
-from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
+from fleetbus.log.episodes import RETRY_SECONDS, decode_entries
+from fleetbus.log.newest_version import find_newest_version
 from fleetbus_schemas import ANY_LANE, Heartbeat, LineageStarted, PolicyPublished, Subjects
 from fleetbus_workers.inference.base import ImageSource, Sampler, Template, WeightsRejected
 from fleetbus_workers.inference.engine_meter import EngineMeter

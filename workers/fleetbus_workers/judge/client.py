@@ -18,9 +18,9 @@ import structlog
 
 from fleetbus.config.training_settings import RewardSettings
 from fleetbus.files import replace_file
-from fleetbus_workers.bounded_http import bound
 from fleetbus_workers.judge.failure import JudgeFailed
 from fleetbus_workers.judge.prompts import SCALE, build_messages, read_scores
+from fleetbus_workers.serving.bounded_http import bound
 
 MAX_ANSWER_BYTES = 4 << 20
 MAX_KEPT = 4096

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import anyio
 
-from fleetbus.core.reward_components import parse_weights
+from fleetbus.core.algorithms.reward_components import parse_weights
 from fleetbus.errors import UserError
 
 if TYPE_CHECKING:

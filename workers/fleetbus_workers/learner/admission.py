@@ -7,9 +7,9 @@ import anyio
 import structlog
 
 from fleetbus.config.settings import LearnerSettings
-from fleetbus.core.capacity import count_admissible_groups
-from fleetbus.core.floor import parse_group_number
-from fleetbus.requests import Requests
+from fleetbus.core.training.capacity import count_admissible_groups
+from fleetbus.core.training.floor import parse_group_number
+from fleetbus.delivery.requests import Requests
 from fleetbus_schemas import EpisodeRequested
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.pool import GroupPool

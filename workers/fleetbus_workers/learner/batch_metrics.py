@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import structlog
 
-from fleetbus.core.evaluation_summary import is_success
-from fleetbus.core.groups import Group
-from fleetbus.core.learning_signal import LearningSignal
-from fleetbus.core.reward_components import MAX_COMPONENTS, MAX_NAME_CHARACTERS, find_reward_problem
+from fleetbus.core.algorithms.reward_components import MAX_COMPONENTS, MAX_NAME_CHARACTERS, find_reward_problem
+from fleetbus.core.training.evaluation_summary import is_success
+from fleetbus.core.training.groups import Group
+from fleetbus.core.training.learning_signal import LearningSignal
 from fleetbus_schemas import EpisodeFinished, StepTrained
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.pool import GroupPool

@@ -14,16 +14,16 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from fleetbus.actions import are_lost, find_actions
 from fleetbus.bus.base import Bus
+from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.settings import AlgorithmSettings, Configuration, EpisodeSettings, LearnerSettings
-from fleetbus.core.advantages import ADVANTAGES
-from fleetbus.core.groups import Group
-from fleetbus.core.result_checks import find_actions_problem
-from fleetbus.core.segments import SegmentError
-from fleetbus.core.shaping import TruncationMask, is_masked, overlong_penalty
-from fleetbus.core.turn_credit import compute_turn_advantages, compute_turn_returns, unpaid_reward
-from fleetbus.runtime import Runtime
+from fleetbus.core.algorithms.advantages import ADVANTAGES
+from fleetbus.core.algorithms.shaping import TruncationMask, is_masked, overlong_penalty
+from fleetbus.core.algorithms.turn_credit import compute_turn_advantages, compute_turn_returns, unpaid_reward
+from fleetbus.core.episode.result_checks import find_actions_problem
+from fleetbus.core.episode.segments import SegmentError
+from fleetbus.core.training.groups import Group
+from fleetbus.log.actions import are_lost, find_actions
 from fleetbus_schemas import Action, EpisodeFinished, Subjects
 from fleetbus_workers.images.reader import ImageReader
 from fleetbus_workers.learner.base import Trainer, TrainingSequence

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from fleetbus.core.lineage import compute_surviving_steps, is_surviving
+from fleetbus.concurrency.runtime import Runtime
+from fleetbus.core.training.lineage import compute_surviving_steps, is_surviving
 from fleetbus.errors import UserError
-from fleetbus.runtime import Runtime
 from fleetbus_schemas import CheckpointStored, LineageStarted
 from fleetbus_workers.learner.checkpoints import INDEX, Checkpoint, CheckpointDamaged, open_checkpoint
 

@@ -9,7 +9,7 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from fleetbus.runtime import Runtime
+from fleetbus.concurrency.runtime import Runtime
 from fleetbus_schemas import CheckpointStored
 from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.checkpoints import (

@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """From where a learner can resume. ``floor`` and ``settled`` are those of `fleetbus.core.ledger.Ledger`;
+    """From where a learner can resume. ``floor`` and ``settled`` are those of `fleetbus.core.training.ledger.Ledger`;
     ``next_group`` is the number of the first group that was never admitted, ``first_open_group`` that of the first that may
     still be asked for."""
 

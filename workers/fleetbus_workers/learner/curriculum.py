@@ -3,10 +3,10 @@
 import random
 from collections.abc import Sequence
 
-from fleetbus.core.splits import split_tasks
-from fleetbus.datasets import redact_location
+from fleetbus.core.training.splits import split_tasks
 from fleetbus.errors import UserError
-from fleetbus.tasks import load_dataset
+from fleetbus.tasks.datasets import redact_location
+from fleetbus.tasks.files import load_dataset
 from fleetbus_schemas import Task
 
 
@@ -40,7 +40,7 @@ class Curriculum:
 
 
 def load_curriculum(path: str, *, seed: int) -> Curriculum:
-    """The tasks at a location (`fleetbus.datasets`), split by the hash of their keys; raises `UserError` if none is left."""
+    """The tasks at a location (`tasks.datasets`), split by the hash of their keys; raises `UserError` if none is left."""
     train, held_out = split_tasks(load_dataset(path))
     if not train:
         raise UserError(f"{redact_location(path)}: no training tasks remain after holding out {len(held_out)}; add tasks")

@@ -1,7 +1,7 @@
 """The deep audit: from the log alone, that what was trained is what was sampled.
 
 The log is read twice: first for the steps that count, then for what they trained, episode by episode, so that memory holds the
-Actions of open episodes and of each finished one a digest. It only reads; the books are kept by `fleetbus.core.audit`.
+Actions of open episodes and of each finished one a digest. It only reads; the books are kept by `fleetbus.core.audit.books`.
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -13,12 +13,12 @@ import numpy as np
 from fleetbus.bus.base import StreamEntry
 from fleetbus.config.settings import AlgorithmSettings, EpisodeSettings, LearnerSettings
 from fleetbus.config.table import Settings
-from fleetbus.core.audit_findings import Finding, Findings
-from fleetbus.core.audit_training import TrainingAudit
-from fleetbus.core.groups import Group
-from fleetbus.core.history import Turn
-from fleetbus.core.segments import fold_segments, hash_segments
-from fleetbus.stored_entries import decode_stored
+from fleetbus.core.audit.findings import Finding, Findings
+from fleetbus.core.audit.training import TrainingAudit
+from fleetbus.core.episode.history import Turn
+from fleetbus.core.episode.segments import fold_segments, hash_segments
+from fleetbus.core.training.groups import Group
+from fleetbus.log.stored_entries import decode_stored
 from fleetbus_schemas import Action, EpisodeFinished, LineageStarted, MalformedMessage, Message, StepTrained
 from fleetbus_workers.learner.batches import CreditPlan, build_sequence, compute_episode_advantages, spread_advantages
 from fleetbus_workers.learner.leaves import Leaf, list_leaves, split_sequence

@@ -10,8 +10,8 @@ from typing import Any
 import anyio
 import structlog
 
+from fleetbus.concurrency.runtime import Runtime
 from fleetbus.errors import is_disk_full
-from fleetbus.runtime import Runtime
 
 RETRY_SECONDS = 10.0
 

@@ -2,8 +2,8 @@
 
 import anyio
 
-from fleetbus.core.evaluation_summary import is_success
-from fleetbus.requests import Requests
+from fleetbus.core.training.evaluation_summary import is_success
+from fleetbus.delivery.requests import Requests
 from fleetbus_schemas import GRADED, EpisodeFinished, EvaluationFinished, Task
 
 ROOM_SECONDS = 60.0

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fleetbus.core.arrays import Array
-from fleetbus.core.objectives import Clip
+from fleetbus.core.algorithms.arrays import Array
+from fleetbus.core.algorithms.objectives import Clip
 from fleetbus.errors import UserError
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings

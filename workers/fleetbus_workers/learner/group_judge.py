@@ -11,9 +11,9 @@ import anyio
 import msgspec
 import structlog
 
-from fleetbus.control import run_until_drained
-from fleetbus.core.groups import Group
-from fleetbus.core.reward_components import JUDGE, find_reward_problem
+from fleetbus.core.algorithms.reward_components import JUDGE, find_reward_problem
+from fleetbus.core.training.groups import Group
+from fleetbus.delivery.control import run_until_drained
 from fleetbus_schemas import EpisodeFinished
 from fleetbus_workers.judge.failure import JudgeFailed
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 import anyio
 
-from fleetbus import newest_version
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
-from fleetbus.core.claims import EpisodeEntry
-from fleetbus.episodes import decode_episode_entry
+from fleetbus.core.episode.claims import EpisodeEntry
+from fleetbus.delivery.requests import UNANSWERED, Requests
 from fleetbus.errors import UserError
-from fleetbus.requests import UNANSWERED, Requests
+from fleetbus.log import newest_version
+from fleetbus.log.episodes import decode_episode_entry
 from fleetbus_schemas import EpisodeFinished, PolicyPublished, Subjects, Task
 
 MAX_UNCLAIMED = 8

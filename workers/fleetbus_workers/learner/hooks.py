@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fleetbus.config.settings import AlgorithmSettings
-from fleetbus.core.objectives import Clip, Objective
+from fleetbus.core.algorithms.objectives import Clip, Objective
 from fleetbus.errors import UserError
 from fleetbus.user_code import describe_error, load_callable
 
@@ -28,8 +28,8 @@ def check_hooks(algorithm: AlgorithmSettings) -> None:
 @cache
 def load_loss(spec: str) -> Objective:
     """``f(logprobs, old_logprobs, advantages, mask, clip)``: losses [B, T] of torch tensors [B, T], as
-    `fleetbus.core.objectives` has them. Raises `UserError` unless it gives finite losses of that shape, with a finite gradient
-    that is not 0 everywhere."""
+    `core.algorithms.objectives` has them. Raises `UserError` unless it gives finite losses of that shape, with a finite
+    gradient that is not 0 everywhere."""
     import torch
 
     setting = f"algorithm.loss = {spec}"
@@ -57,7 +57,7 @@ def load_loss(spec: str) -> Objective:
 
 @cache
 def load_advantage(spec: str) -> Callable[..., Any]:
-    """``f(rewards, groups, *, minimum)``: advantages [N] of NumPy arrays [N], as `fleetbus.core.advantages` has them. Raises
+    """``f(rewards, groups, *, minimum)``: advantages [N] of NumPy arrays [N], as `core.algorithms.advantages` has them. Raises
     `UserError` unless it gives finite numbers of that shape, for one episode too."""
     setting = f"algorithm.advantage = {spec}"
     function: Callable[..., Any] = load_callable(setting, spec)

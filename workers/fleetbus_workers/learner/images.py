@@ -7,10 +7,10 @@ import anyio
 import numpy as np
 import structlog
 
-from fleetbus.core.groups import Group
-from fleetbus.core.history import shift_images
+from fleetbus.concurrency.runtime import Runtime
+from fleetbus.core.episode.history import shift_images
+from fleetbus.core.training.groups import Group
 from fleetbus.errors import UserError
-from fleetbus.runtime import Runtime
 from fleetbus_schemas import Action, ShownImage
 from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.images.placed_image import PlacedImage

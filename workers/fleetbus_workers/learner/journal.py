@@ -7,9 +7,9 @@ import anyio
 import structlog
 
 from fleetbus.bus.base import Bus, StreamEntry
-from fleetbus.core.lineage import lineage_number
-from fleetbus.episodes import decode_entries, read_entry
+from fleetbus.core.training.lineage import lineage_number
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict, TakenOver
+from fleetbus.log.episodes import decode_entries, read_entry
 from fleetbus_schemas import (
     CheckpointStored,
     EvaluationFinished,

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetbus.core.segments import Segment, Span, find_leaves, fold_segments, place_in_segment, split_first
+from fleetbus.core.episode.segments import Segment, Span, find_leaves, fold_segments, place_in_segment, split_first
 from fleetbus_schemas import Action
 from fleetbus_workers.images.placed_image import PlacedImage
 from fleetbus_workers.learner.base import TrainingSequence

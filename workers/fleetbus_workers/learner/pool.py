@@ -13,11 +13,11 @@ import anyio
 import msgspec
 
 from fleetbus.config.settings import Configuration
-from fleetbus.core.capacity import lag
-from fleetbus.core.groups import Group
-from fleetbus.core.ledger import Ledger
-from fleetbus.core.reward_components import MAX_ABS_REWARD, find_reward_problem
-from fleetbus.core.shaping import has_zero_variance
+from fleetbus.core.algorithms.reward_components import MAX_ABS_REWARD, find_reward_problem
+from fleetbus.core.algorithms.shaping import has_zero_variance
+from fleetbus.core.training.capacity import lag
+from fleetbus.core.training.groups import Group
+from fleetbus.core.training.ledger import Ledger
 from fleetbus_schemas import EpisodeFinished, Exclusion
 
 EXCLUSIONS_PER_ENTRY = 16_384

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleetbus.config.settings import AlgorithmSettings
-from fleetbus.core.arrays import Array
-from fleetbus.core.objectives import Clip
+from fleetbus.core.algorithms.arrays import Array
+from fleetbus.core.algorithms.objectives import Clip
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.fine_tuning import check_output, write_folder
 from fleetbus_workers.learner.preference_pairs import Pair

@@ -11,8 +11,8 @@ import structlog
 
 from fleetbus.bus.base import Bus
 from fleetbus.bus.objects import ObjectStore
+from fleetbus.concurrency.runtime import Runtime
 from fleetbus.errors import BusError, LogFull, PublishUnanswered, RequestUnanswered
-from fleetbus.runtime import Runtime
 from fleetbus_schemas import LineageStarted, PolicyPublished, Subjects
 from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.disk_full import retry_while_disk_full

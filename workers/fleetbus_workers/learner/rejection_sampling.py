@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from fleetbus.core.segments import SegmentError
-from fleetbus.episodes import decode_entries, decode_episode_entry
+from fleetbus.core.episode.segments import SegmentError
+from fleetbus.log.episodes import decode_entries, decode_episode_entry
 from fleetbus.recording.reader import RecordingReader
 from fleetbus.recording.redaction import is_wiped
 from fleetbus_schemas import Action, EpisodeFinished

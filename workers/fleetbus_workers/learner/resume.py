@@ -13,14 +13,14 @@ import msgspec
 import structlog
 
 from fleetbus.bus.base import Bus
+from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration
-from fleetbus.core.floor import find_group_number, refuses_request
-from fleetbus.core.lineage import complete_lineages, compute_surviving_steps, is_surviving, lineage_number
-from fleetbus.episodes import decode_entries
+from fleetbus.core.training.floor import find_group_number, refuses_request
+from fleetbus.core.training.lineage import complete_lineages, compute_surviving_steps, is_surviving, lineage_number
 from fleetbus.errors import UserError
-from fleetbus.floor import read_floor
-from fleetbus.runtime import Runtime
+from fleetbus.log.episodes import decode_entries
+from fleetbus.log.floor import read_floor
 from fleetbus_schemas import (
     CheckpointStored,
     EpisodeRequested,

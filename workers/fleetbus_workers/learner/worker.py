@@ -11,17 +11,17 @@ import anyio
 import structlog
 
 from fleetbus.bus.base import Bus
+from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.check import check_trained_distribution
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration
-from fleetbus.control import Control, run_until_drained
-from fleetbus.core.groups import Group
-from fleetbus.core.ledger import Ledger
-from fleetbus.episodes import decode_episode_entry, scan_training_results
-from fleetbus.floor import fence_floor
-from fleetbus.requests import Requests
-from fleetbus.runtime import Runtime
-from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
+from fleetbus.core.training.groups import Group
+from fleetbus.core.training.ledger import Ledger
+from fleetbus.delivery.control import Control, run_until_drained
+from fleetbus.delivery.requests import Requests
+from fleetbus.delivery.worker_lifecycle import WorkerLifecycle, run_lifecycle
+from fleetbus.log.episodes import decode_episode_entry, scan_training_results
+from fleetbus.log.floor import fence_floor
 from fleetbus_schemas import EpisodeFinished, Heartbeat, LineageStarted, StepTrained, Subjects, TrainingFinished
 from fleetbus_workers.images.reader import image_reader
 from fleetbus_workers.learner.admission import Admission

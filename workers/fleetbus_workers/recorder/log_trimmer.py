@@ -12,16 +12,16 @@ from itertools import islice
 import msgspec
 import structlog
 
-from fleetbus.archive_writer import ArchiveWriter
 from fleetbus.bus.base import Bus, StreamEntry
-from fleetbus.core.floor import NO_FLOOR
-from fleetbus.core.retention import Retention, SessionRetention
+from fleetbus.concurrency.runtime import Runtime
+from fleetbus.concurrency.task_groups import open_first_error_task_group
+from fleetbus.core.training.floor import NO_FLOOR
+from fleetbus.core.training.retention import Retention, SessionRetention
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
-from fleetbus.runtime import Runtime
-from fleetbus.stored_entries import read_stored
-from fleetbus.task_groups import open_first_error_task_group
-from fleetbus.trim_limit import compute_trim_limit
+from fleetbus.log.archive_writer import ArchiveWriter
+from fleetbus.log.stored_entries import read_stored
 from fleetbus_schemas import EpisodeFinished, FloorRaised, Message, SessionEnded, SessionRecorded, Subjects, encode
+from fleetbus_workers.recorder.trim_limit import compute_trim_limit
 
 SAMPLES_PER_WINDOW = 64
 

@@ -10,15 +10,15 @@ import anyio
 import msgspec
 import structlog
 
-from fleetbus.archive import find_first_lost
-from fleetbus.archive_writer import ArchiveWriter, open_archive
 from fleetbus.bus.base import Bus, Reader, StreamEntry
+from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.settings import Configuration
-from fleetbus.control import Control
+from fleetbus.delivery.control import Control
+from fleetbus.delivery.lanes import LEASE_SECONDS, Lane, NoLaneFree, claim_lane
+from fleetbus.delivery.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus.errors import BusClosed, BusError, UserError
-from fleetbus.lanes import LEASE_SECONDS, Lane, NoLaneFree, claim_lane
-from fleetbus.runtime import Runtime
-from fleetbus.worker_lifecycle import WorkerLifecycle, run_lifecycle
+from fleetbus.log.archive_reader import find_first_lost
+from fleetbus.log.archive_writer import ArchiveWriter, open_archive
 from fleetbus_schemas import Heartbeat, Subjects
 from fleetbus_workers.recorder.log_trimmer import SETTLE_SECONDS, LogTrimmer
 

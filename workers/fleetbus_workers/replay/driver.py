@@ -12,10 +12,10 @@ import anyio
 import msgspec
 
 from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.concurrency.task_groups import open_flat_task_group
 from fleetbus.config.settings import Configuration
 from fleetbus.recording import Recording
 from fleetbus.recording.redaction import Redactor
-from fleetbus.task_groups import open_flat_task_group
 from fleetbus_schemas import Message, decode, encode
 from fleetbus_workers.replay.compare import Found, first_difference
 from fleetbus_workers.replay.options import Replay, read_configuration

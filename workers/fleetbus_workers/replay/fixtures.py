@@ -9,7 +9,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.recording import Recording
-from fleetbus_workers.event_loop import run_async
+from fleetbus_workers.command.event_loop import run_async
 from fleetbus_workers.replay.options import Replay
 from fleetbus_workers.replay.report import Report
 from fleetbus_workers.replay.run import replay_recording

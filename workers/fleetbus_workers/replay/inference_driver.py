@@ -14,10 +14,10 @@ import anyio
 import msgspec
 
 from fleetbus.bus.base import Bus, StreamEntry
-from fleetbus.episodes import decode_entries
 from fleetbus.errors import UserError
+from fleetbus.log.episodes import decode_entries
+from fleetbus.logs.secret_formats import REDACTED
 from fleetbus.recording.redaction import is_wiped
-from fleetbus.secret_formats import REDACTED
 from fleetbus_schemas import ANY_LANE, Action, AttemptStarted, LineageStarted, PolicyPublished
 from fleetbus_workers.inference.base import ImageSource, Sampler, Template
 from fleetbus_workers.inference.worker import run_inference

@@ -18,13 +18,13 @@ import anyio.to_thread
 import msgspec
 
 from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.concurrency.notifier import Notifier
+from fleetbus.concurrency.runtime import Runtime, run_in_thread
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, WeightsSettings
 from fleetbus.errors import UserError
-from fleetbus.notifier import Notifier
 from fleetbus.recording import Recording
 from fleetbus.recording.objects import find_referenced_objects
-from fleetbus.runtime import Runtime, run_in_thread
 from fleetbus_schemas import CheckpointStored, EpisodeRequested, Message, PolicyPublished, StepTrained, Task, TrainingFinished
 from fleetbus_schemas.stored import STORED
 from fleetbus_workers.learner.base import Trainer

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from fleetbus.task_groups import open_flat_task_group
+from fleetbus.concurrency.task_groups import open_flat_task_group
 
 REPORT_SECONDS = 0.2
 """How often progress is reported."""

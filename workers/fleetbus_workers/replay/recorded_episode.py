@@ -7,9 +7,9 @@ from functools import cached_property
 import msgspec
 
 from fleetbus.bus.base import StreamEntry
-from fleetbus.core.history import Turn, fold_history
-from fleetbus.episodes import decode_entries, decode_episode_entry
-from fleetbus.secret_formats import REDACTED
+from fleetbus.core.episode.history import Turn, fold_history
+from fleetbus.log.episodes import decode_entries, decode_episode_entry
+from fleetbus.logs.secret_formats import REDACTED
 from fleetbus_schemas import Action, AttemptStarted, EpisodeFinished, EpisodeRequested, Observation
 
 _REDACTED = REDACTED.encode()

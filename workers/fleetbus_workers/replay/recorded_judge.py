@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from fleetbus.core.reward_components import JUDGE, combine, parse_weights
+from fleetbus.core.algorithms.reward_components import JUDGE, combine, parse_weights
 from fleetbus_schemas import GRADED, EpisodeFinished, StepTrained
 from fleetbus_workers.learner.group_judge import RecordedGroupJudge
 from fleetbus_workers.replay.driver import ReplayContext

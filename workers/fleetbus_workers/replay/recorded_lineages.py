@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 
 from fleetbus.bus.base import StreamEntry
-from fleetbus.core.lineage import compute_surviving_steps, is_surviving
-from fleetbus.episodes import read_entry
+from fleetbus.core.training.lineage import compute_surviving_steps, is_surviving
 from fleetbus.errors import UserError
+from fleetbus.log.episodes import read_entry
 from fleetbus.recording import Recording
 from fleetbus_schemas import (
     CheckpointStored,

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fleetbus.core.shaping import TruncationMask, is_masked
-from fleetbus.episodes import decode_entries
+from fleetbus.core.algorithms.shaping import TruncationMask, is_masked
+from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import Action, PolicyPublished, StepTrained, TensorEntry
 from fleetbus_schemas.action import FinishReason
 from fleetbus_workers.images.placed_image import PlacedImage

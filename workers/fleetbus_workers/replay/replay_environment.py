@@ -20,8 +20,8 @@ from fleetbus.bus.memory_stream import MemoryStream
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration
-from fleetbus.episodes import read_entry
 from fleetbus.errors import BusError
+from fleetbus.log.episodes import read_entry
 from fleetbus.recording import Recording
 from fleetbus_schemas import EpisodeFinished, Message, Subjects, encode
 from fleetbus_schemas.stored import STORED

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 
 from fleetbus.bus.base import StreamEntry
-from fleetbus.core.floor import parse_group_number
-from fleetbus.core.lineage import compute_surviving_steps, is_surviving
-from fleetbus.episodes import read_entry
+from fleetbus.core.training.floor import parse_group_number
+from fleetbus.core.training.lineage import compute_surviving_steps, is_surviving
+from fleetbus.log.episodes import read_entry
 from fleetbus.recording import Recording
 from fleetbus_schemas import CheckpointStored, EpisodeRequested, Message
 from fleetbus_schemas.stored import STORED

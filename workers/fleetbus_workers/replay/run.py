@@ -17,7 +17,7 @@ import msgspec
 from fleetbus.bus.memory_objects import MemoryObjectStore
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
-from fleetbus.logs import suppress_logs
+from fleetbus.logs.setup import suppress_logs
 from fleetbus.recording import Recording, load_recording
 from fleetbus.recording.export import restore_files
 from fleetbus_workers.assembly.engines import build_image_source, launch_engine

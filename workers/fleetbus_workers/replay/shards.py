@@ -20,11 +20,11 @@ import anyio
 import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.errors import UserError
 from fleetbus.python_process import build_module_command
 from fleetbus.recording import Recording, RecordingReader, read_header
-from fleetbus.task_groups import open_first_error_task_group
-from fleetbus_workers.event_loop import run_async
+from fleetbus_workers.command.event_loop import run_async
 from fleetbus_workers.replay.options import Replay
 from fleetbus_workers.replay.progress import Progress, report_regularly
 from fleetbus_workers.replay.report import UNLOADED, Report

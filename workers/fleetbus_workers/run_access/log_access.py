@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from fleetbus.auth.access import build_access
 from fleetbus.config.run_folder import run_folder
 from fleetbus.errors import BusClosed, BusError, UserError
-from fleetbus_workers.overview.resume_command import build_resume_command
+from fleetbus_workers.observe.run.resume_command import build_resume_command
 from fleetbus_workers.run_access.server_address import find_local_server_url, generate_worker_name, resolve_server_url
 from fleetbus_workers.run_access.shared_server import share_server
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
     from fleetbus.config.settings import Configuration
-    from fleetbus_workers.overview.termination import Driver
+    from fleetbus_workers.observe.run.termination import Driver
 
 
 @asynccontextmanager
@@ -45,7 +45,7 @@ async def open_run(configuration: Configuration, role: str, *, own_server: bool 
 
 def build_driver(configuration: Configuration) -> Driver:
     """Detect whether an `up` on this machine drives the run."""
-    from fleetbus_workers.overview.termination import Driver
+    from fleetbus_workers.observe.run.termination import Driver
 
     run, folder = configuration.run, run_folder(configuration.run)
     command = build_resume_command(run.name, run.folder) if folder.configuration.is_file() else ""

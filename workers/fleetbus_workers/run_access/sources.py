@@ -12,7 +12,7 @@ from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration
 from fleetbus.recording.reader import RecordingReader, read_header
 from fleetbus_schemas import Subjects
-from fleetbus_workers.overview.nats_http import parse_monitoring_address
+from fleetbus_workers.observe.run.nats_http import parse_monitoring_address
 from fleetbus_workers.run_access.log_access import is_reachable, open_run
 from fleetbus_workers.run_access.server_address import read_server_address
 
@@ -45,7 +45,7 @@ class Source:
                 yield entry
 
     async def _all(self) -> AsyncIterator[StreamEntry]:
-        from fleetbus.archive import scan_archive, scan_archive_and_log
+        from fleetbus.log.archive_reader import scan_archive, scan_archive_and_log
         from fleetbus.recording.export import scan_recording
 
         if self.file is not None:

@@ -10,7 +10,7 @@ import random
 
 import msgspec
 
-from fleetbus.core.prompts import build_compact_system_prompt, format_error, format_tool_result
+from fleetbus.core.text.prompts import build_compact_system_prompt, format_error, format_tool_result
 from fleetbus_schemas import ChatMessage
 from fleetbus_workers.environment.adapters.warehouse.items import FIELDS, NAMES, TOOLS, Warehouse, draw_warehouse, question
 

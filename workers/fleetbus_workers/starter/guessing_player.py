@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from fleetbus.core.prompts import TOOL_RESULT
+from fleetbus.core.text.prompts import TOOL_RESULT
 from fleetbus_schemas import ChatMessage, ToolSpec
 from fleetbus_workers.environment.check.policies import Policy, fill_schema, read_text
 from fleetbus_workers.starter.conversation import DONE

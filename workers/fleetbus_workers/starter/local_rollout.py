@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from fleetbus.core.prompts import NO_CALL, format_error, format_unknown_tool
-from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
+from fleetbus.core.text.prompts import NO_CALL, format_error, format_unknown_tool
+from fleetbus.core.text.tool_calls import final_answer, is_done, parse_tool_calls
 from fleetbus_schemas import ChatMessage, ToolCall
 from fleetbus_workers.environment.adapters.warehouse.items import FIELDS, TOOLS, Warehouse
 from fleetbus_workers.starter.conversation import TURN_LIMIT, build_opening, format_json_result, format_missing_item

@@ -19,7 +19,7 @@ from fleetbus.config.load import strip_credentials
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, NatsSettings
 from fleetbus.errors import UserError
-from fleetbus.tasks import check_verifiers, load_dataset
+from fleetbus.tasks.files import check_verifiers, load_dataset
 from fleetbus_schemas import Task
 from fleetbus_workers.assembly.engines import PACKAGES, check_packages
 from fleetbus_workers.assembly.model import find_model_folder

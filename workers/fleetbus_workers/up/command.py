@@ -14,15 +14,15 @@ import msgspec
 from fleetbus.config.load import LoadedConfiguration, dump_configuration
 from fleetbus.config.run_folder import RunFolder, run_folder
 from fleetbus.config.settings import Configuration, RunSettings
-from fleetbus.datasets import is_remote
-from fleetbus.datasets import redact_location as shown_location
 from fleetbus.errors import UserError
 from fleetbus.files import create_folder, replace_file
-from fleetbus.harbor import PREFIX as HARBOR
-from fleetbus.logs import configure_logs
-from fleetbus_workers.event_loop import run_async
-from fleetbus_workers.exit_status import CRASHED, FINISHED, INTERRUPTED
-from fleetbus_workers.overview.progress import Progress
+from fleetbus.logs.setup import configure_logs
+from fleetbus.tasks.datasets import is_remote
+from fleetbus.tasks.datasets import redact_location as shown_location
+from fleetbus.tasks.harbor import PREFIX as HARBOR
+from fleetbus_workers.command.event_loop import run_async
+from fleetbus_workers.command.exit_status import CRASHED, FINISHED, INTERRUPTED
+from fleetbus_workers.observe.run.progress import Progress
 from fleetbus_workers.up.checks import check_everything, check_writable
 from fleetbus_workers.up.display import open_display
 from fleetbus_workers.up.hub_model import download_model, is_hub_id

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 import anyio
 
 from fleetbus_schemas import EpisodeFinished, EvaluationFinished, Heartbeat, Message, StepTrained, WorkerFailed, WorkerStarted
-from fleetbus_workers.overview.formatting import (
+from fleetbus_workers.command.terminal import open_console
+from fleetbus_workers.observe.run.formatting import (
     format_count,
     format_duration,
     format_evaluation,
@@ -23,8 +24,7 @@ from fleetbus_workers.overview.formatting import (
     format_step_short,
     in_flight,
 )
-from fleetbus_workers.overview.progress import Progress
-from fleetbus_workers.terminal import open_console
+from fleetbus_workers.observe.run.progress import Progress
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -3,10 +3,10 @@
 import anyio
 
 from fleetbus.bus.base import Bus, StreamEntry
-from fleetbus.heartbeats import follow_heartbeats
-from fleetbus.stored_entries import read_stored
+from fleetbus.delivery.heartbeats import follow_heartbeats
+from fleetbus.log.stored_entries import read_stored
 from fleetbus_schemas import Heartbeat, Subjects
-from fleetbus_workers.overview.progress import Progress
+from fleetbus_workers.observe.run.progress import Progress
 from fleetbus_workers.up.display import Display
 from fleetbus_workers.up.progress_guard import ProgressGuard
 

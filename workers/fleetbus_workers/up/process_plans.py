@@ -9,8 +9,8 @@ from fleetbus.bus.streams import RunPlan, plan_run
 from fleetbus.config.fields import list_settings
 from fleetbus.config.run_folder import RunFolder
 from fleetbus.config.settings import Configuration
-from fleetbus.datasets import is_remote
 from fleetbus.python_process import build_module_command
+from fleetbus.tasks.datasets import is_remote
 from fleetbus_workers.up.placement import Placement
 from fleetbus_workers.up.process import ProcessPlan
 from fleetbus_workers.up.supervisor import Plan

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from fleetbus.config.settings import LimitSettings
-from fleetbus.core.failure_kinds import EXPECTED, FailureKinds, is_unplayed
+from fleetbus.core.episode.failure_kinds import EXPECTED, FailureKinds, is_unplayed
 from fleetbus.errors import FleetbusError
 from fleetbus_schemas import (
     GRADED,

@@ -26,7 +26,7 @@ from fleetbus.config.run_folder import RunFolder
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import BusError, FleetbusError
 from fleetbus_schemas import Subjects
-from fleetbus_workers.overview.progress import Progress
+from fleetbus_workers.observe.run.progress import Progress
 from fleetbus_workers.up.display import Display
 from fleetbus_workers.up.log_follower import Follower
 from fleetbus_workers.up.placement import find_gpus, place_roles

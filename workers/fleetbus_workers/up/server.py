@@ -17,8 +17,8 @@ import msgspec
 from fleetbus.bus.nats.server import STOP_LIMIT_SECONDS, SYNC_SECONDS, NatsServerProcess, run_server
 from fleetbus.errors import UserError
 from fleetbus.files import replace_file
-from fleetbus_workers.event_loop import run_async
-from fleetbus_workers.exit_status import CRASHED, FINISHED, REFUSED
+from fleetbus_workers.command.event_loop import run_async
+from fleetbus_workers.command.exit_status import CRASHED, FINISHED, REFUSED
 from fleetbus_workers.up.parent_death import exit_with_parent
 from fleetbus_workers.up.restarts import RestartBudget
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from fleetbus_workers.overview.formatting import STAGE_PREFIX
-from fleetbus_workers.overview.progress import Progress
-from fleetbus_workers.overview.training_history import StepPoint
+from fleetbus_workers.observe.run.formatting import STAGE_PREFIX
+from fleetbus_workers.observe.run.progress import Progress
+from fleetbus_workers.observe.run.training_history import StepPoint
 
 _KEPT_METRICS = frozenset({"reward", "success", "staleness_max", "logprob_difference_max"})
 

@@ -8,9 +8,9 @@ import msgspec
 
 from fleetbus.config.run_folder import RunFolder
 from fleetbus.files import replace_file
-from fleetbus_workers.overview.formatting import format_duration
-from fleetbus_workers.overview.resume_command import build_resume_command
-from fleetbus_workers.overview.termination import compute_next_step_goal
+from fleetbus_workers.observe.run.formatting import format_duration
+from fleetbus_workers.observe.run.resume_command import build_resume_command
+from fleetbus_workers.observe.run.termination import compute_next_step_goal
 from fleetbus_workers.up.summary_builder import Summary
 
 REPORT_WIDTH = 80

@@ -15,7 +15,7 @@ from typing import Protocol
 import anyio
 
 from fleetbus.errors import FleetbusError
-from fleetbus_workers.exit_status import FINISHED, REFUSED
+from fleetbus_workers.command.exit_status import FINISHED, REFUSED
 from fleetbus_workers.up.process import tail
 from fleetbus_workers.up.restarts import RestartBudget
 

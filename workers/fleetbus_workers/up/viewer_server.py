@@ -20,8 +20,8 @@ from fleetbus.bus.nats.server import run_server
 from fleetbus.config.run_folder import RunFolder
 from fleetbus.errors import UserError
 from fleetbus.files import replace_file
-from fleetbus_workers.event_loop import run_async
-from fleetbus_workers.exit_status import FINISHED, REFUSED
+from fleetbus_workers.command.event_loop import run_async
+from fleetbus_workers.command.exit_status import FINISHED, REFUSED
 from fleetbus_workers.up.lock import is_held, lock_run
 from fleetbus_workers.up.run import find_free_port
 

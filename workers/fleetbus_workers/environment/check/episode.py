@@ -13,8 +13,8 @@ import anyio
 import msgspec
 
 from fleetbus.config.settings import Configuration
-from fleetbus.core.reward_components import find_reward_problem
-from fleetbus.core.tool_calls import parse_tool_calls
+from fleetbus.core.algorithms.reward_components import find_reward_problem
+from fleetbus.core.text.tool_calls import parse_tool_calls
 from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
 from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
 from fleetbus_workers.environment.check.policies import Policy

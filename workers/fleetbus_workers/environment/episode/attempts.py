@@ -16,14 +16,14 @@ import msgspec
 import structlog
 
 from fleetbus.bus.base import Delivery
-from fleetbus.core.claims import EpisodeState, build_result_without_attempt
-from fleetbus.core.floor import NO_FLOOR, refuses_delivery
-from fleetbus.core.history import Turn
-from fleetbus.deadlines import Deadlines
-from fleetbus.episodes import RETRY_SECONDS, read_answered_observations, read_episode_state, read_turns, store_result
+from fleetbus.concurrency.deadlines import Deadlines
+from fleetbus.core.episode.claims import EpisodeState, build_result_without_attempt
+from fleetbus.core.episode.history import Turn
+from fleetbus.core.training.floor import NO_FLOOR, refuses_delivery
+from fleetbus.delivery.leases import Leases
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
-from fleetbus.floor import read_floor_after
-from fleetbus.leases import Leases
+from fleetbus.log.episodes import RETRY_SECONDS, read_answered_observations, read_episode_state, read_turns, store_result
+from fleetbus.log.floor import read_floor_after
 from fleetbus_schemas import (
     Action,
     AttemptReleased,

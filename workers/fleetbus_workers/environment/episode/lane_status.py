@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fleetbus.bus.base import Bus
+from fleetbus.delivery.heartbeats import decode_heartbeat
 from fleetbus.errors import NoResponders, RequestUnanswered
-from fleetbus.heartbeats import decode_heartbeat
 from fleetbus_schemas import ControlAnswered, ControlRequested, Heartbeat, MalformedMessage, Subjects, decode, encode
 
 ANSWER_SECONDS = 0.5

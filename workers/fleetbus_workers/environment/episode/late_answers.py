@@ -15,8 +15,8 @@ import structlog
 
 from fleetbus.bus.base import Bus
 from fleetbus.bus.streams import observations_consumer
+from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.errors import BusClosed, BusError
-from fleetbus.task_groups import open_first_error_task_group
 from fleetbus_schemas import ANY_LANE
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
 

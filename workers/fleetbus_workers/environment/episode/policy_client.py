@@ -14,10 +14,10 @@ import msgspec
 import structlog
 
 from fleetbus.bus.streams import observations_consumer
-from fleetbus.core.history import Turn
-from fleetbus.episodes import decode_entries, read_episode_state, store_message
+from fleetbus.concurrency.wakeup import Wakeup
+from fleetbus.core.episode.history import Turn
 from fleetbus.errors import RequestUnanswered
-from fleetbus.wakeup import Wakeup
+from fleetbus.log.episodes import decode_entries, read_episode_state, store_message
 from fleetbus_schemas import ANY_LANE, Action, AttemptStarted, ChatMessage, EpisodeRequested, Observation, ToolSpec
 from fleetbus_schemas.tokens import EMPTY_HISTORY
 from fleetbus_workers.environment.episode.lane_status import LaneStatus

@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 import structlog
 
+from fleetbus.concurrency.deadlines import Deadline
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
-from fleetbus.core.context import SUMMARY_KEPT, SUMMARY_REQUEST, format_status_line
-from fleetbus.core.evaluation_summary import success_in
-from fleetbus.core.history import Turn, loss_mask
-from fleetbus.core.reward_components import find_reward_problem
-from fleetbus.core.segments import SegmentError
-from fleetbus.deadlines import Deadline
+from fleetbus.core.algorithms.reward_components import find_reward_problem
+from fleetbus.core.episode.history import Turn, loss_mask
+from fleetbus.core.episode.segments import SegmentError
+from fleetbus.core.text.context import SUMMARY_KEPT, SUMMARY_REQUEST, format_status_line
+from fleetbus.core.training.evaluation_summary import success_in
 from fleetbus_schemas import (
     GRADED,
     AttemptStarted,

@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import anyio
 
-from fleetbus.core.claims import EpisodeState
-from fleetbus.deadlines import Deadline
+from fleetbus.concurrency.deadlines import Deadline
+from fleetbus.core.episode.claims import EpisodeState
 from fleetbus_schemas import AttemptStarted, EpisodeRequested
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import msgspec
 
 from fleetbus.config.settings import EnvironmentSettings
-from fleetbus.core.history import Turn
-from fleetbus.core.segments import Segment, SegmentError, SegmentTree, describe_segments
+from fleetbus.core.episode.history import Turn
+from fleetbus.core.episode.segments import Segment, SegmentError, SegmentTree, describe_segments
 from fleetbus_schemas import (
     NEW_ROOT,
     ChatMessage,

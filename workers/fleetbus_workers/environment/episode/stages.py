@@ -12,8 +12,8 @@ from types import TracebackType
 
 import anyio
 
-from fleetbus.deadlines import Deadline, Deadlines
-from fleetbus.loop_clock import get_clock
+from fleetbus.concurrency.deadlines import Deadline, Deadlines
+from fleetbus.concurrency.loop_clock import get_clock
 from fleetbus_schemas import Outcome
 from fleetbus_workers.environment.failure_location import clean_error, locate_error
 

@@ -14,7 +14,7 @@ import msgspec
 
 from fleetbus_schemas import Image, Text
 from fleetbus_workers.environment.images.png import encode_png, encode_rgb_png
-from fleetbus_workers.image_formats import IMAGE_FORMATS
+from fleetbus_workers.images.image_formats import IMAGE_FORMATS
 
 if TYPE_CHECKING:
     from PIL import Image as Pillow

@@ -15,15 +15,15 @@ import anyio.lowlevel
 import structlog
 from anyio.abc import TaskGroup, TaskStatus
 
-from fleetbus.actions import LAG_PAUSES_SECONDS
 from fleetbus.bus.base import Request, RequestServer
-from fleetbus.core.journal import Journal, build_refusal
-from fleetbus.deadlines import Deadlines
+from fleetbus.concurrency.deadlines import Deadlines
+from fleetbus.concurrency.notifier import Notifier
+from fleetbus.concurrency.task_pool import TaskPool
+from fleetbus.concurrency.wakeup import Wakeup
+from fleetbus.core.episode.journal import Journal, build_refusal
 from fleetbus.errors import BusClosed, BusError, RequestUnanswered
-from fleetbus.floor import read_floor_after
-from fleetbus.notifier import Notifier
-from fleetbus.task_pool import TaskPool
-from fleetbus.wakeup import Wakeup
+from fleetbus.log.actions import LAG_PAUSES_SECONDS
+from fleetbus.log.floor import read_floor_after
 from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, SessionClaimed, decode, encode
 from fleetbus_schemas.session import SessionEnd
 from fleetbus_workers.environment.episode.stages import Superseded

@@ -4,10 +4,10 @@ import anyio
 import structlog
 
 from fleetbus.bus.base import Bus, StreamEntry
-from fleetbus.core.journal import Journal, JournalEntry, read_journal
-from fleetbus.episodes import read_entry
+from fleetbus.concurrency.loop_clock import get_clock
+from fleetbus.core.episode.journal import Journal, JournalEntry, read_journal
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
-from fleetbus.loop_clock import get_clock
+from fleetbus.log.episodes import read_entry
 from fleetbus_schemas import Subjects, encode
 from fleetbus_schemas.stored import STORED
 from fleetbus_workers.environment.episode.stages import Superseded

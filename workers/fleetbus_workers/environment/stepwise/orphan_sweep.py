@@ -11,7 +11,7 @@ import structlog
 
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import LimitSettings
-from fleetbus.core.journal import Journal
+from fleetbus.core.episode.journal import Journal
 from fleetbus.errors import BusClosed, BusError, SequenceConflict
 from fleetbus_schemas import SessionEnded, SessionRecorded, Subjects, encode
 from fleetbus_workers.environment.stepwise.journal_log import decode_journal_entry, read_session_journal

@@ -10,12 +10,12 @@ import anyio
 import msgspec
 import structlog
 
-from fleetbus.core.journal import Journal, JournalEntry, build_refusal
-from fleetbus.core.reward_components import find_reward_problem
-from fleetbus.core.tool_calls import parse_tool_calls
-from fleetbus.core.turn_credit import unpaid_reward
-from fleetbus.deadlines import Deadlines
-from fleetbus.quick_lock import QuickLock
+from fleetbus.concurrency.deadlines import Deadlines
+from fleetbus.concurrency.quick_lock import QuickLock
+from fleetbus.core.algorithms.reward_components import find_reward_problem
+from fleetbus.core.algorithms.turn_credit import unpaid_reward
+from fleetbus.core.episode.journal import Journal, JournalEntry, build_refusal
+from fleetbus.core.text.tool_calls import parse_tool_calls
 from fleetbus_schemas import Action, MalformedMessage, SessionAnswer, SessionCall, SessionEnded, SessionRecorded, Task
 from fleetbus_schemas.session import SessionEnd
 from fleetbus_workers.environment.base import Environment, HoldsElsewhere, Start, Step, Verdict

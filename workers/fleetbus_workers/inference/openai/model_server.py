@@ -14,9 +14,9 @@ import httpx
 import msgspec
 
 from fleetbus_schemas import EngineLoad
-from fleetbus_workers.bounded_http import bound
 from fleetbus_workers.inference.base import RequestRefused
 from fleetbus_workers.inference.openai.dialects import Dialect, MalformedResponse, ServerCall, StreamChunk, format_error
+from fleetbus_workers.serving.bounded_http import bound
 
 MAX_CHARS = 4 << 20
 MAX_COUNT = 1 << 53

@@ -18,9 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from fleetbus.concurrency.task_groups import open_flat_task_group
+from fleetbus.concurrency.wakeup import ThreadWakeup
 from fleetbus.errors import UserError
-from fleetbus.task_groups import open_flat_task_group
-from fleetbus.wakeup import ThreadWakeup
 from fleetbus_schemas import EngineLoad, PolicyPublished
 from fleetbus_workers.images.model_folder import has_vision
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused, list_distorting

@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 
 from fleetbus.config.settings import AlgorithmSettings
-from fleetbus.core.advantages import normalise_tokens
-from fleetbus.core.corrections import KL_ESTIMATORS, kl_penalty
-from fleetbus.core.objectives import MAX_LOG_RATIO
+from fleetbus.core.algorithms.advantages import normalise_tokens
+from fleetbus.core.algorithms.corrections import KL_ESTIMATORS, kl_penalty
+from fleetbus.core.algorithms.objectives import MAX_LOG_RATIO
 from fleetbus_workers.learner.base import TrainingSequence
 
 Rows = Sequence[NDArray[np.float32]]

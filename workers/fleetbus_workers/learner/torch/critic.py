@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from fleetbus.core.gae import clip_values, compute_gae, explain_variance, find_turn_ends
+from fleetbus.core.algorithms.gae import clip_values, compute_gae, explain_variance, find_turn_ends
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch import model as models
 from fleetbus_workers.learner.torch.advantages import normalise

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fleetbus.core.corrections import kl_k3
-from fleetbus.core.losses import LossPlan, compute_token_losses, reduce_losses, select_old_logprobs
-from fleetbus.core.objectives import Objective, find_clipped, token_ratio
+from fleetbus.core.algorithms.corrections import kl_k3
+from fleetbus.core.algorithms.losses import LossPlan, compute_token_losses, reduce_losses, select_old_logprobs
+from fleetbus.core.algorithms.objectives import Objective, find_clipped, token_ratio
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.batches import MicroBatch
 from fleetbus_workers.learner.torch.sharding import Shards

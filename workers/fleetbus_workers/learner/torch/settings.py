@@ -8,8 +8,8 @@ import msgspec
 
 from fleetbus.config.check import check_training
 from fleetbus.config.settings import AlgorithmSettings, LearnerSettings, TrainerSettings
-from fleetbus.core.losses import LossPlan
-from fleetbus.core.objectives import Clip
+from fleetbus.core.algorithms.losses import LossPlan
+from fleetbus.core.algorithms.objectives import Clip
 from fleetbus.errors import UserError
 
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fleetbus.errors import UserError
-from fleetbus_workers.exit_status import CRASHED
+from fleetbus_workers.command.exit_status import CRASHED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -42,7 +42,7 @@ from fleetbus_workers.learner.torch.token_scores import Scores
 from fleetbus_workers.weights.names import copy_companions
 
 if TYPE_CHECKING:
-    from fleetbus.core.objectives import Objective
+    from fleetbus.core.algorithms.objectives import Objective
     from fleetbus_workers.learner.torch.images import TrainingImages
 
 log = structlog.get_logger()

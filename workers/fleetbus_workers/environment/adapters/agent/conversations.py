@@ -7,8 +7,8 @@ and the paths of its conversations.
 import msgspec
 import structlog
 
-from fleetbus.core.reasoning import remove_reasoning
-from fleetbus.core.tool_formats import TOOL_FORMATS, build_call_id, parse_response
+from fleetbus.core.text.reasoning import remove_reasoning
+from fleetbus.core.text.tool_formats import TOOL_FORMATS, build_call_id, parse_response
 from fleetbus_schemas import Action, ChatMessage, ContextChange, Observation, ToolSpec
 from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.environment.adapters.agent.dialects.base import Answer, InvalidCall, StopReason

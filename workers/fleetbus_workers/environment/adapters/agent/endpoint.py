@@ -25,8 +25,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from fleetbus.task_groups import open_first_error_task_group
-from fleetbus_workers.bounded_json import TooManyValues, check_values
+from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus_workers.environment.adapters.agent.dialects import DIALECTS
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Dialect, InvalidCall, write_event
 from fleetbus_workers.environment.adapters.agent.sessions import (
@@ -38,6 +37,7 @@ from fleetbus_workers.environment.adapters.agent.sessions import (
     SessionMoved,
     TooManyCalls,
 )
+from fleetbus_workers.serving.bounded_json import TooManyValues, check_values
 from fleetbus_workers.serving.browser_guard import BrowserGuard, GuardSettings, build_guard_settings
 from fleetbus_workers.serving.listeners import BACKLOG, bind
 from fleetbus_workers.serving.request_body import BodyRefused, read_body

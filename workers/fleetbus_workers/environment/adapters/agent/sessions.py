@@ -16,7 +16,7 @@ from typing import Protocol
 
 import anyio
 
-from fleetbus.wakeup import Wakeup
+from fleetbus.concurrency.wakeup import Wakeup
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer, InvalidCall
 from fleetbus_workers.environment.adapters.agent.paths import digest_question
 

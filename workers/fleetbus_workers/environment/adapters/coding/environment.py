@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from datetime import date
 from typing import Any
 
-from fleetbus.core.prompts import TOOL_RESULT, build_compact_system_prompt, build_fleet_system_prompt, truncate_text
-from fleetbus.core.tool_calls import final_answer, is_done
+from fleetbus.core.text.prompts import TOOL_RESULT, build_compact_system_prompt, build_fleet_system_prompt, truncate_text
+from fleetbus.core.text.tool_calls import final_answer, is_done
 from fleetbus_schemas import Action, ChatMessage, Task, ToolOutput, ToolSpec
 from fleetbus_workers.environment.adapters.common.tool_results import (
     answer_first_call,

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from fleetbus.core.prompts import format_error, format_further_calls, format_unknown_tool
-from fleetbus.core.reasoning import remove_reasoning
-from fleetbus.core.tool_calls import final_answer, parse_tool_calls
+from fleetbus.core.text.prompts import format_error, format_further_calls, format_unknown_tool
+from fleetbus.core.text.reasoning import remove_reasoning
+from fleetbus.core.text.tool_calls import final_answer, parse_tool_calls
 from fleetbus_schemas import Action, ChatMessage, Image, Text, ToolCall, ToolSpec
 from fleetbus_workers.environment.base import Step
 

@@ -13,7 +13,7 @@ import anyio
 import msgspec
 import structlog
 
-from fleetbus.core.grid import build_grid_tool, convert_to_pixels, find_screen_size
+from fleetbus.core.text.grid import build_grid_tool, convert_to_pixels, find_screen_size
 from fleetbus_schemas import Task, ToolSpec
 from fleetbus_workers.environment.adapters.fleet.api import FleetError, Instance
 from fleetbus_workers.environment.adapters.fleet.host import FleetHost, InstanceLease

@@ -10,7 +10,7 @@ from typing import Any
 
 import anyio
 
-from fleetbus.core.partial_reward import partial_reward
+from fleetbus.core.text.partial_reward import partial_reward
 from fleetbus_workers.environment.adapters.fleet.api import FleetError, FleetRefused
 from fleetbus_workers.environment.adapters.fleet.bundle import VerifierCode, build_execution_request, read_verifier
 from fleetbus_workers.environment.adapters.fleet.connection import FleetConnection

@@ -25,7 +25,6 @@ import structlog
 from anyio.abc import TaskGroup
 
 from fleetbus.config.settings import FleetSettings
-from fleetbus_workers.bounded_http import bound
 from fleetbus_workers.environment.adapters.fleet.api import (
     FleetApi,
     FleetError,
@@ -35,6 +34,7 @@ from fleetbus_workers.environment.adapters.fleet.api import (
     Instance,
 )
 from fleetbus_workers.environment.adapters.mcp.client import ConnectionHost
+from fleetbus_workers.serving.bounded_http import bound
 
 CREATE_TRIES = 5
 DELETE_TRIES = 4

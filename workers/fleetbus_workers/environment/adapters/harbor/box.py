@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from fleetbus.harbor import Place
+from fleetbus.tasks.harbor import Place
 
 LOGS, TESTS, SOLUTION = "/logs", "/tests", "/solution"
 VERIFIER_LOGS, ARTIFACTS = "/logs/verifier", "/logs/artifacts"

@@ -7,7 +7,7 @@ import msgspec
 
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
-from fleetbus.harbor import PREFIX
+from fleetbus.tasks.harbor import PREFIX
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.adapters.harbor.factory import HarborEnvironments
 from fleetbus_workers.environment.base import EnvironmentFailed, Verdict

@@ -19,8 +19,8 @@ from typing import Any
 
 import anyio
 
+from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.config.settings import Configuration
-from fleetbus.task_groups import open_first_error_task_group
 from fleetbus_workers.environment.adapters.harbor.box import FOLDERS, MAX_ARTIFACT_BYTES, CommandResult, Recipe
 from fleetbus_workers.environment.adapters.harbor.box_files import copy_tree
 from fleetbus_workers.environment.adapters.providers.base import generate_server_name

@@ -11,9 +11,9 @@ from typing import Any
 
 import anyio
 
-from fleetbus.core.prompts import TOOL_RESULT, build_compact_system_prompt, truncate_text
-from fleetbus.core.tool_calls import is_done
-from fleetbus.harbor import HarborStep, HarborTask, Healthcheck
+from fleetbus.core.text.prompts import TOOL_RESULT, build_compact_system_prompt, truncate_text
+from fleetbus.core.text.tool_calls import is_done
+from fleetbus.tasks.harbor import HarborStep, HarborTask, Healthcheck
 from fleetbus_schemas import Action, ChatMessage, Task, ToolOutput, ToolSpec
 from fleetbus_workers.environment.adapters.common.tool_results import (
     answer_first_call,

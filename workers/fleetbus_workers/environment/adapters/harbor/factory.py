@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup
 
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
-from fleetbus.harbor import HarborStep, HarborTask, Place, find_task, find_unsupported, hash_files, list_folders
+from fleetbus.tasks.harbor import HarborStep, HarborTask, Place, find_task, find_unsupported, hash_files, list_folders
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions, read_permissions
 from fleetbus_workers.environment.adapters.harbor.box import Box, BoxMaker, Recipe

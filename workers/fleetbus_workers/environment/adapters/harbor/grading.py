@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio.to_thread
 import msgspec
 
-from fleetbus.harbor import VERIFIER_SECONDS, HarborStep
+from fleetbus.tasks.harbor import VERIFIER_SECONDS, HarborStep
 from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions
 from fleetbus_workers.environment.adapters.harbor.box import ARTIFACTS, TESTS, VERIFIER_LOGS, Box
 from fleetbus_workers.environment.base import EnvironmentFailed

@@ -26,12 +26,12 @@ from mcp_types import CLIENT_CAPABILITIES_META_KEY, CLIENT_INFO_META_KEY, PROTOC
 from mcp_types.version import LATEST_MODERN_VERSION
 from pydantic import ValidationError
 
-from fleetbus.core.prompts import find_result_error, truncate_text
+from fleetbus.core.text.prompts import find_result_error, truncate_text
 from fleetbus_schemas import ToolOutput, ToolSpec
 from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.episode.normalization import to_plain_values
 from fleetbus_workers.environment.images.observation import EncodedImage
-from fleetbus_workers.image_formats import find_media_type
+from fleetbus_workers.images.image_formats import find_media_type
 
 MAX_TOOL_PAGES = 100
 """Most pages of a tool listing that are read: bounds a listing that never ends."""

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from fleetbus.core.context import read_page, search_lines, search_messages, truncate_output
+from fleetbus.core.text.context import read_page, search_lines, search_messages, truncate_output
 from fleetbus_schemas import Action, ContextChange, ToolSpec
 from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.environment.adapters.mcp.connection import ToolResult

@@ -12,7 +12,8 @@ import anyio
 import msgspec
 import structlog
 
-from fleetbus.core.prompts import (
+from fleetbus.concurrency.task_groups import open_first_error_task_group
+from fleetbus.core.text.prompts import (
     NO_CALL,
     TOOL_RESULT,
     build_compact_system_prompt,
@@ -23,8 +24,7 @@ from fleetbus.core.prompts import (
     format_unknown_tool,
     truncate_text,
 )
-from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
-from fleetbus.task_groups import open_first_error_task_group
+from fleetbus.core.text.tool_calls import final_answer, is_done, parse_tool_calls
 from fleetbus_schemas import Action, ChatMessage, Task, Text, ToolCall, ToolSpec
 from fleetbus_workers.environment.adapters.common.tool_results import (
     Content,

@@ -15,7 +15,6 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp_types import INVALID_REQUEST
 
 from fleetbus.config.load import strip_credentials
-from fleetbus_workers.bounded_http import bound
 from fleetbus_workers.environment.adapters.mcp.client import (
     ClientConnection,
     ConnectionHost,
@@ -23,6 +22,7 @@ from fleetbus_workers.environment.adapters.mcp.client import (
     describe_root_cause,
 )
 from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.serving.bounded_http import bound
 
 CONNECT_SECONDS = 30.0
 """For a connection, for sending a request, and for a free place in the pool; answers are bounded per call."""

@@ -16,8 +16,8 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from mcp.client.stdio import get_default_environment
 from mcp.shared.message import SessionMessage
 
-from fleetbus_workers.bounded_json import check_values
 from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.serving.bounded_json import check_values
 
 MAX_LINE_BYTES = 32 << 20
 """Of one message, as of a frame of a WebSocket: images are in it as base64."""

@@ -12,8 +12,8 @@ import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from fleetbus_workers.bounded_json import TooManyValues, check_values
 from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.serving.bounded_json import TooManyValues, check_values
 
 CONNECT_SECONDS = 20.0
 CLOSE_SECONDS = 5.0

@@ -18,7 +18,7 @@ from datetime import date
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fleetbus.core.prompts import (
+from fleetbus.core.text.prompts import (
     NO_CALL,
     build_compact_system_prompt,
     build_fleet_system_prompt,
@@ -28,7 +28,7 @@ from fleetbus.core.prompts import (
     format_unknown_tool,
     truncate_text,
 )
-from fleetbus.core.tool_calls import final_answer, is_done, parse_tool_calls
+from fleetbus.core.text.tool_calls import final_answer, is_done, parse_tool_calls
 from fleetbus_schemas import Action, ChatMessage, Task, ToolCall, ToolOutput, ToolSpec
 from fleetbus_workers.environment.adapters.common.action_text import extract_action
 from fleetbus_workers.environment.adapters.common.tool_results import (

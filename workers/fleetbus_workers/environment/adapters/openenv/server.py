@@ -18,9 +18,9 @@ import structlog
 from anyio.abc import TaskGroup
 
 from fleetbus.errors import UserError
-from fleetbus_workers.bounded_http import bound
 from fleetbus_workers.environment.adapters.openenv.client import AtCapacity, OpenEnvSession, open_session
 from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.serving.bounded_http import bound
 
 TOKEN_VARIABLE = "OPENENV_TOKEN"
 """Sent as a bearer token, for servers behind a login."""

@@ -20,7 +20,6 @@ import anyio
 import httpx
 import structlog
 
-from fleetbus_workers.bounded_http import bound
 from fleetbus_workers.environment.adapters.remote_gym.config import RemoteGymConfig
 from fleetbus_workers.environment.adapters.remote_gym.connections import (
     KEEP_ALIVE_SECONDS,
@@ -39,6 +38,7 @@ from fleetbus_workers.environment.adapters.remote_gym.wire import (
 )
 from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.failure_location import clean_error
+from fleetbus_workers.serving.bounded_http import bound
 
 HEALTH_SECONDS = 5.0
 IN_THREAD_BYTES = 64 << 10

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from fleetbus_workers.bounded_json import check_values
 from fleetbus_workers.environment.images.observation import EncodedImage, encode_image_file
+from fleetbus_workers.serving.bounded_json import check_values
 
 MAX_BODY_BYTES = 32 << 20
 MAX_PARTS = 512

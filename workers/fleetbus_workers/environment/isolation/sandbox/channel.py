@@ -10,7 +10,7 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
-from fleetbus_workers.bounded_json import check_values
+from fleetbus_workers.serving.bounded_json import check_values
 
 MAX_SENT_BYTES = 16 << 20
 """Largest frame to a process."""

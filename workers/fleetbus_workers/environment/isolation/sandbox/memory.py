@@ -8,7 +8,7 @@ from typing import Protocol
 import anyio
 import anyio.to_thread
 
-from fleetbus.task_groups import open_first_error_task_group
+from fleetbus.concurrency.task_groups import open_first_error_task_group
 
 BUSY_SECONDS, IDLE_ROUNDS = 0.1, 10
 """How often sandboxes are looked at while code runs, and every how many rounds of that when none does."""

@@ -1,0 +1,108 @@
+"""Reads a run's log, its archive if there is one, or a recording of it into the audit of `fleetbus.core.audit.books`.
+
+Used by the command line and by tests; it only reads.
+"""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from fleetbus.audit.state import LogPosition, read_audit_state, write_audit_state
+from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.concurrency.runtime import run_in_thread
+from fleetbus.core.audit.books import Audit
+from fleetbus.core.audit.findings import Report
+from fleetbus.errors import UserError
+from fleetbus.log.archive_reader import find_lost_entries, read_archived_entries, scan_archive, scan_archive_and_log
+from fleetbus.recording.export import scan_recording
+from fleetbus.recording.reader import RecordingReader
+from fleetbus_schemas import MalformedMessage, Subjects
+from fleetbus_schemas.message import decode_any
+from fleetbus_schemas.stored import STORED
+
+_MESSAGES = {kind: STORED[kind] for kind in ("task", "obs", "act", "episode", "policy", "train", "floor")}
+"""What an audit looks into, by the kind of subject."""
+
+
+async def audit_run(bus: Bus, subjects: Subjects, *, archive: Path | None = None, state: Path | None = None) -> Report:
+    """The books of a run as of now. With a file ``state`` only what was stored since the audit that wrote it is read, and the
+    file is replaced. Raises `UserError` for a log that was trimmed when no archive is given, and for the state of another."""
+    known = await run_in_thread(read_audit_state, state, subjects.run) if state is not None else None
+    audit, position = known or (Audit(), None)
+    last = None
+    if position is not None:
+        await _check_position(bus, subjects, position, archive)
+    lost = await find_lost_entries(bus, subjects, archive) if archive is not None else []
+    if lost and state is not None:
+        raise UserError(
+            f"the log of run {subjects.run} went back in time to entry {lost[0].sequence}: audit it without --state"
+        )
+    async for entry in scan_archive_and_log(bus, subjects, archive, start=position.sequence + 1 if position else 1):
+        enter(audit, entry)
+        last = entry
+    if audit.missing and archive is None:
+        raise UserError(
+            f"{audit.missing} entries of the log of run {subjects.run} were trimmed: give --archive with the recorder's folder"
+        )
+    if state is not None and last is not None:
+        await run_in_thread(write_audit_state, state, subjects.run, audit, LogPosition.of(last))
+    for entry in lost:
+        audit.enter_lost(entry.sequence, entry.subject)
+    return audit.report()
+
+
+async def _check_position(bus: Bus, subjects: Subjects, position: LogPosition, archive: Path | None) -> None:
+    """Raise `UserError` unless archive or log has that very entry there."""
+    entry = await bus.next_entry(subjects.log, start=position.sequence)
+    if archive is not None and (entry is None or entry.sequence > position.sequence):
+        found = await run_in_thread(read_archived_entries, archive, (position.sequence,), run=subjects.run)
+        entry = found.get(position.sequence, entry)
+    if entry is None or LogPosition.of(entry) != position:
+        is_trimmed = entry is not None and entry.sequence > position.sequence
+        why = (
+            "was trimmed: give --archive"
+            if is_trimmed
+            else "is not that of the state: the log went back in time, or is another"
+        )
+        raise UserError(f"entry {position.sequence} of the log of run {subjects.run} {why}, or audit it without --state")
+
+
+async def audit_archive(subjects: Subjects, archive: Path) -> Report:
+    """The books of a run as far as its archive goes, without any server."""
+    return (await _audit_entries(scan_archive(archive, run=subjects.run))).report()
+
+
+async def audit_recording(reader: RecordingReader) -> Report:
+    """The books of a recorded run as far as the recording goes; ``reader.torn`` says what is missing at its end. Raises
+    `UserError` for a recording of part of a log."""
+    header, path = reader.header, reader.path
+    if header.selected:
+        only = f"{len(header.selected)} episode{'' if len(header.selected) == 1 else 's'}"
+        raise UserError(f"{path} contains only {only} of run {header.run}: an audit needs a recording of the whole log")
+    try:
+        audit = await _audit_entries(scan_recording(reader))
+    except ValueError as error:
+        raise UserError(f"{path} is not an ordered log: {error}") from error
+    if audit.missing:
+        raise UserError(
+            f"{path} lacks {audit.missing} entries that were trimmed before the recording: record the run with --archive"
+        )
+    return audit.report()
+
+
+async def _audit_entries(entries: AsyncIterator[StreamEntry]) -> Audit:
+    audit = Audit()
+    async for entry in entries:
+        enter(audit, entry)
+    return audit
+
+
+def enter(audit: Audit, entry: StreamEntry) -> None:
+    """Enter one entry of the log."""
+    expected = _MESSAGES.get(entry.subject.split(".", 3)[2])
+    if expected is None:
+        audit.enter(entry.sequence, entry.subject, None)
+        return
+    try:
+        audit.enter(entry.sequence, entry.subject, decode_any(expected, entry.payload, subject=entry.subject))
+    except MalformedMessage:
+        audit.enter_malformed(entry.sequence, entry.subject)

@@ -1,0 +1,1 @@
+"""The books of a run, balanced from its entries alone."""

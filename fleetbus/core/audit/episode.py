@@ -1,0 +1,221 @@
+"""The audit of one episode: its claims, observed turns, Actions and result, folded in log order. Pure.
+
+Turns are kept until the result is checked; what stays after it is a few numbers, so that memory grows with episodes only.
+"""
+
+import math
+import sys
+from collections.abc import Container, Sequence
+
+import msgspec
+import numpy as np
+
+from fleetbus.core.audit.findings import Findings
+from fleetbus.core.episode.history import Turn, fold_history
+from fleetbus.core.episode.result_checks import build_sampled_mask
+from fleetbus.core.episode.segments import SegmentError, SegmentTree, describe_segments
+from fleetbus_schemas import (
+    GRADED,
+    Action,
+    AttemptReleased,
+    AttemptStarted,
+    EpisodeFinished,
+    EpisodeRequested,
+    EpisodeSegment,
+    Observation,
+    Outcome,
+    SegmentOrigin,
+    Split,
+)
+from fleetbus_schemas.tokens import EMPTY_HISTORY, TOKEN_BYTES, count_tokens, extend_history
+
+MAX_TURNS = 1 << 16
+"""Turn numbers beyond this are invalid."""
+
+_WORD = 32
+"""Turns per integer: one for all of an attempt might be too large to be encoded."""
+
+
+class ActionFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of an Action: its token counts, its segment, the history hashes before (of its observation) and after it,
+    and the kinds of findings that its result has if it names this Action."""
+
+    prompt: int
+    sampled: int
+    before: bytes
+    after: bytes
+    segment: int
+    origin: SegmentOrigin | None
+    faults: tuple[str, ...]
+
+
+class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
+    """What is known of one episode so far. ``observed`` has a bit per turn, by attempt and 32 turns; ``hashes`` are those of
+    the histories that (attempt, turn) were observed upon; ``actions`` are by position. ``lineage`` asked for it (empty: no
+    learner did), ``stray`` if that one had been replaced by then; ``passed`` if the floor had passed its group when a lineage
+    began."""
+
+    episode_id: str
+    requested: int = 0
+    split: Split = "train"
+    policy: str = ""
+    group_id: str = ""
+    group_size: int = 0
+    lineage: str = ""
+    stray: bool = False
+    passed: bool = False
+    attempts: int = 0
+    released: int = 0
+    holding: bool = False
+    result_sequence: int = 0
+    outcome: Outcome | None = None
+    claims: list[AttemptStarted] = []
+    observed: dict[tuple[int, int], int] = {}
+    turns: list[Turn] = []
+    hashes: dict[tuple[int, int], bytes] = {}
+    actions: dict[int, ActionFacts] = {}
+
+    def on_request(self, sequence: int, request: EpisodeRequested, findings: Findings) -> None:
+        if self.requested:
+            findings.add("requested_twice", self.episode_id, sequence)
+            return
+        self.requested = sequence
+        self.split = request.split
+        self.policy = sys.intern(request.policy)
+        self.group_id = sys.intern(request.group_id)
+        self.group_size = request.group_size
+        self.lineage = sys.intern(request.lineage)
+
+    def on_claim(self, sequence: int, claim: AttemptStarted, findings: Findings) -> None:
+        if self.result_sequence:
+            findings.add("claim_after_result", self.episode_id, sequence)
+            return
+        if claim.attempt != self.attempts + 1:
+            findings.add("claim_out_of_order", self.episode_id, sequence)
+        self.attempts += 1
+        self.holding = True
+        self.claims.append(claim)
+
+    def on_release(self, sequence: int, goodbye: AttemptReleased, findings: Findings) -> None:
+        if self.result_sequence or not self.holding or goodbye.attempt != self.claims[-1].attempt:
+            findings.add("release_not_newest", self.episode_id, sequence)
+            return
+        self.holding = False
+        self.released += 1
+
+    def on_observation(self, sequence: int, observation: Observation, findings: Findings) -> None:
+        attempt = observation.attempt
+        if not 1 <= attempt <= self.attempts:
+            findings.add("observed_unclaimed", self.episode_id, sequence)
+        if 0 <= observation.turn < MAX_TURNS:
+            word, bit = divmod(observation.turn, _WORD)
+            self.observed[attempt, word] = self.observed.get((attempt, word), 0) | 1 << bit
+        if not self.result_sequence:
+            self.hashes[attempt, observation.turn] = observation.history_hash
+
+    def on_action(self, sequence: int, lane: str, action: Action, published: Container[int], findings: Findings) -> None:
+        """An Action that comes after the result is late and trains nothing; it must have been asked for all the same."""
+        word, bit = divmod(action.turn, _WORD)
+        if not self.observed.get((action.attempt, word), 0) & 1 << bit:
+            findings.add("action_unobserved", self.episode_id, sequence)
+        if any(span.version not in published for span in action.versions):
+            findings.add("version_unpublished", self.episode_id, sequence)
+        if self.result_sequence:
+            return
+        turn = (action.attempt, action.turn)
+        if any((other.action.attempt, other.action.turn) == turn for other in self.turns):
+            findings.add("action_repeated", self.episode_id, sequence)
+        self.actions[sequence] = _summarize_action(action, self.hashes.get(turn, EMPTY_HISTORY))
+        self.turns.append(Turn(sequence=sequence, lane=lane, action=_strip_action(action)))
+
+    def on_result(self, sequence: int, result: EpisodeFinished, findings: Findings) -> None:
+        if self.result_sequence:
+            findings.add("second_result", self.episode_id, sequence)
+            return
+        self.result_sequence = sequence
+        self.outcome = result.outcome
+        if result.attempt != (self.claims[-1].attempt if self.claims else 0):
+            findings.add("result_not_newest", self.episode_id, sequence)
+        if (result.reward is not None) != (result.outcome in GRADED):
+            findings.add("reward_not_of_outcome", self.episode_id, sequence)
+        if not all(map(math.isfinite, (result.reward or 0.0, *result.turn_rewards))):
+            findings.add("reward_not_finite", self.episode_id, sequence)
+        if self.requested and (result.group_id, result.split) != (self.group_id, self.split):
+            findings.add("result_not_of_request", self.episode_id, sequence)
+        self._check_actions(sequence, result, findings)
+        self.claims, self.turns, self.hashes, self.actions = [], [], {}, {}
+
+    def _check_actions(self, sequence: int, result: EpisodeFinished, findings: Findings) -> None:
+        """A result may stop before the end of its history: an Action came when it was no longer awaited."""
+        if any(reference.sequence not in self.actions for reference in result.actions):
+            findings.add("action_missing", self.episode_id, sequence)
+            return
+        history = fold_history(self.claims, self.turns)[: len(result.actions)]
+        if tuple(turn.reference for turn in history) != result.actions:
+            findings.add("actions_not_history", self.episode_id, sequence)
+        named = [self.actions[reference.sequence] for reference in result.actions]
+        for kind in {kind for action in named for kind in action.faults}:
+            findings.add(kind, self.episode_id, sequence)
+        if not _follow_their_segments(named):
+            findings.add("history_hash_wrong", self.episode_id, sequence)
+        if _describe_segments(named) != result.segments:
+            findings.add("segments_wrong", self.episode_id, sequence)
+        counts = [(action.prompt, action.sampled) for action in named]
+        tokens = sum(prompt + sampled for prompt, sampled in counts)
+        if result.tokens != tokens or len(result.loss_mask) != (tokens + 7) // 8:
+            findings.add("loss_mask_length", self.episode_id, sequence)
+        elif int.from_bytes(result.loss_mask, "little") & ~build_sampled_mask(counts):
+            findings.add("loss_mask_unsampled", self.episode_id, sequence)
+
+
+def _follow_their_segments(named: Sequence[ActionFacts]) -> bool:
+    """Whether each Action was observed upon the hash of the segment that it extends or leaves."""
+    digests: dict[int, bytes] = {}
+    for action in named:
+        stands_on = action.segment if action.origin is None else action.origin.parent
+        if action.before != digests.get(stands_on, EMPTY_HISTORY):
+            return False
+        digests[action.segment] = action.after
+    return True
+
+
+def _describe_segments(named: Sequence[ActionFacts]) -> tuple[EpisodeSegment, ...] | None:
+    """The segments of a result with these Actions; None if they are no tree."""
+    tree = SegmentTree()
+    try:
+        for action in named:
+            tree.add(action.segment, action.origin, prompt=action.prompt, sampled=action.sampled)
+    except SegmentError:
+        return None
+    return describe_segments(tree.segments)
+
+
+def _summarize_action(action: Action, before: bytes) -> ActionFacts:
+    prompt, sampled = count_tokens(action.prompt_delta), count_tokens(action.sampled)
+    """What a segment keeps of its parent is no longer known here: the first hash of its chain is left to the deep audit."""
+    start = before if action.origin is None else EMPTY_HISTORY
+    after = extend_history(start, action.prompt_delta, action.sampled, [image.object for image in action.images])
+    is_known = action.origin is None or action.origin.kept == 0
+    logprobs = np.frombuffer(action.logprobs, "<f4") if len(action.logprobs) == TOKEN_BYTES * sampled else None
+    stops = [0, *(span.stop for span in action.versions)]
+    faults = {
+        "history_hash_wrong": is_known and action.history_hash != after,
+        "logprobs_missing": logprobs is None or not np.isfinite(logprobs).all(),
+        "versions_missing": [span.start for span in action.versions] != stops[:-1] or stops[-1] != sampled,
+    }
+    return ActionFacts(
+        prompt=prompt,
+        sampled=sampled,
+        before=before,
+        after=action.history_hash,
+        segment=action.segment,
+        origin=action.origin,
+        faults=tuple(kind for kind, found in faults.items() if found),
+    )
+
+
+def _strip_action(action: Action) -> Action:
+    """The Action without its contents, except that it keeps a token if it has any: without one it is no turn of a history."""
+    return Action(
+        episode_id=action.episode_id, attempt=action.attempt, turn=action.turn, text="", sampled=action.sampled[:TOKEN_BYTES]
+    )

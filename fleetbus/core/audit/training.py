@@ -1,0 +1,228 @@
+"""The audit of one learner's book: steps by lineage, of which only those of the surviving lineage count. Pure.
+
+Which lineage survives is known at the end only, so steps are kept as ids until then.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate
+
+import msgspec
+
+from fleetbus.core.audit.episode import EpisodeAudit
+from fleetbus.core.audit.findings import Findings
+from fleetbus.core.training.lineage import compute_surviving_steps, is_surviving
+from fleetbus_schemas import CheckpointStored, Exclusion, LineageStarted, StepTrained, TrainingFinished
+
+MAX_SETTLEMENTS = 4096
+"""Steps that are told apart; those before are known by their sums once they are settled for good."""
+
+MAX_CHECKPOINTS = 4096
+
+
+class Settlement(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry that settled episodes: a step, or the end of training. ``closed_trained`` and ``closed_excluded``, by reason,
+    are those that the floor has passed: they are known by their number alone."""
+
+    sequence: int
+    lineage: str
+    step: int
+    episodes: tuple[str, ...] = ()
+    excluded: tuple[Exclusion, ...] = ()
+    end: bool = False
+    closed_trained: int = 0
+    closed_excluded: dict[str, int] = msgspec.field(default_factory=dict)
+
+    def close(self, closed: Collection[str]) -> Settlement:
+        """The same after the floor has passed the episodes ``closed``."""
+        left = tuple(episode for episode in self.episodes if episode not in closed)
+        reasons = Counter(each.reason or "(none)" for each in self.excluded if each.episode_id in closed)
+        if len(left) == len(self.episodes) and not reasons:
+            return self
+        return msgspec.structs.replace(
+            self,
+            episodes=left,
+            excluded=tuple(each for each in self.excluded if each.episode_id not in closed),
+            closed_trained=self.closed_trained + len(self.episodes) - len(left),
+            closed_excluded=dict(Counter(self.closed_excluded) + reasons),
+        )
+
+
+class TrainingAudit(msgspec.Struct):
+    """One ``train.<name>``. ``_first_step`` is that of the first settlement which is not merged with others."""
+
+    _lineages: list[LineageStarted] = []
+    _settlements: list[Settlement] = []
+    _checkpoints: list[tuple[int, CheckpointStored]] = []
+    _closed_void: int = 0
+    _closed_abandoned: int = 0
+    _first_step: int = 1
+
+    @property
+    def lineages(self) -> tuple[str, ...]:
+        return tuple(started.lineage for started in self._lineages)
+
+    def is_newest(self, lineage: str) -> bool:
+        return bool(self._lineages) and self._lineages[-1].lineage == lineage
+
+    def on_lineage(self, sequence: int, started: LineageStarted, findings: Findings) -> None:
+        """By itself a lineage starts at a checkpoint that counts, or anew if there is none; a person may order otherwise."""
+        counting = {stored.step for _, stored in self._list_counting_checkpoints()}
+        known = {stored.step for _, stored in self._checkpoints} if started.restart else counting
+        anew = started.parent_step == 0 and (not counting or bool(started.restart))
+        if not anew and started.parent_step not in known:
+            findings.add("lineage_unfounded", f"{started.lineage}/{started.parent_step}", sequence)
+        self._lineages.append(started)
+
+    def on_checkpoint(self, sequence: int, stored: CheckpointStored, findings: Findings) -> None:
+        self._check_author(sequence, stored.lineage, stored.step, findings)
+        self._checkpoints = [*self._checkpoints[-MAX_CHECKPOINTS:], (sequence, stored)]
+
+    def on_step(self, sequence: int, entry: StepTrained, findings: Findings) -> None:
+        self._check_author(sequence, entry.lineage, entry.step, findings)
+        self._settlements.append(
+            Settlement(
+                sequence=sequence, lineage=entry.lineage, step=entry.step, episodes=entry.episodes, excluded=entry.excluded
+            )
+        )
+
+    def on_end(self, sequence: int, entry: TrainingFinished, findings: Findings) -> None:
+        self._check_author(sequence, entry.lineage, entry.step, findings)
+        self._settlements.append(
+            Settlement(sequence=sequence, lineage=entry.lineage, step=entry.step, excluded=entry.excluded, end=True)
+        )
+
+    def list_settlements(self, findings: Findings) -> list[Settlement]:
+        """The settlements of the surviving lineage; its steps have to be 1, 2, 3 and so on.
+
+        The end of training counts only for the newest lineage: a lineage that continues from there takes back what it excluded.
+        """
+        surviving = compute_surviving_steps(self._lineages)
+        newest = self._lineages[-1].lineage if self._lineages else ""
+        counted = [each for each in self._settlements if self._counts(each, surviving, newest)]
+        steps = [each for each in counted if not each.end]
+        for expected, each in enumerate(steps, start=self._first_step):
+            if each.step != expected:
+                findings.add("step_out_of_order", f"{each.lineage}/{each.step}", each.sequence)
+        return counted
+
+    def count_void(self, counted: list[Settlement]) -> tuple[int, int]:
+        """Episodes trained by steps that do not count, and how many of all that those settled were settled for good."""
+        kept = {each.sequence for each in counted}
+        void = [each for each in self._settlements if each.sequence not in kept]
+        abandoned = sum(each.closed_trained + sum(each.closed_excluded.values()) for each in void)
+        trained = sum(len(each.episodes) + each.closed_trained for each in void)
+        return self._closed_void + trained, self._closed_abandoned + abandoned
+
+    def close(self, closed: Collection[str], findings: Findings) -> None:
+        """The floor has passed these episodes: forget them, and what is left of old steps but its sums."""
+        counted = {each.sequence for each in self.list_settlements(findings)}
+        for index, each in enumerate(self._settlements):
+            stripped = each.close(closed)
+            if stripped is not each and each.sequence not in counted:  # they count elsewhere
+                self._closed_void += stripped.closed_trained - each.closed_trained
+                stripped = msgspec.structs.replace(
+                    stripped, closed_trained=each.closed_trained, closed_excluded=each.closed_excluded
+                )
+            self._settlements[index] = stripped
+        self._merge_oldest(counted)
+
+    def _merge_oldest(self, counted: Collection[int]) -> None:
+        """Keep the sums of the oldest steps, those that do not count apart from those that do. A lineage that goes back further
+        than to the steps that are told apart is not followed there."""
+        while len(self._settlements) > MAX_SETTLEMENTS and not any(
+            each.episodes or each.excluded or each.end for each in self._settlements[:2]
+        ):
+            first, second = self._settlements[:2]
+            void = next((each for each in (first, second) if each.sequence not in counted), None)
+            if void is not None:
+                self._closed_void += void.closed_trained
+                self._closed_abandoned += void.closed_trained + sum(void.closed_excluded.values())
+                self._settlements.remove(void)
+                continue
+            if first.lineage == second.lineage and first.step >= second.step:
+                break
+            merged = msgspec.structs.replace(
+                second,
+                closed_trained=first.closed_trained + second.closed_trained,
+                closed_excluded=dict(Counter(first.closed_excluded) + Counter(second.closed_excluded)),
+            )
+            self._settlements[:2] = [merged]
+            self._first_step = merged.step
+
+    def check_unsettled(self, episodes: Sequence[EpisodeAudit], settled: Settled, findings: Findings) -> None:
+        """Of ``episodes``, which learners asked for here, those have to be settled that no learner will read again."""
+        checkpoints = self._list_counting_checkpoints()
+        floors = list(accumulate((stored.floor for _, stored in checkpoints), max))
+        for episode in episodes:
+            index = bisect_right(floors, episode.requested)
+            if index < len(floors) and not 0 < settled.sequences.get(episode.episode_id, 0) < checkpoints[index][0]:
+                findings.add("below_floor_unsettled", episode.episode_id, checkpoints[index][0])
+        if self._settlements and self._settlements[-1].end and self.is_newest(self._settlements[-1].lineage):
+            self._check_finished(episodes, settled, findings)
+
+    def _check_finished(self, episodes: Sequence[EpisodeAudit], settled: Settled, findings: Findings) -> None:
+        """What was complete before the last step is settled at the end; what was still played then may stay open."""
+        groups: dict[str, list[EpisodeAudit]] = {}
+        for episode in episodes:
+            if not episode.stray:
+                groups.setdefault(episode.group_id, []).append(episode)
+        last_step = max((each.sequence for each in self._settlements if not each.end), default=0)
+        for members in groups.values():
+            is_whole = len(members) >= members[0].group_size
+            if is_whole and all(0 < member.result_sequence < last_step for member in members):
+                for member in members:
+                    if member.episode_id not in settled.sequences:
+                        findings.add("finished_unsettled", member.episode_id, self._settlements[-1].sequence)
+
+    def _list_counting_checkpoints(self) -> list[tuple[int, CheckpointStored]]:
+        surviving = compute_surviving_steps(self._lineages)
+        return [each for each in self._checkpoints if is_surviving(surviving, each[1].lineage, each[1].step)]
+
+    def _counts(self, settlement: Settlement, surviving: dict[str, float], newest: str) -> bool:
+        if settlement.end:
+            return settlement.lineage == newest
+        return is_surviving(surviving, settlement.lineage, settlement.step)
+
+    def _check_author(self, sequence: int, lineage: str, step: int, findings: Findings) -> None:
+        if not self.is_newest(lineage):
+            findings.add("lineage_replaced", f"{lineage}/{step}", sequence)
+
+
+class Settled:
+    """Ids that training settled, each with where it was settled first."""
+
+    def __init__(self) -> None:
+        self.trained: dict[str, int] = {}
+        self.excluded: dict[str, str] = {}
+        self.sequences: dict[str, int] = {}
+        self.trainings = 0
+        self.exclusions: Counter[str] = Counter()
+
+    def add(self, settlement: Settlement, findings: Findings) -> None:
+        self.trainings += settlement.closed_trained
+        self.exclusions.update(settlement.closed_excluded)
+        for episode in settlement.episodes:
+            self.trainings += 1
+            if episode in self.trained:
+                findings.add("trained_twice", episode, settlement.sequence)
+            self.trained.setdefault(episode, settlement.sequence)
+            self.sequences.setdefault(episode, settlement.sequence)
+        for exclusion in settlement.excluded:
+            self._exclude(exclusion, settlement.sequence, findings)
+
+    def ids(self) -> Iterator[str]:
+        yield from self.trained
+        yield from self.excluded.keys() - self.trained.keys()
+
+    def _exclude(self, exclusion: Exclusion, sequence: int, findings: Findings) -> None:
+        self.exclusions[exclusion.reason or "(none)"] += 1
+        if not exclusion.reason:
+            findings.add("excluded_without_reason", exclusion.episode_id, sequence)
+        if exclusion.episode_id in self.excluded:
+            findings.add("excluded_twice", exclusion.episode_id, sequence)
+        self.excluded.setdefault(exclusion.episode_id, exclusion.reason)
+        self.sequences.setdefault(exclusion.episode_id, sequence)

@@ -1,0 +1,1 @@
+"""One episode: its claims, token history, segments, journal and result."""

@@ -1,0 +1,1 @@
+"""Prompts, tool calls, reasoning and answers as text."""

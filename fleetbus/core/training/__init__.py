@@ -1,0 +1,1 @@
+"""The learner's decisions: ledger, lineage, floor, retention, groups and capacity."""

@@ -1,0 +1,149 @@
+"""Reading an archive, alone or as one with the log: entries in order of sequence, each once.
+
+The recorder (`fleetbus_workers.recorder`) writes archives; audit and recordings read them. Reading never changes a file, so it
+may continue while the recorder writes: what is not whole yet at the end of the newest segment is not there yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator
+from contextlib import aclosing
+from itertools import islice
+from pathlib import Path
+
+from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.concurrency.runtime import run_in_thread
+from fleetbus.errors import UserError
+from fleetbus.log.archive_format import (
+    ArchiveDamaged,
+    TornRecord,
+    list_segments,
+    parse_first_sequence,
+    read_entries,
+    read_header,
+)
+from fleetbus.log.episodes import decode_episode_entry
+from fleetbus_schemas import EpisodeFinished, Subjects
+
+ENTRIES_AT_A_TIME = 1024
+"""Read per call in a thread; bounds what waits in memory."""
+
+
+def read_archive(folder: Path, *, run: str | None = None, start: int = 1) -> Iterator[StreamEntry]:
+    """The archived entries from sequence ``start`` on; blocking.
+
+    Raises `UserError` when there is no archive or it is of another run, `ArchiveDamaged` when a segment is not whole.
+    """
+    segments = list_segments(folder)
+    if not segments:
+        raise UserError(f"{folder} contains no archive: give the folder that `fleetbus recorder --archive` writes to")
+    following = [parse_first_sequence(segment) for segment in segments[1:]]
+    for index, segment in enumerate(segments):
+        if index < len(following) and following[index] <= start:
+            continue
+        for entry in _read_segment(segment, run, newest=index == len(following)):
+            if entry.sequence >= start:
+                yield entry
+
+
+def read_archived_entries(folder: Path, sequences: Collection[int], *, run: str | None = None) -> dict[int, StreamEntry]:
+    """Those of the entries at ``sequences`` that the archive holds; blocking. Reads from the lowest to the highest of them."""
+    found: dict[int, StreamEntry] = {}
+    last = max(sequences, default=0)
+    for entry in read_archive(folder, run=run, start=min(sequences, default=1)):
+        if entry.sequence > last:
+            break
+        if entry.sequence in sequences:
+            found[entry.sequence] = entry
+    return found
+
+
+def find_archived_result(folder: Path, subjects: Subjects, episode_id: str, *, start: int) -> EpisodeFinished | None:
+    """The result of an episode whose request stands at ``start``, if the archive holds it; blocking."""
+    subject = subjects.episode(episode_id)
+    for entry in read_archive(folder, run=subjects.run, start=start):
+        if entry.subject == subject and isinstance(message := decode_episode_entry(entry), EpisodeFinished):
+            return message
+    return None
+
+
+async def scan_archive_and_log(
+    bus: Bus, subjects: Subjects, folder: Path | None, *, start: int = 1
+) -> AsyncIterator[StreamEntry]:
+    """Archive and log as one, from ``start`` to the end of the log; without a folder the log alone. Of a log that went back in
+    time what the archive holds beyond that is left out: `find_lost_entries` has it."""
+    last = start - 1
+    if folder is not None:
+        lost = await find_first_lost(bus, subjects, folder)
+        async with aclosing(scan_archive(folder, run=subjects.run, start=start)) as archived:
+            async for entry in archived:
+                if lost is not None and entry.sequence >= lost:
+                    break
+                last = entry.sequence
+                yield entry
+    async for entry in bus.scan([subjects.log], start=last + 1):
+        yield entry
+
+
+async def find_first_lost(bus: Bus, subjects: Subjects, folder: Path) -> int | None:
+    """Where the log stopped being what is archived, because it went back in time: None if it did not.
+
+    A server that loses its newest entries gives their positions again. Raises `UserError` when even the first entry is another:
+    then the archive is that of another log.
+    """
+    newest = await run_in_thread(_read_newest, folder, subjects.run)
+    if newest is None or await bus.next_entry(subjects.log, start=newest.sequence) == newest:
+        return None
+    last, first = await bus.last_sequence(), await bus.next_entry(subjects.log, start=1)
+    stored_entries = bus.scan([subjects.log])
+    stored = await anext(stored_entries, None)
+    begin = first.sequence if first is not None else last + 1
+    async with aclosing(scan_archive(folder, run=subjects.run, start=begin)) as archived:
+        async for entry in archived:
+            if entry.sequence > last:
+                return entry.sequence
+            while stored is not None and stored.sequence < entry.sequence:
+                stored = await anext(stored_entries, None)
+            if stored is not None and stored.sequence == entry.sequence and stored != entry:
+                if stored.sequence == 1:
+                    raise UserError(f"{folder} is the archive of an earlier log of run {subjects.run}: give another --archive")
+                return entry.sequence
+    return None
+
+
+async def find_lost_entries(bus: Bus, subjects: Subjects, folder: Path) -> list[StreamEntry]:
+    """What the archive holds and the log had lost before it went on; empty unless it went back in time."""
+    lost = await find_first_lost(bus, subjects, folder)
+    if lost is None:
+        return []
+    return [entry async for entry in scan_archive(folder, run=subjects.run, start=lost)]
+
+
+def _read_newest(folder: Path, run: str) -> StreamEntry | None:
+    segments = list_segments(folder)
+    newest = None
+    for entry in read_archive(folder, run=run, start=parse_first_sequence(segments[-1]) if segments else 1):
+        newest = entry
+    return newest
+
+
+async def scan_archive(folder: Path, *, run: str | None = None, start: int = 1) -> AsyncGenerator[StreamEntry]:
+    """As `read_archive`, without blocking the event loop."""
+    entries = read_archive(folder, run=run, start=start)
+    while batch := await run_in_thread(_read_batch, entries):
+        for entry in batch:
+            yield entry
+
+
+def _read_batch(entries: Iterator[StreamEntry]) -> list[StreamEntry]:
+    return list(islice(entries, ENTRIES_AT_A_TIME))
+
+
+def _read_segment(segment: Path, run: str | None, *, newest: bool) -> Iterator[StreamEntry]:
+    with segment.open("rb") as file:
+        try:
+            read_header(file, segment, run)
+            yield from read_entries(file)
+        except TornRecord as torn:
+            if not newest:
+                raise ArchiveDamaged(f"{segment} is damaged at byte {torn.offset}: restore it from a copy") from torn

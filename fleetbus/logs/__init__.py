@@ -1,0 +1,1 @@
+"""Structured logs without secrets and without control characters of foreign text."""

@@ -1,1 +1,0 @@
-"""Metrics of a run under their Prometheus names, and sinks that keep them elsewhere."""

@@ -1,0 +1,308 @@
+"""Tasks files: the JSON format of Fleet, read with errors that a person can act on, and written.
+
+Where the files are is the matter of `datasets`. A file is a list of objects, or an object whose ``tasks`` is such a
+list. Names as Fleet exports them are understood (see `Task`); every field that has no meaning here goes into the task's
+``config``, where its environment finds it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fleetbus.core.text.verifier_warnings import find_forgeable
+from fleetbus.errors import UserError
+from fleetbus.tasks import harbor
+from fleetbus.tasks.datasets import read_dataset_files
+from fleetbus.tasks.parquet import read_parquet
+from fleetbus_schemas import MAX_INLINE_BYTES, Task
+
+_NAMES: dict[str, tuple[str, ...]] = {
+    "key": ("key", "task_key"),
+    "prompt": ("prompt",),
+    "env": ("env_key", "env_id", "env"),
+    "version": ("env_version", "version"),
+    "modality": ("task_modality",),
+    "env_variables": ("env_variables",),
+    "verifier": ("verifier_code", "verifier_func"),
+    "seed": ("seed",),
+    "config": ("config",),
+}
+"""Field of a Task: its names in the file, the one that wins first."""
+
+MODALITIES = ("tool_use", "computer_use", "browser_use")
+"""What a task is for: tools, or the screen of a computer or of a browser."""
+
+_KNOWN = frozenset(name for names in _NAMES.values() for name in names)
+
+
+def load_tasks(path: str | os.PathLike[str]) -> list[Task]:
+    """The tasks in a file, in its order. Raises `UserError` with one line that names the file, the place and the remedy."""
+    file = Path(path).expanduser()
+    tasks, problems = _parse(str(file), _read(file))
+    if problems:
+        raise UserError(problems[0])
+    return tasks
+
+
+def load_dataset(location: str) -> list[Task]:
+    """The tasks at a location (see `fleetbus.tasks.datasets`), each with the dataset's version. Raises `UserError`."""
+    tasks, problems = check_dataset(location)
+    if problems:
+        raise UserError(problems[0])
+    return tasks
+
+
+def check_dataset(location: str) -> tuple[list[Task], list[str]]:
+    """The tasks at a location, and one line for each thing that is wrong. Raises `UserError` if there is nothing to read."""
+    if location.startswith(harbor.PREFIX):
+        return harbor.check_harbor(location)
+    files = read_dataset_files(location)
+    tasks: list[Task] = []
+    problems: list[str] = []
+    for source in files.sources:
+        found, wrong = _parse(source.name, source.data)
+        tasks += found
+        problems += wrong
+    if len(files.sources) > 1:
+        problems += _find_repeated_keys(location, tasks)
+    return [msgspec.structs.replace(task, dataset_version=files.version) for task in tasks], problems
+
+
+def build_tasks(entries: Iterable[Task | Mapping[str, object]], name: str = "tasks") -> list[Task]:
+    """Tasks from objects, or from mappings as they stand in a tasks file. Raises `UserError`, which calls the list ``name``."""
+    content = [
+        build_task_entry(entry) if isinstance(entry, Task) else dict(entry) if isinstance(entry, Mapping) else entry
+        for entry in entries
+    ]
+    if not content:
+        raise UserError(f"{name}: contains no tasks; add at least one")
+    tasks, problems = _parse_content(name, content)
+    if problems:
+        raise UserError(problems[0])
+    return tasks
+
+
+def check_verifiers(tasks: Iterable[Task]) -> list[str]:
+    """One line for each task whose verifier does not compile, or has no function to call."""
+    problems = []
+    for task in tasks:
+        if task.verifier is None:
+            continue
+        try:
+            compile(task.verifier, "<verifier>", "exec", dont_inherit=True)
+            functions = _find_functions(ast.parse(task.verifier))
+            if "verify" not in functions and len(functions) != 1:
+                defined = ", ".join(functions) or "no function"
+                problems.append(f"task {task.key}: its verifier must define verify(); it defines {defined}")
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            place = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+            reason = error.msg if isinstance(error, SyntaxError) else str(error)
+            problems.append(f"task {task.key}: its verifier is no Python: {reason}{place}")
+    return problems
+
+
+def list_forgeable_verifiers(tasks: Iterable[Task]) -> list[str]:
+    """One line for each way in which the policy could forge the verdict of a task's verifier (see `find_forgeable`)."""
+    return [f"task {task.key}, its verifier: {warning}" for task in tasks for warning in find_forgeable(task.verifier or "")]
+
+
+def _find_functions(node: ast.AST) -> list[str]:
+    """Names that stand for something to call once a module's code has run: functions and lambdas, and ``verify`` however it is
+    bound. What functions and classes define within themselves does not count."""
+    names: list[str] = []
+    for inner in ast.iter_child_nodes(node):
+        match inner:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                names.append(inner.name)
+            case ast.ClassDef():
+                names += [inner.name] * (inner.name == "verify")
+            case ast.Import() | ast.ImportFrom():
+                names += [name for alias in inner.names if (name := alias.asname or alias.name) == "verify"]
+            case ast.Assign(targets=[ast.Name(id=name)]) if name == "verify" or isinstance(inner.value, ast.Lambda):
+                names.append(name)
+            case _:
+                names += _find_functions(inner)
+    return names
+
+
+def dump_tasks(tasks: Iterable[Task], path: str | os.PathLike[str]) -> None:
+    """Write a tasks file that `load_tasks` reads back as the same tasks."""
+    text = json.dumps({"tasks": [build_task_entry(task) for task in tasks]}, indent=2, ensure_ascii=False)
+    Path(path).expanduser().write_text(text + "\n", encoding="utf-8")
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{file}: file not found; give the path of a tasks file") from None
+    except IsADirectoryError:
+        raise UserError(f"{file}: is a folder; give the path of a tasks file in it") from None
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+
+
+def _parse(name: str, data: bytes) -> tuple[list[Task], list[str]]:
+    """The tasks in the bytes of a file that is called ``name``, and what is wrong with those that are none."""
+    return _parse_content(name, read_parquet(name, data) if name.endswith(".parquet") else _read_json(name, data))
+
+
+def _parse_content(name: str, content: object) -> tuple[list[Task], list[str]]:
+    tasks, problems = [], []
+    for position, entry in enumerate(_parse_entries(name, content), 1):
+        try:
+            tasks.append(_parse_task(name, position, entry))
+        except UserError as error:
+            problems.append(str(error))
+    return tasks, problems or _find_repeated_keys(name, tasks)
+
+
+def _read_json(name: str, data: bytes) -> Any:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: is not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    if not text.strip():
+        raise UserError(f'{name}: is empty; it must hold {{"tasks": [...]}}')
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{name}: is not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except (RecursionError, ValueError) as error:
+        raise UserError(f"{name}: cannot be read as JSON: {str(error) or 'nested too deeply'}") from None
+
+
+def _parse_entries(file: str, content: object) -> Sequence[object]:
+    if isinstance(content, dict):
+        if "tasks" not in content:
+            raise UserError(f'{file}: has no "tasks"; it must be a list of tasks or an object with a list "tasks"')
+        content = content["tasks"]
+    if not isinstance(content, list):
+        raise UserError(f'{file}: holds {_describe_type(content)}; it must be a list of tasks or an object with a list "tasks"')
+    if not content:
+        raise UserError(f"{file}: contains no tasks; add at least one")
+    return content
+
+
+def _parse_task(file: str, position: int, entry: object) -> Task:
+    if not isinstance(entry, dict):
+        raise UserError(f'{file}: task {position} is {_describe_type(entry)}; it must be an object with "key" and "prompt"')
+    key = _find_value(entry, "key")
+    if not isinstance(key, str) or not key:
+        raise UserError(f'{file}: task {position} has no key; add "key": a text that is unique in the file')
+    place = f"{file}: task {position} ({key})"
+    task = Task(
+        key=key,
+        prompt=_parse_prompt(place, entry.get("prompt")),
+        env=_parse_text(place, entry, "env"),
+        version=_parse_text(place, entry, "version"),
+        modality=_parse_modality(place, entry),
+        env_variables=_parse_object(place, entry, "env_variables"),
+        verifier=_parse_text(place, entry, "verifier") or None,
+        seed=_parse_seed(place, entry.get("seed")),
+        config=_parse_object(place, entry, "config") | {name: value for name, value in entry.items() if name not in _KNOWN},
+    )
+    _check_size(place, task)
+    return task
+
+
+def _find_value(entry: dict[str, object], field: str) -> object:
+    return next((entry[name] for name in _NAMES[field] if entry.get(name)), None)
+
+
+def _parse_prompt(place: str, prompt: object) -> str:
+    if not isinstance(prompt, str) or (prompt and not prompt.strip()):
+        raise UserError(f'{place} has no prompt; add "prompt": the instruction of the policy, "" if the environment gives it')
+    return prompt
+
+
+def _parse_text(place: str, entry: dict[str, object], field: str) -> str:
+    value = _find_value(entry, field)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise UserError(f"{place}: {_find_used_name(entry, field)} is {_describe_type(value)}; it must be text")
+    return value
+
+
+def _parse_modality(place: str, entry: dict[str, object]) -> str:
+    modality = _parse_text(place, entry, "modality") or MODALITIES[0]
+    if modality not in MODALITIES:
+        raise UserError(f"{place}: task_modality is {modality!r}; it must be one of {', '.join(MODALITIES)}")
+    return modality
+
+
+def _parse_object(place: str, entry: dict[str, object], field: str) -> dict[str, object]:
+    """An object, or one as JSON text (Fleet's parquet files have it so)."""
+    value = _find_value(entry, field)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise UserError(f"{place}: {_find_used_name(entry, field)} is text that is not JSON; make it an object") from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UserError(f"{place}: {_find_used_name(entry, field)} is {_describe_type(value)}; it must be an object")
+    return value
+
+
+def _parse_seed(place: str, seed: object) -> int | None:
+    if seed is None or (isinstance(seed, int) and not isinstance(seed, bool)):
+        return seed
+    raise UserError(f"{place}: seed is {_describe_type(seed)}; it must be a whole number")
+
+
+def _find_used_name(entry: dict[str, object], field: str) -> str:
+    return next(name for name in _NAMES[field] if entry.get(name))
+
+
+def _check_size(place: str, task: Task) -> None:
+    """A task travels inside a message, so what it holds must fit in there."""
+    try:
+        size = len(msgspec.msgpack.encode(task))
+    except (OverflowError, UnicodeEncodeError, RecursionError, TypeError) as error:
+        raise UserError(f"{place} cannot be sent: {error}; change the value") from None
+    if size > MAX_INLINE_BYTES:
+        raise UserError(f"{place} has {size} bytes; {MAX_INLINE_BYTES} at most can be sent: shorten it")
+
+
+def _find_repeated_keys(name: str, tasks: Sequence[Task]) -> list[str]:
+    problems = []
+    positions: dict[str, int] = {}
+    for position, task in enumerate(tasks, 1):
+        first = positions.setdefault(task.key, position)
+        if first != position:
+            problems.append(f"{name}: tasks {first} and {position} have the same key ({task.key}); rename one")
+    return problems
+
+
+def _describe_type(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    return names.get(type(value), "null")
+
+
+def build_task_entry(task: Task) -> dict[str, object]:
+    """A task as an entry of a tasks file."""
+    clashing = {name: value for name, value in task.config.items() if name in _KNOWN}
+    entry = {
+        "key": task.key,
+        "prompt": task.prompt,
+        "env_key": task.env,
+        "version": task.version,
+        "task_modality": task.modality,
+        "env_variables": task.env_variables,
+        "verifier_code": task.verifier,
+        "seed": task.seed,
+        "config": clashing,
+    }
+    return {name: value for name, value in entry.items() if value not in (None, "", {})} | {
+        name: value for name, value in task.config.items() if name not in _KNOWN
+    }

@@ -1,0 +1,1 @@
+"""Callers and trainers that are checked while they run."""

@@ -1,0 +1,1 @@
+"""Faults of a scenario, applied at their times."""

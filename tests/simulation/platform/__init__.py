@@ -1,0 +1,1 @@
+"""What the simulated workers run on: bus, network, storage, processes."""

@@ -1,0 +1,1 @@
+"""One simulated run, generated from a seed."""

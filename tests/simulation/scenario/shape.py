@@ -1,0 +1,169 @@
+"""What a scenario of the simulation consists of: size of the deployment, network faults, fault schedule. Drawn in
+`tests.simulation.scenario.drawing`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+FaultKind = Literal[
+    "crash",
+    "pause",
+    "cut",
+    "drain",
+    "join",
+    "restart_server",
+    "second_learner",
+    "fill_log",
+    "cancel",
+    "spoil_checkpoint",
+    "elect",
+    "step_clock",
+    "renew_consumers",
+    "slow_consumer",
+    "fill_lanes",
+    "break_disk",
+    "lose_checkpoints",
+    "rewind_checkpoints",
+    "garbage",
+    "pause_requests",
+]
+"""The last ten take part with ``faults="all"`` only, and the last two of them with drawn configurations."""
+
+FaultSet = Literal["usual", "all", "swarm", "power", "rare"]
+"""``swarm``: all faults, and a configuration that is drawn, too: tiny limits, short deadlines, few lanes, long episodes.
+``power``: the usual ones, and a server that loses its newest entries. ``rare``: as ``swarm``, and what hardly ever happens."""
+
+ROLES = ("environment", "inference", "learner")
+"""Roles that every fleet has; some have a recorder, too."""
+
+ROOMY_LOG_BYTES = 1 << 30
+"""More than any run stores."""
+
+
+class ScheduledFault(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault at ``at`` seconds; ``pick`` selects the target among the processes alive then."""
+
+    kind: FaultKind
+    at: float
+    seconds: float
+    role: str
+    pick: int
+
+
+class PowerLoss(msgspec.Struct, frozen=True, kw_only=True):
+    """At ``at`` seconds the server loses what it stored in the last ``lost_seconds``, and is down for ``down_seconds``.
+    ``everywhere``: all workers end with it."""
+
+    at: float
+    lost_seconds: float
+    down_seconds: float
+    everywhere: bool = True
+
+
+class NetworkFaultRates(msgspec.Struct, frozen=True, kw_only=True):
+    """Probabilities per event on the network, and the longest delay in seconds."""
+
+    delayed: float = 0.0
+    longest_delay_seconds: float = 0.0
+    publish_lost: float = 0.0
+    answer_lost: float = 0.0
+    delivery_lost: float = 0.0
+    delivery_repeated: float = 0.0
+    ack_lost: float = 0.0
+    call_lost: float = 0.0
+    publish_late: float = 0.0
+    """Messages that are stored up to ``longest_late_seconds`` after they were sent, whatever their sender did meanwhile."""
+    longest_late_seconds: float = 20.0
+    read_behind: float = 0.0
+    """Reads that a replica answers which is up to ``longest_lag_seconds`` behind."""
+    longest_lag_seconds: float = 1.5
+    read_lost: float = 0.0
+    """Reads that nobody answers in time (drawn configurations)."""
+
+
+class FaultProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """Probabilities of what environments and engines do: per stage of an environment, per episode, per turn."""
+
+    hang: float = 0.0
+    fail: float = 0.0
+    slow: float = 0.0
+    odd_verdict: float = 0.0
+    tool_error: float = 0.1
+    diverge: float = 0.0
+    engine_failed: float = 0.0
+    weights_rejected: float = 0.0
+    poison_episode: float = 0.0
+    poison_observation: float = 0.0
+
+
+CALM = FaultProfile()
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about one simulated run that its seed decides beforehand.
+
+    ``settle_seconds``: what was settled for so long leaves the log. ``late_copies``: copies of requests that left it are stored
+    again. In groups of two, one failure leaves a group without a baseline. ``blocking_seconds``: the longest half of what
+    training, saving weights or writing a checkpoint takes. ``heals_at``: from then on nothing more goes wrong, and every
+    wait has a bound. ``segments``: share of steps after which an environment changes the policy's context. ``gateways_host``:
+    gateways have environments in their own process. ``archive_seconds``: the longest half of what a write of the archive takes.
+    ``strangers``: clients that ask of sessions what nobody may.
+    """
+
+    seed: int
+    environment_workers: int = 2
+    inference_workers: int = 2
+    environment_slots: int = 16
+    inference_slots: int = 16
+    steps: int = 4
+    groups: int = 5
+    group_size: int = 4
+    checkpoint_every: int = 2
+    max_staleness: int = 1
+    evaluation_episodes: int = 4
+    duplicate_window_seconds: float = 120.0
+    drain_seconds: float = 20.0
+    idle_seconds: float = 1800.0
+    blocking_seconds: float = 1.0
+    replayable: bool = True
+    recorder: bool = False
+    session_clients: int = 0
+    gateway_clients: int = 0
+    gateways_host: bool = False
+    archive_seconds: float = 0.05
+    rollout_clients: int = 0
+    strangers: int = 0
+    session_slots: int = 8
+    weights_in_bucket: bool = False
+    evaluation_every: int = 0
+    lanes: int = 12
+    episode_seconds: float = 600.0
+    stale_groups: Literal["drop", "keep", "wait"] = "drop"
+    dynamic_sampling: bool = False
+    mask_truncated: bool = False
+    credit_per_turn: bool = False
+    advantage_estimator: Literal["grpo", "dr_grpo", "rloo", "maxrl", "grpo_batch"] = "grpo"
+    max_attempts: int = 3
+    max_turns: int = 6
+    turns: tuple[int, ...] = (2, 3, 4, 4, 5, 6, 7)
+    exclusions_per_entry: int = 0
+    tasks: int = 24
+    eval_greedy: bool = True
+    min_group_size: int = 2
+    heals_at: float = math.inf
+    settle_seconds: float = 30.0
+    late_copies: bool = False
+    network_faults: NetworkFaultRates = NetworkFaultRates()
+    fault_profile: FaultProfile = FaultProfile()
+    fault_schedule: tuple[ScheduledFault, ...] = ()
+    segments: float = 0.0
+    compaction: Literal["off", "drop", "summarise"] = "off"
+    log_bytes: int = ROOMY_LOG_BYTES
+    power_losses: tuple[PowerLoss, ...] = ()
+    rare: bool = False
+    """Environments cannot be made, or hold something elsewhere; callers flood one session, or a gateway's own worker; operators
+    mistype."""

@@ -1,0 +1,1 @@
+"""Commands that show a run or this machine."""

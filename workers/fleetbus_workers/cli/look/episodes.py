@@ -1,0 +1,164 @@
+"""``fleetbus episodes RUN|FILE [EPISODE]``: episodes listed and filtered, or one of them read turn by turn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from fleetbus.errors import UserError
+from fleetbus_schemas import Outcome
+from fleetbus_workers.api.tables import build_rows, check_format, list_columns, write_rows
+from fleetbus_workers.cli.look.run_options import archive_option, reach_options, source_and_episode_arguments
+from fleetbus_workers.cli.look.transcript import build_facts, print_transcript
+from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.output import build_table, json_option, print_json, print_table
+from fleetbus_workers.command.event_loop import run_async
+from fleetbus_workers.command.exit_status import FINISHED
+from fleetbus_workers.run_access.sources import is_recording
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fleetbus.core.episode.failure_kinds import FailureKind
+    from fleetbus.recording.episodes import EpisodeRow, Transcript
+
+SHOWN = 50
+SHOWN_FAILURES = 5
+
+
+@click.command("episodes")
+@source_and_episode_arguments
+@click.option("--outcome", metavar="NAME", help="Only this outcome; `open` for those without one")
+@click.option("--error", metavar="TEXT", help="Only episodes whose error class contains this")
+@click.option("--split", type=click.Choice(["train", "eval"]), help="Only this split")
+@click.option("--task", metavar="TEXT", help="Only task keys that contain this")
+@click.option("--group", metavar="ID", help="Only this group")
+@click.option("--min-reward", type=float, metavar="X", help="Only rewards of X or more")
+@click.option("--max-reward", type=float, metavar="X", help="Only rewards of X or less")
+@click.option("--tool-errors", is_flag=True, help="Only episodes with failed tool calls")
+@click.option("--limit", type=int, default=SHOWN, show_default=True, help="Maximum number of rows; 0: all")
+@click.option("--tokens", is_flag=True, help="With EPISODE: also show token ids, log-probabilities and versions")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write all matching rows to FILE instead: .parquet (needs pyarrow), .csv or .jsonl",
+)
+@json_option()
+@archive_option()
+@reach_options
+def command(
+    source: str | None,
+    episode: str | None,
+    archive: Path | None,
+    output: Path | None,
+    tokens: bool,
+    as_json: bool,
+    limit: int,
+    **values: Any,
+) -> int:
+    """List the episodes of a run or of a recording, newest last; with an EPISODE show its transcript.
+
+    Exit status 0: success, also if nothing matches; 2: bad input, or unknown episode.
+    """
+    from fleetbus.recording.episodes import EpisodeRow
+    from fleetbus_workers.api.reader import open_configured_run
+
+    _check_outcome(values["outcome"])
+    names = ("outcome", "error", "split", "task", "group", "min_reward", "max_reward", "tool_errors")
+    filters = {name: values.pop(name) for name in names}
+    given = {} if is_recording(source) else {"run__name": source}
+    configuration = load_settings({**values, **given}).configuration
+    reader = open_configured_run(configuration, source or "", archive)
+    if episode is not None:
+        transcript = run_async(reader.read_transcript, episode)
+        _warn(reader.damage)
+        _print_transcript(transcript, episode, tokens=tokens, as_json=as_json)
+        return FINISHED
+    if output is not None:
+        check_format(output)
+    rows = run_async(reader.read_episodes)
+    _warn(reader.damage)
+    chosen = [row for row in rows if _matches(row, **filters)]
+    if output is not None:
+        columns = list_columns(EpisodeRow)
+        print(f"{write_rows(build_rows(chosen, columns), output, columns):,} of {len(rows):,} episodes written to {output}")
+        return FINISHED
+    shown = chosen[-limit:] if limit > 0 else chosen
+    if as_json:
+        print_json(shown)
+    else:
+        _print_rows(shown, len(chosen), len(rows))
+        _print_failures(reader.failures.kinds, source or configuration.run.name)
+    return FINISHED
+
+
+def _check_outcome(name: str | None) -> None:
+    known = ("open", *get_args(Outcome))
+    if name is not None and name not in known:
+        raise UserError(f"unknown outcome {name!r}: choose one of {', '.join(known)}")
+
+
+def _matches(
+    row: EpisodeRow,
+    *,
+    outcome: str | None,
+    error: str | None,
+    split: str | None,
+    task: str | None,
+    group: str | None,
+    min_reward: float | None,
+    max_reward: float | None,
+    tool_errors: bool,
+) -> bool:
+    if outcome is not None and (row.outcome or "open") != outcome:
+        return False
+    if (min_reward is not None or max_reward is not None) and row.reward is None:
+        return False
+    return (
+        (error is None or error in row.error_class)
+        and (split is None or row.split == split)
+        and (task is None or task in row.task_key)
+        and (group is None or row.group_id == group)
+        and (min_reward is None or (row.reward or 0.0) >= min_reward)
+        and (max_reward is None or (row.reward or 0.0) <= max_reward)
+        and (not tool_errors or row.tool_errors > 0)
+    )
+
+
+def _warn(torn: str) -> None:
+    if torn:
+        click.echo(f"fleetbus: {torn}", err=True)
+
+
+def _print_rows(rows: list[EpisodeRow], matching: int, total: int) -> None:
+    table = build_table("episode,task,outcome", right="reward,turns,tokens,time,version")
+    for column in table.columns[:3]:
+        column.overflow = "fold"
+    for row in rows:
+        outcome = f"{row.outcome or 'open'} {row.error_class}".strip()
+        reward = "" if row.reward is None else f"{row.reward:g}"
+        seconds = "" if row.seconds is None else f"{row.seconds:.2f} s"
+        versions = ",".join(map(str, row.policy_versions))
+        table.add_row(row.episode_id, row.task_key, outcome, reward, str(row.turns), str(row.tokens), seconds, versions)
+    print_table(table)
+    hidden = f", the last {len(rows)} shown (--limit 0: all)" if len(rows) < matching else ""
+    print(f"{matching:,} of {total:,} episodes{hidden}")
+
+
+def _print_failures(failures: Sequence[FailureKind], source: str) -> None:
+    """Why episodes of the run have no grade, the most frequent reason first."""
+    kinds = sorted(failures, key=lambda kind: -kind.count)
+    for kind in kinds[:SHOWN_FAILURES]:
+        print(f"{kind.line}; `fleetbus episodes {source} {kind.episode_id}` shows one")
+    if len(kinds) > SHOWN_FAILURES:
+        print(f"and {len(kinds) - SHOWN_FAILURES} other kinds of failure")
+
+
+def _print_transcript(transcript: Transcript, episode: str, *, tokens: bool, as_json: bool) -> None:
+    if as_json:
+        print_json(build_facts(transcript, tokens=tokens))
+    else:
+        print_transcript(transcript, episode, tokens=tokens)

@@ -1,0 +1,1 @@
+"""Commands that act on a running run."""

@@ -1,0 +1,111 @@
+"""One role as one process: connect, work, and stop as requested.
+
+A first SIGTERM or Ctrl-C drains: finish or hand back, then exit 0. A second one stops at once. A worker that was replaced by
+another exits 0 too, so that a supervisor does not start it again. A process that `fleetbus up` started also
+ends when `up` is gone, however that happened: see `fleetbus_workers.up.parent_death`.
+"""
+
+import gc
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import anyio
+import click
+
+from fleetbus.config.settings import Configuration
+from fleetbus.errors import is_bad_input, is_taken_over
+from fleetbus_workers.assembly.work import Work, import_work, serve_role
+from fleetbus_workers.cli.options import load_settings, validate_name
+from fleetbus_workers.command.event_loop import run_async
+from fleetbus_workers.command.exit_status import CRASHED, FINISHED, INTERRUPTED
+from fleetbus_workers.run_access.server_address import generate_worker_name, resolve_server_url
+from fleetbus_workers.up.parent_death import exit_with_parent
+
+COLLECTOR_THRESHOLDS = (20_000, 20, 20)
+"""New objects until the youngest are looked at, and so often until the older ones are."""
+
+
+def role_options(function: Callable[..., object]) -> Callable[..., Any]:
+    """Decorator: what every role command takes besides settings."""
+    name = click.option("--name", metavar="NAME", help="Name of this worker, unique in the run (default: generated)")
+    supervised = click.option("--supervised", is_flag=True, hidden=True, help="Exit when standard input is closed")
+    return name(supervised(function))
+
+
+def run_role(
+    role: str,
+    load_work: Callable[[], Work],
+    values: dict[str, Any],
+    *,
+    check: Callable[[Configuration], None] = lambda _: None,
+) -> int:
+    """Run a role until it is finished, drained or interrupted; the command's exit code. ``check`` is called before anything is
+    imported or connected. Raises `UserError`."""
+    import structlog
+
+    from fleetbus.logs.setup import configure_logs
+
+    configuration = load_settings(values).configuration
+    check(configuration)
+    name = values.get("name") or generate_worker_name(role)
+    validate_name("--name", name)
+    url = resolve_server_url(configuration)
+    if values.get("supervised"):
+        exit_with_parent()
+    configure_logs(configuration.log, run=configuration.run.name, role=role, worker=name)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # a bar for weights that are read in a second is noise in a log
+    work = import_work(load_work)
+    tune_collector()
+    try:
+        status = run_async(_serve, role, work, configuration, name, url)
+        if role == "inference" and values.get("supervised"):
+            _exit_at_once(status)
+        return status
+    except Exception as error:
+        if is_bad_input(error):
+            raise
+        if is_taken_over(error):
+            structlog.get_logger().warning("stopped for good: another worker has taken over", reason=str(error))
+            return FINISHED
+        structlog.get_logger().exception("crashed")
+        return CRASHED
+
+
+def _exit_at_once(status: int) -> NoReturn:
+    """Everything is closed. What is left would keep `up` waiting: a thread that still imports torch or reads weights, or taking
+    the interpreter apart with torch in it, which are seconds on a busy machine."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def tune_collector() -> None:
+    """What was imported stays to the end: the garbage collector need not look at it, nor at every few hundred new objects."""
+    gc.freeze()
+    gc.set_threshold(*COLLECTOR_THRESHOLDS)
+
+
+async def _serve(role: str, work: Work, configuration: Configuration, name: str, url: str) -> int:
+    drain = anyio.Event()
+    exit_code = FINISHED
+    async with anyio.create_task_group() as tasks:
+
+        async def stop_on_signals() -> None:
+            nonlocal exit_code
+            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                async for _ in signals:
+                    if drain.is_set():
+                        exit_code = INTERRUPTED
+                        tasks.cancel_scope.cancel()
+                        return
+                    drain.set()
+
+        tasks.start_soon(stop_on_signals)
+        await serve_role(role, work, configuration, name, url, drain)
+        tasks.cancel_scope.cancel()
+    return exit_code

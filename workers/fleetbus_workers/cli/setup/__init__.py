@@ -1,0 +1,1 @@
+"""Commands that prepare a run, its keys, tasks and environments."""

@@ -1,0 +1,97 @@
+"""``fleetbus evaluate RUN``: held-out tasks played with the newest version of the policy; pass@k, per environment."""
+
+import sys
+from functools import partial
+from typing import Any
+
+import click
+
+from fleetbus.errors import UserError
+from fleetbus_workers.api.evaluation import Evaluation, evaluate_run
+from fleetbus_workers.cli.look.run_options import reach_options, run_argument
+from fleetbus_workers.cli.options import NumberRange, load_settings
+from fleetbus_workers.cli.output import json_option, print_json
+from fleetbus_workers.command.event_loop import run_async
+
+
+@click.command("evaluate")
+@run_argument
+@click.option("--tasks", "run__tasks", metavar="FILE", help="Tasks file; its held-out tasks are played (default: the run's)")
+@click.option("--episodes", type=click.IntRange(1), metavar="N", help="Held-out tasks to play (default: the run's setting)")
+@click.option("--samples", type=click.IntRange(1), default=1, metavar="N", help="Episodes per task [1]")
+@click.option("--k", "ks", default="", metavar="K,K", help="The k of pass@k [1 and the number of samples]")
+@click.option("--temperature", type=NumberRange(0), metavar="NUMBER", help="Sampling temperature; 0: greedy [the run's]")
+@click.option(
+    "--inference-engine", "inference__engine", metavar="NAME", help="Engine of the worker that this command starts [the run's]"
+)
+@json_option("the report")
+@reach_options
+def command(
+    run: str | None,
+    episodes: int | None,
+    samples: int,
+    ks: str,
+    temperature: float | None,
+    as_json: bool,
+    **values: Any,
+) -> int:
+    """Play held-out tasks with the newest version of a run's policy.
+
+    While the run is active, its own workers play them; otherwise the command starts a server and one worker of each kind
+    for the duration of the evaluation. The episodes are never trained on. While a learner publishes new versions, no version
+    can be pinned, and the report names those that answered.
+    """
+    configuration = load_settings({**values, "run__name": run}).configuration
+    from fleetbus.logs.setup import configure_logs
+
+    chosen = _parse_ks(ks, samples)
+    configure_logs(configuration.log, run=configuration.run.name, role="evaluate", worker="evaluate")
+    evaluate = partial(
+        evaluate_run,
+        configuration,
+        episodes=episodes,
+        samples=samples,
+        ks=chosen,
+        temperature=temperature,
+        on_progress=_ignore_progress if as_json or not sys.stderr.isatty() else _print_progress,
+    )
+    report: Evaluation = run_async(evaluate)
+    if report.missing:
+        count = report.missing + report.all.episodes
+        print(
+            f"{report.missing} of {count} episodes were not asked for: no worker claimed the rest within limits.episode; "
+            "start more environment workers",
+            file=sys.stderr,
+        )
+    print_json(report) if as_json else _print(report)
+    return 0
+
+
+def _parse_ks(text: str, samples: int) -> list[int]:
+    if not text:
+        return sorted({1, samples})
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and 1 <= int(part) <= samples for part in parts):
+        raise UserError(f"--k {text}: give whole numbers from 1 to --samples {samples}, separated by commas")
+    return sorted({int(part) for part in parts})
+
+
+def _print_progress(done: int, count: int) -> None:
+    print(f"\r{done} of {count} episodes", end="" if done < count else "\n", file=sys.stderr, flush=True)
+
+
+def _ignore_progress(done: int, count: int) -> None:
+    """Discard progress."""
+
+
+def _print(report: Evaluation) -> None:
+    versions = ", ".join(map(str, report.all.versions)) or "-"
+    pinned = "" if report.pinned else f"; answered by {versions} while training went on"
+    print(f"run {report.run}, version {report.version} after {report.step} steps{pinned}")
+    shown = {"all": report.all} | {name or "-": summary for name, summary in report.environments.items()}
+    for name, summary in shown.items() if len(shown) > 2 else (("all", report.all),):
+        passed = "  ".join(f"pass@{k} {value:.3f}" for k, value in summary.pass_at.items())
+        others = "  ".join(f"{count} {outcome}" for outcome, count in summary.not_graded.items())
+        print(
+            f"  {name:<24} {summary.graded} of {summary.episodes} graded  reward {summary.mean_reward:.3f}  {passed}  {others}"
+        )

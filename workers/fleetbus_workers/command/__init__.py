@@ -1,0 +1,1 @@
+"""What programs share at their edges: terminal, event loop and exit statuses."""

@@ -1,0 +1,362 @@
+"""The routes of the page: its files, live events, episodes, groups, one episode. They read the fold and the log.
+
+Everything is JSON or a file of the package; texts of policies and tasks are data here and text nodes in the page, never markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fleetbus.core.episode.turn_contexts import TurnContext
+from fleetbus.recording.episodes import build_episode_subjects, read_transcript
+from fleetbus_schemas import Action, Subjects
+from fleetbus_schemas.subjects import InvalidName, check_name
+from fleetbus_schemas.tokens import count_tokens, take_tokens, unpack_ids, unpack_logprobs
+from fleetbus_workers.observe.monitor.access_key import AccessKey
+from fleetbus_workers.observe.monitor.actions import Actions
+from fleetbus_workers.observe.monitor.episode_table import build_csv, choose_rows, find_neighbours
+from fleetbus_workers.observe.monitor.other_runs import list_other_runs, read_other_run
+from fleetbus_workers.observe.monitor.reward_histogram import build_reward_histogram
+from fleetbus_workers.observe.monitor.success_table import build_success_table
+from fleetbus_workers.observe.monitor.timeline import timeline
+from fleetbus_workers.observe.monitor.token_decoder import TokenDecoder
+from fleetbus_workers.observe.run.run_observer import RunObserver
+from fleetbus_workers.observe.run.watchdog import find_notes, find_stalls
+from fleetbus_workers.serving.browser_guard import BrowserGuard, GuardSettings
+
+PAGE = Path(__file__).parent / "page"
+TICK_SECONDS = 0.5
+PAGE_ROWS = 100
+MAX_ROWS = 1000
+READ_SECONDS = 20.0
+REJOIN_SECONDS = 15.0
+MAX_TOKENS_SHOWN = 20_000
+
+NOT_SERVED = "the run has ended and its log is no longer served: start `fleetbus monitor` again to read it from its files"
+
+_LOG_FACTS = ("bytes", "limit_bytes", "last_sequence", "followed", "counted_from", "older_read")
+
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+
+
+class Site:
+    """One watched run as a web application; ``runs`` is the folder of this machine's runs; ``key`` is asked for unless empty
+    (see `AccessKey`). ``actions`` are what the page may do to the run, behind a key alone; ``rejoins``: a log that is
+    no longer served will be soon. Set ``stopping`` to end the streams of events."""
+
+    def __init__(
+        self,
+        watch: RunObserver,
+        subjects: Subjects,
+        words: TokenDecoder,
+        *,
+        guard: GuardSettings,
+        admission: float,
+        success_threshold: float,
+        runs: Path,
+        key: str = "",
+        actions: Actions | None = None,
+        rejoins: bool = False,
+    ) -> None:
+        self._rejoins = rejoins
+        self._has_actions = bool(actions and key)
+        self._runs = runs
+        self._watch = watch
+        self._subjects = subjects
+        self._words = words
+        self._admission = admission
+        self._success_threshold = success_threshold
+        self._overview: tuple[float, bytes] = (-1.0, b"")
+        self.stopping = anyio.Event()
+        middleware = [Middleware(_SecurityHeaders), Middleware(BrowserGuard, settings=guard)]
+        if key:
+            middleware.append(Middleware(AccessKey, key=key))
+        self.app = Starlette(
+            routes=[
+                Route("/", self.page),
+                Route("/api/events", self.events),
+                Route("/api/overview", self.overview),
+                Route("/api/curves", self.curves),
+                Route("/api/episodes", self.episodes),
+                Route("/api/episodes/{episode}", self.episode),
+                Route("/api/groups", self.groups),
+                Route("/api/success", self.success),
+                Route("/api/rewards", self.rewards),
+                Route("/api/runs", self.other_runs),
+                Route("/api/runs/{run}", self.other_run),
+                Mount("/page", StaticFiles(directory=PAGE)),
+                *(actions.build_routes() if actions and key else ()),
+            ],
+            middleware=middleware,
+        )
+
+    async def page(self, _request: Request) -> Response:
+        return Response(await anyio.Path(PAGE / "index.html").read_bytes(), media_type="text/html")
+
+    # Live
+
+    async def events(self, _request: Request) -> Response:
+        return StreamingResponse(self._stream_events(), media_type="text/event-stream")
+
+    async def _stream_events(self) -> AsyncIterator[bytes]:
+        """``overview`` twice a second at most, only when it differs; ``curves`` when there are new points."""
+        points, evaluations, history = -1, -1, -1
+        last = b""
+        while not self.stopping.is_set():
+            state = self._watch.state
+            now = (len(state.training.steps), len(state.training.evaluations), state.history)
+            if now != (points, evaluations, history):
+                start = points if history == now[2] and points >= 0 else 0
+                yield _encode_event("curves", self._encode_curves(start))
+                points, evaluations, history = now
+            overview = self._encode_overview()
+            if overview != last:
+                yield _encode_event("overview", overview)
+                last = overview
+            with anyio.move_on_after(TICK_SECONDS):
+                await self.stopping.wait()
+
+    async def overview(self, _request: Request) -> Response:
+        return _build_json_response(self._encode_overview())
+
+    def _encode_overview(self) -> bytes:
+        """Cached: the same bytes for all requests within a tick."""
+        now = anyio.current_time()
+        if now - self._overview[0] >= TICK_SECONDS / 2:
+            state, health, bus = self._watch.state, self._watch.health, self._watch.bus
+            ending = self._watch.find_termination(now)
+            usage = {name: getattr(health, name) for name in _LOG_FACTS}
+            facts = {
+                "run": self._subjects.run,
+                "ending": ending,
+                "actions": self._has_actions,
+                "paused": state.worker_registry.is_paused,
+                "numbers": state.numbers(bus.now_ns()),
+                "workers": state.worker_registry.rows(now),
+                "log": usage
+                | {
+                    "entries_per_second": health.entries_per_second,
+                    "problem": health.problem,
+                    "is_behind": self._watch.is_behind(now),
+                },
+                "server": self._watch.server,
+                "stalls": self._find_stalls(now, bus.now_ns()),
+                "notes": [] if ending or self._watch.is_behind(now) else find_notes(state, now_ns=bus.now_ns()),
+            }
+            self._overview = (now, msgspec.json.encode(facts))
+        return self._overview[1]
+
+    def _find_stalls(self, now: float, now_ns: int) -> list[dict[str, Any]]:
+        if not self._watch.may_be_stuck(now):
+            return []
+        found = find_stalls(self._watch.state, self._watch.health, now=now, now_ns=now_ns, admission=self._admission)
+        return [msgspec.structs.asdict(stall) | {"line": stall.line} for stall in found]
+
+    async def curves(self, _request: Request) -> Response:
+        return _build_json_response(self._encode_curves(0))
+
+    def _encode_curves(self, start: int) -> bytes:
+        """Points from number ``start`` on; all evaluations, which are few."""
+        training = self._watch.state.training
+        return msgspec.json.encode({"start": start, "points": training.steps[start:], "evaluations": training.evaluations})
+
+    async def rewards(self, _request: Request) -> Response:
+        """Rewards by step, of the episodes that are remembered."""
+        state = self._watch.state
+        return _build_json_response(msgspec.json.encode(build_reward_histogram(state.episodes.rows.values(), state.trained_in)))
+
+    async def other_runs(self, _request: Request) -> Response:
+        """Names of the runs whose curves can be drawn beside."""
+        names = await anyio.to_thread.run_sync(list_other_runs, self._runs, self._subjects.run)
+        return _build_json_response(msgspec.json.encode(names))
+
+    async def other_run(self, request: Request) -> Response:
+        try:
+            run = check_name("run", request.path_params["run"])
+        except InvalidName as error:
+            return PlainTextResponse(str(error), 400)
+        found = await anyio.to_thread.run_sync(read_other_run, self._runs, run)
+        if found is None:
+            return PlainTextResponse(f"run {run} has no summary that can be read", 404)
+        return _build_json_response(msgspec.json.encode(found))
+
+    # Tables
+
+    async def episodes(self, request: Request) -> Response:
+        """Query: see `choose_rows`; ``offset``, ``limit``; with ``format=csv`` all that match, as a file."""
+        query = request.query_params
+        state = self._watch.state
+        chosen = choose_rows(state.episodes.rows.values(), state.describe_state, query)
+        if query.get("format") == "csv":
+            headers = {"content-disposition": f'attachment; filename="{self._subjects.run}-episodes.csv"'}
+            return PlainTextResponse(build_csv(chosen, state.describe_state), headers=headers, media_type="text/csv")
+        offset, limit = _parse_number(query.get("offset"), 0), min(_parse_number(query.get("limit"), PAGE_ROWS), MAX_ROWS)
+        shown = [
+            {
+                **msgspec.structs.asdict(row),
+                "state": state.describe_state(row),
+                "trained_in": state.trained_in.get(row.episode_id, 0),
+            }
+            for row in chosen[offset : offset + limit]
+        ]
+        return _build_json_response(msgspec.json.encode({"total": len(chosen), "offset": offset, "rows": shown}))
+
+    async def groups(self, request: Request) -> Response:
+        """Newest first. Query: ``offset``, ``limit``, ``flat`` (only groups whose rewards are all equal)."""
+        query = request.query_params
+        groups = self._watch.state.groups()[::-1]
+        if query.get("flat"):
+            groups = [group for group in groups if group.spread == 0 and not group.open]
+        return _build_page(groups, query)
+
+    async def success(self, request: Request) -> Response:
+        """Query: see `build_success_table`; ``offset``, ``limit``."""
+        query = request.query_params
+        rows = build_success_table(self._watch.state.episodes.rows.values(), query, threshold=self._success_threshold)
+        return _build_page(rows, query)
+
+    # One episode
+
+    async def episode(self, request: Request) -> Response:
+        try:
+            episode = check_name("episode", request.path_params["episode"])
+        except InvalidName as error:
+            return PlainTextResponse(str(error), 400)
+        if await self._is_closed():
+            return PlainTextResponse(NOT_SERVED, 503)
+        entries = []
+        try:
+            with anyio.fail_after(READ_SECONDS):
+                async for entry in self._watch.bus.scan(build_episode_subjects(self._subjects, episode)):
+                    entries.append(entry)  # noqa: PERF401  # what was read before a time limit is not shown in part
+        except TimeoutError:
+            return PlainTextResponse(f"the log was not read within {READ_SECONDS:g} s", 503)
+        if not entries:
+            return PlainTextResponse(f"the log has no episode {episode}", 404)
+        transcript = read_transcript(entries)
+        contexts = transcript.contexts
+        rows = self._watch.state.episodes.rows
+        row, neighbours = rows.get(episode), find_neighbours(rows, episode)
+        facts = {
+            "episode": episode,
+            "actions": self._has_actions,
+            "row": row and {**msgspec.structs.asdict(row), "state": self._watch.state.describe_state(row)},
+            "trained_in": self._watch.state.trained_in.get(episode, 0),
+            **neighbours,
+            "rewards": {name: rows[name].reward for name in neighbours["siblings"]},
+            "task": transcript.request and transcript.request.task,
+            "sampling": transcript.request and transcript.request.sampling,
+            "claims": transcript.claims,
+            "result": _strip_bytes(transcript.result),
+            "spans": timeline(entries),
+            "turns": [
+                {
+                    "turn": turn.turn,
+                    "attempt": turn.attempt,
+                    "messages": turn.messages,
+                    "tools": turn.tools,
+                    "action": turn.action and self._describe_action(turn.action),
+                    **_describe_context(contexts, number),
+                }
+                for number, turn in enumerate(transcript.turns)
+            ],
+        }
+        return _build_json_response(msgspec.json.encode(facts, enc_hook=repr))  # MessagePack has values that JSON has not
+
+    async def _is_closed(self) -> bool:
+        """Whether nobody serves the log of a run that has ended; waits where its files are about to be served again."""
+        with anyio.move_on_after(REJOIN_SECONDS if self._rejoins else 0):
+            while self._is_log_gone():  # noqa: ASYNC110  # the observer looks again by itself and tells nobody
+                await anyio.sleep(TICK_SECONDS)
+        return self._is_log_gone()
+
+    def _is_log_gone(self) -> bool:
+        return bool(self._watch.health.problem) and self._watch.find_termination(anyio.current_time()) is not None
+
+    def _describe_action(self, action: Action) -> dict[str, Any]:
+        ids = unpack_ids(take_tokens(action.sampled, MAX_TOKENS_SHOWN))
+        prompt = unpack_ids(take_tokens(action.prompt_delta, MAX_TOKENS_SHOWN))
+        return {
+            "text": action.text,
+            "tool_calls": action.tool_calls,
+            "finish_reason": action.finish_reason,
+            "worker": action.worker,
+            "error": action.error,
+            "versions": action.versions,
+            "ids": ids,
+            "logprobs": unpack_logprobs(take_tokens(action.logprobs, MAX_TOKENS_SHOWN)),
+            "words": self._words.decode(ids),
+            "prompt_ids": prompt,
+            "prompt_words": self._words.decode(prompt),
+            "tokens": count_tokens(action.sampled),
+            "prompt_tokens": count_tokens(action.prompt_delta),
+            "seconds_queued": action.seconds_queued,
+            "seconds_generating": action.seconds_generating,
+        }
+
+
+class _SecurityHeaders:
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                extra = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
+
+
+def _describe_context(contexts: Sequence[TurnContext], number: int) -> dict[str, Any]:
+    """The segment of a turn, and how it begins; nothing for episodes of one segment."""
+    if number >= len(contexts) or not any(context.segment for context in contexts):
+        return {}
+    context = contexts[number]
+    return {"segment": context.segment, "held": context.tokens, "begins": context.begins}
+
+
+def _parse_number(text: str | None, otherwise: int) -> int:
+    return int(text) if text and text.isdecimal() and len(text) < 10 else otherwise
+
+
+def _strip_bytes(result: Any) -> dict[str, Any] | None:
+    if result is None:
+        return None
+    facts = msgspec.structs.asdict(result)
+    facts.pop("loss_mask")
+    return facts
+
+
+def _build_json_response(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
+
+
+def _build_page(rows: Sequence[Any], query: Mapping[str, str]) -> Response:
+    offset, limit = _parse_number(query.get("offset"), 0), min(_parse_number(query.get("limit"), PAGE_ROWS), MAX_ROWS)
+    shown = {"total": len(rows), "offset": offset, "rows": rows[offset : offset + limit]}
+    return _build_json_response(msgspec.json.encode(shown))
+
+
+def _encode_event(name: str, content: bytes) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), content)

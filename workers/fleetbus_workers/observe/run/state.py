@@ -1,0 +1,237 @@
+"""What the page shows of a run, as a fold of its log and of heartbeats. Pure: time stands in the entries, or is an argument.
+
+Shares the rows of episodes with ``fleetbus episodes`` and the rates with ``fleetbus up``. Above it are the routes, below it the
+entries that `fleetbus_workers.observe.run.run_observer` reads.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from fleetbus.bus.base import StreamEntry
+from fleetbus.core.algorithms.means import compute_mean, compute_spread
+from fleetbus.recording.episodes import EpisodeIndex, EpisodeRow
+from fleetbus_schemas import GRADED, AttemptStarted, CheckpointStored, EpisodeFinished, LineageStarted, Message, StepTrained
+from fleetbus_workers.observe.run.progress import Progress
+from fleetbus_workers.observe.run.termination import TerminationState
+from fleetbus_workers.observe.run.training_history import TrainingHistory
+
+KEPT_EPISODES = 50_000
+"""Older rows are forgotten; the log still has them."""
+
+RECENT_EPISODES = 500
+"""Outcomes and errors are counted over all episodes, means over this many."""
+
+
+SHOWN_FAILURES = 5
+"""Kinds of failure, the most frequent ones first."""
+
+
+class GroupRow(msgspec.Struct, kw_only=True):
+    """One GRPO group. ``spread`` is the standard deviation of its rewards: 0 teaches nothing."""
+
+    group_id: str
+    task_key: str
+    episodes: int = 0
+    graded: int = 0
+    open: int = 0
+    rewards: list[float | None] = msgspec.field(default_factory=list)
+    ids: list[str] = msgspec.field(default_factory=list)
+    outcomes: dict[str, int] = msgspec.field(default_factory=dict)
+    trained_in: int = 0
+    mean: float | None = None
+    spread: float | None = None
+
+
+class RunState:
+    """The fold. `apply` takes entries in the order of the log."""
+
+    def __init__(self, steps: int) -> None:
+        self.progress = Progress(steps)
+        self.worker_registry = self.progress.worker_registry
+        self.termination_state = TerminationState()
+        self.episodes = EpisodeIndex()
+        self.trained_in: dict[str, int] = {}
+        self.requested = 0
+        self.last_time_ns = 0
+        self.last_progress_ns = 0
+        self.takeovers = 0
+        self.errors: Counter[str] = Counter()
+        self.segments: Counter[str] = Counter()
+        """Segments that finished episodes began beside their first, by reason."""
+        self._turns = 0
+        self._prompts = 0
+        self.lineage_ns = 0
+        """When the newest lineage began."""
+        self.last_step_ns = 0
+        self.since_step: Counter[str] = Counter()
+        """Training episodes by outcome since the last step, or since the lineage began."""
+        self.groups_since_step: set[str] = set()
+        """The groups that they are of, where there is a learner to take them."""
+        self.malformed = 0
+        self.checkpoint = 0
+        self.history = 0
+        """Counts the times that the curves lost points: a view has to draw them again."""
+        self._claimed: set[str] = set()
+
+    # Folding
+
+    def apply(self, entry: StreamEntry, message: Message, now: float, now_ns: int) -> None:
+        """Take in an entry; ``now`` is monotonic seconds, ``now_ns`` the server's time."""
+        self.last_time_ns = max(self.last_time_ns, entry.time_ns)
+        self.progress.apply(message, entry.time_ns)
+        self.worker_registry.record_life_event(message, (now_ns - entry.time_ns) / 1e9, now)
+        self.episodes.apply(entry, message)
+        self.termination_state.apply(message, entry.time_ns)
+        _, _, kind, *names = entry.subject.split(".")
+        match message:
+            case AttemptStarted():
+                self._claimed.add(names[-1])
+                self.takeovers += message.reason == "taken_over"
+            case EpisodeFinished():
+                self._apply_result(message, entry)
+            case StepTrained():
+                self._apply_step(message, entry)
+            case LineageStarted() if kind == "train":
+                self.lineage_ns = entry.time_ns
+                self._reset_step_counters()
+                self.history += 1
+            case CheckpointStored():
+                self.checkpoint = message.step
+        if kind == "task":
+            self.requested += 1
+            self._prune_settled()
+
+    def take_over(self, recent: RunState) -> None:
+        """Take the place of a fold of the newest entries, which alone was shown so far: heartbeats went to that one."""
+        self.worker_registry.take_over(recent.worker_registry)
+        self.history += recent.history + 1
+
+    def _apply_result(self, message: EpisodeFinished, entry: StreamEntry) -> None:
+        self.last_progress_ns = entry.time_ns
+        if message.split == "train":
+            self.since_step[message.outcome] += 1
+            if self.lineage_ns and len(self.groups_since_step) < KEPT_EPISODES:
+                self.groups_since_step.add(message.group_id)
+        if message.error_class:
+            self.errors[message.error_class] += 1
+        self.segments.update(segment.origin.reason for segment in message.segments if segment.origin is not None)
+        self._turns += message.turns
+        self._prompts += max(len(message.segments), min(message.turns, 1))
+
+    def _apply_step(self, message: StepTrained, entry: StreamEntry) -> None:
+        self.last_progress_ns = self.last_step_ns = entry.time_ns
+        self._reset_step_counters()
+        rows = self.episodes.rows
+        self.trained_in.update((episode, message.step) for episode in message.episodes if episode in rows)
+
+    def _reset_step_counters(self) -> None:
+        self.since_step.clear()
+        self.groups_since_step.clear()
+
+    def _prune_settled(self) -> None:
+        rows = self.episodes.rows
+        if len(rows) <= KEPT_EPISODES + 1_000:
+            return
+        for episode in list(rows)[: len(rows) - KEPT_EPISODES]:
+            del rows[episode]
+            self.trained_in.pop(episode, None)
+            self._claimed.discard(episode)
+
+    @property
+    def training(self) -> TrainingHistory:
+        """The steps and evaluations that count."""
+        return self.progress.training
+
+    def compute_last_progress_ns(self, oldest_open_ns: int) -> int:
+        """Since when nothing has progressed: the last progress, the beginning of the lineage, or the request of what has been
+        open the longest, whichever came last; 0 if there is nothing to wait for."""
+        if not oldest_open_ns and not self.lineage_ns:
+            return 0
+        return max(self.last_progress_ns, self.lineage_ns, oldest_open_ns)
+
+    def describe_state(self, row: EpisodeRow) -> str:
+        """Its outcome, or how far it is."""
+        return row.outcome or ("running" if row.episode_id in self._claimed else "waiting")
+
+    def numbers(self, now_ns: int) -> dict[str, Any]:
+        """The counters of the overview."""
+        rows = list(self.episodes.rows.values())[-RECENT_EPISODES:]
+        graded = [row for row in rows if row.outcome in GRADED and row.reward is not None]
+        waiting, running, oldest_ns = self._count_open()
+        episodes, tokens = self.progress.rates()
+        quiet = (now_ns - self.last_time_ns) / 1e9 if self.last_time_ns else 0.0
+        if quiet > 15:
+            episodes = tokens = 0.0
+        calls = sum(row.tool_calls for row in rows)
+        return {
+            "step": self.progress.step,
+            "steps": max(self.progress.steps, self.progress.step),
+            "version": self.progress.version,
+            "finished": self.training.is_finished,
+            "checkpoint": self.checkpoint,
+            "requested": self.requested,
+            "finished_episodes": self.progress.episodes,
+            "waiting": waiting,
+            "running": running,
+            "oldest_open_seconds": (now_ns - oldest_ns) / 1e9 if oldest_ns else 0.0,
+            "stuck_seconds": max(now_ns - since, 0) / 1e9 if (since := self.compute_last_progress_ns(oldest_ns)) else 0.0,
+            "episodes_per_second": episodes,
+            "tokens_per_second": tokens,
+            "reward": compute_mean(row.reward for row in graded if row.reward is not None),
+            "turns": statistics.fmean(row.turns for row in graded) if graded else None,
+            "truncated": sum(row.outcome == "truncated" for row in graded) / len(graded) if graded else None,
+            "tool_error_rate": sum(row.tool_errors for row in rows) / calls if calls else None,
+            "turns_extending": 1 - self._prompts / self._turns if self.segments and self._turns > 0 else None,
+            "segments": dict(self.segments),
+            "outcomes": dict(self.progress.outcomes),
+            "excluded": dict(self.training.excluded),
+            "errors": dict(self.errors.most_common(12)),
+            "failures": [
+                {"line": kind.line, "episode_id": kind.episode_id, "traceback": kind.traceback}
+                for kind in sorted(self.episodes.failures.kinds, key=lambda kind: -kind.count)[:SHOWN_FAILURES]
+            ],
+            "takeovers": self.takeovers,
+            "malformed": self.malformed,
+            "quiet_seconds": quiet,
+            "since_progress_seconds": (now_ns - self.last_progress_ns) / 1e9 if self.last_progress_ns else None,
+        }
+
+    def _count_open(self) -> tuple[int, int, int]:
+        waiting = running = oldest = 0
+        for row in self.episodes.rows.values():
+            if row.outcome:
+                continue
+            if row.episode_id in self._claimed:
+                running += 1
+            else:
+                waiting += 1
+            if row.requested_ns and (not oldest or row.requested_ns < oldest):
+                oldest = row.requested_ns
+        return waiting, running, oldest
+
+    def groups(self, rows: Iterable[EpisodeRow] | None = None) -> list[GroupRow]:
+        """Training groups in the order of their requests."""
+        groups: dict[str, GroupRow] = {}
+        for row in self.episodes.rows.values() if rows is None else rows:
+            if row.split != "train" or not row.group_id:
+                continue
+            group = groups.setdefault(row.group_id, GroupRow(group_id=row.group_id, task_key=row.task_key))
+            group.episodes += 1
+            group.ids.append(row.episode_id)
+            state = self.describe_state(row)
+            group.outcomes[state] = group.outcomes.get(state, 0) + 1
+            is_graded = row.outcome in GRADED
+            group.rewards.append(row.reward if is_graded else None)
+            group.graded += is_graded
+            group.open += not row.outcome
+            group.trained_in = max(group.trained_in, self.trained_in.get(row.episode_id, 0))
+        for group in groups.values():
+            rewards = [reward for reward in group.rewards if reward is not None]
+            group.mean, group.spread = compute_mean(rewards), compute_spread(rewards)
+        return list(groups.values())

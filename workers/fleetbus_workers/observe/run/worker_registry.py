@@ -1,0 +1,149 @@
+"""Registry of workers: a fold of heartbeats and of the log's life entries. Pure: time is an argument.
+
+A worker that falls silent stays in the table for a while, because users look for dead workers.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from fleetbus.delivery.heartbeats import SILENT_AFTER_SECONDS
+from fleetbus_schemas import (
+    EngineLoad,
+    Heartbeat,
+    Message,
+    WorkerDraining,
+    WorkerFailed,
+    WorkerRole,
+    WorkerStarted,
+    WorkerStopped,
+)
+
+RETENTION_SECONDS = 600.0
+"""Silent, stopped and failed workers are shown for this long."""
+
+State = Literal["working", "draining", "starting", "silent", "stopped", "failed"]
+
+
+class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker as the table shows it. ``seconds`` since its last sign of life; ``note`` is what it failed of, or what keeps
+    it from its work."""
+
+    worker: str
+    role: WorkerRole
+    state: State
+    slots: int
+    in_flight: int
+    policy_version: int
+    lane: str
+    seconds: float
+    note: str
+    engine: EngineLoad | None = None
+
+
+class _WorkerRecord(msgspec.Struct, kw_only=True):
+    role: WorkerRole
+    at: float
+    beat: Heartbeat | None = None
+    ended: Literal["stopped", "failed"] | None = None
+    draining: bool = False
+    note: str = ""
+
+
+def merge_heartbeat(last: Heartbeat | None, beat: Heartbeat) -> Heartbeat:
+    """``beat`` with what the ``last`` one of the worker said, if it comes from the thread that watches a blocked loop: that
+    knows of the problem alone."""
+    if last is None or not beat.problem or beat.counters or beat.lane:
+        return beat
+    return msgspec.structs.replace(last, problem=beat.problem)
+
+
+class WorkerRegistry:
+    """Times are monotonic seconds of the caller. Life entries of long ago count only where a heartbeat follows them."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, _WorkerRecord] = {}
+
+    def record_heartbeat(self, beat: Heartbeat, now: float) -> None:
+        seen = self._records.get(beat.worker)
+        if seen is None or seen.ended:
+            seen = self._records[beat.worker] = _WorkerRecord(role=beat.role, at=now)
+        seen.beat = merge_heartbeat(seen.beat, beat)
+        seen.at, seen.draining = now, seen.beat.draining
+
+    def record_life_event(self, message: Message, age_seconds: float, now: float) -> None:
+        """Take in a life entry that was stored ``age_seconds`` ago."""
+        if (
+            not isinstance(message, (WorkerStarted, WorkerDraining, WorkerStopped, WorkerFailed))
+            or age_seconds > RETENTION_SECONDS
+        ):
+            return
+        at = now - max(age_seconds, 0.0)
+        seen = self._records.get(message.worker)
+        if seen is None or isinstance(message, WorkerStarted):
+            seen = self._records[message.worker] = _WorkerRecord(role=message.role, at=at)
+        seen.at = max(seen.at, at)
+        match message:
+            case WorkerDraining():
+                seen.draining = True
+            case WorkerStopped():
+                seen.ended = "stopped"
+            case WorkerFailed():
+                seen.ended, seen.note = "failed", f"{message.error_class}: {message.error}"
+
+    def take_over(self, other: WorkerRegistry) -> None:
+        """Take in what another registry of the same workers knows: of each worker the newer of both records."""
+        for name, seen in other._records.items():
+            known = self._records.get(name)
+            if known is None or seen.at > known.at:
+                self._records[name] = seen
+            elif known.beat is None:
+                known.beat = seen.beat
+
+    def list_heartbeats(self) -> list[Heartbeat]:
+        """The newest heartbeat of every worker that has not ended, by name."""
+        return [seen.beat for _, seen in sorted(self._records.items()) if seen.beat is not None and not seen.ended]
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the learner was asked to request no new groups."""
+        return any(beat.paused for beat in self.list_heartbeats())
+
+    def list_live(self, now: float) -> list[Heartbeat]:
+        """The newest heartbeat of every worker that is neither silent nor at its end, by role and name."""
+        heard = [seen for seen in self._records.values() if not seen.ended and now - seen.at <= SILENT_AFTER_SECONDS]
+        return sorted((seen.beat for seen in heard if seen.beat is not None), key=lambda beat: (beat.role, beat.worker))
+
+    def rows(self, now: float) -> list[WorkerRow]:
+        """The workers of now and of late, by role and name; the others are forgotten."""
+        self._records = {name: seen for name, seen in self._records.items() if now - seen.at <= RETENTION_SECONDS}
+        rows = [_build_row(name, seen, now) for name, seen in self._records.items()]
+        return sorted(rows, key=lambda row: (row.role, row.worker))
+
+
+def _build_row(name: str, seen: _WorkerRecord, now: float) -> WorkerRow:
+    beat = seen.beat
+    return WorkerRow(
+        worker=name,
+        role=seen.role,
+        state=_compute_state(seen, now - seen.at),
+        slots=beat.slots if beat else 0,
+        in_flight=beat.in_flight if beat and not seen.ended else 0,
+        policy_version=beat.policy_version if beat else -1,
+        lane=beat.lane if beat else "",
+        seconds=round(now - seen.at, 1),
+        note=seen.note or (beat.problem if beat and not seen.ended else ""),
+        engine=beat.engine if beat and not seen.ended else None,
+    )
+
+
+def _compute_state(seen: _WorkerRecord, silence: float) -> State:
+    if seen.ended:
+        return seen.ended
+    if silence > SILENT_AFTER_SECONDS:
+        return "silent"
+    if seen.beat is None:
+        return "starting"
+    return "draining" if seen.draining else "working"

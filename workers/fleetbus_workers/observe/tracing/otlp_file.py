@@ -1,0 +1,95 @@
+"""Spans as lines of OTLP's own JSON, which the OpenTelemetry Collector reads (`otlpjsonfile`). Needs no package.
+
+One line is one `ExportTraceServiceRequest`; ids are hexadecimal and 64-bit integers are texts, as the protocol's JSON wants it
+(opentelemetry.io/docs/specs/otel/protocol/file-exporter).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fleetbus.errors import UserError
+from fleetbus_workers.observe.tracing.span import SCOPE, Span, SpansRefused, Value, build_resource_attributes
+
+INTERNAL = 1
+ERROR = 2
+MAX_INTEGER = (1 << 63) - 1
+_NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
+"""As the JSON of Protocol Buffers spells them; a reader refuses the whole line for a null."""
+
+
+class FileSink:
+    """Appends; a line is whole or absent."""
+
+    def __init__(self, path: Path, *, run: str) -> None:
+        self._run = run
+        try:
+            self._file = path.open("ab")
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror}") from error
+
+    def write(self, spans: Sequence[Span]) -> None:
+        try:
+            self._file.write(msgspec.json.encode(request(spans, self._run)) + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise SpansRefused(f"{self._file.name} cannot be written: {error.strerror}") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def request(spans: Sequence[Span], run: str) -> dict[str, Any]:
+    """The spans by worker, as an `ExportTraceServiceRequest` in JSON."""
+    by_worker: dict[tuple[str, str], list[Span]] = {}
+    for span in spans:
+        by_worker.setdefault((span.role, span.worker), []).append(span)
+    return {
+        "resourceSpans": [
+            {
+                "resource": {"attributes": _encode_attributes(build_resource_attributes(run, role, worker))},
+                "scopeSpans": [{"scope": {"name": SCOPE}, "spans": [_encode_span(span) for span in each]}],
+            }
+            for (role, worker), each in by_worker.items()
+        ]
+    }
+
+
+def _encode_span(span: Span) -> dict[str, object]:
+    encoded: dict[str, object] = {
+        "traceId": f"{span.trace_id:032x}",
+        "spanId": f"{span.span_id:016x}",
+        "name": span.name,
+        "kind": INTERNAL,
+        "startTimeUnixNano": str(span.start_ns),
+        "endTimeUnixNano": str(span.end_ns),
+        "attributes": _encode_attributes(span.attributes),
+    }
+    if span.parent_id:
+        encoded["parentSpanId"] = f"{span.parent_id:016x}"
+    if span.error:
+        encoded["status"] = {"code": ERROR, "message": span.error}
+    if span.links:
+        encoded["links"] = [{"traceId": f"{trace:032x}", "spanId": f"{of:016x}"} for trace, of in span.links]
+    return encoded
+
+
+def _encode_attributes(attributes: Mapping[str, Value]) -> list[dict[str, object]]:
+    return [{"key": name, "value": _encode_value(value)} for name, value in attributes.items()]
+
+
+def _encode_value(value: Value) -> dict[str, object]:
+    match value:
+        case bool():
+            return {"boolValue": value}
+        case int():
+            return {"intValue": str(min(value, MAX_INTEGER))}
+        case float():
+            return {"doubleValue": value if math.isfinite(value) else _NOT_FINITE.get(value, "NaN")}
+        case str():
+            return {"stringValue": value}
+        case tuple():
+            return {"arrayValue": {"values": [_encode_value(each) for each in value]}}
