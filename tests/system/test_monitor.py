@@ -58,7 +58,7 @@ from tests.support.monitor_page import open_empty_run, open_page
 pytestmark = pytest.mark.integration
 
 SUBJECTS = Subjects(RUN)
-PAGE_FILES = [*(Path(__file__).parents[2] / "workers/fleetbus_workers/monitor/page").iterdir()]
+PAGE_FILES = [*(Path(__file__).parents[2] / "workers/fleetbus_workers/observe/monitor/page").iterdir()]
 
 
 async def test_the_page_and_its_files_come_from_here_alone() -> None:

@@ -41,7 +41,7 @@ print(json.dumps([refuse("tinker", "tinker"), refuse("torch", "torch"), refuse("
 """
 
 LOAD = """
-from fleetbus_workers.cli import environment, inference, learner
+from fleetbus_workers.cli.roles import environment, inference, learner
 for role in (environment, inference, learner):
     role._load_work()
 import fleetbus_workers.inference.tinker, fleetbus_workers.learner.tinker, fleetbus_workers.tinker_service
