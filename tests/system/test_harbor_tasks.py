@@ -23,8 +23,9 @@ from fleetbus_workers.environment.adapters.harbor.box import Recipe
 from fleetbus_workers.environment.adapters.harbor.docker_box import DockerBoxes
 from fleetbus_workers.environment.adapters.harbor.environment import HarborEnvironment
 from fleetbus_workers.environment.adapters.harbor.factory import HarborEnvironments
-from fleetbus_workers.environment.adapters.harbor.sandbox_box import PREFIX, SandboxBox, SandboxBoxes, sweep_folders
+from fleetbus_workers.environment.adapters.harbor.sandbox_box import PREFIX, SandboxBox, SandboxBoxes
 from fleetbus_workers.environment.base import EnvironmentFailed, Step
+from fleetbus_workers.environment.isolation.foreign_files import sweep_folders
 from fleetbus_workers.environment.isolation.sandbox import IsolationUnavailable, find_isolation
 from fleetbus_workers.environment.isolation.sandbox.backends import require_isolation
 from fleetbus_workers.environment.ownership import build_process_owner
@@ -346,7 +347,7 @@ def test_folders_of_workers_that_died_are_swept() -> None:
     (gone / "box/inner/most").mkdir(parents=True)
     for folder in ("box/inner/most", "box/inner", "box"):
         (gone / folder).chmod(0o000)
-    assert gone.name in sweep_folders() and not gone.exists()
+    assert gone.name in sweep_folders(PREFIX) and not gone.exists()
 
 
 @pytest.mark.skipif(not os.environ.get("HARBOR_PYTHON"), reason="HARBOR_PYTHON names a Python >= 3.12 that has harbor")

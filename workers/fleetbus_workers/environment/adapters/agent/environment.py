@@ -20,8 +20,8 @@ from fleetbus_workers.environment.adapters.agent.conversations import Conversati
 from fleetbus_workers.environment.adapters.agent.host import AgentHost
 from fleetbus_workers.environment.adapters.agent.process import AgentProcess
 from fleetbus_workers.environment.adapters.agent.sessions import AgentSession
-from fleetbus_workers.environment.adapters.harbor.box_files import find_outside, read_regular_file
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.isolation.foreign_files import find_outside, read_regular_file
 from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
 
 FILE_BYTES = 1 << 20

@@ -26,13 +26,19 @@ from fleetbus_workers.environment.adapters.agent.process import (
     start_in_sandbox,
 )
 from fleetbus_workers.environment.adapters.agent.visible import list_hidden, list_visible
-from fleetbus_workers.environment.adapters.harbor.box_files import give_tree, measure_tree, remove_tree
 from fleetbus_workers.environment.adapters.providers.process import select_variables
+from fleetbus_workers.environment.isolation.foreign_files import (
+    TreeTooDeep,
+    give_tree,
+    measure_tree,
+    remove_tree,
+    sweep_folders,
+)
 from fleetbus_workers.environment.isolation.sandbox import Isolation, IsolationUnavailable
 from fleetbus_workers.environment.isolation.sandbox.backends import require_isolation
 from fleetbus_workers.environment.isolation.sandbox.memory import MemoryWatch
 from fleetbus_workers.environment.isolation.sandbox.session import allocate_user
-from fleetbus_workers.environment.ownership import NEVER, Labels, build_process_owner, is_abandoned, sweep_abandoned_processes
+from fleetbus_workers.environment.ownership import NEVER, Labels, build_process_owner, sweep_abandoned_processes
 
 IsolationPolicy = Literal["auto", "required", "off"]
 PREFIX = "fleetbus-agent-"
@@ -116,7 +122,11 @@ class AgentHost:
         limit = self.limits.folder_bytes
         while True:
             await anyio.sleep(FOLDER_SECONDS)
-            used = await anyio.to_thread.run_sync(measure_tree, folder)
+            try:
+                used = await anyio.to_thread.run_sync(measure_tree, folder)
+            except TreeTooDeep as error:
+                agent.end(f"in its working folder: {error}")
+                continue
             if used > limit:
                 agent.end(f"in its working folder: {used >> 20} MiB, more than {limit >> 20}")
 
@@ -158,10 +168,4 @@ def find_agent_isolation(policy: IsolationPolicy) -> Isolation | None:
 def sweep() -> None:
     """End what agents of workers that have exited left running, and remove their working folders."""
     sweep_abandoned_processes()
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*_*_*-*"):
-        owner = folder.name.removeprefix(PREFIX).rpartition("-")[0]
-        if folder.is_dir() and not folder.is_symlink() and is_abandoned(owner, ""):
-            try:
-                remove_tree(folder)
-            except OSError as error:
-                log.warning("folder of an earlier worker cannot be removed; leaving it", folder=folder.name, reason=str(error))
+    sweep_folders(PREFIX)

@@ -22,10 +22,10 @@ import anyio
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.config.settings import Configuration
 from fleetbus_workers.environment.adapters.harbor.box import FOLDERS, MAX_ARTIFACT_BYTES, CommandResult, Recipe
-from fleetbus_workers.environment.adapters.harbor.box_files import copy_tree
 from fleetbus_workers.environment.adapters.providers.base import generate_server_name
 from fleetbus_workers.environment.adapters.providers.docker import DockerEngine
 from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.isolation.foreign_files import copy_tree
 from fleetbus_workers.environment.ownership import Labels, build_process_owner
 
 IMAGE = "fleetbus-harbor"

@@ -6,6 +6,7 @@ an image, another user or a network is refused by name.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -20,7 +21,10 @@ import msgspec
 
 from fleetbus.errors import UserError
 from fleetbus_workers.environment.adapters.harbor.box import FOLDERS, CommandResult, Recipe
-from fleetbus_workers.environment.adapters.harbor.box_files import (
+from fleetbus_workers.environment.adapters.harbor.dockerfile import Build, read_dockerfile
+from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.isolation.foreign_files import (
+    TreeTooDeep,
     copy_tree,
     empty_folder,
     find_outside,
@@ -28,19 +32,21 @@ from fleetbus_workers.environment.adapters.harbor.box_files import (
     measure_tree,
     read_regular_file,
     remove_tree,
+    sweep_folders,
 )
-from fleetbus_workers.environment.adapters.harbor.dockerfile import Build, read_dockerfile
-from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.isolation.sandbox import Isolation, SandboxLimits, SandboxSession
 from fleetbus_workers.environment.isolation.sandbox.memory import MemoryWatch
 from fleetbus_workers.environment.isolation.sandbox.session import SandboxFailed, allocate_user
-from fleetbus_workers.environment.ownership import build_process_owner, is_abandoned
+from fleetbus_workers.environment.ownership import build_process_owner
 
 PREFIX = "fleetbus-harbor-"
 STAGE = "/stage"
 """Where what is put into a folder of the policy's stands before it is copied by a process of the box itself."""
 
 STORAGE_MB = 1024
+STORAGE_SECONDS = 0.25
+"""How often the files of a box are measured while a command runs."""
+
 _SHELL = """
 import subprocess as _s, sys as _y
 _r = _s.run({command!r}, cwd={workdir!r}, env={variables!r}, stdin=_s.DEVNULL, start_new_session=True).returncode
@@ -63,7 +69,7 @@ class SandboxBoxes:
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
-        await anyio.to_thread.run_sync(sweep_folders)
+        await anyio.to_thread.run_sync(sweep_folders, PREFIX)
         self._root = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{build_process_owner()}-"))
         os.chmod(self._root, 0o711)
         try:
@@ -186,16 +192,34 @@ class SandboxBox:
         program = ["/bin/bash", "-c", command]
         merged = {**self._variables, **variables}
         code = _SHELL.format(command=program, workdir=workdir or self._workdir, variables=merged)
-        try:
-            result = await session.run(code, seconds=seconds)
-        except SandboxFailed as error:
-            raise EnvironmentFailed(str(error)) from error
-        used = await anyio.to_thread.run_sync(measure_tree, self.folder)
-        if used > self._storage_bytes:
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._watch_storage, session)
+            try:
+                result = await session.run(code, seconds=seconds)
+            except SandboxFailed as error:
+                raise EnvironmentFailed(str(error)) from error
+            finally:
+                group.cancel_scope.cancel()
+        if reason := await anyio.to_thread.run_sync(self._find_excess):
             await self.end_processes()
-            return CommandResult(output=f"the disk is full: {used >> 20} MiB", exit_code=137, ended="exit")
+            return CommandResult(output=f"the disk is full: {reason}", exit_code=137, ended="exit")
         output = result.stdout + (f"\n[stderr]\n{result.stderr.rstrip()}" if result.stderr.strip() else "")
         return CommandResult(output=output, exit_code=result.exit_code, ended=result.ended or result.code_ended)
+
+    async def _watch_storage(self, session: SandboxSession) -> None:
+        """No limit of a process bounds how many files it writes."""
+        while True:
+            await anyio.sleep(STORAGE_SECONDS)
+            if await anyio.to_thread.run_sync(self._find_excess):
+                session.end("exit")
+
+    def _find_excess(self) -> str:
+        """What the files of the box take beyond their limit; empty if they keep it."""
+        try:
+            used = measure_tree(self.folder)
+        except TreeTooDeep as error:
+            return str(error)
+        return f"{used >> 20} MiB" if used > self._storage_bytes else ""
 
     async def put(self, source: Path, target: str) -> None:
         stage = self.mounts[STAGE]
@@ -231,7 +255,8 @@ class SandboxBox:
         for path in paths:
             outside, place = find_outside(self.mounts, path), target / path.lstrip("/")
             if outside is not None and outside.is_dir():
-                copy_tree(outside, place)
+                with contextlib.suppress(TreeTooDeep):  # what lies deeper than paths reach is nobody's answer
+                    copy_tree(outside, place)
             elif outside is not None and (content := read_regular_file(outside, self._storage_bytes)) is not None:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_bytes(content)
@@ -283,14 +308,3 @@ async def _expect(box: SandboxBox, command: str, workdir: str, seconds: float = 
     done = await box.run(command, user=None, variables={}, seconds=seconds, workdir=workdir)
     if done.exit_code:
         raise EnvironmentFailed(f"RUN {command[:80]}: exit code {done.exit_code}: {done.output.strip()[-300:]}")
-
-
-def sweep_folders() -> list[str]:
-    """Remove folders of workers that have exited."""
-    removed = []
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*_*_*-*"):
-        owner = folder.name.removeprefix(PREFIX).rpartition("-")[0]
-        if folder.is_dir() and not folder.is_symlink() and is_abandoned(owner, ""):
-            remove_tree(folder)
-            removed.append(folder.name)
-    return removed

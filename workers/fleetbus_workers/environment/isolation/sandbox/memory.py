@@ -3,7 +3,7 @@
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import Literal, Protocol
 
 import anyio
 import anyio.to_thread
@@ -36,7 +36,7 @@ class WatchedProcess(Protocol):
     def scratch(self) -> Sequence[int]:
         """Its folders in memory, opened."""
 
-    def end(self, reason: str) -> None: ...
+    def end(self, reason: Literal["memory"]) -> None: ...
 
 
 class MemoryWatch:

@@ -120,10 +120,10 @@ class SandboxSession:
     def scratch(self) -> Sequence[int]:
         return self._interpreter.scratch if self._interpreter else ()
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: Ended) -> None:
         """Kill the interpreter; the code that runs learns the reason."""
-        if self._interpreter is not None and reason == "memory":
-            self._ended = "memory"
+        if self._interpreter is not None:
+            self._ended = reason
             self._interpreter.kill()
 
     async def open(self) -> None:
