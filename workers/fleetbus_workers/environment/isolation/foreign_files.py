@@ -88,7 +88,8 @@ def walk_tree(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
         parent, depth = waiting.pop()
         if depth > MAX_DEPTH:
             raise TreeTooDeep(f"more than {MAX_DEPTH} folders lie in each other")
-        folders, files = [], []
+        folders: list[str] = []
+        files: list[str] = []
         try:
             with os.scandir(parent) as entries:
                 for entry in entries:
