@@ -56,6 +56,16 @@ _AUTHORIZATION = re.compile(
     r"|(\b(?:bearer|basic)\s+)([A-Za-z0-9._~+/=-]{8,})"
 )
 
+_VARIABLE = re.compile(r"(?<![\w?&])([A-Z_][A-Z0-9_]*=)(\"[^\"]*\"|'[^']*'|[^\s\"']+)")
+_FLAG = re.compile(
+    r"(?i)(--?[\w-]*(?:key|token|secret|passw\w*|credential\w*|auth\w*)(?:=|\s+))(\"[^\"]*\"|'[^']*'|[^\s\"'-][^\s\"']*)"
+)
+
+
+def redact_command(text: str) -> str:
+    """A command line without the values that it sets variables to, and without those of flags that name a secret."""
+    return _FLAG.sub(rf"\1{REDACTED}", _VARIABLE.sub(rf"\1{REDACTED}", text))
+
 
 def redact_formats(text: str) -> str:
     """The text without credentials of known formats, and without what follows Authorization, Bearer or Basic."""

@@ -16,7 +16,7 @@ import structlog
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import LogSettings
 from fleetbus.logs.control_characters import escape_control_characters, escape_in_values
-from fleetbus.logs.secret_formats import REDACTED, redact_formats
+from fleetbus.logs.secret_formats import REDACTED, redact_command, redact_formats
 
 SECRET_WORDS = (
     "api_key",
@@ -115,7 +115,13 @@ def _clean(key: str, value: object) -> object:
         return REDACTED if _is_secret(key) else value
     if not isinstance(value, str):
         return value
-    return REDACTED if _is_secret(key) and value else _clean_text(value)
+    if _is_secret(key) and value:
+        return REDACTED
+    return _clean_text(redact_command(value) if key in COMMANDS else value)
+
+
+COMMANDS = frozenset({"command", "environment", "spec"})
+"""Keys whose text may be a command line, in which variables are set."""
 
 
 def _is_secret(key: str) -> bool:

@@ -107,8 +107,11 @@ def fit_gpus(configuration: Configuration, given: Mapping[str, str]) -> Configur
 @contextmanager
 def hold_run(configuration: Configuration, folder: RunFolder) -> Iterator[None]:
     """The run's folder, locked for the block. Raises `UserError` if it is held already."""
+    is_new = not folder.path.exists()
     for path in (folder.path, folder.logs):
         create_folder(path)
+    if is_new:  # it holds the settings, which may name secrets, and what was sampled
+        folder.path.chmod(0o700)
     with lock_run(folder.lock, configuration.run.name):
         evict_viewers(folder)
         yield
