@@ -20,8 +20,10 @@ from fleetbus_workers.up.command import hold_run
 
 GUESSING = Path(__file__).parents[1] / "replay/recordings/guessing.fbrec"
 SECRETS = ("tok-12345", "hunter22", "pw-in-url", "q-67890", "flag-4711")
-ENVIRONMENT = "stdio:env SERVICE_PAT=tok-12345 DB_PASSWORD='hunter22' DB_URL=postgres://u:pw-in-url@host/db "
+ENVIRONMENT = (
+    "stdio:env SERVICE_PAT=tok-12345 DB_PASSWORD='hunter22' DB_URL=postgres://u:pw-in-url@host/db "
     "server --api-key flag-4711 --port 1"
+)
 ADDRESS = "remote-gym:https://gym.example/v1?access_token=q-67890&size=3"
 
 
