@@ -4,12 +4,14 @@ Above it are the environments of agents that are started here and of those that 
 and the paths of its conversations.
 """
 
+import time
+
 import msgspec
 import structlog
 
 from fleetbus.core.text.reasoning import remove_reasoning
 from fleetbus.core.text.tool_formats import TOOL_FORMATS, build_call_id, parse_response
-from fleetbus_schemas import Action, ChatMessage, ContextChange, Observation, ToolSpec
+from fleetbus_schemas import Action, ChatMessage, ContextChange, Observation, ToolCall, ToolSpec
 from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.environment.adapters.agent.dialects.base import Answer, InvalidCall, StopReason
 from fleetbus_workers.environment.adapters.agent.paths import Attachment, Paths
@@ -81,8 +83,9 @@ class Conversations:
     def answer(self, action: Action) -> Answer:
         """The policy's turn, told to whoever waits for it."""
         assert self._attached is not None
-        answer = self._build_answer(action)
-        self.messages.append(ChatMessage(role="assistant", content=answer.text, tool_calls=answer.tool_calls))
+        calls = self._number_calls(action)
+        answer = self._build_answer(action, calls)
+        self.messages.append(ChatMessage(role="assistant", content=answer.text, tool_calls=calls))
         asked = self._paths.add_answer(self._attached.segment, self.messages[-1])
         self._tool_calls += len(answer.tool_calls)
         if self._pending is not None:
@@ -104,21 +107,27 @@ class Conversations:
     def describe_state(self) -> dict[str, object]:
         return {"calls": self._answers, "tool_calls": self._tool_calls, **self.describe()}
 
-    def _build_answer(self, action: Action) -> Answer:
-        """The action as a model's answer. Ids that the policy's format lacks are made, unique in the session. An agent that
-        offers no tools reads calls, if it does, from the text."""
+    def _number_calls(self, action: Action) -> tuple[ToolCall, ...]:
+        """The calls of an action, with ids also where the policy's format has none. An agent that offers no tools reads calls,
+        if it does, from the text."""
+        return tuple(
+            call if call.id else msgspec.structs.replace(call, id=build_call_id(self._tool_calls + number))
+            for number, call in enumerate(action.tool_calls if self.segment_tools else ())
+        )
+
+    def _build_answer(self, action: Action, calls: tuple[ToolCall, ...]) -> Answer:
+        """The action as a model's answer."""
         if not self.segment_tools:
             action = msgspec.structs.replace(action, tool_calls=(), tool_call_errors=())
-        calls = tuple(
-            call if call.id else msgspec.structs.replace(call, id=build_call_id(self._tool_calls + number))
-            for number, call in enumerate(action.tool_calls)
-        )
         reason: StopReason = "tool_calls" if calls else "length" if action.finish_reason == "length" else "stop"
         self._answers += 1
+        ids = self._session.call_ids
         return Answer(
             number=self._answers,
+            id=ids.make(self._answers),
+            created=int(time.time()),
             text=read_content(action),
-            tool_calls=calls,
+            tool_calls=ids.show(calls, self._answers),
             stop_reason=reason,
             prompt_tokens=count_tokens(action.prompt_delta),
             sampled_tokens=count_tokens(action.sampled),

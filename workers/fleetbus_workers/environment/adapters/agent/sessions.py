@@ -15,8 +15,10 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
 import anyio
+import msgspec
 
 from fleetbus.concurrency.wakeup import Wakeup
+from fleetbus_workers.environment.adapters.agent.call_ids import CallIds
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer, InvalidCall
 from fleetbus_workers.environment.adapters.agent.paths import digest_question
 
@@ -114,6 +116,7 @@ class AgentSession:
 
     def __init__(self, *, takes_reward: bool = True, key: str = "") -> None:
         self.key = key or f"fbs-{secrets.token_hex(24)}"
+        self.call_ids = CallIds(self.key)
         self.takes_reward = takes_reward
         self.takes_late_reward = False
         """Whether the agent may still grade itself when its calls are answered with a request to stop."""
@@ -143,6 +146,7 @@ class AgentSession:
         `SessionMoved`."""
         if self.moved:
             raise SessionMoved(MOVED)
+        call = msgspec.structs.replace(call, messages=self.call_ids.restore(call.messages))
         known = self._remembered.get(digest)
         if known is not None and (repetition or known.takes_first_request()):
             self.repeated += 1

@@ -31,10 +31,13 @@ class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The policy's turn: ``text`` without reasoning and calls. ``number`` counts the answers of a session, from 0."""
+    """The policy's turn: ``text`` without reasoning and calls. ``number`` counts the answers of a session, from 0; ``id`` is of
+    this answer alone among those of all sessions, and ``created`` Unix seconds."""
 
     number: int
     text: str
+    id: str = ""
+    created: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
     stop_reason: StopReason = "stop"
     prompt_tokens: int = 0

@@ -113,7 +113,7 @@ def render_error(status: int, message: str, code: str = "") -> dict[str, object]
 
 
 def _envelope(answer: Answer, model: str, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{answer.number}", "object": kind, "created": 0, "model": model}
+    return {"id": f"chatcmpl-{answer.id or answer.number}", "object": kind, "created": answer.created, "model": model}
 
 
 def _render_call(call: ToolCall) -> dict[str, object]:

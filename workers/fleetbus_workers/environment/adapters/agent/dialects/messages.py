@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fleetbus_schemas import ChatMessage, ToolCall, ToolSpec
+from fleetbus_workers.environment.adapters.agent.call_ids import ANTHROPIC_PREFIX, PREFIX
 from fleetbus_workers.environment.adapters.agent.dialects.base import (
     CHANGES_SAMPLING,
     AgentCall,
@@ -117,7 +118,7 @@ def render_error(status: int, message: str, code: str = "") -> dict[str, object]
 
 def _envelope(answer: Answer, model: str) -> dict[str, Any]:
     return {
-        "id": f"msg_{answer.number}",
+        "id": f"msg_{answer.id or answer.number}",
         "type": "message",
         "role": "assistant",
         "model": model,
@@ -129,5 +130,7 @@ def _envelope(answer: Answer, model: str) -> dict[str, Any]:
 
 def _render_blocks(answer: Answer) -> list[dict[str, object]]:
     blocks: list[dict[str, object]] = [{"type": "text", "text": answer.text}] if answer.text else []
-    blocks += [{"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in answer.tool_calls]
+    for call in answer.tool_calls:
+        call_id = call.id.replace(PREFIX, ANTHROPIC_PREFIX, 1) if call.id.startswith(PREFIX) else call.id
+        blocks.append({"type": "tool_use", "id": call_id, "name": call.name, "input": call.arguments})
     return blocks

@@ -134,12 +134,18 @@ def _render_items(answer: Answer) -> list[dict[str, Any]]:
     if answer.text or not answer.tool_calls:
         part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
         items.append(
-            {"id": f"msg_{answer.number}", "type": "message", "role": "assistant", "status": "completed", "content": [part]}
+            {
+                "id": f"msg_{answer.id or answer.number}",
+                "type": "message",
+                "role": "assistant",
+                "status": "completed",
+                "content": [part],
+            }
         )
     for index, call in enumerate(answer.tool_calls):
         items.append(
             {
-                "id": f"fc_{answer.number}_{index}",
+                "id": f"fc_{answer.id or answer.number}_{index}",
                 "type": "function_call",
                 "status": "completed",
                 "call_id": call.id,
@@ -152,9 +158,9 @@ def _render_items(answer: Answer) -> list[dict[str, Any]]:
 
 def _envelope(answer: Answer, model: str, status: str) -> dict[str, Any]:
     return {
-        "id": f"resp_{answer.number}",
+        "id": f"resp_{answer.id or answer.number}",
         "object": "response",
-        "created_at": 0,
+        "created_at": answer.created,
         "status": status,
         "model": model,
         "output": [],
