@@ -13,7 +13,7 @@ is one, do not count them.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Container, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -278,7 +278,7 @@ def _build_episode(task: Task, result: EpisodeFinished, turns: Sequence[Turn], *
         outcome=outcome,
         reward=result.reward if outcome in GRADED else None,
         turn_rewards=result.turn_rewards,
-        sequences=tuple(_collect_sequences(turns)),
+        sequences=tuple(_collect_sequences(turns, {each.turn for each in result.untrained})),
         texts=tuple(turn.action.text for turn in turns),
         policy_versions=result.policy_versions,
         error=error,
@@ -288,10 +288,11 @@ def _build_episode(task: Task, result: EpisodeFinished, turns: Sequence[Turn], *
     )
 
 
-def _collect_sequences(turns: Sequence[Turn]) -> Iterator[SampledSequence]:
+def _collect_sequences(turns: Sequence[Turn], untrained: Container[int]) -> Iterator[SampledSequence]:
     """The leaves of these turns; each sampled token is trained in the first that holds it. Raises `SegmentError`."""
-    ids, mask = collect_token_ids(turns), loss_mask(turns)
-    sampled = iter([value for turn in turns for value in unpack_logprobs(turn.action.logprobs)])
+    ids, mask = collect_token_ids(turns), loss_mask(turns, untrained)
+    trained_turns = [turn for number, turn in enumerate(turns) if number not in untrained]
+    sampled = iter([value for turn in trained_turns for value in unpack_logprobs(turn.action.logprobs)])
     logprobs = [next(sampled) if own else 0.0 for own in mask]
     leaves = find_leaves(fold_segments(turns))
     for leaf, parts in zip(leaves, split_first(leaves), strict=True):

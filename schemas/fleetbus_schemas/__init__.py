@@ -13,6 +13,8 @@ from fleetbus_schemas.episode import (
     SamplingSettings,
     Split,
     Task,
+    UntrainedReason,
+    UntrainedTurn,
 )
 from fleetbus_schemas.lifecycle import (
     ControlAnswered,
@@ -125,6 +127,8 @@ __all__ = [
     "ToolOutput",
     "ToolSpec",
     "TrainingFinished",
+    "UntrainedReason",
+    "UntrainedTurn",
     "VersionSpan",
     "WorkerDraining",
     "WorkerFailed",

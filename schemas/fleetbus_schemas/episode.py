@@ -129,6 +129,17 @@ class ActionReference(msgspec.Struct, frozen=True, kw_only=True, array_like=True
     turn: int
 
 
+UntrainedReason = Literal["not_delivered"]
+"""Why a turn is not trained: the agent that asked for it never had its answer."""
+
+
+class UntrainedTurn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A turn of the trained history whose sampled tokens are not trained."""
+
+    turn: int
+    reason: UntrainedReason
+
+
 class EpisodeFinished(Message, frozen=True, kw_only=True):
     """Environment worker (or the requester, for a timeout) → learner, on ``episode.<episode>``, expecting its own claim.
 
@@ -144,7 +155,7 @@ class EpisodeFinished(Message, frozen=True, kw_only=True):
 
     ``reward_components`` are what ``reward`` was made of, by name, before weights: ``verifier``, ``judge`` and what the
     environment's verdict names; empty from workers that did not record them. ``transcript`` is what a judge of whole groups is
-    shown; empty without one.
+    shown; empty without one. ``untrained`` are turns that ``loss_mask`` leaves out, in their order.
     """
 
     episode_id: str
@@ -179,3 +190,4 @@ class EpisodeFinished(Message, frozen=True, kw_only=True):
     segments: tuple[EpisodeSegment, ...] = ()
     reward_components: dict[str, float] = msgspec.field(default_factory=dict)
     transcript: str = ""
+    untrained: tuple[UntrainedTurn, ...] = ()

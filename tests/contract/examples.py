@@ -47,6 +47,7 @@ from fleetbus_schemas import (
     ToolOutput,
     ToolSpec,
     TrainingFinished,
+    UntrainedTurn,
     VersionSpan,
     WorkerDraining,
     WorkerFailed,
@@ -244,6 +245,7 @@ _EXAMPLES: tuple[Message, ...] = (
         ),
         reward_components={"judge": 0.25, "verifier": 0.5},
         transcript="[user]\nCount the crates.",
+        untrained=(UntrainedTurn(turn=1, reason="not_delivered"),),
     ),
     PolicyPublished(
         policy="main",

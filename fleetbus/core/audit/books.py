@@ -167,6 +167,7 @@ class Audit(msgspec.Struct):
             lineages=tuple(lineage for training in self._training.values() for lineage in training.lineages),
             findings=findings.list_found(),
             refused=self._counts["refused"],
+            untrained=self._counts["untrained"],
         )
 
     def _raise_floor(self, sequence: int, raised: FloorRaised) -> None:
@@ -242,6 +243,7 @@ class Audit(msgspec.Struct):
             case AttemptReleased():
                 episode.on_release(sequence, message, findings)
             case EpisodeFinished():
+                self._counts["untrained"] += len(message.untrained)
                 episode.on_result(sequence, message, findings)
             case Observation():
                 self._counts["observations"] += 1

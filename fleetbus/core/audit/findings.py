@@ -149,6 +149,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     proven: int | None = None
     refused: int = 0
     """Entries below the floor of the log, which change nothing."""
+    untrained: int = 0
+    """Turns that results leave out of training, with a reason each."""
 
     @property
     def balanced(self) -> bool:

@@ -4,7 +4,7 @@ history(n) is history(n-1) cut at the turn where attempt n resumed, followed by 
 which Actions are trained; every part that needs an episode's tokens - inference, environment, learner, audit - uses it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import msgspec
 
@@ -66,10 +66,10 @@ def shift_images(images: Iterable[ShownImage], by: int) -> list[ShownImage]:
     return [ShownImage(object=image.object, start=image.start + by, stop=image.stop + by) for image in images]
 
 
-def loss_mask(turns: Iterable[Turn]) -> list[bool]:
-    """True for every sampled token of a history, False for every prompt token."""
+def loss_mask(turns: Iterable[Turn], untrained: Container[int] = ()) -> list[bool]:
+    """True for every sampled token of a history, False for every prompt token and those of turns that are not trained."""
     mask: list[bool] = []
-    for turn in turns:
+    for number, turn in enumerate(turns):
         mask += [False] * count_tokens(turn.action.prompt_delta)
-        mask += [True] * count_tokens(turn.action.sampled)
+        mask += [number not in untrained] * count_tokens(turn.action.sampled)
     return mask

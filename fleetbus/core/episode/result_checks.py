@@ -23,7 +23,9 @@ def find_actions_problem(result: EpisodeFinished, actions: Sequence[Action], *, 
     for turn, action in enumerate(actions):
         if problem := _find_action_problem(action, result.episode_id, turn, vocabulary or MAX_INT32 + 1):
             return f"turn {turn}: {problem}"
+    untrained = {each.turn for each in result.untrained}
     counts = [(count_tokens(action.prompt_delta), count_tokens(action.sampled)) for action in actions]
+    counts = [(sum(each), 0) if turn in untrained else each for turn, each in enumerate(counts)]
     tokens = sum(map(sum, counts))
     if result.tokens != tokens or result.loss_mask != build_sampled_mask(counts).to_bytes((tokens + 7) // 8, "little"):
         return f"the result counts {result.tokens} tokens, and its mask is not that of the {tokens} of its Actions"

@@ -11,7 +11,17 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from fleetbus_schemas import Action, ChatMessage, ContextChange, EpisodeRequested, Observation, Task, ToolOutput, ToolSpec
+from fleetbus_schemas import (
+    Action,
+    ChatMessage,
+    ContextChange,
+    EpisodeRequested,
+    Observation,
+    Task,
+    ToolOutput,
+    ToolSpec,
+    UntrainedTurn,
+)
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +145,14 @@ class LivesElsewhere(Protocol):
 
     def assign(self, request: EpisodeRequested, attempt: int, recorded: Sequence[RecordedTurn]) -> None:
         """The episode that it is for, and the turns that were played before this attempt. Called once, before `open`."""
+
+
+@runtime_checkable
+class ReportsUntrained(Protocol):
+    """An environment in which not every turn counts as the policy's doing."""
+
+    def list_untrained(self) -> tuple[UntrainedTurn, ...]:
+        """The turns that are not trained, in their order. Called when the episode has ended."""
 
 
 @runtime_checkable

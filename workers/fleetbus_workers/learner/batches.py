@@ -184,11 +184,13 @@ def build_sequence(
     if result.tokens != len(ids):
         raise ValueError(f"the result counts {result.tokens} tokens, its Actions have {len(ids)}")
     mask = np.unpackbits(np.frombuffer(result.loss_mask, np.uint8), count=result.tokens, bitorder="little").astype(bool)
+    untrained = {each.turn for each in result.untrained}
+    trained = [action for turn, action in enumerate(actions) if turn not in untrained]
     logprobs = np.zeros(len(ids), np.float32)
-    logprobs[mask] = np.frombuffer(b"".join(action.logprobs for action in actions), "<f4")
+    logprobs[mask] = np.frombuffer(b"".join(action.logprobs for action in trained), "<f4")
     versions = np.full(len(ids), -1, np.int32)
-    versions[mask] = np.concatenate([_expand_versions(action) for action in actions])
-    advantages = spread_advantages(mask, by_turn, [len(action.sampled) // 4 for action in actions])
+    versions[mask] = np.concatenate([np.zeros(0, np.int32), *map(_expand_versions, trained)])
+    advantages = spread_advantages(mask, by_turn, count_trained(result, actions))
     if is_masked(plan.truncation_mask, result.outcome, actions[-1].finish_reason if actions else "stop"):
         mask, advantages = np.zeros_like(mask), np.zeros_like(advantages)
     return TrainingSequence(
@@ -201,6 +203,12 @@ def build_sequence(
         versions=np.where(mask, versions, np.int32(-1)),
         temperature=temperature or 1.0,
     )
+
+
+def count_trained(result: EpisodeFinished, actions: Sequence[Action]) -> tuple[int, ...]:
+    """How many tokens of each turn are trained: those that it sampled, or none."""
+    untrained = {each.turn for each in result.untrained}
+    return tuple(0 if turn in untrained else len(action.sampled) // 4 for turn, action in enumerate(actions))
 
 
 def spread_advantages(mask: NDArray[np.bool_], by_turn: Sequence[float], sampled: Sequence[int]) -> NDArray[np.float32]:

@@ -20,7 +20,13 @@ from fleetbus.core.episode.segments import fold_segments, hash_segments
 from fleetbus.core.training.groups import Group
 from fleetbus.log.stored_entries import decode_stored
 from fleetbus_schemas import Action, EpisodeFinished, LineageStarted, MalformedMessage, Message, StepTrained
-from fleetbus_workers.learner.batches import CreditPlan, build_sequence, compute_episode_advantages, spread_advantages
+from fleetbus_workers.learner.batches import (
+    CreditPlan,
+    build_sequence,
+    compute_episode_advantages,
+    count_trained,
+    spread_advantages,
+)
 from fleetbus_workers.learner.leaves import Leaf, list_leaves, split_sequence
 from fleetbus_workers.learner.training_digest import add_advantages, digest_sampled, join_leaves
 
@@ -125,7 +131,7 @@ class DigestAudit:
             result=msgspec.structs.replace(result, info={}, last_observation="", loss_mask=b""),
             digests=digests,
             loss_mask=np.packbits(sequence.loss_mask, bitorder="little").tobytes(),
-            counts=tuple(len(action.sampled) // 4 for action in named),
+            counts=count_trained(result, named),
             leaves=leaves if len(digests) > 1 or leaves[0].segment.number else (),
         )
 

@@ -118,6 +118,8 @@ def _print(report: Report, run: str) -> None:
         print(f"  {books.void} trained by an abandoned lineage, and counted elsewhere")
     if books.abandoned:
         print(f"  {books.abandoned} settled for good before their lineage was abandoned")
+    if report.untrained:
+        print(f"  {report.untrained} turns that are not trained: their agents never had the answers")
     if report.refused:
         print(f"  {report.refused} late entries of what was settled for good, refused")
     if report.malformed:

@@ -32,7 +32,7 @@ from fleetbus_schemas import (
     ToolSpec,
 )
 from fleetbus_schemas.tokens import count_tokens, pack_mask
-from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
+from fleetbus_workers.environment.base import Environment, ReportsUntrained, Start, Step, Verdict
 from fleetbus_workers.environment.episode.conclusion import TIMED_OUT, Conclusion
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.normalization import INFO_BYTES, clip_messages, clip_text, clip_values, format_text
@@ -346,7 +346,10 @@ class EpisodeRunner:
 
     def _build_result(self, conclusion: Conclusion) -> EpisodeFinished:
         request = self._request
-        mask = loss_mask(self._turns)
+        reporting = self._environment
+        untrained = reporting.list_untrained() if isinstance(reporting, ReportsUntrained) else ()
+        untrained = tuple(each for each in untrained if each.turn < len(self._turns))
+        mask = loss_mask(self._turns, {each.turn for each in untrained})
         info = clip_values(self._last.info, INFO_BYTES)
         limit = self._settings.max_abs_reward
         versions = {span.version for turn in self._turns for span in turn.action.versions}
@@ -383,6 +386,7 @@ class EpisodeRunner:
             segments=self._context.segments,
             reward_components=conclusion.components,
             transcript=conclusion.transcript,
+            untrained=untrained,
         )
 
 

@@ -11,9 +11,9 @@ import structlog
 
 from fleetbus.core.text.reasoning import remove_reasoning
 from fleetbus.core.text.tool_formats import TOOL_FORMATS, build_call_id, parse_response
-from fleetbus_schemas import Action, ChatMessage, ContextChange, Observation, ToolCall, ToolSpec
+from fleetbus_schemas import Action, ChatMessage, ContextChange, Observation, ToolCall, ToolSpec, UntrainedTurn
 from fleetbus_schemas.tokens import count_tokens
-from fleetbus_workers.environment.adapters.agent.dialects.base import Answer, InvalidCall, StopReason
+from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer, InvalidCall, StopReason
 from fleetbus_workers.environment.adapters.agent.paths import Attachment, Paths
 from fleetbus_workers.environment.adapters.agent.sessions import AgentEnded, AgentSession, PendingCall
 
@@ -29,6 +29,9 @@ class Conversations:
         self._pending: PendingCall | None = None
         self._attached: Attachment | None = None
         self._tools: dict[int, tuple[ToolSpec, ...]] = {}
+        self._given: list[PendingCall] = []
+        self._last_given: dict[int, PendingCall] = {}
+        """By segment the answer that it ends with."""
         self._segment = 0
         self._answers = 0
         self._tool_calls = 0
@@ -77,6 +80,8 @@ class Conversations:
 
     def _enter(self, attached: Attachment) -> None:
         self._attached = attached
+        if (given := self._last_given.get(attached.segment)) is not None:
+            given.delivered = True  # what follows an answer proves that it came
         self._tools.setdefault(attached.segment, attached.tools)
         self.messages += attached.messages
 
@@ -88,11 +93,17 @@ class Conversations:
         self.messages.append(ChatMessage(role="assistant", content=answer.text, tool_calls=calls))
         asked = self._paths.add_answer(self._attached.segment, self.messages[-1])
         self._tool_calls += len(answer.tool_calls)
-        if self._pending is not None:
-            self._pending.set_answer(answer)
-        else:
-            self._session.remember(asked, answer)
+        pending = self._pending or self._session.remember(asked)
+        is_given = pending.set_answer(answer)
+        self._given.append(pending if is_given else PendingCall(AgentCall(messages=())))
+        self._last_given[self._attached.segment] = pending
         return answer
+
+    def list_undelivered(self) -> tuple[UntrainedTurn, ...]:
+        """The turns whose answers no request of the agent got, as far as one can tell."""
+        return tuple(
+            UntrainedTurn(turn=turn, reason="not_delivered") for turn, given in enumerate(self._given) if not given.delivered
+        )
 
     def follow(self, attached: Attachment) -> ContextChange | None:
         """How the policy's context goes on from the segment of the turn before."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import anyio
 
-from fleetbus_schemas import Action, EpisodeRequested, Task
+from fleetbus_schemas import Action, EpisodeRequested, Task, UntrainedTurn
 from fleetbus_workers.environment.adapters.agent.conversations import Conversations
 from fleetbus_workers.environment.adapters.agent.paths import Attachment
 from fleetbus_workers.environment.adapters.agent.sessions import AgentSession
@@ -85,6 +85,9 @@ class ElsewhereEnvironment:
             self._known = True
             self._registry.admit_calls(self._session, self._request, is_new=self._is_new)
         return await self._conversations.receive_call()
+
+    def list_untrained(self) -> tuple[UntrainedTurn, ...]:
+        return self._conversations.list_undelivered() if self._conversations is not None else ()
 
     async def state(self) -> dict[str, Any]:
         await anyio.lowlevel.checkpoint()

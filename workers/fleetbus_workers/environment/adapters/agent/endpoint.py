@@ -278,6 +278,7 @@ async def wait_for_answer(dialect: Dialect, call: AgentCall, pending: PendingCal
         group.start_soon(cancel_when_disconnected, request, group.cancel_scope)
         answer = await pending.wait()
         group.cancel_scope.cancel()
+        pending.delivered = True
         return JSONResponse(dialect.render(answer, call.model or MODEL))
     return Response(status_code=499)
 
@@ -302,5 +303,8 @@ async def stream_answer(dialect: Dialect, call: AgentCall, pending: PendingCall)
             yield write_event(dialect.render_error(503, str(moved)), "error")
             return
         yield dialect.KEEPALIVE
-    for event in dialect.stream(answer, call.model or MODEL, usage=call.stream_usage):
+    *events, last = dialect.stream(answer, call.model or MODEL, usage=call.stream_usage)
+    for event in events:
         yield event
+    pending.delivered = True  # a client may close as soon as it has the last event
+    yield last

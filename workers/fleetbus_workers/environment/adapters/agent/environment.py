@@ -15,7 +15,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from fleetbus_schemas import Action, Task
+from fleetbus_schemas import Action, Task, UntrainedTurn
 from fleetbus_workers.environment.adapters.agent.conversations import Conversations
 from fleetbus_workers.environment.adapters.agent.host import AgentHost
 from fleetbus_workers.environment.adapters.agent.process import AgentProcess
@@ -93,6 +93,9 @@ class AgentEnvironment:
         status = self._process.status
         if status and not self._session.is_graded:
             raise EnvironmentFailed(f"the agent ended with status {status}{self._process.read_last_line()}")
+
+    def list_untrained(self) -> tuple[UntrainedTurn, ...]:
+        return self._conversations.list_undelivered() if self._conversations is not None else ()
 
     async def state(self) -> dict[str, Any]:
         task = self._task.key if self._task else ""

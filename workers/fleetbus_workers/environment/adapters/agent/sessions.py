@@ -1,8 +1,8 @@
 """Calls of one agent, waiting for its episode: an HTTP request on one side, an environment's step on the other.
 
-An SDK that repeats a call says so (`x-stainless-retry-count`, `Idempotency-Key`): the same body then joins the call that runs
-or gets the answer that was given. The same body without that mark is another sample. Nothing waits for ever: the end of a
-session answers every call, those that come later included.
+A call whose answer has not been delivered is joined by the same body, for agents repeat calls when a connection ends; after
+that only by one that says that it is a repetition (`x-stainless-retry-count`, `Idempotency-Key`): without that mark it is
+another sample. Nothing waits for ever: the end of a session answers every call, those that come later included.
 """
 
 from __future__ import annotations
@@ -73,6 +73,10 @@ class PendingCall:
         self.digest = digest
         self.answer: Answer | InvalidCall | SessionMoved | None = None
         self.waiters = 0
+        self.connected = 0
+        """Requests that want the answer and whose clients are there."""
+        self.delivered = False
+        """Whether a client has had the answer, as far as one can tell."""
         self.first_request_until = -math.inf
         """Until when the request that this one repeats may still come, overtaken on its way."""
         self._answered = anyio.Event()
@@ -85,6 +89,11 @@ class PendingCall:
             raise type(self.answer)(str(self.answer))
         return self.answer
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether its client went away without the answer: the same question again is the same call."""
+        return not self.delivered and not self.connected
+
     def takes_first_request(self) -> bool:
         """Whether an unmarked request is the one that was repeated before it came; once."""
         is_due, self.first_request_until = anyio.current_time() < self.first_request_until, -math.inf
@@ -94,20 +103,24 @@ class PendingCall:
     async def hold_request(self) -> AsyncIterator[None]:
         """One more request wants the answer; a little longer than it lasts, for its client may come again."""
         self.waiters += 1
+        self.connected += 1
         try:
             yield
         finally:
+            self.connected -= 1
             if not self._answered.is_set():
                 with anyio.move_on_after(DISCONNECTED_SECONDS, shield=True):
                     await self._answered.wait()
             self.waiters -= 1
 
-    def set_answer(self, answer: Answer | InvalidCall | SessionMoved) -> None:
-        """The first answer counts. What was asked is not kept: it may be large, and many are remembered."""
-        if self.answer is None:
-            self.answer = answer
-            self.call = AgentCall(messages=())
-            self._answered.set()
+    def set_answer(self, answer: Answer | InvalidCall | SessionMoved) -> bool:
+        """The first answer counts: whether this is it. What was asked is not kept: it may be large, and many are remembered."""
+        if self.answer is not None:
+            return False
+        self.answer = answer
+        self.call = AgentCall(messages=())
+        self._answered.set()
+        return True
 
 
 class AgentSession:
@@ -134,12 +147,12 @@ class AgentSession:
         self._waiting: deque[PendingCall] = deque()
         self._changed = Wakeup()
         self._remembered: OrderedDict[str, PendingCall] = OrderedDict()
-        self._restored: dict[str, Answer] = {}
+        self._restored: dict[str, PendingCall] = {}
         self._taken: PendingCall | None = None
 
-    def remember(self, asked: str, answer: Answer) -> None:
-        """An answer that was given by another process, for repetitions of what was asked (`digest_question`)."""
-        self._restored[asked] = answer
+    def remember(self, asked: str) -> PendingCall:
+        """A call that another process has taken, for repetitions of what was asked (`digest_question`)."""
+        return self._restored.setdefault(asked, PendingCall(AgentCall(messages=())))
 
     def enter(self, call: AgentCall, digest: str, *, repetition: bool) -> PendingCall:
         """The call in its queue, or the one that it repeats; played while it is `PendingCall.wanted`. Raises `TooManyCalls`,
@@ -148,16 +161,14 @@ class AgentSession:
             raise SessionMoved(MOVED)
         call = msgspec.structs.replace(call, messages=self.call_ids.restore(call.messages))
         known = self._remembered.get(digest)
-        if known is not None and (repetition or known.takes_first_request()):
+        if known is None and self._restored:
+            known = self._restored.get(digest_question(call.messages, call.tools))
+        if known is not None and (repetition or known.is_lost or known.takes_first_request()):
             self.repeated += 1
             return known
         pending = PendingCall(call, digest)
         if repetition:
             pending.first_request_until = anyio.current_time() + OVERTAKEN_SECONDS
-            if self._restored and (answered := self._restored.get(digest_question(call.messages, call.tools))) is not None:
-                self.repeated += 1
-                pending.set_answer(answered)
-                return pending
         if self.over:
             pending.set_answer(build_last_answer())
             return pending
