@@ -20,7 +20,7 @@ GRADED: frozenset[str] = frozenset({"completed", "truncated"})
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an environment is to be opened with; one entry of a tasks file (Fleet JSON names in parentheses).
+    """The task that an environment is opened with; one entry of a tasks file (Fleet JSON names in parentheses).
 
     ``key`` (``key``/``task_key``), ``env`` (``env_key``/``env_id``/``env``), ``version`` (``env_version``/``version``),
     ``verifier`` is Python source (``verifier_code``/``verifier_func``), ``config`` is whatever else the environment reads,
@@ -40,7 +40,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the policy is sampled. ``temperature`` 0 is greedy; ``max_tokens`` bounds one turn; ``stop`` are token strings
+    """Settings of the sampler. ``temperature`` 0 is greedy; ``max_tokens`` bounds one turn; ``stop`` are token strings
     that end a turn besides the model's end-of-turn token; ``seed`` makes the episode's sampling repeatable.
 
     ``top_p``, ``top_k`` (0: all tokens) and ``min_p`` (a share of the likeliest token's probability) leave tokens out;
@@ -122,7 +122,7 @@ class AttemptReleased(Message, frozen=True, kw_only=True):
 
 
 class ActionReference(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Where in the log an Action of the trained history stands, and on which environment lane's subject."""
+    """The position in the log of an Action of the trained history, and on which environment lane's subject."""
 
     sequence: int
     lane: str

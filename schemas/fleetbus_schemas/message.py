@@ -46,7 +46,7 @@ M = TypeVar("M", bound=Message)
 
 
 def _format_one_line(error: Exception) -> str:
-    """What ``error`` says, as far as it fits a log line: it may quote a whole payload."""
+    """The text of ``error``, as far as it fits a log line: it may quote a whole payload."""
     printable = "".join(character if character.isprintable() else " " for character in str(error)[:MAX_REASON_CHARACTERS])
     return printable or type(error).__name__
 

@@ -18,7 +18,7 @@ NEW_ROOT = -1
 
 
 class SegmentOrigin(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Where a segment leaves its ``parent``: it begins with the first ``kept`` tokens of the parent's sequence as it stands at
+    """A cut of ``parent``: the segment begins with the first ``kept`` tokens of the parent's sequence as it stands at
     that turn. Its first prompt delta then repeats the parent's last ``repeated`` tokens, by their ids, before the new messages.
 
     A new root has the parent `NEW_ROOT` and keeps nothing.
