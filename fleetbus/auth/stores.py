@@ -1,4 +1,4 @@
-"""Whose log a nats-server's store holds: a server keeps the streams of each account in a folder of that account's name.
+"""The account whose log a nats-server's store holds: the streams of each account lie in a folder of that account's name.
 
 A log that was begun with keys is in the account of its run, under consumer names that the admin's key made; one that was
 begun without is in the account of everybody. Neither server would find the other's log.
