@@ -250,7 +250,7 @@ def _read_usage(info: dict[str, Any]) -> tuple[int, int]:
 
 
 def inbox_prefix(role: str) -> str:
-    """Where answers to a worker of this role arrive. It needs to subscribe and to publish below it: its own round trips, by
+    """Prefix of the answers to a worker of this role. It needs to subscribe and to publish below it: its own round trips, by
     which a dead connection is noticed, are messages to itself."""
     return f"_INBOX_{role}"
 

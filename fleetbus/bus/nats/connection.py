@@ -55,7 +55,7 @@ _VIOLATION = re.compile(r"permissions violation for (publish|subscription) to \"
 
 
 class Connection:
-    """What the parts of the bus share. ``on_reconnect`` are called in order after every reconnect."""
+    """The connection that the parts of the bus share. ``on_reconnect`` are called in order after every reconnect."""
 
     def __init__(self, tasks: TaskGroup, inbox_prefix: str, name: str, api_prefix: str) -> None:
         self.tasks = tasks

@@ -169,7 +169,7 @@ def check_log(plan: StreamPlan, config: dict[str, Any], *, reading: bool = False
 
 
 def _is_larger(wanted: int, found: int) -> bool:
-    """Whether a limit in bytes (-1: none) is above another."""
+    """True if a limit in bytes (-1: none) is above another."""
     return found != -1 and (wanted == -1 or wanted > found)
 
 

@@ -60,7 +60,7 @@ class MessageParser(Parser):  # type: ignore[misc]  # nats-py is untyped
             start = line_end + 2
 
     def _dispatch_messages(self, data: bytes, start: int) -> int:
-        """Where what is no whole message begins; if it is a part of one, ``_wanted`` says how long that is."""
+        """Offset at which what is no whole message begins; if it is a part of one, ``_wanted`` says how long that is."""
         end = len(data)
         self._wanted = 0
         while start < end:

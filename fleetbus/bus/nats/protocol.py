@@ -84,7 +84,7 @@ def header_fields(headers: bytes | None) -> dict[str, str]:
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """What a consumer's ack subject says about the message it came with."""
+    """The facts in a consumer's ack subject about the message it came with."""
 
     delivered: int
     stream_sequence: int

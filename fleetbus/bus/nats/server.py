@@ -180,7 +180,7 @@ class NatsServerProcess:
         )
 
     def _write_config(self) -> Path:
-        """What has no flag, and the configuration that was given; the server takes the path of that from where this lies."""
+        """Write what has no flag and include the given configuration; the server resolves that path from this file."""
         file = self.store / "nats-server.conf"
         interval = f"{max(int(self.sync_seconds * 1000), 1)}ms" if self.sync_seconds else "always"
         lines = [f"jetstream {{ sync_interval: {interval} }}"]
