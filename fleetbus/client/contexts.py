@@ -37,7 +37,7 @@ class PolicyContexts:
 
     @property
     def messages(self) -> list[ChatMessage]:
-        """What the policy reads next."""
+        """The messages that the policy reads next."""
         return self.current.messages
 
     @property

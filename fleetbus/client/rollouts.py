@@ -54,7 +54,7 @@ class SampledSequence(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def prompt_tokens(self) -> int:
-        """How many ids come before the first that is trained."""
+        """Number of ids before the first that is trained."""
         return self.loss_mask.index(True) if True in self.loss_mask else len(self.loss_mask)
 
 
@@ -107,7 +107,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def prompt_tokens(self) -> int:
-        """How many ids of the only sequence come before the policy's first."""
+        """Number of ids of the only sequence before the policy's first."""
         return self.only_sequence.prompt_tokens
 
 
