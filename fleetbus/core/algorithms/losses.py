@@ -22,7 +22,7 @@ REDUCTIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant_mean")
 
 
 class LossPlan(AlgorithmSettings, frozen=True, kw_only=True):
-    """Which parts, and their numbers. ``old_policy`` "auto": pi_old where a rollout_correction is on, else mu.
+    """The parts of a loss, and their numbers. ``old_policy`` "auto": pi_old where a rollout_correction is on, else mu.
     ``kl_coefficient`` 0 leaves the KL out; ``kl_place`` "reward" takes it out of the advantages instead of adding it to the
     loss."""
 

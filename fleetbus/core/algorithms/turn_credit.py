@@ -15,7 +15,7 @@ PAID_WITHIN = 1e-9
 
 
 def unpaid_reward(total: float, turn_rewards: Sequence[float]) -> float:
-    """What is left of an episode's ``total`` (its verdict) after what its turns were rewarded; it comes with the last turn.
+    """The rest of an episode's ``total`` (its verdict) after what its turns were rewarded; it comes with the last turn.
 
     Exactly 0 where the verdict is the sum of the turns' rewards; negative where the turns were rewarded more than it.
     """

@@ -208,7 +208,7 @@ class Audit(msgspec.Struct):
         return settled
 
     def _is_refused(self, message: EpisodeMessage) -> bool:
-        """Whether the floor refuses an entry of an episode that is not open, and may have been."""
+        """True if the floor refuses an entry of an episode that is not open, and may have been."""
         match message:
             case EpisodeRequested():
                 if message.episode_id not in self._episodes and refuses_request(self._floor, message):

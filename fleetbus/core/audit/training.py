@@ -165,7 +165,7 @@ class TrainingAudit(msgspec.Struct):
             self._check_finished(episodes, settled, findings)
 
     def _check_finished(self, episodes: Sequence[EpisodeAudit], settled: Settled, findings: Findings) -> None:
-        """What was complete before the last step is settled at the end; what was still played then may stay open."""
+        """Check that what was complete before the last step is settled; what was still played then may stay open."""
         groups: dict[str, list[EpisodeAudit]] = {}
         for episode in episodes:
             if not episode.stray:

@@ -35,7 +35,7 @@ class FailureKind(msgspec.Struct, kw_only=True):
 
 
 def is_unplayed(message: EpisodeFinished) -> bool:
-    """Whether an episode was graded though its first prompt left no room for a turn: no work of the policy is in its grade."""
+    """True if an episode was graded though its first prompt left no room for a turn: no work of the policy is in its grade."""
     return message.outcome == "truncated" and message.error_class == "tokens" and message.turns == 0
 
 

@@ -204,7 +204,7 @@ P = TypeVar("P", bound=Placed)
 
 
 def place_in_segment(segment: Segment, placed: Iterable[P]) -> list[P]:
-    """What stands among the tokens of all turns, moved to where it stands in this segment's sequence, as far as it holds it."""
+    """Move places among the tokens of all turns to those of this segment's sequence, as far as it holds them."""
     found: list[P] = []
     everything = list(placed)
     length = 0
@@ -231,7 +231,7 @@ def hash_segment(segment: Segment, segments: Sequence[Segment], turns: Sequence[
 
 
 def hash_kept(origin: SegmentOrigin | None, segments: Sequence[Segment], turns: Sequence[Turn]) -> bytes:
-    """What the chain of a segment with this origin begins with."""
+    """The hash that the chain of a segment with this origin begins with."""
     if origin is None or not origin.kept:
         return start_history(b"")
     parent = segments[origin.parent]

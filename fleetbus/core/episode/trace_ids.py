@@ -43,7 +43,7 @@ def format_traceparent(trace: int, path: str = ROOT) -> str:
 
 
 def is_sampled(trace: int, ratio: float) -> bool:
-    """Whether a trace is among a share of all, by its id: who asks with the same ratio gets the same answer."""
+    """True if a trace is in a share of all, by its id: the same ratio always gives the same answer."""
     return (trace & ((1 << 64) - 1)) < round(ratio * (1 << 64))
 
 

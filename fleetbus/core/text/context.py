@@ -20,7 +20,7 @@ SNIPPET_CHARACTERS = 200
 
 
 def format_status_line(*, tokens: int, max_tokens: int, turn: int, max_turns: int) -> str:
-    """How much of its budget the policy has used, as the last line of an observation."""
+    """The share of its budget that the policy has used, as the last line of an observation."""
     share = round(100 * tokens / max_tokens) if max_tokens else 100
     return f"[Context: {tokens:,}/{max_tokens:,} tokens ({share}%), Turn {turn}/{max_turns}]"
 
