@@ -1,4 +1,4 @@
-"""What an operator does to a run: cancel episodes, drain workers, pause admission. Above it are the command line and the page.
+"""Operations on a run: cancel episodes, drain workers, pause admission. Above it are the command line and the page.
 
 A running episode is cancelled at its worker, any other is closed in the log. The log says who holds an episode, so exactly that
 worker is asked. Whatever else happens meanwhile, compare-and-set leaves an episode with one result.
@@ -38,7 +38,7 @@ State = Literal["cancelled", "over", "closing", "open", "unknown"]
 
 
 class CancelResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one episode: ``cancelled`` now by ``worker``; ``over`` before, with ``outcome``; ``closing``: its worker
+    """The effect on one episode: ``cancelled`` now by ``worker``; ``over`` before, with ``outcome``; ``closing``: its worker
     has stopped it and has not stored the result yet; ``open``: its claims kept changing; ``unknown``: never requested."""
 
     episode_id: str

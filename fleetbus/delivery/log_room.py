@@ -1,4 +1,4 @@
-"""Whether the log has room for more work: what is stored now, and what the work that was admitted will still store.
+"""Decides if the log has room for more work: what is stored now, and what the admitted work will still store.
 
 What others asked for counts, too, whoever it was: a learner, evaluations and rollouts fill one log together.
 
@@ -41,7 +41,7 @@ class LogRoom:
         return self._measured_bytes / self._measured_episodes if self._measured_episodes else UNMEASURED_BYTES
 
     def assume(self, bytes_per_episode: float, episodes: int) -> None:
-        """What is known before anything was measured, from a log with that many episodes."""
+        """Take the mean of a log with that many episodes until something was measured."""
         if episodes and not self._measured_episodes:
             self._measured_episodes = float(min(episodes, ASSUMED_EPISODES))
             self._measured_bytes = bytes_per_episode * self._measured_episodes
@@ -51,7 +51,7 @@ class LogRoom:
         self._ended += 1
 
     def is_short(self, used: int, limit: int, *, admitted: int, others: int = 0, wanted: int = 0) -> bool:
-        """Whether ``wanted`` more episodes have to wait, with ``used`` of ``limit`` bytes stored (0: no limit), and without a
+        """True if ``wanted`` more episodes have to wait, with ``used`` of ``limit`` bytes stored (0: no limit), and without a
         result ``admitted`` episodes of one's own and ``others`` of others. Without any of them nothing may leave before more is
         played: they wait only where neither the share for admission nor the estimate leaves room.
         """
