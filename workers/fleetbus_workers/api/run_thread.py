@@ -97,7 +97,7 @@ class RunThread:
         return self.summary
 
     def build_environment_work(self) -> Work | None:
-        """What an environment worker does, None if the settings say it."""
+        """The work of an environment worker, None if the settings name it."""
         if self.arguments.factory is None:
             return None
         factory, configuration = self.arguments.factory, self.configuration
