@@ -15,7 +15,7 @@ from fleetbus_schemas import Action, ChatMessage, ContextChange, EpisodeRequeste
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """What the policy sees first: the whole prompt (system and user messages) and the tools, if any.
+    """The first messages to the policy: the whole prompt (system and user messages) and the tools, if any.
 
     ``info`` is for clients that drive the environment step by step; the policy does not see it. ``images`` are a class of one's
     own's: each stands where ``<image>`` stands in a message's text, those without a place follow the last message. A Pillow
@@ -34,7 +34,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """What one action led to. ``terminated``: the episode reached its end; ``truncated``: the environment cut it short.
+    """The result of one action. ``terminated``: the episode reached its end; ``truncated``: the environment cut it short.
 
     ``messages`` are what the policy sees next; when the episode is over, what there is left to see, for results and clients.
     ``reward`` is this turn's own part of the
@@ -114,7 +114,7 @@ class HoldsElsewhere(Protocol):
 
     @property
     def held(self) -> str:
-        """What it holds now, in words of its own; empty if nothing."""
+        """The resources that it holds now, in words of its own; empty if none."""
 
     async def release(self, task: Task, held: str) -> None:
         """Release what another environment of this kind held for ``task``; never raises for what is already gone. Called before

@@ -1,4 +1,4 @@
-"""Where in an environment's own code something failed: the place, and the traceback without the worker's frames.
+"""Locates a failure in an environment's own code: the place, and the traceback without the worker's frames.
 
 Code of fleetbus, the standard library and installed packages is passed over as long as there is other code to name.
 """
@@ -48,7 +48,7 @@ def locate_frame(frame: FrameType | None) -> str:
 
 
 def locate_method(environment: object, call: str) -> str:
-    """Where ``call`` of an environment's class is defined; empty for the adapters that ship."""
+    """The place at which ``call`` of an environment's class is defined; empty for the adapters that ship."""
     kind = type(getattr(environment, "implementation", environment))
     function = inspect.unwrap(getattr(kind, call, None) or locate_method)
     code = getattr(function, "__code__", None)

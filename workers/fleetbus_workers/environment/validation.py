@@ -31,7 +31,7 @@ class InvalidReturn(TypeError):
 
 
 def validate_return(kind: type[T], value: object, call: str, environment: object = None) -> T:
-    """What ``call`` of ``environment`` returned, with plain numbers. ``kind`` is `Start`, `Step`, `Verdict` or dict.
+    """Validate what ``call`` of ``environment`` returned, with plain numbers. ``kind``: `Start`, `Step`, `Verdict` or dict.
 
     Numbers stay NaN or infinite if they are: what that means is the caller's to say. Raises `InvalidReturn`.
     """
@@ -94,7 +94,7 @@ def _validate(kind: type[T], value: object, call: str) -> T:
 
 
 def _has_plain_fields(step: Step) -> bool:
-    """Whether there is nothing to change, as with nearly every step."""
+    """True if there is nothing to change, as with nearly every step."""
     return (
         type(step.reward) is float
         and type(step.terminated) is type(step.truncated) is bool

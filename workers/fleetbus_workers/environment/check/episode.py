@@ -39,7 +39,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
-    """What the environment showed and what the policy said to it."""
+    """One turn: what the environment showed and what the policy answered."""
 
     messages: tuple[ChatMessage, ...]
     said: str

@@ -1,4 +1,4 @@
-"""Who plays an episode that is checked: scripted texts, or random calls of the offered tools. Pure."""
+"""Policies that play an episode that is checked: scripted texts, or random calls of the offered tools. Pure."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""What may be done about one delivered request: look, then claim, play and store the result (delivery rules 1, 2, 5, 9).
+"""Handles one delivered request: look, then claim, play and store the result (delivery rules 1, 2, 5, 9).
 
 Claims on ``episode.<episode>`` alone decide who runs an episode: a delivery is never trusted to be the first or the only one,
 and a request is acked only when a result stands in the log. A superseded attempt lets its lease run out: a nak would take the
@@ -189,7 +189,7 @@ class Attempts:
             await held.nak(running.nak_delay_seconds)
 
     async def _is_below_floor(self, request: EpisodeRequested, delivery: Delivery) -> bool:
-        """Whether the floor refuses it by what is known here; a claim will tell for sure, where one follows."""
+        """True if the floor refuses it by what is known here; a claim will tell for sure, where one follows."""
         message = delivery.message
         if request.deadline_ns <= self._bus.now_ns():
             self._floor = await read_floor_after(self._bus, self._subjects, message.subject, message.sequence)
@@ -254,7 +254,7 @@ class Attempts:
         )
 
     async def _is_refused(self, running: RunningAttempt, claim_sequence: int) -> bool:
-        """Whether the claim came after the episode had been settled for good: then nobody may act upon it."""
+        """True if the claim came after the episode had been settled for good: then nobody may act upon it."""
         subject = self._subjects.episode(running.request.episode_id)
         self._floor = await read_floor_after(self._bus, self._subjects, subject, claim_sequence)
         if not refuses_delivery(self._floor, running.request, running.sequence):
@@ -335,7 +335,7 @@ class Attempts:
             await delivery.ack()
 
     async def _handle_stop(self, running: RunningAttempt) -> None:
-        """Where it was stopped: store ``cancelled`` if that was requested, release the attempt if the worker drains."""
+        """Handle a stop: store ``cancelled`` if that was requested, release the attempt if the worker drains."""
         try:
             if running.cancelled:
                 await self._store_cancelled(running)

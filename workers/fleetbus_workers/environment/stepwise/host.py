@@ -294,7 +294,7 @@ class SessionHost:
         return journal
 
     async def _is_refused(self, call: SessionCall, claim_sequence: int) -> bool:
-        """Whether a claim without a recorded call before it came after the session may have ended and left the log: nobody may
+        """True if a claim without a recorded call before it came after the session may have ended and left the log: nobody may
         act upon it."""
         context = self._context
         subject = context.subjects.session(call.session)

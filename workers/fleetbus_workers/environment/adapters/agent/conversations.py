@@ -92,7 +92,7 @@ class Conversations:
         return answer
 
     def follow(self, attached: Attachment) -> ContextChange | None:
-        """How the policy's context goes on from the segment of the turn before."""
+        """The change of the policy's context after the segment of the turn before."""
         before, self._segment = self._segment, attached.segment
         if attached.reason is not None:
             return ContextChange(reason=attached.reason, tools=attached.tools)

@@ -19,7 +19,7 @@ from fleetbus_workers.environment.ownership import Labels, build_label_variables
 
 
 class AgentLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one agent may use. ``file_bytes`` is the largest file, its own output included; ``folder_bytes`` all of its working
+    """The limits of one agent. ``file_bytes`` is the largest file, its own output included; ``folder_bytes`` all of its working
     folder; ``memory_bytes`` what it and all that it started hold together."""
 
     file_bytes: int = 64 << 20
@@ -31,7 +31,7 @@ class AgentLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Confinement(msgspec.Struct, frozen=True, kw_only=True):
-    """How an agent runs in the sandbox: what it sees, and the socket behind the only ``port`` that it can reach."""
+    """The sandbox of an agent: what it sees, and the socket behind the only ``port`` that it can reach."""
 
     isolation: Isolation
     visible: tuple[Path, ...]

@@ -133,7 +133,7 @@ class FleetApi:
         return answer.get("columns") or [], answer.get("rows") or []
 
     async def has_bundle(self, sha256: str) -> bool:
-        """Whether the platform has verifier code with that hash; a failure to say so is a no."""
+        """True if the platform has verifier code with that hash; a failure to say so is a no."""
         try:
             answer = await self._request("GET", "/v1/verifiers/check", params={"sha256": sha256})
         except FleetError:

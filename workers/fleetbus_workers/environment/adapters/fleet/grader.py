@@ -89,7 +89,7 @@ class PlatformGrader:
 
 
 def is_passing(answer: dict[str, object]) -> bool:
-    """Whether another try may end otherwise: the execution failed, or the verifier's judge did."""
+    """True if another try may end otherwise: the execution failed, or the verifier's judge did."""
     return not answer.get("success") or _JUDGE_ERROR.search(str(answer.get("stdout") or "")) is not None
 
 

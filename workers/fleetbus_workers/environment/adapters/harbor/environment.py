@@ -145,7 +145,7 @@ class HarborEnvironment:
         return Step(messages=(ChatMessage(role="user", content=text),), tool_calls=tool_calls, tool_errors=tool_errors)
 
     async def _settle_step(self) -> bool:
-        """Whether the current step was good enough to go on."""
+        """True if the current step was good enough to go on."""
         assert self._harbor is not None
         grade = await self._grade_step(self._harbor, self.box, self._current)
         if grade.reward is None:

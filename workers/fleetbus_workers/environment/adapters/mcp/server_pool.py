@@ -38,7 +38,7 @@ class WarmPool:
         return None
 
     def release(self, connection: ClientConnection) -> bool:
-        """Whether the pool keeps it; otherwise it is to be closed."""
+        """True if the pool keeps it; otherwise it is to be closed."""
         if not connection.is_open or len(self._idle) >= MAX_IDLE:
             return False
         self._idle.append(connection)

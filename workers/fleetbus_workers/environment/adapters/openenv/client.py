@@ -41,7 +41,7 @@ class UnknownType(OpenEnvError):
 
 
 class ActionRefused(OpenEnvError):
-    """What was sent does not fit the environment's schema; the session continues."""
+    """Raised when what was sent does not fit the environment's schema; the session continues."""
 
     code = "VALIDATION_ERROR"
 
@@ -108,7 +108,7 @@ class OpenEnvSession:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call is on its way."""
+        """True if a call is on its way."""
         return self._call_lock.statistics().locked
 
     async def reset(self, arguments: Mapping[str, Any]) -> StepResult:
@@ -150,7 +150,7 @@ class OpenEnvSession:
         return reply.data
 
     async def _read_early(self) -> str | bytes | None:
-        """What came without being asked for: an error, as of a server that is full, or one reply too many."""
+        """Read what came without being asked for: an error, as of a server that is full, or one reply too many."""
         try:
             with anyio.move_on_after(0):
                 return await self._socket.recv()

@@ -177,7 +177,7 @@ class _ProcessSlot:
         return await self._channel.receive()
 
     async def describe_exit(self) -> str:
-        """How the process ended."""
+        """The end of the process, in words."""
         if self._process is None:
             return "unknown"
         with anyio.move_on_after(STOP_SECONDS):

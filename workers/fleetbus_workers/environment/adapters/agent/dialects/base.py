@@ -1,4 +1,4 @@
-"""What the endpoints that agents speak have in common: a call in, an answer out, whatever the protocol. Pure."""
+"""The common part of the endpoints that agents speak: a call in, an answer out, for every protocol. Pure."""
 
 import json
 from collections.abc import Iterator

@@ -87,7 +87,7 @@ def to_plain_number(value: object) -> float:
 
 
 class Environment:
-    """What verifier code sees of its episode: calls that the worker makes."""
+    """The episode as verifier code sees it: calls that the worker makes."""
 
     def __init__(self, connection: CallSender) -> None:
         self._ask = connection.ask
