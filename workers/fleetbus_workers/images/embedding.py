@@ -23,7 +23,7 @@ HASH_BITS = 62 - NUMBER_BITS
 
 
 class ImageSpan(Protocol):
-    """Where an image stands in a history: tokens ``[start, stop)``."""
+    """The place of an image in a history: tokens ``[start, stop)``."""
 
     @property
     def start(self) -> int: ...
