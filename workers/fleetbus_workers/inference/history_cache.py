@@ -62,7 +62,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[ChatMessage, ...] = ()
 
     def leave(self, origin: SegmentOrigin) -> tuple[History, History]:
-        """What a segment that leaves this one keeps, and what its first prompt delta repeats, with images counted from the
+        """Cut what a segment that leaves this one keeps, and what its first prompt delta repeats, with images counted from the
         beginning of that. Raises `HistoryMismatch` if this segment does not have it."""
         length = len(self.ids)
         if min(origin.kept, origin.repeated) < 0 or origin.kept + origin.repeated > length:

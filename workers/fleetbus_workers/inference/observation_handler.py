@@ -337,7 +337,7 @@ class ObservationHandler:
                 await anyio.sleep(RETRY_SECONDS)
 
     async def _is_already_stored(self, subject: str, action: Action) -> bool:
-        """Whether the stored Action is this worker's own, from a publish whose acknowledgement was lost."""
+        """True if the stored Action is this worker's own, from a publish whose acknowledgement was lost."""
         stored = await self._bus.last(subject)
         for _, episode_state in decode_entries(Action, [stored] if stored is not None else []):
             if msgspec.structs.asdict(episode_state) == msgspec.structs.asdict(action):

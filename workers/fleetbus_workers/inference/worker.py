@@ -125,7 +125,7 @@ class InferenceWorker:
                 self._handler.clear_expected_version()
 
     async def _find_newest_position(self, subject: str) -> int:
-        """Where the newest version stands in the log, or where to begin if there is none, however long the server is away."""
+        """Find the newest version in the log, or where to begin if there is none, however long the server is away."""
         while True:
             try:
                 newest = await find_newest_version(self._bus, subject)

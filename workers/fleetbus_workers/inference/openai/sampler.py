@@ -173,7 +173,7 @@ class OpenAISampler:
                 return server
 
     def _check_request(self, server: ModelServer, request: GenerationRequest) -> None:
-        """What this server can never do for this request."""
+        """Refuse what this server can never do for this request."""
         if server.dialect.name == "standard" and (unknown := list_distorting(request.sampling, NOT_STANDARD)):
             raise RequestRefused(f"{server.url} takes nothing beyond the OpenAI protocol: {', '.join(unknown)} cannot be set")
         if not request.trained:
