@@ -1,4 +1,4 @@
-"""Where a learner begins: from nothing, or from a checkpoint of the lineage that survives (delivery rules 8 and 11).
+"""Finds where a learner begins: from nothing, or from a checkpoint of the lineage that survives (delivery rules 8 and 11).
 
 Read from the log alone; nothing is written here.
 """
@@ -80,7 +80,7 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Book(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands on ``train.<name>``, as far as a resume_point depends on it. ``finished_step``: -1 unless that is its end;
+    """The content of ``train.<name>``, as far as a resume_point depends on it. ``finished_step``: -1 unless that is its end;
     ``reached``: the last step of the newest lineage."""
 
     lineages: tuple[LineageStarted, ...]
@@ -142,8 +142,8 @@ async def read_book(bus: Bus, subjects: Subjects, policy: str) -> Book:
 async def find_resume_point(
     book: Book, *, folder: Path | None = None, restart: str = "", runtime: Runtime | None = None, first_group: int = 0
 ) -> ResumePoint:
-    """Where the next lineage begins; ``folder`` is the run's folder of checkpoints, ``restart`` what a person ordered. Groups
-    below ``first_group`` are settled for good.
+    """Find where the next lineage begins; ``folder`` is the run's folder of checkpoints, ``restart`` what a person ordered.
+    Groups below ``first_group`` are settled for good.
 
     Raises `CheckpointUnread` and `UserError` as `choose_checkpoint` does, and `UserError` when the log has lost all checkpoints
     that the folder holds. No lineage before had the name of the new one, not even one that the log has lost.
@@ -191,7 +191,7 @@ async def find_resume_point(
 
 
 def _list_untold(book: Book, written: Sequence[tuple[int, int, bool]], folder: Path) -> list[CheckpointStored]:
-    """Where no checkpoint counts that the log names: those of the newest lineage, as their learner would have named them.
+    """List checkpoints of the newest lineage as their learner would have named them, where none that the log names counts.
 
     It was killed before it did, or the log lost those entries; training would start over without them.
     """
@@ -209,7 +209,7 @@ def _list_untold(book: Book, written: Sequence[tuple[int, int, bool]], folder: P
 async def wait_for_resume_point(
     bus: Bus, subjects: Subjects, configuration: Configuration, drain: anyio.Event, runtime: Runtime
 ) -> ResumePoint | None:
-    """Where to begin; None if training is finished, or was drained while a checkpoint was waited for."""
+    """Wait for the place to begin; None if training is finished, or was drained while a checkpoint was waited for."""
     settings, folder = configuration.learner, run_folder(configuration.run).checkpoints.absolute()
     give_up_at = anyio.current_time() + settings.checkpoint_wait
     while not drain.is_set():

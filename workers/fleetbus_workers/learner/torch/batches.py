@@ -62,7 +62,7 @@ def truncate_sequence(sequence: TrainingSequence, limit: int) -> TrainingSequenc
 
 
 def find_shared_prefix(ids: Sequence[NDArray[Any]], masks: Sequence[NDArray[np.bool_]]) -> int:
-    """How many leading tokens all sequences share, leaving each at least the token before its first sampled one.
+    """Number of leading tokens that all sequences share, leaving each at least the token before its first sampled one.
 
     0 when there are fewer than two sequences or the prefix is shorter than `SHORTEST_PREFIX`.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model and its optimizer: each process writes its own shards, beside the training that goes on.
+"""Writes and reads a model and its optimizer in a checkpoint: each process writes its own shards, beside the training.
 
 The format is that of ``torch.distributed.checkpoint``: it may be read by another number of processes. Beside each file of
 shards
@@ -82,7 +82,7 @@ def read_into(folder: Path, state: State, shards: Shards) -> None:
 
 @contextmanager
 def _raise_os_errors() -> Iterator[None]:
-    """What failed in one process is raised in all of them, as the `OSError` that it was."""
+    """Raise in all processes what failed in one, as the `OSError` that it was."""
     try:
         yield
     except CheckpointException as error:
@@ -100,7 +100,7 @@ def _expect_one_process(group: dist.ProcessGroup | None) -> None:
 
 
 class _HashingStream(io.IOBase):
-    """What is written goes to ``raw`` and into a hash; only ever appended to."""
+    """Writes to ``raw`` and into a hash; only ever appended to."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
