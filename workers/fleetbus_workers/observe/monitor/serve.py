@@ -28,7 +28,7 @@ STOP_SECONDS = 3
 
 
 def build_address(host: str, bound: socket.socket, key: str) -> str:
-    """What a person opens."""
+    """The address that a person opens."""
     return f"http://{format_host(host)}:{bound.getsockname()[1]}/{f'?{PARAMETER}={key}' if key else ''}"
 
 

@@ -1,4 +1,4 @@
-"""What the server knows of a run's log and consumers, asked over the bus: JetStream's API is a set of subjects.
+"""Asks the server over the bus about a run's log and consumers: JetStream's API is a set of subjects.
 
 Only read; a server that does not answer, or is none (the in-memory bus), leaves the numbers unknown. Connections and slow
 consumers are told over HTTP alone (`fleetbus_workers.observe.run.nats_http`); consumers too, where JetStream's API may not be

@@ -1,4 +1,4 @@
-"""Whether a run is over, since when, how it ended and how to resume it: from the last entries of its log and its driver. Pure.
+"""Detects the end of a run, its time, its kind and the command that resumes it: from the last entries and its driver. Pure.
 
 A run that is over is not stuck, even if its server and workers are silent.
 """
@@ -26,8 +26,8 @@ def _return_unknown() -> bool | None:
 
 
 class Driver(msgspec.Struct, frozen=True, kw_only=True):
-    """What keeps a run going. ``is_driving`` says whether an `up` on this machine does so now, None if others may be;
-    ``command`` is the command that resumes the run here, empty for a run whose workers are started separately."""
+    """The process that keeps a run going. ``is_driving`` says whether an `up` on this machine does so now, None if others may
+    be; ``command`` is the command that resumes the run here, empty for a run whose workers are started separately."""
 
     is_driving: Callable[[], bool | None] = _return_unknown
     command: str = ""
@@ -44,7 +44,7 @@ def compute_next_step_goal(step: int) -> int:
 
 
 class Termination(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended, ``seconds`` ago. ``line`` is the text for the user, with the command that resumes it."""
+    """The end of a run, ``seconds`` ago. ``line`` is the text for the user, with the command that resumes it."""
 
     how: TerminationKind
     since_ns: int
@@ -62,7 +62,7 @@ class TerminationState:
 
     @property
     def is_known(self) -> bool:
-        """Whether the newest learner has said how it ended."""
+        """True if the newest learner has said how it ended."""
         return bool(self.finished_ns or self.goodbye)
 
     def apply(self, message: Message, time_ns: int) -> None:
@@ -83,7 +83,7 @@ def detect_termination(
     int,
     now_ns: int,
 ) -> Termination | None:  # fmt: skip
-    """How a run ended; None while it continues or may continue by itself.
+    """Detect the end of a run; None while it continues or may continue by itself.
 
     ``is_silent`` is a server that does not answer; ``last_time_ns`` the time of the newest entry that was read. A learner that
     said goodbye may be started again by an `up` that drives the run; one that said none may only be out of reach.
@@ -110,7 +110,7 @@ _DESCRIPTIONS: dict[TerminationKind, str] = {
 def _classify(
     state: TerminationState, driver: Driver, *, is_silent: bool, is_anybody_alive: bool
 ) -> tuple[TerminationKind | None, int, str]:
-    """How it ended, when (0: with its last entry) and of what."""
+    """The kind of its end, its time (0: with its last entry) and its cause."""
     if state.finished_ns:
         return "finished", state.finished_ns, ""
     if is_anybody_alive:

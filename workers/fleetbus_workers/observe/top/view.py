@@ -161,7 +161,7 @@ def _format_episodes(numbers: dict[str, Any], is_over: bool) -> list[str]:
 
 
 def _format_engines(workers: Sequence[WorkerRow]) -> list[str]:
-    """What the engines of all inference workers say of themselves together; of shares the largest and the least."""
+    """The load of the engines of all inference workers together; of shares the largest and the least."""
     loads = [row.engine for row in workers if row.engine is not None]
     formats: dict[str, Callable[[list[Any]], str]] = {
         "running": lambda values: f"{sum(values):,} requests",
