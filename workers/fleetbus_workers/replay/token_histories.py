@@ -56,7 +56,7 @@ def find_expected_turns(turns: Sequence[RecordedTurn]) -> Iterator[tuple[Recorde
 
 
 def _begin_sequence(sequences: Sequence[Sequence[Ids]], origin: SegmentOrigin | None) -> list[Ids]:
-    """What a segment keeps of its parent."""
+    """The ids that a segment keeps of its parent."""
     if origin is None or not 0 <= origin.parent < len(sequences):
         return []
     return [np.concatenate(sequences[origin.parent])[: origin.kept]]
