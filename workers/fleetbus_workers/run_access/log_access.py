@@ -1,4 +1,4 @@
-"""How who looks at a run reaches its log: the named server, the one that `up` runs, or one of their own on its files."""
+"""Connects viewers of a run to its log: the named server, the one that `up` runs, or one of their own on its files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def _check_run(bus: Bus, run: str) -> None:
 
 
 def is_reachable(configuration: Configuration) -> bool:
-    """Whether there is anything to connect to, or files to serve."""
+    """True if there is anything to connect to, or files to serve."""
     try:
         resolve_server_url(configuration)
     except UserError:

@@ -1,4 +1,4 @@
-"""Where the server of a run is: the one that the settings name, or the one that a running `up` started on this machine."""
+"""Finds the server of a run: the one that the settings name, or the one that a running `up` started on this machine."""
 
 import os
 import re

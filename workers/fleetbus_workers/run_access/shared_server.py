@@ -43,7 +43,7 @@ async def share_server(folder: RunFolder) -> AsyncIterator[str]:
 
 
 class _ViewerServer:
-    """What one viewer does so that the files are served."""
+    """The part of one viewer in serving the files."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
