@@ -100,7 +100,7 @@ def check_algorithm(configuration: Configuration) -> None:
 
 
 def check_engine(configuration: Configuration) -> None:
-    """What the engine needs, found but not imported, in the Python that will run it."""
+    """Check that what the engine needs is found (not imported) by the Python that will run it."""
     inference = configuration.inference
     if inference.purpose != "train":
         raise UserError("inference.purpose = evaluate: `up` trains; leave it out, or start `fleetbus inference` separately")

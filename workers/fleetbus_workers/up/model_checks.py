@@ -1,4 +1,4 @@
-"""What a model folder alone can tell, checked before anything starts and within 3 s: no torch, no transformers imported.
+"""Checks a model folder by its files alone, before anything starts and within 3 s: no torch, no transformers imported.
 
 Above it is `fleetbus_workers.up.checks`. Raises `UserError`; what is found only when the model runs is the engine's to say.
 """

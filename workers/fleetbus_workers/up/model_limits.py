@@ -62,7 +62,7 @@ def fit_stale_groups(configuration: Configuration, given: Mapping[str, str]) -> 
 
 
 def read_context_length(folder: Path) -> int:
-    """How many tokens a model takes as its ``config.json`` says; 0 if it does not."""
+    """Number of tokens that a model takes by its ``config.json``; 0 if that does not say."""
     try:
         content = msgspec.json.decode((folder / "config.json").read_bytes())
     except (OSError, msgspec.DecodeError):

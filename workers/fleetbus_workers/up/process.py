@@ -20,7 +20,7 @@ TAIL_LINES = 12
 
 
 class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is started: ``command`` makes the command line of the n-th start (0 first), ``log`` collects its output.
+    """A process to start: ``command`` makes the command line of the n-th start (0 first), ``log`` collects its output.
 
     ``stop_limit_seconds`` counts from when it is asked to stop, whatever those before it took; those with a smaller limit are
     asked first.
@@ -53,7 +53,7 @@ class ChildProcess:
 
     @property
     def has_exited(self) -> bool:
-        """Whether it has ended, though what it started may not have."""
+        """True if it has ended, though what it started may not have."""
         return self._process.returncode is not None
 
     async def wait(self) -> int:

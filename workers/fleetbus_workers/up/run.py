@@ -57,7 +57,7 @@ log = structlog.get_logger()
 
 
 class RunResult(msgspec.Struct, kw_only=True):
-    """How a run ended: finished unless a signal or a failure says otherwise."""
+    """The end of a run: finished unless a signal or a failure says otherwise."""
 
     signal: signal.Signals | None = None
     failure: FleetbusError | None = None
