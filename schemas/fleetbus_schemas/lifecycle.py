@@ -32,7 +32,7 @@ class WorkerDraining(Message, frozen=True, kw_only=True):
 
 
 class WorkerStopped(Message, frozen=True, kw_only=True):
-    """Every worker → log: the goodbye of a clean stop."""
+    """Every worker → log: the last entry of a clean stop."""
 
     role: WorkerRole
     worker: str

@@ -1,7 +1,7 @@
 """The base of every message, and the only place where messages become bytes and bytes become messages.
 
 Wire format: msgpack maps with the class name under ``type``. Compatibility rule: fields are only ever added, always with a
-default that never changes; unknown fields are ignored. `decode` raises one typed error, `MalformedMessage`, whatever is wrong.
+default that never changes; unknown fields are ignored. `decode` raises one typed error, `MalformedMessage`, for every fault.
 """
 
 from __future__ import annotations
