@@ -30,7 +30,7 @@ _DIGEST_BYTES = 32
 
 
 class LogPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """The identity of one entry; no two have the same, in whatever log."""
+    """The identity of one entry; no two have the same, in any log."""
 
     sequence: Annotated[int, msgspec.Meta(ge=1)]
     subject: str

@@ -17,7 +17,7 @@ _EVERYBODY = "$G"
 
 
 def check_store(store: Path, run: str, *, keys: bool) -> None:
-    """Raise `UserError` if the run's log was begun the other way: going on would begin it anew."""
+    """Raise `UserError` if the run's log was begun the other way: continuing would begin it anew."""
     if not keys and _holds_log(store, account_of(run), run):
         raise UserError(f"run {run} was begun with keys: give --nats-auth again, or begin another run (--run)")
     if keys and _holds_log(store, _EVERYBODY, run):

@@ -27,7 +27,7 @@ class StreamEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FORGOTTEN = StreamEntry(subject="", payload=b"", sequence=0, time_ns=0)
-"""The message of a delivery that was told to forget it."""
+"""The message of a delivery that was asked to forget it."""
 
 
 class PublishAck(msgspec.Struct, frozen=True, kw_only=True):

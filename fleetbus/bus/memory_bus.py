@@ -52,7 +52,7 @@ class MemoryBus:
         self._worker = worker
         self._count = 0
         self._known: dict[str, int] = {}
-        """By subject the highest position that this connection was told: it repeats reads that end before (record 0024)."""
+        """By subject the highest position that this connection was given: it repeats reads that end before (record 0024)."""
 
     def disconnect(self) -> None:
         """Disconnect this client: messages in both directions are lost, its leases expire."""

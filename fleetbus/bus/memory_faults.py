@@ -14,7 +14,7 @@ import msgspec
 class PublishFault(msgspec.Struct, frozen=True, kw_only=True):
     """One try of one publish. ``lost``: the message never arrives, or it is stored and its answer never arrives.
 
-    ``stored_after``: a lost message is stored all the same so many seconds later, whatever its sender did meanwhile; 0: never.
+    ``stored_after``: a lost message is stored all the same so many seconds later, despite its sender; 0: never.
     """
 
     seconds_before: float = 0.0

@@ -251,7 +251,7 @@ class _GroupRunner:
             del self._waiting[request.episode_id]
 
     async def _read_episode(self, task: Task, result: EpisodeFinished) -> Episode:
-        """The episode's tokens, from the Actions that its result names; without them it is lost, whatever its outcome was."""
+        """The episode's tokens, from the Actions that its result names; without them it is lost, with every outcome."""
         try:
             found = await read_actions(self._bus, self._subjects, [result], archive=self._archive, runtime=self._runtime)
         except MissingActions as missing:

@@ -216,7 +216,7 @@ class InferenceSettings(Settings, frozen=True, kw_only=True):
         Literal["flush", "keep"],
         Meta(
             description="What engine vllm does with the keys and values of turns that run when new weights come: compute them "
-            "again, or go on from them (log-probabilities then differ from the trainer's)"
+            "again, or continue from them (log-probabilities then differ from the trainer's)"
         ),
     ] = "flush"
     vllm: Annotated[

@@ -5,7 +5,7 @@ What others asked for counts, too, whoever it was: a learner, evaluations and ro
 An episode's share of the log is measured, not set: by how much the log grew while how many episodes ended. The measure is low
 where entries were removed meanwhile. Until the first episode has ended it is what the longest would take of the log's entries,
 or a guess. Attempts that are made again are in the mean; more of them than the share that is kept free can fill a log, which
-then stands still, says so, and goes on once its limit is raised.
+then stands still, says so, and continues once its limit is raised.
 """
 
 FILL_SHARE = 0.9
@@ -27,7 +27,7 @@ ASSUMED_EPISODES = 16
 
 
 class LogRoom:
-    """``admission`` is the share of the log above which no work is admitted, whatever is still on its way."""
+    """``admission`` is the share of the log above which no work is admitted, no matter what is still on its way."""
 
     def __init__(self, admission: float) -> None:
         self._admission = admission

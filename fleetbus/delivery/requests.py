@@ -153,7 +153,7 @@ class Requests:
         )
 
     async def publish(self, request: EpisodeRequested) -> tuple[int, EpisodeFinished | None]:
-        """Store a request once, whatever is lost on the way.
+        """Store a request once, even if messages are lost on the way.
 
         Returns its sequence, and its result if it has one: a learner that was replaced may have asked for it long ago.
         """

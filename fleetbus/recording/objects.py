@@ -1,7 +1,7 @@
 """Contents of the run's object bucket, which messages only refer to, in a recording beside those messages.
 
 An object is a file of the recording whose name begins with `OBJECTS`. Token ids and texts are redacted; contents cannot be, for
-their names are their hashes. So a recording without secrets leaves out whatever object a secret can be read in, and says that
+their names are their hashes. So a recording without secrets leaves out every object that a secret can be read in, and says that
 pictures have not been inspected.
 """
 

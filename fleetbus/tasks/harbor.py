@@ -43,7 +43,7 @@ class Healthcheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class McpServer(msgspec.Struct, frozen=True, kw_only=True):
-    """An MCP server that the agent is told of."""
+    """An MCP server whose address the agent gets."""
 
     name: str
     transport: str = "sse"

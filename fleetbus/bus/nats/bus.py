@@ -164,7 +164,7 @@ class NatsBus:
 
     async def backlog(self, consumer: str) -> Backlog:
         info = await self._stream_info(self._log)
-        may_ask = self._work == self._log  # the answer tells the consumer's name, which accounts keep secret
+        may_ask = self._work == self._log  # the answer contains the consumer's name, which accounts keep secret
         unacked = await count_unacked(self._connection.api, self._log, consumer) if may_ask else 0
         used, limit = _read_usage(info)
         return Backlog(entries=int(info["state"]["messages"]), used_bytes=used, limit_bytes=limit, unacked=unacked)

@@ -158,7 +158,7 @@ async def _declare_stream(api: JetStreamApi, plan: StreamPlan) -> None:
 
 
 def check_log(plan: StreamPlan, config: dict[str, Any], *, reading: bool = False) -> None:
-    """Check that the stream called as a run's log is one, whatever its limits: a worker on another would wait without end, or
+    """Check that the stream called as a run's log is one, with any limits: a worker on another would wait without end, or
     lose entries. For ``reading`` alone its subjects (a mirror has none) and its retention decide. Raises `UserError`."""
     wanted = {field: value for field, value in stream_config(plan).items() if field not in _LIMITS}
     if reading:

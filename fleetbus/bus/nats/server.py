@@ -145,7 +145,7 @@ class NatsServerProcess:
         await self._stop_process(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """SIGTERM, without waiting: `wait` tells when it has ended."""
+        """SIGTERM, without waiting: `wait` returns when it has ended."""
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.terminate()
@@ -302,7 +302,7 @@ async def run_server(
 
     What it has acked is on the disk ``sync_seconds`` later; with 0 before the ack. Its output goes to ``nats-server.log``
     in the folder. Raises `UserError` if it is not found, the port or the store is in use, or it does not get ready. It is
-    stopped at the end, whatever happens, within 5 s; with ``ends_with_parent`` also when this process is killed.
+    stopped at the end in every case, within 5 s; with ``ends_with_parent`` also when this process is killed.
     """
     server = NatsServerProcess(
         find_server(),

@@ -217,7 +217,7 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
         await super()._connect_to_server(s)
 
     async def _attempt_reconnect(self) -> None:
-        # Whatever was meant for the old connection must not be written to the new one: pull requests on inboxes
+        # What was meant for the old connection must not be written to the new one: pull requests on inboxes
         # without a reader would swallow messages. Publishes are sent again by their owner, lost acks mean redelivery.
         self._abort()
         self._drop_outgoing()

@@ -1,6 +1,6 @@
 """Credit per turn: advantages of single turns from rewards of single turns. Pure.
 
-An episode's advantage tells all its tokens the same; here each turn answers for what came after it, and is compared with what
+An episode's advantage is the same for all its tokens; here each turn answers for what came after it, and is compared with what
 its siblings got from the same turn on. Plain floats: an episode has few turns.
 """
 

@@ -96,8 +96,8 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
         self.holding = True
         self.claims.append(claim)
 
-    def on_release(self, sequence: int, goodbye: AttemptReleased, findings: Findings) -> None:
-        if self.result_sequence or not self.holding or goodbye.attempt != self.claims[-1].attempt:
+    def on_release(self, sequence: int, release: AttemptReleased, findings: Findings) -> None:
+        if self.result_sequence or not self.holding or release.attempt != self.claims[-1].attempt:
             findings.add("release_not_newest", self.episode_id, sequence)
             return
         self.holding = False

@@ -52,7 +52,7 @@ class EpisodeState(msgspec.Struct, frozen=True, kw_only=True):
         return newest is not None and newest.nonce == nonce and self.result is None and not self.released
 
     def ends(self, claim: AttemptStarted) -> bool:
-        """True if a result, another claim or the claim's own goodbye ended this claim. A standing that was read from before it
+        """True if a result, another claim or the claim's own release ended this claim. A standing that was read from before it
         was stored ends nothing."""
         newest = self.newest
         if self.result is not None:

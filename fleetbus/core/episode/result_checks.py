@@ -1,6 +1,6 @@
 """Checks that the Actions of a result can be trained: what one worker reports against what another one sampled. Pure.
 
-An episode in which they do not fit is not trained, with a reason, and its learner goes on.
+An episode in which they do not fit is not trained, with a reason, and its learner continues.
 """
 
 from __future__ import annotations

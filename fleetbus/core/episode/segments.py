@@ -2,7 +2,7 @@
 
 The tokens of all turns - prompt delta 0, sampled 0, prompt delta 1, ... - stand once, in the Actions. A segment is a list of
 spans of them: what it keeps of its parent, then its own turns. So a token that several segments share has one place only, and
-whatever is known of tokens (mask, log-probabilities, versions, advantages) is taken from there. A sampled token is trained
+what is known of tokens (mask, log-probabilities, versions, advantages) is taken from there. A sampled token is trained
 once: in the first leaf that holds it.
 """
 
@@ -192,7 +192,7 @@ def collect_segment_ids(segment: Segment, turns: Sequence[Turn]) -> list[int]:
 
 
 class Placed(Protocol):
-    """Whatever stands for tokens ``[start, stop)``, as `ShownImage`."""
+    """Anything that stands for tokens ``[start, stop)``, as `ShownImage`."""
 
     @property
     def start(self) -> int: ...

@@ -1,6 +1,6 @@
 """Ids of traces and spans from what every message of an episode carries, so that all who trace it agree without a header.
 
-The run and the episode name an episode, its deadline tells it from one of the same name in an earlier run of the same name.
+The run and the episode name an episode, its deadline one of the same name in an earlier run of that name.
 A step-wise session is named by the run and the session alone: no call of it carries more.
 Ids are as W3C Trace Context wants them: 16 and 8 bytes, never all zero. Pure.
 """

@@ -7,7 +7,7 @@ ever. Nothing here forgets: what is cut from an observation is kept whole and ha
 from collections.abc import Iterator, Sequence
 
 LINE_CHARACTERS = 400
-"""Longer lines are broken, so that pages are pages whatever a tool prints."""
+"""Longer lines are broken, so that pages are pages for every output of a tool."""
 
 SUMMARY_REQUEST = (
     "[Your context is nearly full: earlier turns are about to be dropped. Do not act now. Write down all that you need to "

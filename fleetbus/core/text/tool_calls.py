@@ -217,7 +217,7 @@ def _parse_strict_call(text: str) -> ToolCall | None:
             continue
         name = value.get("name") or value.get("tool")
         if name:
-            # As in the reference: falsy arguments fall through to `params`, whatever that is.
+            # As in the reference: falsy arguments fall through to `params`, of any type.
             return ToolCall(name=name, arguments=value.get("arguments") or value.get("params", {}))
     return None
 

@@ -3,7 +3,7 @@ nanoseconds.
 
 A group whose rewards are all equal gives every one of its tokens an advantage of zero. A policy that collapsed plays such
 groups only, so that no gradient will ever bring it back, and all else looks healthy: episodes end, steps are trained. What
-tells is the advantages that a step was trained with, not its rewards: shaping and credit per turn may make equal ones differ.
+decides is the advantages that a step was trained with, not its rewards: shaping and credit per turn may make equal ones differ.
 """
 
 from __future__ import annotations
