@@ -60,7 +60,7 @@ class LocalWorker:
         return self._ended.is_set()
 
     async def run(self) -> None:
-        """Work; whatever it raises becomes a status, with the reason in the log file of the plan."""
+        """Work; an exception becomes a status, with the reason in the log file of the plan."""
         try:
             with self._scope:
                 self._status = await self._work()

@@ -1,6 +1,6 @@
 """A run in a thread with an event loop of its own, so that nothing in the caller's program can delay its heartbeats.
 
-Above it are `fleetbus.train` and `fleetbus.Run`, in whatever thread and event loop; below it the run of `fleetbus up`, which
+Above it are `fleetbus.train` and `fleetbus.Run`, in any thread and event loop; below it the run of `fleetbus up`, which
 listens to no signals here: the caller's program does.
 """
 

@@ -41,7 +41,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     episode's reward, 0 if the environment grades only at the end (see `Verdict`). ``tool_calls`` and ``tool_errors`` count what
     this step did. ``info`` and ``images``: see `Start`; ``success`` (or ``is_success``) in ``info`` says whether the episode is
     a success. ``output``: what the called tool gave, where ``messages`` say it in words for a policy. ``context``: how the
-    policy's context goes on, if not by growing.
+    policy's context continues, if not by growing.
     """
 
     messages: tuple[ChatMessage, ...] = ()
@@ -90,7 +90,7 @@ class Environment(Protocol):
     """True if the same actions on a fresh environment of the same task lead to the same observations."""
 
     async def open(self, task: Task) -> None:
-        """Acquire whatever the episode needs: a process, a connection, a container."""
+        """Acquire what the episode needs: a process, a connection, a container."""
 
     async def reset(self) -> Start:
         """Begin the episode."""

@@ -160,4 +160,4 @@ _KINDS: dict[tuple[bool, bool], type[ComposedRewardEnvironment]] = {
     (False, True): _LivingElsewhere,
     (True, True): _Both,
 }
-"""By what the inner one is asked for: a worker tells them by their methods."""
+"""By what the inner one is asked for: a worker distinguishes them by their methods."""

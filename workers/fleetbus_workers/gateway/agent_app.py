@@ -47,7 +47,7 @@ STOPPING = "the gateway is stopping: ask another one"
 
 class WantedSession(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A session that is asked for: an evaluation of ``task``, or of the run's task of the key ``task_key``, with ``version`` of
-    the policy (None: the newest); or whatever the learner trains next."""
+    the policy (None: the newest); or what the learner trains next."""
 
     purpose: Literal["evaluate", "train"] = "evaluate"
     task: dict[str, Any] | None = None

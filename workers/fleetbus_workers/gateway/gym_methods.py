@@ -1,6 +1,6 @@
 """Translates the methods of the remote-gym protocol into calls to a session on the bus.
 
-A client of this protocol repeats whatever is not answered with 200, so only what is worth repeating gets another status: an
+A client of this protocol repeats all that is not answered with 200, so only what is worth repeating gets another status: an
 environment that failed ends the episode with ``done`` and says in ``info`` that it must not be trained on.
 """
 

@@ -137,7 +137,7 @@ class OpenEnvEpisode:
             await self._client.call(call, timeout=CLOSE_SECONDS)
 
     def _new_key(self) -> str:
-        """A key that no other call has, of whatever gateway."""
+        """A key that no other call has, of any gateway."""
         self._keys += 1
         return f"{self._key}{self._keys:x}"
 

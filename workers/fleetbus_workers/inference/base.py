@@ -47,9 +47,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One turn to be sampled: ``ids`` is the whole token history including this turn's prompt delta.
 
     ``cache_key`` names the episode, so that keys and values of its history may be kept between turns. ``seed`` makes the
-    sampled tokens repeatable under the same weights, whatever else runs beside it. ``max_tokens`` is at least 1. ``trained``
+    sampled tokens repeatable under the same weights, beside any other load. ``max_tokens`` is at least 1. ``trained``
     is False where nothing will ever be trained on the answer (evaluation): an engine without log-probabilities may answer.
-    ``images`` are those that ``ids`` show, in order; only engines that see are handed any. ``segment`` tells the sequences of
+    ``images`` are those that ``ids`` show, in order; only engines that see get any. ``segment`` distinguishes the sequences of
     one episode from each other; one that begins keeps the first tokens of its ``parent``, so its keys and values serve.
     """
 
@@ -109,7 +109,7 @@ class SamplerStats(Protocol):
 
 
 class LoadedSampler(Protocol):
-    """A sampler whose engine tells how busy it is. Not every one does."""
+    """A sampler whose engine reports how busy it is. Not every one does."""
 
     @property
     def engine_load(self) -> EngineLoad:
@@ -162,7 +162,7 @@ class Template(Protocol):
         """The sampled ids as text, without the end-of-turn token; `<done>` and tool-call tags stay."""
 
     def parse_text(self, text: str, tools: Sequence[ToolSpec], *, calls_before: int = 0) -> ParsedResponse:
-        """A sampled text in its parts; ``tools`` are those of the prompt, whose calls get ids that go on counting from
+        """A sampled text in its parts; ``tools`` are those of the prompt, whose calls get ids that continue counting from
         ``calls_before`` in this episode."""
 
     def token_to_id(self, token: str) -> int | None:

@@ -26,7 +26,7 @@ class EngineMeter:
         return stats
 
     def measure(self, now: float) -> EngineLoad | None:
-        """None if the engine tells nothing."""
+        """None if the engine reports nothing."""
         counted = self.read_counters()
         load: EngineLoad | None = getattr(self._sampler, "engine_load", None)
         if load is None and "sampled_tokens" not in counted:

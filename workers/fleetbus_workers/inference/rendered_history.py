@@ -1,7 +1,7 @@
 """Histories as the model's own chat template writes them: how far a prompt agrees with what was sampled, and why not. Pure.
 
 With ``inference.reasoning = template`` every prompt is what the template writes of the whole conversation. As long as that
-begins with the history, the segment goes on; where the template drops earlier reasoning, or writes a text with other tokens
+begins with the history, the segment continues; where the template drops earlier reasoning, or writes a text with other tokens
 than those that were sampled, a new segment begins at the first token that differs.
 """
 

@@ -192,7 +192,7 @@ async def run_inference(
     fetch: Fetch | None = None,
     images: ImageSource | None = None,
 ) -> None:
-    """An inference worker from claiming a lane to its goodbye. ``fetch`` makes a published version a local file first;
+    """An inference worker from claiming a lane to its last entry. ``fetch`` makes a published version a local file first;
     ``images`` shows what observations refer to, to a model that sees."""
     subjects = Subjects(configuration.run.name)
     nonce = (runtime or Runtime()).nonce()

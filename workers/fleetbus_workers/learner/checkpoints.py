@@ -64,7 +64,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, trainer: Trainer) -> 
 
 
 def start_checkpoint(folder: Path, checkpoint: Checkpoint, trainer: Trainer) -> StartedCheckpoint:
-    """The first half of `write_checkpoint`, after which the trainer may go on training."""
+    """The first half of `write_checkpoint`, after which the trainer may continue training."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{checkpoint.lineage}-{checkpoint.step:06d}.part"
     if partial.exists():

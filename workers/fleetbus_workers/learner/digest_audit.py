@@ -75,7 +75,7 @@ class DigestAudit:
         self._proven = 0
 
     def enter_training(self, entry: StreamEntry) -> None:
-        message, ignored = _decode(entry), Findings()  # the books have told all that is to be told of steps themselves
+        message, ignored = _decode(entry), Findings()  # the books have reported all that is to be reported of steps themselves
         training = self._training.setdefault(entry.subject, TrainingAudit())
         if isinstance(message, LineageStarted):
             training.on_lineage(entry.sequence, message, ignored)
@@ -108,7 +108,7 @@ class DigestAudit:
         return DigestReport(proven=self._proven, findings=self._findings.list_found())
 
     def _summarize(self, result: EpisodeFinished) -> None:
-        """A history that cannot be trained at all is left out, and whatever was trained of it is wrong then."""
+        """A history that cannot be trained at all is left out, and all that was trained of it is wrong then."""
         actions = self._actions.pop(result.episode_id, {})
         if any(reference.sequence not in actions for reference in result.actions):
             return

@@ -124,7 +124,7 @@ class GroupPool:
         requested = self._ledger.register_result(result.episode_id, result.request_sequence, sequence)
         group.add(msgspec.structs.replace(result, request_sequence=requested))
         rewards = (*result.turn_rewards, 0.0 if result.reward is None else result.reward)
-        if problem := find_reward_problem(rewards, self._max_abs_reward):  # whatever wrote it: one would spoil the whole batch
+        if problem := find_reward_problem(rewards, self._max_abs_reward):  # of any author: one would spoil the whole batch
             group.unusable[result.episode_id] = problem
         self._complete(group)
 
@@ -136,7 +136,7 @@ class GroupPool:
 
     def pause_seconds(self, round_size: int) -> float:
         """Seconds to wait before the next group is asked for: 0 unless one round after the other of ``round_size`` groups
-        failed. Whatever the environments depend on is down then, and failures would fill the log."""
+        failed. What the environments depend on is down then, and failures would fill the log."""
         rounds = min(self._failures // round_size, 10)
         return min(2.0 ** (rounds - 1), LONGEST_PAUSE_SECONDS) if rounds else 0.0
 

@@ -145,7 +145,7 @@ class Publication:
 
 
 def prune_versions(folder: Path, keep: int) -> list[Path]:
-    """Keep the newest ``keep`` versions: no worker loads the others any more, whatever lineage made them. Returns what
+    """Keep the newest ``keep`` versions: no worker loads the others any more, of any lineage. Returns what
     is gone, differences included.
 
     Version numbers never repeat; of files with one number the newest lineage's is the one that was published.

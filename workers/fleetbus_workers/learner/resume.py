@@ -63,7 +63,7 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
     """The number of the first group that no learner has asked for."""
     counted: dict[str, float] = msgspec.field(default_factory=dict)
     """Of each lineage so far the last step that counts once this one has begun; -1 if none does."""
-    untold: bool = False
+    unrecorded: bool = False
     """The log does not name that checkpoint yet."""
 
     @property
@@ -153,7 +153,7 @@ async def find_resume_point(
         log.info("learner.restart_from was applied before; ignoring it, STEP/2 applies it again", restart_from=restart)
         restart = ""
     written = await runtime.offload(list_checkpoints, folder) if folder is not None else []
-    known = [*book.checkpoints, *(_list_untold(book, written, folder) if folder is not None else ())]
+    known = [*book.checkpoints, *(_list_unrecorded(book, written, folder) if folder is not None else ())]
     choice = await choose_checkpoint(lineages, known, folder=folder, restart=restart, runtime=runtime)
     lost = [f"l{number}-{step:06d}" for number, step, whole in written if whole and _is_lost(book, number, step)]
     if lost:
@@ -167,9 +167,9 @@ async def find_resume_point(
             f"the log names no checkpoint, but {folder} contains {', '.join(lost)}: the log was lost, or is another run's; "
             f"to start over, use --restart-from {START}"
         )
-    told = {(entry.lineage, entry.step) for entry in book.checkpoints}
-    untold = choice.checkpoint is not None and (choice.checkpoint.lineage, choice.checkpoint.step) not in told
-    if untold:
+    recorded = {(entry.lineage, entry.step) for entry in book.checkpoints}
+    unrecorded = choice.checkpoint is not None and (choice.checkpoint.lineage, choice.checkpoint.step) not in recorded
+    if unrecorded:
         log.warning("log does not name the only checkpoint; announcing it and continuing from it", path=str(choice.path))
     name = f"l{max([book.newest_lineage, *(number for number, _, _ in written)]) + 1}"
     next_start = LineageStarted(lineage=name, worker="", parent=choice.parent, parent_step=choice.step)
@@ -186,11 +186,11 @@ async def find_resume_point(
         restarts=tuple(dict.fromkeys([*book.restarts, *filter(None, [choice.restart])])),
         next_group=max(choice.checkpoint.next_group if choice.checkpoint else 0, first_group),
         counted=counted,
-        untold=untold,
+        unrecorded=unrecorded,
     )
 
 
-def _list_untold(book: Book, written: Sequence[tuple[int, int, bool]], folder: Path) -> list[CheckpointStored]:
+def _list_unrecorded(book: Book, written: Sequence[tuple[int, int, bool]], folder: Path) -> list[CheckpointStored]:
     """List checkpoints of the newest lineage as their learner would have named them, where none that the log names counts.
 
     It was killed before it did, or the log lost those entries; training would start over without them.

@@ -24,7 +24,7 @@ async def open_run(configuration: Configuration, role: str, *, own_server: bool 
     """A bus of the run for the length of the block; raises `UserError` when there is none.
 
     With ``own_server`` a run that nobody serves now is served from its own files meanwhile, by a server that all who read
-    them share; an `up` that begins takes over, and the connection goes on with its server.
+    them share; an `up` that begins takes over, and the connection continues with its server.
     """
     from fleetbus.bus.nats import connect
 

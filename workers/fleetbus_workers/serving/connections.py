@@ -130,7 +130,7 @@ class BoundedProtocol(asyncio.Protocol):
         self._disarm_send()
 
     def abort_connection(self) -> None:
-        """End the connection at once, whatever is under way."""
+        """End the connection at once, with all that is under way."""
         self._unmark_waiting()
         self.connections.discard(self)
         self.transport.abort()

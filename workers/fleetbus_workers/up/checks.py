@@ -38,7 +38,7 @@ SERVICE_SECONDS = 2.0
 PYTHON_SECONDS = 60.0
 DEFAULT_PORT = 4222
 LOCAL_PACKAGES = ("mcp", "numpy", "tokenizers", "transformers")
-"""What the three roles import, whatever the engine and the trainer; `up` runs all of them."""
+"""What the three roles import, with every engine and trainer; `up` runs all of them."""
 
 TRAINER_PACKAGES = {"torch": ("safetensors", "torch"), "tinker": ("tinker",)}
 

@@ -10,7 +10,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus_workers.assembly.model import find_model_folder
 
 LARGEST_DEFAULT_TOKENS = 8192
-"""Models that take more get no more unless they are told to: memory and time grow with it."""
+"""Models that take more get no more unless a setting says so: memory and time grow with it."""
 
 EVALUATED_SHARE = 10
 LEAST_EVALUATED = 32

@@ -26,7 +26,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of the parts of a step, 0 for a role without GPUs. ``overlap``: both go on at once (``max_staleness`` above
+    """Seconds of the parts of a step, 0 for a role without GPUs. ``overlap``: both run at once (``max_staleness`` above
     0)."""
 
     tokens: int

@@ -70,7 +70,7 @@ class Plan(Protocol):
 Report = Callable[[str], None]
 
 WRITING_SECONDS = 10.0
-"""Whoever was writing when the stop limit ended goes on until nothing has grown for this long: a checkpoint of some gigabytes
+"""Whoever was writing when the stop limit ended continues until nothing has grown for this long: a checkpoint of some gigabytes
 takes longer than any fixed limit, and is synced and hashed at its end."""
 
 

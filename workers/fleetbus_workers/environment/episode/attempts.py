@@ -51,7 +51,7 @@ RELEASE_SECONDS = 5.0
 
 FINAL_ATTEMPT_RETRY_SECONDS = 1.0
 FINAL_ATTEMPT_SLOT_SHARE = 8
-"""One slot in so many is for episodes that one more loss would make poison: whatever kills a worker takes few of them along.
+"""One slot in so many is for episodes that one more loss would make poison: what kills a worker takes few of them along.
 
 One of them may be what killed the workers before, and the others only ran beside it.
 """
@@ -228,7 +228,7 @@ class Attempts:
             request_sequence=running.sequence,
         )
         claim_sequence = await self._claim(running, claim, episode_state)
-        if claim_sequence is None or await self._is_refused(running, claim_sequence):
+        if claim_sequence is None or await self._drop_below_floor(running, claim_sequence):
             return None
         running.claim_sequence = claim_sequence
         running.policy_client = await self._build_policy_client(request, claim, claim_sequence, recorded)
@@ -253,8 +253,8 @@ class Attempts:
             first_failures=self._first_failures,
         )
 
-    async def _is_refused(self, running: RunningAttempt, claim_sequence: int) -> bool:
-        """True if the claim came after the episode had been settled for good: then nobody may act upon it."""
+    async def _drop_below_floor(self, running: RunningAttempt, claim_sequence: int) -> bool:
+        """Ack the request if the claim came after the episode had been settled for good: then nobody may act upon it."""
         subject = self._subjects.episode(running.request.episode_id)
         self._floor = await read_floor_after(self._bus, self._subjects, subject, claim_sequence)
         if not refuses_delivery(self._floor, running.request, running.sequence):
@@ -349,7 +349,7 @@ class Attempts:
         log.info("attempt is superseded; stopping it", reason=str(superseded))
 
     async def _store_cancelled(self, running: RunningAttempt) -> None:
-        """However long the log is away, and whatever claim a replica did not show: an order was promised to be followed.
+        """However long the log is away, and even if a replica did not show a claim: an order was promised to be followed.
 
         Raises what went wrong when this worker is leaving, or the deadline has passed and the requester closes the episode.
         """

@@ -1,7 +1,7 @@
 """One attempt at one episode: open, reset, turns, verify, close, under the episode's deadline, ending in one result.
 
 The worker above made the claim and stores the result; the environment below knows nothing of the bus. `close` always runs, and
-verify and close run before the result exists. Whatever is not the policy's doing never becomes a reward.
+verify and close run before the result exists. What is not the policy's doing never becomes a reward.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ class EpisodeRunner:
         )
 
     async def _close(self) -> None:
-        """Close the environment whatever happened; a close that hangs or raises changes no outcome."""
+        """Close the environment in every case; a close that hangs or raises changes no outcome."""
         try:
             with self._stages.time_limit("close", self._limits.close, shield=True):
                 await self._environment.close()

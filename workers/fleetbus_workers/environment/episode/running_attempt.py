@@ -63,7 +63,7 @@ class RunningAttempt:
         return state
 
     def enter(self, scope: Scope) -> Scope:
-        """The scope in which the attempt goes on, one after another: `stop` cancels the newest."""
+        """The scope in which the attempt runs, one after another: `stop` cancels the newest."""
         self._scope = scope
         if self.is_stopped:
             scope.cancel()

@@ -84,7 +84,7 @@ class EpisodeContext:
             self._estimate.learn(messages, action)
 
     def extend(self) -> Placement:
-        """The next turn goes on where the last one was played."""
+        """The next turn continues where the last one was played."""
         if self._current is None or len(self._tree.segments) == 1:
             return FIRST
         return Placement(segment=self._current.number, segments=len(self._tree.segments))

@@ -245,7 +245,7 @@ class StepwiseSession:
                     return self._build_answer(call, reward=reward, unpaid=unpaid, reason=verdict.reason)
 
     def _require_held(self) -> None:
-        """A call whose environment was closed meanwhile tells nothing: the session goes on where it is held next."""
+        """A call whose environment was closed meanwhile says nothing: the session continues where it is held next."""
         if self._is_closed:
             raise Superseded(f"session {self._session} was left during a call")
 

@@ -75,7 +75,7 @@ CONTROL_SECONDS = 300.0
 """For loading new weights; large ones take minutes from a slow disk."""
 
 RESUME_SECONDS = 30.0
-"""For letting a server continue, whatever else is ended."""
+"""For letting a server continue, even if all else is ended."""
 
 HEALTH_SECONDS = 5.0
 METRICS_SECONDS = 1.0

@@ -29,7 +29,7 @@ class ServerPool:
     ) -> None:
         self.servers = tuple(servers)
         self.wanted: int | None = None
-        """The version that answers come from; None: whatever they have."""
+        """The version that answers come from; None: any that they have."""
         self._slots_per_server = math.ceil(slots / len(servers))
         self._restore = restore
         self._preferred_servers: OrderedDict[str, ModelServer] = OrderedDict()

@@ -286,7 +286,7 @@ class OpenAISampler:
     # Weights
 
     def _relabel(self, policy: PolicyPublished) -> None:
-        """Servers whose weights are fixed stand for the untrained policy, whatever its number."""
+        """Servers whose weights are fixed stand for the untrained policy, with any number."""
         if policy.step:
             raise WeightsRejected(f"version {policy.version} is trained, and these servers take no new weights")
         self.version = policy.version

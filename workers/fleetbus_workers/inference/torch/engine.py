@@ -69,7 +69,7 @@ class Engine:
         self._intake.put(None)
 
     def run(self) -> None:
-        """Work until `stop`; whatever ends it, all operations are completed."""
+        """Work until `stop`; in every case all operations are completed."""
         reason = "the engine was stopped"
         try:
             torch.set_num_threads(self._threads)

@@ -54,7 +54,7 @@ def start_writing(folder: Path, state: State, shards: Shards) -> Callable[[], No
 
 
 def read_into(folder: Path, state: State, shards: Shards) -> None:
-    """Fill the tensors of ``state`` from a checkpoint, whatever number of processes wrote it; every process has to ask. Raises
+    """Fill the tensors of ``state`` from a checkpoint, written by any number of processes; every process has to ask. Raises
     `OSError` or, when names or shapes are others, `UserError`."""
     if not (folder / INDEX).is_file():
         raise UserError(f"{folder} holds no state of this trainer: it was written by another one, or by an earlier version")
@@ -172,7 +172,7 @@ class _PlainReader(FileSystemReader):
             raise UserError(f"{self.path}: its {INDEX} cannot be read: {str(error) or type(error).__name__}") from error
         if beyond := sorted(place for place in places if Path(place).name != place):
             raise UserError(f"{self.path}: its {INDEX} names {beyond[0]!r}, which is no file beside it")
-        if BytesStorageMetadata in known:  # read by unpickling whatever is there
+        if BytesStorageMetadata in known:  # read by unpickling what is there
             raise UserError(f"{self.path}: it holds what is no tensor")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id

@@ -91,7 +91,7 @@ class Actions:
         return await self._answer(request, Drain, work)
 
     async def pause(self, request: Request) -> Response:
-        """The learner that pauses or goes on; null without one."""
+        """The learner that pauses or resumes; null without one."""
 
         async def work(bus: Bus, body: Pause) -> Any:
             return {"learner": await pause_admission(bus, self._subjects, is_paused=body.paused)}

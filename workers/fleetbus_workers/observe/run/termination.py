@@ -57,13 +57,13 @@ class TerminationState:
 
     def __init__(self) -> None:
         self.finished_ns = 0
-        self.goodbye: WorkerStopped | WorkerFailed | None = None
-        self.goodbye_ns = 0
+        self.last_entry: WorkerStopped | WorkerFailed | None = None
+        self.last_entry_ns = 0
 
     @property
     def is_known(self) -> bool:
         """True if the newest learner has said how it ended."""
-        return bool(self.finished_ns or self.goodbye)
+        return bool(self.finished_ns or self.last_entry)
 
     def apply(self, message: Message, time_ns: int) -> None:
         match message:
@@ -71,11 +71,11 @@ class TerminationState:
                 self.finished_ns = time_ns
             case LineageStarted():
                 self.finished_ns = 0
-                self.goodbye = None
+                self.last_entry = None
             case WorkerStarted(role="learner"):
-                self.goodbye = None
+                self.last_entry = None
             case WorkerStopped(role="learner") | WorkerFailed(role="learner"):
-                self.goodbye, self.goodbye_ns = message, time_ns
+                self.last_entry, self.last_entry_ns = message, time_ns
 
 
 def detect_termination(
@@ -86,7 +86,7 @@ def detect_termination(
     """Detect the end of a run; None while it continues or may continue by itself.
 
     ``is_silent`` is a server that does not answer; ``last_time_ns`` the time of the newest entry that was read. A learner that
-    said goodbye may be started again by an `up` that drives the run; one that said none may only be out of reach.
+    stored its last entry may be started again by an `up` that drives the run; one without may only be out of reach.
     """
     how, since_ns, cause = _classify(state, driver, is_silent=is_silent, is_anybody_alive=is_anybody_alive)
     if how is None:
@@ -116,10 +116,10 @@ def _classify(
     if is_anybody_alive:
         return None, 0, ""
     is_driving = driver.is_driving()
-    if state.goodbye is not None and (is_silent or not is_driving):
-        if isinstance(state.goodbye, WorkerFailed):
-            return "failed", state.goodbye_ns, f" ({state.goodbye.error_class}: {state.goodbye.error})"
-        return "stopped", state.goodbye_ns, ""
+    if state.last_entry is not None and (is_silent or not is_driving):
+        if isinstance(state.last_entry, WorkerFailed):
+            return "failed", state.last_entry_ns, f" ({state.last_entry.error_class}: {state.last_entry.error})"
+        return "stopped", state.last_entry_ns, ""
     return ("gone" if is_driving is False else None), 0, " without a stop message, as if it was killed"
 
 

@@ -107,8 +107,8 @@ def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
 
 
 class _Row:
-    """Parts of a line with dots between them; where the line is too long it is broken at a dot, never within a part, whatever
-    line breaks that has."""
+    """Parts of a line with dots between them; where the line is too long it is broken at a dot, never within a part, even at
+    line breaks that the part has."""
 
     def __init__(self, parts: Sequence[str], style: str = "") -> None:
         self._parts = parts

@@ -100,8 +100,8 @@ class LogTraces:
             match decode_episode_entry(entry):
                 case AttemptStarted() as claim:
                     yield from trace.apply_claim(entry, claim)
-                case AttemptReleased() as goodbye:
-                    yield from trace.apply_release(entry, goodbye)
+                case AttemptReleased() as release:
+                    yield from trace.apply_release(entry, release)
                 case EpisodeFinished() as result:
                     yield from trace.apply_result(entry, result)
                     self._close(episode, trace)

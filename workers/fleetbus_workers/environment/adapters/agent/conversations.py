@@ -79,7 +79,7 @@ class Conversations:
         self.messages += attached.messages
 
     def answer(self, action: Action) -> Answer:
-        """The policy's turn, told to whoever waits for it."""
+        """Pass the policy's turn to whoever waits for it."""
         assert self._attached is not None
         answer = self._build_answer(action)
         self.messages.append(ChatMessage(role="assistant", content=answer.text, tool_calls=answer.tool_calls))

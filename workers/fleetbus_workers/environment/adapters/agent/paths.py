@@ -72,7 +72,7 @@ class Paths:
         return Attachment(segment=len(self._paths) - 1, messages=tuple(messages), tools=tuple(tools), reason=reason)
 
     def _identify_all(self, messages: Sequence[ChatMessage]) -> list[bytes]:
-        """Mostly what was said in the call before, and a little more; calls are compared by what JSON tells apart, as 1 and
+        """Mostly what was said in the call before, and a little more; calls are compared by what JSON distinguishes, as 1 and
         true."""
         known, identities = self._last_said
         said = [

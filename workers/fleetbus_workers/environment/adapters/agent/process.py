@@ -60,11 +60,11 @@ class AgentProcess(ProcessGroup):
         watch.add(self)
 
     def tie(self, lifeline: int) -> None:
-        """Close this with it: a sandbox ends when its worker's side of a pipe is closed, by whatever."""
+        """Close this with it: a sandbox ends when its worker's side of a pipe is closed, by anyone."""
         self._lifeline = lifeline
 
     def find_by(self, labels: Labels) -> None:
-        """End with it whatever carries these labels."""
+        """End with it all that carries these labels."""
         self._labels = labels
 
     @property
@@ -109,11 +109,11 @@ async def start_in_sandbox(
     command: Sequence[str], folder: Path, variables: Mapping[str, str], limits: AgentLimits, confinement: Confinement
 ) -> AgentProcess:
     """Raises `EnvironmentFailed`."""
-    told = _write_settings(command, folder, variables, limits, confinement)
+    settings = _write_settings(command, folder, variables, limits, confinement)
     inside, lifeline = os.pipe()
     try:
         sandbox = confinement.isolation.command(
-            build_python_command(INSIDE / "agent.py", str(told), str(inside)),
+            build_python_command(INSIDE / "agent.py", str(settings), str(inside)),
             visible=[INSIDE, *confinement.visible],
             tools=True,
             scratch_bytes=limits.scratch_bytes,
@@ -127,13 +127,13 @@ async def start_in_sandbox(
             variables=build_owner_variables(),
             folder=Path("/"),
             file_bytes=limits.file_bytes,
-            pass_fds=(told, inside),
+            pass_fds=(settings, inside),
         )
     except BaseException:
         os.close(lifeline)
         raise
     finally:
-        os.close(told)
+        os.close(settings)
         os.close(inside)
     agent.tie(lifeline)
     return agent

@@ -1,6 +1,6 @@
 """Verdicts from the platform: a task's verifier run there against the episode's instance.
 
-Whatever is not the policy's doing - the platform's failure, the verifier's, its judge's - is no verdict, and never a 0.
+What is not the policy's doing - the platform's failure, the verifier's, its judge's - is no verdict, and never a 0.
 """
 
 import math

@@ -37,7 +37,7 @@ class UnknownAction(ValueError):
 
 
 def get_short_name(environment: gymnasium.Env[object, object]) -> str:
-    """``FrozenLake`` for FrozenLake-v1, whatever its namespace."""
+    """``FrozenLake`` for FrozenLake-v1, in any namespace."""
     name = environment.spec.id if environment.spec is not None else type(environment.unwrapped).__name__
     return name.rpartition("/")[2].partition("-v")[0]
 

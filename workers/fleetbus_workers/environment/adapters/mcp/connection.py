@@ -82,7 +82,7 @@ class Connection(Protocol):
     async def list_tools(self) -> tuple[ToolSpec, ...]: ...
 
     async def call_tool(self, name: str, arguments: dict[str, object]) -> ToolResult:
-        """Raises `ServerGone` when the server is; whatever else goes wrong with a call is its result."""
+        """Raises `ServerGone` when the server is; all else that goes wrong with a call is its result."""
 
     async def query(self, sql: str, params: Sequence[Any]) -> object:
         """Rows from the database behind the server, for verifiers; raises `LookupError` if it shows none."""

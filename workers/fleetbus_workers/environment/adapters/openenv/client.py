@@ -47,7 +47,7 @@ class ActionRefused(OpenEnvError):
 
 
 class ExecutionFailed(OpenEnvError):
-    """The environment's own code raised; the session continues, in whatever state that left it."""
+    """The environment's own code raised; the session continues, in the state that this left."""
 
     code = "EXECUTION_ERROR"
 
@@ -141,7 +141,7 @@ class OpenEnvSession:
         refusal = self._build_error(_parse_object(reply.data)) if reply.type == "error" else None
         if early is not None and not self._lost:
             raise ConnectionLost(
-                self._mark_lost("the server replied to what it was not asked: no reply can be told from another")
+                self._mark_lost("the server replied to what it was not asked: replies cannot be matched to calls any more")
             )
         if refusal is not None:
             raise refusal
@@ -205,7 +205,7 @@ class OpenEnvSession:
 
 
 class _Connect(connect):
-    """Goes where it was told to and nowhere else: a server that sends its clients away would send their keys along."""
+    """Connects to the given address and nowhere else: a server that sends its clients away would send their keys along."""
 
     def process_redirect(self, exc: Exception) -> Exception | str:
         return exc

@@ -122,7 +122,7 @@ class PooledEnvironment:
         return msgspec.convert(await self._call("verify"), Verdict)
 
     async def close(self) -> None:
-        """Close the episode and free its place; whatever does not end by itself is killed."""
+        """Close the episode and free its place; what does not end by itself is killed."""
         slot = self._slot
         if slot is None:
             return

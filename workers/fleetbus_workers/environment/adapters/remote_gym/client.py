@@ -298,7 +298,7 @@ async def _post(pool: ServerPool, config: RemoteGymConfig, url: str, body: bytes
 
 @lru_cache(maxsize=1024)
 def has_proxy(url: str) -> bool:
-    """True if this process is told to reach the server through a proxy, by ``HTTP_PROXY`` and its like."""
+    """True if this process is to reach the server through a proxy, by ``HTTP_PROXY`` and its like."""
     parts, proxies = urlsplit(url), getproxies()
     return bool(proxies.get(parts.scheme) or proxies.get("all")) and not proxy_bypass(parts.hostname or "")
 

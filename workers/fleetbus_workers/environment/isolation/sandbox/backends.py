@@ -91,7 +91,7 @@ class Isolation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_python_command(script: Path, *arguments: str) -> list[str]:
-    """Our own Python running a program of ours, isolated from whatever is configured or installed."""
+    """Our own Python running a program of ours, isolated from all that is configured or installed."""
     return [os.path.realpath(sys.executable), "-I", "-S", "-B", str(script), *arguments]
 
 

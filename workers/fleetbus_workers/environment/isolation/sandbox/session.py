@@ -1,7 +1,7 @@
 """One interpreter in isolation: code goes in, standard output, standard error and an exit code come out; variables stay.
 
 Above it is an environment, one session per episode; below it `inside/runner.py`. Output goes to files in memory that only this
-worker reads, so that a flood of it costs nothing here. Whatever the code does - exit, crash, hang, exhaust its memory - is a
+worker reads, so that a flood of it costs nothing here. All that the code does - exit, crash, hang, exhaust its memory - is a
 result; the next code then gets a new interpreter and a notice. Only an interpreter that cannot be started is an error.
 """
 
@@ -63,7 +63,7 @@ class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True):
 class ExecutionResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a piece of code. ``ended`` says what ended its interpreter, if anything did; ``fresh`` is true for the
     first code of an interpreter that replaces one that was ended. ``code_ended`` says what ended the code before its last
-    statement while its interpreter goes on."""
+    statement while its interpreter continues."""
 
     stdout: str
     stderr: str

@@ -1,4 +1,4 @@
-"""The protocol of grading, between an environment and whatever runs a task's verifier code."""
+"""The protocol of grading, between an environment and what runs a task's verifier code."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable

@@ -62,7 +62,7 @@ class Dialect(Protocol):
 
 class Forbidden(NamedTuple):
     """A field that changes what is sampled, or asks for what a session does not have; these of its values are harmless.
-    ``code`` is what clients know the refusal by, where they go on without the field."""
+    ``code`` is what clients know the refusal by, where they continue without the field."""
 
     name: str
     harmless: tuple[Any, ...]

@@ -131,7 +131,7 @@ def set_limits(limits: Mapping[str, int]) -> None:
         kind = getattr(resource, f"RLIMIT_{name}", None)
         if kind is not None:
             try:
-                # One second more is the hard limit of time: the soft one tells why.
+                # One second more is the hard limit of time: the soft one names the cause.
                 resource.setrlimit(kind, (soft, soft + (name == "CPU")))
             except (OSError, ValueError):
                 pass  # macOS refuses RLIMIT_AS
