@@ -57,7 +57,7 @@ class BusError(FleetbusError):
 
 
 class SequenceConflict(BusError):
-    """A compare-and-set was refused: the last sequence on the subject is not the expected one but ``last`` (None: not told)."""
+    """A compare-and-set was refused: the last sequence on the subject is not the expected one but ``last`` (None: unknown)."""
 
     def __init__(self, subject: str, expected: int, last: int | None = None) -> None:
         super().__init__(f"{subject}: the last sequence is not {expected}")
@@ -97,7 +97,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def is_taken_over(error: BaseException) -> bool:
-    """True if the worker stops because another has its place, whatever else went wrong while it stopped."""
+    """True if the worker stops because another has its place, even if something else went wrong while it stopped."""
     return any(isinstance(leaf, TakenOver) for leaf in iterate_leaves(error))
 
 

@@ -1,4 +1,4 @@
-"""What an audit knows up to some entry, in a file: the next audit of the same log reads only what came after.
+"""Keeps the state of an audit up to some entry in a file: the next audit of the same log reads only later entries.
 
 An audit is a proof, so the state is one's own: a file of whoever audits, and nothing of it stands in the log. It is for the one
 log that has the same entry where the state ends. Another log, one that went back in time, another version of fleetbus or a file
@@ -30,7 +30,7 @@ _DIGEST_BYTES = 32
 
 
 class LogPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """The identity of one entry; no two have the same, in whatever log."""
+    """The identity of one entry; no two have the same, in any log."""
 
     sequence: Annotated[int, msgspec.Meta(ge=1)]
     subject: str
@@ -107,6 +107,6 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 class _Version(msgspec.Struct):
-    """What every version's states begin with."""
+    """The fields that the states of every version begin with."""
 
     version: str

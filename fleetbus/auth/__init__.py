@@ -1,1 +1,1 @@
-"""Who may do what on the bus: keys per role, rights per role, TLS. Written by ``fleetbus auth init``, used by every worker."""
+"""Access to the bus: keys per role, rights per role, TLS. Written by ``fleetbus auth init``, used by every worker."""

@@ -1,4 +1,4 @@
-"""What a client needs to be let in: its key, the authority that it trusts, and the user that it is. Raises `UserError`."""
+"""Credentials of a client: its key, the authority that it trusts, and the user that it is. Raises `UserError`."""
 
 import ssl
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Access(TypedDict, total=False):
 
 
 def build_access(role: str, folder: str, run: str) -> Access:
-    """How a role, or a command of that name, connects to a run. ``folder`` is the setting ``nats.auth``; empty: without keys
+    """Access of a role, or of a command of that name, to a run. ``folder`` is the setting ``nats.auth``; empty: without keys
     and TLS."""
     if not folder:
         return Access()

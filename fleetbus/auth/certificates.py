@@ -86,7 +86,7 @@ def make_certificates(hosts: Sequence[str], *, days: int) -> Certificates:
 
 
 def lets_into_cluster(certificate: bytes) -> bool:
-    """Whether a server can show this certificate (PEM) to another one that it connects to."""
+    """True if a server can show this certificate (PEM) to another one that it connects to."""
     from cryptography import x509
     from cryptography.x509.oid import ExtendedKeyUsageOID
 

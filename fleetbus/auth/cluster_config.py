@@ -1,4 +1,4 @@
-"""How servers of a cluster let each other in: by certificate and by password, over TLS. Pure.
+"""Configures how servers of a cluster admit each other: by certificate and by password, over TLS. Pure.
 
 A server that joins is trusted with every account, so this is as much worth as the admin's key. nats-server forgets the
 password where ``--cluster`` is given on its command line: name, address and routes stand in this file alone.

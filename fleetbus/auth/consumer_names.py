@@ -3,7 +3,7 @@
 Whoever knows the name of a consumer can disturb it from any account that may ask the run's account anything at all: the server
 hands a reply subject below ``$JS.ACK.`` on as it is, so an answer can be made an ack, and a consumer that delivers to the pull
 subject of another one drains it. So the names are a secret of the server, the admin and those who pull: made from the
-admin's key, each for itself, so that one that is known tells nothing of another.
+admin's key, each for itself, so that one that is known reveals nothing of another.
 """
 
 import base64

@@ -56,13 +56,13 @@ class AuthFolder(msgspec.Struct, frozen=True):
         return self.path / f"{run}.{user}.nk"
 
     def access(self, plan: RunPlan) -> RunAccess:
-        """What the server has to know of a run whose keys are here; raises `UserError`."""
+        """The facts that the server needs of a run whose keys are here; raises `UserError`."""
         names = secret_names(plan, self.key(plan.run, "admin").read_bytes().strip())
         return RunAccess(plan=plan, names=names, public_keys={user: public_key(self.key(plan.run, user)) for user in USERS})
 
 
 class WriteResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What was new in the folder; what was there before stayed as it was, except the server's configuration."""
+    """The files that were new in the folder; those that existed stayed as they were, except the server's configuration."""
 
     folder: str
     config: str

@@ -1,4 +1,4 @@
-"""What each user of a run needs on the bus, as data, and nothing else: every account and right is derived from here. Pure.
+"""The rights that each user of a run needs on the bus, as data: every account and right is derived from here. Pure.
 
 A run has an account that holds its streams, and an account per role. JetStream's API is a set of subjects, so a need is a
 subject: a role's account imports those of its needs that the run's account serves, and what other roles serve or tell. A
@@ -46,7 +46,7 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rights(msgspec.Struct, frozen=True, kw_only=True):
-    """What one user of one run may do, besides talking to itself on its inbox.
+    """The operations that one user of one run may do, besides talking to itself on its inbox.
 
     ``asks``: of the run's account. ``calls`` and ``hears``: (role, subject) of other roles' services and broadcasts. ``serves``
     and ``tells``: its own. ``listens``: a subject with wildcards that it subscribes to in place of those that it hears.
@@ -120,7 +120,7 @@ class _RunSubjects:
     def allow_worker_reports(
         self, role: str, *asks: Need, calls: Iterable[tuple[str, str]] = (), hears: Iterable[str] = ()
     ) -> Rights:
-        """What a worker needs, besides what every worker does: to say of itself that it lives, and to be controlled. ``hears``
+        """Rights to send heartbeats and to be controlled, which a worker needs besides those of every worker. ``hears``
         are roles whose heartbeats it listens to."""
         own = (*self.stream_info, *_needs(self.subjects.life(role, "*")))
         hosted = (self.subjects.rpc("*", "*"),) if role == "environment" else ()

@@ -1,4 +1,4 @@
-"""Whose log a nats-server's store holds: a server keeps the streams of each account in a folder of that account's name.
+"""The account whose log a nats-server's store holds: the streams of each account lie in a folder of that account's name.
 
 A log that was begun with keys is in the account of its run, under consumer names that the admin's key made; one that was
 begun without is in the account of everybody. Neither server would find the other's log.
@@ -17,7 +17,7 @@ _EVERYBODY = "$G"
 
 
 def check_store(store: Path, run: str, *, keys: bool) -> None:
-    """Raise `UserError` if the run's log was begun the other way: going on would begin it anew."""
+    """Raise `UserError` if the run's log was begun the other way: continuing would begin it anew."""
     if not keys and _holds_log(store, account_of(run), run):
         raise UserError(f"run {run} was begun with keys: give --nats-auth again, or begin another run (--run)")
     if keys and _holds_log(store, _EVERYBODY, run):

@@ -1,4 +1,4 @@
-"""What workers know of the bus: one protocol, implemented over NATS (`fleetbus.bus.nats`) and in memory (`.memory`).
+"""The bus as workers see it: one protocol, implemented over NATS (`fleetbus.bus.nats`) and in memory (`.memory`).
 
 Above it are the workers; below it one connection. The contract suite `tests/contract/test_bus.py` holds both implementations
 to the promises written here. Anything sent may be delivered again, and an unanswered publish may have been stored: callers
@@ -27,7 +27,7 @@ class StreamEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FORGOTTEN = StreamEntry(subject="", payload=b"", sequence=0, time_ns=0)
-"""The message of a delivery that was told to forget it."""
+"""The message of a delivery that was asked to forget it."""
 
 
 class PublishAck(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class Delivery(Protocol):
     def message(self) -> StreamEntry: ...
     @property
     def delivered(self) -> int:
-        """How often it was delivered, 1 the first time; a killed server may count from 1 again."""
+        """Number of its deliveries, 1 the first time; a killed server may count from 1 again."""
 
     async def ack(self) -> None: ...
     async def nak(self, delay_seconds: float = 0.0) -> None: ...
@@ -107,7 +107,7 @@ class Listener(Protocol):
 
 
 class ConsumerFloor(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a durable consumer got: everything of its ``filter`` up to ``ack_floor`` is acked. What is un-acked may begin
+    """The progress of a durable consumer: everything of its ``filter`` up to ``ack_floor`` is acked. What is un-acked may begin
     far behind that floor, which stands still while the consumer is idle."""
 
     name: str
@@ -116,7 +116,7 @@ class ConsumerFloor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Backlog(msgspec.Struct, frozen=True, kw_only=True):
-    """What the log holds, in ``entries`` of ``used_bytes`` together, and may hold (``limit_bytes`` 0: no limit), and how many
+    """The size of the log, in ``entries`` of ``used_bytes`` together, its limit (``limit_bytes`` 0: no limit), and how many
     messages of a durable consumer, delivered or not, nobody has acked: 0 where this user may not ask for that."""
 
     entries: int
@@ -182,7 +182,7 @@ class Bus(Protocol):
         """`usage`, and what the durable consumer of that name has before it."""
 
     async def duplicate_window_seconds(self) -> float:
-        """How long the log remembers message ids."""
+        """Seconds for which the log remembers message ids."""
 
     async def consumer_floors(self) -> list[ConsumerFloor]:
         """The durable consumers of the log, by name."""

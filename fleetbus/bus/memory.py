@@ -90,7 +90,7 @@ class MemoryServer:
             consumer.forget(forgotten_acks)
 
     def copy_files(self) -> Files:
-        """What a loss of power at this moment would leave of streams and consumers."""
+        """Copy what a loss of power at this moment would leave of streams and consumers."""
         streams = {name: stream.copy_files() for name, stream in self._streams.items()}
         return streams, {key: consumer.list_unacked() for key, consumer in self._consumers.items()}
 

@@ -52,7 +52,7 @@ class MemoryBus:
         self._worker = worker
         self._count = 0
         self._known: dict[str, int] = {}
-        """By subject the highest position that this connection was told: it repeats reads that end before (record 0024)."""
+        """By subject the highest position that this connection was given: it repeats reads that end before (record 0024)."""
 
     def disconnect(self) -> None:
         """Disconnect this client: messages in both directions are lost, its leases expire."""
@@ -174,7 +174,7 @@ class MemoryBus:
 
     @property
     def breaks(self) -> int:
-        """How often the connection went down; -1 while it is down."""
+        """Number of times that the connection went down; -1 while it is down."""
         return self._link.breaks if self._link.up else -1
 
     def check_unbroken(self, breaks: int) -> None:
@@ -277,12 +277,12 @@ class MemoryBus:
         return found
 
     def _read_subject(self, stream: MemoryStream, subject: str) -> list[StreamEntry]:
-        """What the replica that answers has on a literal subject."""
+        """Entries of a literal subject that the replica that answers has."""
         end = self._find_end(stream, subject)
         return [entry for entry in stream.on_subject(subject) if entry.sequence <= end]
 
     def _find_end(self, stream: MemoryStream, subject: str) -> int:
-        """Where the log ends for the replica that answers; never before what this connection knows of the subject."""
+        """Last sequence of the log at the replica that answers; never before what this connection knows of the subject."""
         seconds = self._server.faults.draw_read_lag(self._worker, subject)
         if not seconds:
             return stream.last_sequence

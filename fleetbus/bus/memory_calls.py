@@ -23,7 +23,7 @@ OnMessage = Callable[[str, bytes, Respond | None], None]
 
 
 class SubscriptionTable:
-    """Who is subscribed to what."""
+    """The subscriptions by subject."""
 
     def __init__(self) -> None:
         self._subscriptions: SubjectIndex[tuple[MemoryConnection, OnMessage]] = SubjectIndex()
@@ -77,7 +77,7 @@ class MemoryRequest:
 
 
 class _ReceiveQueue(Generic[T]):
-    """What has come and was not received yet; beyond ``limit`` the oldest goes."""
+    """Messages that came and were not received yet; beyond ``limit`` the oldest is dropped."""
 
     def __init__(self, limit: int) -> None:
         self._waiting: deque[T] = deque(maxlen=limit)

@@ -56,13 +56,13 @@ class MemoryConsumer:
 
     @property
     def ack_floor(self) -> int:
-        """Where all that was delivered is acked; it stands still while nothing is."""
+        """Sequence up to which all that was delivered is acked; it stands still while nothing is."""
         pending = [*self._leases, *self._due_again]
         return min(pending) - 1 if pending else self._delivered
 
     @property
     def unacked(self) -> int:
-        """How many messages that the stream still holds are not acked, delivered or not."""
+        """Number of messages that the stream still holds and that are not acked, delivered or not."""
         if self._stream.count == self._stream.last_sequence:  # nothing was ever removed
             return len(self._new) + len(self._leases) + len(self._due_again)
         return sum(self._stream.get(sequence) is not None for sequence in (*self._new, *self._leases, *self._due_again))
@@ -78,7 +78,7 @@ class MemoryConsumer:
         self._pullers.remove(puller)
 
     def next_due(self) -> float:
-        """When the next lease ends or a delayed message is due; infinity if none is."""
+        """Time at which the next lease ends or a delayed message is due; infinity if none is."""
         return self._expiries[0][0] if self._expiries else float("inf")
 
     def dispatch(self, now: float) -> None:
@@ -133,7 +133,7 @@ class MemoryConsumer:
         self._delivered = 0
 
     def list_unacked(self) -> list[int]:
-        """What it has to deliver, or to deliver again if no ack comes, in order."""
+        """Sequences that it has to deliver, or to deliver again if no ack comes, in order."""
         return sorted({*self._leases, *self._due_again, *self._new})
 
     def put_back(self, unacked: list[int]) -> None:

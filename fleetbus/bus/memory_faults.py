@@ -1,4 +1,4 @@
-"""What can go wrong between a worker and the in-memory server: the hooks that simulations and tests override.
+"""Faults between a worker and the in-memory server: the hooks that simulations and tests override.
 
 Every hook is asked once per event, in the order of events, so a seeded subclass makes the same faults again.
 """
@@ -14,7 +14,7 @@ import msgspec
 class PublishFault(msgspec.Struct, frozen=True, kw_only=True):
     """One try of one publish. ``lost``: the message never arrives, or it is stored and its answer never arrives.
 
-    ``stored_after``: a lost message is stored all the same so many seconds later, whatever its sender did meanwhile; 0: never.
+    ``stored_after``: a lost message is stored all the same so many seconds later, despite its sender; 0: never.
     """
 
     seconds_before: float = 0.0
@@ -48,7 +48,7 @@ class Faults:
         return NO_DELIVERY_FAULT
 
     def loses_ack(self, worker: str, consumer: str) -> bool:
-        """Whether this ack, nak or extension never arrives."""
+        """True if this ack, nak or extension never arrives."""
         return False
 
     def draw_call_delay(self, worker: str, subject: str) -> float | None:
@@ -56,7 +56,7 @@ class Faults:
         return 0.0
 
     def draw_read_lag(self, worker: str, subject: str) -> float:
-        """How many seconds the replica that answers a read is behind."""
+        """Seconds by which the replica that answers a read is behind."""
         return 0.0
 
     def postpone(self, seconds: float, action: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """Large files beside the log: what workers know of an object store. `fleetbus.bus.nats.objects` has it over JetStream.
 
 The one place where the name of an object is checked. Names come out of messages that anybody may have written, and some
-readers make files of them; every store refuses a name that `check_object_name` refuses, whatever its caller checked.
+readers make files of them; every store refuses a name that `check_object_name` refuses, even if its caller checked it.
 """
 
 from __future__ import annotations

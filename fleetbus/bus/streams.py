@@ -66,7 +66,7 @@ that there are none."""
 
 
 def work_alias(run: str) -> str:
-    """What the log is called in questions about its durable consumers by a user with an account of its own: the account knows
+    """Name of the log in questions about its durable consumers by a user with an account of its own: the account knows
     the consumers by their plain names, the server by names that cannot be guessed."""
     return f"fbwork_{run}"
 

@@ -37,7 +37,7 @@ class PolicyContexts:
 
     @property
     def messages(self) -> list[ChatMessage]:
-        """What the policy reads next."""
+        """The messages that the policy reads next."""
         return self.current.messages
 
     @property
@@ -73,7 +73,7 @@ class PolicyContexts:
 
 
 def describe_context(change: ContextChange | None) -> dict[str, Any]:
-    """``context`` for clients of other protocols, who find it in what a step tells beside its observation; nothing if there
+    """``context`` for clients of other protocols, who find it in what a step returns beside its observation; nothing if there
     is no change."""
     if change is None:
         return {}

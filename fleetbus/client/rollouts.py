@@ -54,7 +54,7 @@ class SampledSequence(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def prompt_tokens(self) -> int:
-        """How many ids come before the first that is trained."""
+        """Number of ids before the first that is trained."""
         return self.loss_mask.index(True) if True in self.loss_mask else len(self.loss_mask)
 
 
@@ -107,7 +107,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def prompt_tokens(self) -> int:
-        """How many ids of the only sequence come before the policy's first."""
+        """Number of ids of the only sequence before the policy's first."""
         return self.only_sequence.prompt_tokens
 
 
@@ -251,7 +251,7 @@ class _GroupRunner:
             del self._waiting[request.episode_id]
 
     async def _read_episode(self, task: Task, result: EpisodeFinished) -> Episode:
-        """The episode's tokens, from the Actions that its result names; without them it is lost, whatever its outcome was."""
+        """The episode's tokens, from the Actions that its result names; without them it is lost, with every outcome."""
         try:
             found = await read_actions(self._bus, self._subjects, [result], archive=self._archive, runtime=self._runtime)
         except MissingActions as missing:

@@ -156,7 +156,7 @@ class SessionClient:
                 await opened.close()
 
     async def _locate_worker(self, session: str, avoid: Collection[str]) -> str:
-        """Who holds the session, as its journal and the worker itself say; empty if no worker does.
+        """The worker that holds the session, as its journal and the worker itself say; empty if no worker does.
 
         Another worker would take it over, as it has to where the holder is gone: what cannot be done again would be lost.
         """
@@ -205,7 +205,7 @@ class SessionClient:
                     return None
 
     async def _ping(self, worker: str) -> ControlAnswered | None:
-        """What a worker says of itself; None if it does not answer."""
+        """Ask a worker about itself; None if it does not answer."""
         control = self.subjects.control("environment", worker)
         try:
             answer = await self.bus.request(control, encode(ControlRequested(command="ping")), timeout=PING_SECONDS)

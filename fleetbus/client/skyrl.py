@@ -142,7 +142,7 @@ class FleetbusEnv(BaseTextEnv):  # type: ignore[misc]  # skyrl_gym has no types
         return _build_output(observations, reward, bool(ended or used_up), metadata)
 
     async def _unpaid(self, metadata: dict[str, Any]) -> float:
-        """What the steps were not rewarded of the verdict."""
+        """The part of the verdict that the steps were not rewarded."""
         assert self._session is not None
         verdict = await self._session.verify()
         if verdict.unpaid is None:

@@ -9,7 +9,7 @@ from fleetbus.client.rollouts import Episode
 
 
 def convert_to_trl(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
-    """What a ``rollout_func`` of TRL's `GRPOTrainer` returns (trl 1.16): a list per key, one entry per episode.
+    """Convert to what a ``rollout_func`` of TRL's `GRPOTrainer` returns (trl 1.16): a list per key, one entry per episode.
 
     ``env_mask`` is 1 for the policy's own tokens; log-probabilities cover the completion, 0.0 where the mask is 0.
     ``episode_reward`` goes to reward functions, which only have to hand it on. Raises `ValueError` for an episode without a

@@ -18,7 +18,7 @@ from fleetbus.concurrency.notifier import Notifier
 
 
 class Timed(Protocol):
-    """Something that is told when its time has come. ``at``: when, by the loop's clock; once told, it has to move that."""
+    """Something that is called when its time has come. ``at``: when, by the loop's clock; once called, it has to move that."""
 
     at: float
 

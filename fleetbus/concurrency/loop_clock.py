@@ -7,7 +7,7 @@ import anyio
 
 
 def get_clock() -> Callable[[], float]:
-    """What `anyio.current_time` reads in the loop that runs now, as a function for use in that loop."""
+    """The clock that `anyio.current_time` reads in the loop that runs now, as a function for use in that loop."""
     try:
         return asyncio.get_running_loop().time
     except RuntimeError:

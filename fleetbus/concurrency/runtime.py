@@ -1,4 +1,4 @@
-"""What workers need from the process besides the bus: threads and randomness. Replaced as a whole in simulation."""
+"""Threads and randomness, which workers need from the process besides the bus. Replaced as a whole in simulation."""
 
 import functools
 import secrets

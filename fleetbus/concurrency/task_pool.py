@@ -15,7 +15,7 @@ Function = Callable[..., Awaitable[None]]
 
 
 class _Place:
-    """Where a waiting task finds its next call."""
+    """The place in which a waiting task finds its next call."""
 
     __slots__ = ("arguments", "called", "function")
 

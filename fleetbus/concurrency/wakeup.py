@@ -1,4 +1,4 @@
-"""What one task waits for, again and again, set by the same loop or by another thread."""
+"""A signal that one task waits for again and again, set by the same loop or by another thread."""
 
 import asyncio
 import socket
@@ -8,7 +8,7 @@ import anyio
 
 
 class _Nothing:
-    """What is awaited where there is nothing to wait for."""
+    """An awaitable for where there is nothing to wait for."""
 
     def __await__(self) -> Generator[None]:
         return

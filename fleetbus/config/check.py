@@ -1,4 +1,4 @@
-"""What must hold between settings, beyond the limits of each one. Pure."""
+"""Checks conditions between settings, beyond the limits of each one. Pure."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _check_engine(configuration: Configuration) -> None:
 
 
 def _check_torch_only(configuration: Configuration) -> None:
-    """What the torch trainer alone computes."""
+    """Refuse settings that the torch trainer alone computes."""
     learner, algorithm = configuration.learner, configuration.algorithm
     asked = [name for name in ("entropy_coefficient", "teacher", "loss") if getattr(algorithm, name)]
     names = [f"algorithm.{name}" for name in asked]

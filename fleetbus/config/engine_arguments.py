@@ -27,7 +27,7 @@ PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_siz
 
 
 def parse_engine_arguments(text: str) -> dict[str, Any]:
-    """What the setting ``inference.vllm`` says. Raises `UserError` for what is no JSON object, or is not to be set there."""
+    """Parse the setting ``inference.vllm``. Raises `UserError` for what is no JSON object, or is not to be set there."""
     try:
         found = msgspec.json.decode(text, type=dict[str, Any]) if text.strip() else {}
     except msgspec.DecodeError as error:

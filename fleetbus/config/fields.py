@@ -68,7 +68,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return typing.get_args(self.base) if typing.get_origin(self.base) is Literal else ()
 
     def describe_allowed(self) -> str:
-        """What it takes, in words: ``a whole number, at least 1``."""
+        """The values that it takes, in words: ``a whole number, at least 1``."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[self.base]

@@ -1,6 +1,6 @@
 """The effective configuration: defaults < the run's earlier configuration < TOML file < ``FLEETBUS_*`` variables < flags.
 
-Whatever is wrong is one `UserError` that names where it stands, the key, the value and what is allowed. Reads files, nothing
+Every mistake is one `UserError` that names where it stands, the key, the value and what is allowed. Reads files, nothing
 else; the caller says which variables and flags there are.
 """
 

@@ -1,4 +1,4 @@
-"""Where the files of a run lie: ``<run.folder>/<run.name>/``. Paths only, and the configuration of the run's last start."""
+"""Paths of the files of a run, ``<run.folder>/<run.name>/``. Paths only, and the configuration of the run's last start."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RunFolder(msgspec.Struct, frozen=True):
 
     @property
     def model(self) -> Path:
-        """What `from_pretrained` loads, written when training finishes."""
+        """The model that `from_pretrained` loads, written when training finishes."""
         return self.path / "model"
 
     @property
@@ -46,12 +46,12 @@ class RunFolder(msgspec.Struct, frozen=True):
 
     @property
     def identity(self) -> Path:
-        """What the run is: model, tasks, environment, seed."""
+        """The identity of the run: model, tasks, environment, seed."""
         return self.path / "run.json"
 
     @property
     def server(self) -> Path:
-        """Where the run's own server can be reached, while `up` runs."""
+        """The address of the run's own server, while `up` runs."""
         return self.path / "server.json"
 
     @property

@@ -25,7 +25,7 @@ FULL_SHARE = 0.95
 
 
 class RunSettings(Settings, frozen=True, kw_only=True):
-    """What is trained, and where its files live."""
+    """The subject of training, and the place of its files."""
 
     name: Annotated[str, Meta(description="Name of the run; the same name again resumes it")] = "default"
     folder: Annotated[str, Meta(description="Folder in which each run has a folder of its own")] = ".fleetbus/runs"
@@ -61,7 +61,7 @@ class NatsSettings(Settings, frozen=True, kw_only=True):
 
 
 class EpisodeSettings(Settings, frozen=True, kw_only=True):
-    """How one episode is played."""
+    """Limits and rules of one episode."""
 
     temperature: Annotated[float, Meta(ge=0, description="Sampling temperature in training")] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus sampling; training: 1")] = 1.0
@@ -216,7 +216,7 @@ class InferenceSettings(Settings, frozen=True, kw_only=True):
         Literal["flush", "keep"],
         Meta(
             description="What engine vllm does with the keys and values of turns that run when new weights come: compute them "
-            "again, or go on from them (log-probabilities then differ from the trainer's)"
+            "again, or continue from them (log-probabilities then differ from the trainer's)"
         ),
     ] = "flush"
     vllm: Annotated[
@@ -245,7 +245,7 @@ class InferenceSettings(Settings, frozen=True, kw_only=True):
 
 
 class WeightsSettings(Settings, frozen=True, kw_only=True):
-    """How new versions of the weights travel from the learner to the engines."""
+    """The way of new versions of the weights from the learner to the engines."""
 
     store: Annotated[
         str,

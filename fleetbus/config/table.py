@@ -1,4 +1,4 @@
-"""What all tables of the configuration have in common."""
+"""The base of all tables of the configuration."""
 
 from __future__ import annotations
 

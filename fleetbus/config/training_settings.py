@@ -141,7 +141,7 @@ class AlgorithmSettings(Settings, frozen=True, kw_only=True):
 
     @property
     def truncation_mask(self) -> Literal["", "outcome", "no_end_token"]:
-        """Which truncated episodes are left out of the loss; empty: none."""
+        """The truncated episodes that are left out of the loss; empty: none."""
         return self.truncated_when if self.mask_truncated_completions else ""
 
 
@@ -191,7 +191,7 @@ class TrainerSettings(Settings, frozen=True, kw_only=True):
 
 
 class RewardSettings(Settings, frozen=True, kw_only=True):
-    """What a reward is made of: the environment's verdict, its named components, a judge. The judge's key: JUDGE_API_KEY."""
+    """The parts of a reward: the environment's verdict, its named components, a judge. The judge's key: JUDGE_API_KEY."""
 
     weights: Annotated[
         str, Meta(description="NAME=WEIGHT, comma separated: verifier, judge, components of verdicts (default: 1 for both)")

@@ -1,1 +1,1 @@
-"""What every worker shares: slots, leases, lanes, heartbeats, control, and the requests of episodes."""
+"""The parts that every worker shares: slots, leases, lanes, heartbeats, control, and the requests of episodes."""

@@ -1,7 +1,7 @@
-"""What an operator does to a run: cancel episodes, drain workers, pause admission. Above it are the command line and the page.
+"""Operations on a run: cancel episodes, drain workers, pause admission. Above it are the command line and the page.
 
 A running episode is cancelled at its worker, any other is closed in the log. The log says who holds an episode, so exactly that
-worker is asked. Whatever else happens meanwhile, compare-and-set leaves an episode with one result.
+worker is asked. In all races meanwhile compare-and-set leaves an episode with one result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ State = Literal["cancelled", "over", "closing", "open", "unknown"]
 
 
 class CancelResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one episode: ``cancelled`` now by ``worker``; ``over`` before, with ``outcome``; ``closing``: its worker
+    """The effect on one episode: ``cancelled`` now by ``worker``; ``over`` before, with ``outcome``; ``closing``: its worker
     has stopped it and has not stored the result yet; ``open``: its claims kept changing; ``unknown``: never requested."""
 
     episode_id: str
@@ -96,7 +96,7 @@ async def drain_workers(bus: Bus, subjects: Subjects, workers: Sequence[str]) ->
 
 
 async def pause_admission(bus: Bus, subjects: Subjects, *, is_paused: bool) -> str | None:
-    """Ask the learner to request no new groups, or to go on; returns its name, None without a learner. Raises
+    """Ask the learner to request no new groups, or to continue; returns its name, None without a learner. Raises
     `RequestUnanswered` if it does not answer, as one of an earlier version."""
     subject = subjects.control("learner", "all")
     question = encode(ControlRequested(command="pause" if is_paused else "resume"))
@@ -121,7 +121,7 @@ async def drain_worker(bus: Bus, subjects: Subjects, worker: str) -> WorkerRole 
 
 
 async def _find_request(bus: Bus, subjects: Subjects, episode_id: str) -> tuple[EpisodeRequested, int] | None:
-    """The episode's request in whatever pool, and its position."""
+    """The episode's request in any pool, and its position."""
     entry = await bus.next_entry(subjects.task("*", episode_id), start=1)
     if entry is None:
         return None

@@ -17,7 +17,7 @@ from fleetbus_schemas import LaneLease, MalformedMessage, Subjects, decode, enco
 
 LEASE_SECONDS = LOST_AFTER_SECONDS
 MAX_LEASE_SECONDS = 6 * LEASE_SECONDS
-"""Whatever an entry says: one that is wrong must not hold a lane for ever."""
+"""A bound on every entry: one that is wrong must not hold a lane for ever."""
 
 ANSWER_SECONDS = 2.0
 """How long a renewal waits for the server: heartbeats wait with it."""

@@ -1,11 +1,11 @@
-"""Whether the log has room for more work: what is stored now, and what the work that was admitted will still store.
+"""Decides if the log has room for more work: what is stored now, and what the admitted work will still store.
 
 What others asked for counts, too, whoever it was: a learner, evaluations and rollouts fill one log together.
 
 An episode's share of the log is measured, not set: by how much the log grew while how many episodes ended. The measure is low
 where entries were removed meanwhile. Until the first episode has ended it is what the longest would take of the log's entries,
 or a guess. Attempts that are made again are in the mean; more of them than the share that is kept free can fill a log, which
-then stands still, says so, and goes on once its limit is raised.
+then stands still, says so, and continues once its limit is raised.
 """
 
 FILL_SHARE = 0.9
@@ -27,7 +27,7 @@ ASSUMED_EPISODES = 16
 
 
 class LogRoom:
-    """``admission`` is the share of the log above which no work is admitted, whatever is still on its way."""
+    """``admission`` is the share of the log above which no work is admitted, no matter what is still on its way."""
 
     def __init__(self, admission: float) -> None:
         self._admission = admission
@@ -41,7 +41,7 @@ class LogRoom:
         return self._measured_bytes / self._measured_episodes if self._measured_episodes else UNMEASURED_BYTES
 
     def assume(self, bytes_per_episode: float, episodes: int) -> None:
-        """What is known before anything was measured, from a log with that many episodes."""
+        """Take the mean of a log with that many episodes until something was measured."""
         if episodes and not self._measured_episodes:
             self._measured_episodes = float(min(episodes, ASSUMED_EPISODES))
             self._measured_bytes = bytes_per_episode * self._measured_episodes
@@ -51,7 +51,7 @@ class LogRoom:
         self._ended += 1
 
     def is_short(self, used: int, limit: int, *, admitted: int, others: int = 0, wanted: int = 0) -> bool:
-        """Whether ``wanted`` more episodes have to wait, with ``used`` of ``limit`` bytes stored (0: no limit), and without a
+        """True if ``wanted`` more episodes have to wait, with ``used`` of ``limit`` bytes stored (0: no limit), and without a
         result ``admitted`` episodes of one's own and ``others`` of others. Without any of them nothing may leave before more is
         played: they wait only where neither the share for admission nor the estimate leaves room.
         """

@@ -97,7 +97,7 @@ class Requests:
             self._room.assume(backlog.used_bytes / max(backlog.entries, 1) * most_entries, episodes)
 
     async def is_short_of_room(self) -> bool:
-        """Whether new work would wait for room now; False if the server does not say."""
+        """True if new work would wait for room now; False if the server does not say."""
         try:
             return self._is_short(await self._bus.backlog(self._consumer), max(len(self._open), 1))
         except RequestUnanswered:
@@ -153,7 +153,7 @@ class Requests:
         )
 
     async def publish(self, request: EpisodeRequested) -> tuple[int, EpisodeFinished | None]:
-        """Store a request once, whatever is lost on the way.
+        """Store a request once, even if messages are lost on the way.
 
         Returns its sequence, and its result if it has one: a learner that was replaced may have asked for it long ago.
         """
@@ -246,7 +246,7 @@ class Requests:
         found(result)
 
     def is_own_close(self, result: EpisodeFinished) -> bool:
-        """Whether `close_expired` stored it and has yet to see that it counts: the episode, with its result, may have left
+        """True if `close_expired` stored it and has yet to see that it counts: the episode, with its result, may have left
         the log just before. Then it passes on what counts instead."""
         return result.error_class == UNANSWERED and result.worker == self._worker and result.episode_id in self._open
 

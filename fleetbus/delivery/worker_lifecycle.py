@@ -65,7 +65,7 @@ class WorkerLifecycle:
         log.info("stopped")
 
     async def publish_failed(self, error: BaseException) -> None:
-        while isinstance(error, BaseExceptionGroup):  # of what its tasks met, the first tells most
+        while isinstance(error, BaseExceptionGroup):  # of what its tasks met, the first is nearest to the cause
             error = error.exceptions[0]
         await self._publish_entry(
             WorkerFailed(role=self._role, worker=self._worker, error_class=type(error).__name__, error=str(error)[:500])

@@ -1,1 +1,1 @@
-"""What is stored, read back: episodes, Actions, versions and the floor, from the log and from its archive."""
+"""Reads back what is stored: episodes, Actions, versions and the floor, from the log and from its archive."""

@@ -86,7 +86,7 @@ async def find_actions(
 
 
 def _check_references(result: EpisodeFinished) -> MissingActions | None:
-    """What no log has: a result is the word of one worker."""
+    """References that no log can have: a result is the word of one worker."""
     for reference in result.actions:
         if reference.sequence < 1 or not is_name(reference.lane):
             hint = f"no Action can stand there, on lane {reference.lane[:64]!r}"
@@ -150,7 +150,7 @@ def _actions_of(
 
 
 async def are_lost(bus: Bus, subjects: Subjects, missing: MissingActions) -> bool:
-    """Whether the log ends before that position, or gave it to something else: it went back in time, and no archive will ever
+    """True if the log ends before that position, or gave it to something else: it went back in time, and no archive will ever
     have the Action. One that stands there was read from a server that lags."""
     if missing.is_replaced or await bus.last_sequence() < missing.sequence:
         return True

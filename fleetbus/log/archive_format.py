@@ -74,7 +74,7 @@ def parse_first_sequence(segment: Path) -> int:
 
 
 def encode_segment_start(run: str, first: int) -> bytes:
-    """What stands before the first entry of a segment."""
+    """The bytes before the first entry of a segment."""
     return MAGIC + encode_frame(_encode(SegmentHeader(run=run, format=FORMAT, first=first)))
 
 

@@ -86,7 +86,7 @@ async def scan_archive_and_log(
 
 
 async def find_first_lost(bus: Bus, subjects: Subjects, folder: Path) -> int | None:
-    """Where the log stopped being what is archived, because it went back in time: None if it did not.
+    """The first sequence at which the log is not what is archived, because it went back in time: None if it did not.
 
     A server that loses its newest entries gives their positions again. Raises `UserError` when even the first entry is another:
     then the archive is that of another log.
@@ -112,7 +112,7 @@ async def find_first_lost(bus: Bus, subjects: Subjects, folder: Path) -> int | N
 
 
 async def find_lost_entries(bus: Bus, subjects: Subjects, folder: Path) -> list[StreamEntry]:
-    """What the archive holds and the log had lost before it went on; empty unless it went back in time."""
+    """Entries that the archive holds and the log had lost before new ones were stored; empty unless it went back in time."""
     lost = await find_first_lost(bus, subjects, folder)
     if lost is None:
         return []

@@ -37,7 +37,7 @@ log = structlog.get_logger()
 
 
 class Guard(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the log may have been trimmed: an archive that ends before this sequence has lost something."""
+    """The sequence up to which the log may have been trimmed: an archive that ends before this sequence has lost something."""
 
     trimmed: int = 0
 

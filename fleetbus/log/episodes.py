@@ -50,7 +50,7 @@ def decode_episode_entry(entry: StreamEntry) -> EpisodeEntry | None:
 
 
 async def read_episode_state(bus: Bus, subjects: Subjects, episode_id: str) -> EpisodeState:
-    """Who holds the episode and how it stands, as of now."""
+    """Read the holder and the state of the episode, as of now."""
     entries = await bus.history([subjects.episode(episode_id)])
     return fold_episode((entry.sequence, decode_episode_entry(entry)) for entry in entries)
 

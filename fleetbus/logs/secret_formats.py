@@ -1,4 +1,4 @@
-"""Formats of credentials that can be told from other text, for logs and recordings: one list for both. Pure.
+"""Formats of credentials that can be distinguished from other text, for logs and recordings: one list for both. Pure.
 
 Names and prefixes follow the default rules of gitleaks (github.com/gitleaks/gitleaks, config/gitleaks.toml, read at commit
 009e025), which its maintainers keep; the expressions are our own and wider, for a token that is cut or longer is still one. To

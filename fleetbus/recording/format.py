@@ -63,7 +63,7 @@ class RecordingTooLarge(UserError):
 
 
 class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recording is of. ``messages`` is the `message_schema` of the writer, ``created_ns`` Unix nanoseconds;
+    """The origin of a recording. ``messages`` is the `message_schema` of the writer, ``created_ns`` Unix nanoseconds;
     ``configuration`` has the run's tables without secrets, empty if they were not at hand; ``selected`` are the episodes it was
     reduced to, none for a whole log; ``redacted`` says that secrets were taken out of it."""
 
@@ -111,7 +111,7 @@ def compute_message_schema() -> str:
 
 
 def encode_start(header: RecordingHeader) -> bytes:
-    """What stands before the first part."""
+    """The bytes before the first part."""
     return MAGIC + encode_frame(_encode(header))
 
 
@@ -169,7 +169,7 @@ def read_parts(file: BufferedReader) -> Iterator[Part]:
 
 
 def _count_entries(content: bytes) -> int:
-    """How many items the msgpack list has, by its head: known before anything is made of them. 0 for what is no list."""
+    """Number of items of the msgpack list, by its head: known before anything is made of them. 0 for what is no list."""
     first = content[0] if content else 0
     if first & 0xF0 == 0x90:
         return first & 0x0F

@@ -1,7 +1,7 @@
-"""What messages only refer to: the contents of the run's object bucket, in a recording beside the messages that name them.
+"""Contents of the run's object bucket, which messages only refer to, in a recording beside those messages.
 
 An object is a file of the recording whose name begins with `OBJECTS`. Token ids and texts are redacted; contents cannot be, for
-their names are their hashes. So a recording without secrets leaves out whatever object a secret can be read in, and says that
+their names are their hashes. So a recording without secrets leaves out every object that a secret can be read in, and says that
 pictures have not been inspected.
 """
 
@@ -22,7 +22,7 @@ DEFAULT_LIMIT_BYTES = 256 << 20
 
 
 class ObjectsAdded(msgspec.Struct, kw_only=True):
-    """What became of the objects that a recording's messages name. ``missing`` are in no bucket any more, ``withheld`` have a
+    """Counts of the objects that a recording's messages name. ``missing`` are in no bucket any more, ``withheld`` have a
     secret in them, ``beyond`` are those for which there was no room."""
 
     objects: int = 0

@@ -103,7 +103,7 @@ class RecordingReader:
 
 
 def read_header(path: Path) -> RecordingHeader:
-    """What a recording is of; raises `UserError`."""
+    """Read the origin of a recording; raises `UserError`."""
     try:
         if stat.S_ISFIFO(path.stat().st_mode):
             raise UserError(f"{path} is a pipe, and a recording is read more than once: store it in a file")

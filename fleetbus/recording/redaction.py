@@ -88,7 +88,7 @@ class Redactor:
         return msgspec.structs.replace(entry, payload=msgspec.msgpack.encode(cleaned))
 
     def finds_secret(self, content: bytes) -> bool:
-        """Whether a secret can be read in a file's bytes. Compressed content and pixels are not inspected."""
+        """True if a secret can be read in a file's bytes. Compressed content and pixels are not inspected."""
         text = content.decode("latin-1")
         if any(value in text for value in self._known) or FORMAT.search(text):
             return True
@@ -130,7 +130,7 @@ class Redactor:
         return cleaned
 
     def _replace_unreadable(self, entry: StreamEntry) -> StreamEntry:
-        """What is no message cannot be cleaned by field: it is left out whole."""
+        """Leave out whole what is no message: it cannot be cleaned by field."""
         self.redacted += 1
         return msgspec.structs.replace(entry, payload=REDACTED.encode())
 

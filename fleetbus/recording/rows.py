@@ -111,7 +111,7 @@ def build_token_row(transcript: Transcript) -> TokenRow:
         logprobs += [0.0] * shown + unpack_logprobs(take_tokens(action.logprobs, sampled))
         versions += [NO_VERSION] * (shown + sampled)
         for span in action.versions:
-            start, stop = max(span.start, 0), min(span.stop, sampled)  # whatever a message says
+            start, stop = max(span.start, 0), min(span.stop, sampled)  # of any message
             begin = len(versions) - sampled
             versions[begin + start : begin + stop] = [span.version] * (stop - start)
     request, result = transcript.request, transcript.result

@@ -1,4 +1,4 @@
-"""Where tasks come from: a file, a folder, HTTP, S3 or any other place that fsspec knows, in versions that every message names.
+"""Reads tasks from a file, a folder, HTTP, S3 or any other place that fsspec knows, in versions that every message names.
 
 A location is a path or a URL of a tasks file, or of a folder of them. ``LOCATION@VERSION`` names a version: it stands where the
 location says ``{version}``, else it is a folder below the location. A dataset is identified by its version, and without one by
@@ -45,7 +45,7 @@ class Files(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_remote(location: str) -> bool:
-    """Whether a location is a URL."""
+    """True if a location is a URL."""
     return _URL.match(location) is not None
 
 

@@ -43,7 +43,7 @@ class Healthcheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class McpServer(msgspec.Struct, frozen=True, kw_only=True):
-    """An MCP server that the agent is told of."""
+    """An MCP server whose address the agent gets."""
 
     name: str
     transport: str = "sse"
@@ -115,7 +115,7 @@ class Solution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HarborConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What `task.toml` says; keys that have no meaning here are left alone, as harbor leaves them."""
+    """The content of `task.toml`; keys that have no meaning here are left alone, as harbor leaves them."""
 
     schema_version: str = "1.4"
     metadata: dict[str, Any] = {}
@@ -190,7 +190,7 @@ def check_harbor(location: str) -> tuple[list[Task], list[str]]:
 
 
 def build_task(harbor: HarborTask) -> Task:
-    """What travels: the name of the folder, its hash, and the first instruction."""
+    """Build the message of a task: the name of the folder, its hash, and the first instruction."""
     prompt = harbor.steps[0].instruction
     if len(prompt.encode()) > MAX_INLINE_BYTES // 2:
         raise UserError(f"{harbor.folder}: the instruction is longer than {MAX_INLINE_BYTES // 2} bytes; shorten it")
@@ -230,7 +230,7 @@ def read_harbor_task(folder: Path) -> HarborTask:
 
 
 def find_unsupported(harbor: HarborTask) -> list[str]:
-    """What a task asks for that fleetbus has not, each by its name."""
+    """Features that a task asks for and fleetbus lacks, each by its name."""
     config, found = harbor.config, []
     folders = [harbor.folder / "environment", *(tests for step in harbor.steps for tests in step.tests)]
     composed = [folder / name for folder in folders for name in _COMPOSE if (folder / name).exists()]

@@ -1,4 +1,4 @@
-"""What the policy did: text, tokens, log-probabilities, and which weights made them."""
+"""A turn of the policy: text, tokens, log-probabilities, and which weights made them."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def _build_channel(channel: Channel) -> dict[str, object]:
 
 
 def _build_reply_channel(channel: Channel) -> dict[str, object]:
-    """Answers go to the reply subject of the question, whatever that is."""
+    """Answers go to the reply subject of the question."""
     return {
         "address": None,
         "description": f"Answers to {channel.name}, on the reply subject of the question.",

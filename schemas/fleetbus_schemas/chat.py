@@ -41,7 +41,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ToolOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a called tool gave, as it gave it: its ``text``, its ``structured`` data if it has any, ``failed`` if it says so."""
+    """The output of a called tool, unchanged: its ``text``, its ``structured`` data if it has any, ``failed`` if it says so."""
 
     text: str = ""
     structured: Any = None

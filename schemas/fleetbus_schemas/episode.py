@@ -20,10 +20,10 @@ GRADED: frozenset[str] = frozenset({"completed", "truncated"})
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an environment is to be opened with; one entry of a tasks file (Fleet JSON names in parentheses).
+    """The task that an environment is opened with; one entry of a tasks file (Fleet JSON names in parentheses).
 
     ``key`` (``key``/``task_key``), ``env`` (``env_key``/``env_id``/``env``), ``version`` (``env_version``/``version``),
-    ``verifier`` is Python source (``verifier_code``/``verifier_func``), ``config`` is whatever else the environment reads,
+    ``verifier`` is Python source (``verifier_code``/``verifier_func``), ``config`` is all else that the environment reads,
     ``dataset_version`` what the dataset is called that the task was read from (``v0.2``, or a hash of its bytes).
     """
 
@@ -40,7 +40,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the policy is sampled. ``temperature`` 0 is greedy; ``max_tokens`` bounds one turn; ``stop`` are token strings
+    """Settings of the sampler. ``temperature`` 0 is greedy; ``max_tokens`` bounds one turn; ``stop`` are token strings
     that end a turn besides the model's end-of-turn token; ``seed`` makes the episode's sampling repeatable.
 
     ``top_p``, ``top_k`` (0: all tokens) and ``min_p`` (a share of the likeliest token's probability) leave tokens out;
@@ -68,7 +68,7 @@ class EpisodeRequested(Message, frozen=True, kw_only=True):
     """Learner (or any client) → environment pool, on ``task.<pool>.<episode>``, expecting sequence 0 there.
 
     ``group_size`` episodes share the group id (0: unknown). ``deadline_ns`` is server time (Unix nanoseconds): the episode
-    has an outcome by then, whatever happens. ``max_tokens`` bounds what all turns add, in whatever segment.
+    has an outcome by then in every case. ``max_tokens`` bounds what all turns add, in all segments.
     ``earliest_sequence`` is the first log position at which it can stand, as its author knew when it was made (0: unknown).
     """
 
@@ -97,7 +97,7 @@ ClaimReason = Literal["fresh", "handed_back", "taken_over"]
 class AttemptStarted(Message, frozen=True, kw_only=True):
     """Environment worker → ``episode.<episode>``, expecting the last entry there: the claim, and the fencing token.
 
-    ``nonce`` tells one's own claim from another's when the answer to the publish was lost. ``resumed_at_turn`` is the first
+    ``nonce`` identifies one's own claim when the answer to the publish was lost. ``resumed_at_turn`` is the first
     turn that this attempt plays itself; earlier turns were re-applied from the log (replayable environments).
     """
 
@@ -112,7 +112,7 @@ class AttemptStarted(Message, frozen=True, kw_only=True):
 
 
 class AttemptReleased(Message, frozen=True, kw_only=True):
-    """Environment worker → ``episode.<episode>``, expecting its own claim: a goodbye, so that the hand-back of a draining
+    """Environment worker → ``episode.<episode>``, expecting its own claim: a release, so that the hand-back of a draining
     worker does not count as a take-over."""
 
     episode_id: str
@@ -122,7 +122,7 @@ class AttemptReleased(Message, frozen=True, kw_only=True):
 
 
 class ActionReference(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Where in the log an Action of the trained history stands, and on which environment lane's subject."""
+    """The position in the log of an Action of the trained history, and on which environment lane's subject."""
 
     sequence: int
     lane: str

@@ -32,7 +32,7 @@ class WorkerDraining(Message, frozen=True, kw_only=True):
 
 
 class WorkerStopped(Message, frozen=True, kw_only=True):
-    """Every worker → log: the goodbye of a clean stop."""
+    """Every worker → log: the last entry of a clean stop."""
 
     role: WorkerRole
     worker: str
@@ -48,7 +48,7 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How busy an inference worker's engine is; None is what it does not tell.
+    """The load of an inference worker's engine; None is what it does not report.
 
     ``running`` and ``waiting`` count requests; ``kv_cache_use`` is the share of the cache that they hold, the largest of
     several engines. Of a server that others ask too, these are all of its requests. Over the last seconds,
@@ -90,7 +90,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class LaneLease(Message, frozen=True, kw_only=True):
-    """Who holds a lane: stored on ``fblane.<run>.<role>.<lane>`` by compare-and-set, renewed with the heartbeat.
+    """The holder of a lane: stored on ``fblane.<run>.<role>.<lane>`` by compare-and-set, renewed with the heartbeat.
 
     An empty ``worker`` means free. Valid for `lease_seconds` of server time after it was stored.
     """

@@ -1,7 +1,7 @@
 """The base of every message, and the only place where messages become bytes and bytes become messages.
 
 Wire format: msgpack maps with the class name under ``type``. Compatibility rule: fields are only ever added, always with a
-default that never changes; unknown fields are ignored. `decode` raises one typed error, `MalformedMessage`, whatever is wrong.
+default that never changes; unknown fields are ignored. `decode` raises one typed error, `MalformedMessage`, for every fault.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ M = TypeVar("M", bound=Message)
 
 
 def _format_one_line(error: Exception) -> str:
-    """What ``error`` says, as far as it fits a log line: it may quote a whole payload."""
+    """The text of ``error``, as far as it fits a log line: it may quote a whole payload."""
     printable = "".join(character if character.isprintable() else " " for character in str(error)[:MAX_REASON_CHARACTERS])
     return printable or type(error).__name__
 

@@ -1,4 +1,4 @@
-"""What the environment saw, on its way to the policy."""
+"""The output of the environment, on its way to the policy."""
 
 from __future__ import annotations
 

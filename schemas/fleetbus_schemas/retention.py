@@ -1,4 +1,4 @@
-"""What has left the log for good: settled, archived, and never to be asked for, claimed or opened again."""
+"""Messages about what has left the log for good: settled, archived, never to be asked for, claimed or opened again."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ NEW_ROOT = -1
 
 
 class SegmentOrigin(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Where a segment leaves its ``parent``: it begins with the first ``kept`` tokens of the parent's sequence as it stands at
+    """A cut of ``parent``: the segment begins with the first ``kept`` tokens of the parent's sequence as it stands at
     that turn. Its first prompt delta then repeats the parent's last ``repeated`` tokens, by their ids, before the new messages.
 
     A new root has the parent `NEW_ROOT` and keeps nothing.
@@ -48,7 +48,7 @@ class ContextChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     ``keep_turns`` N keeps the prompt that the present segment began with and its last N turns, each an answer and what was
     shown after it; what lies between is dropped. With 0 nothing is kept: the step's messages are a whole prompt, with
-    ``tools``. ``resume`` goes on in an earlier segment where it stood. Kept turns are never rendered again.
+    ``tools``. ``resume`` continues an earlier segment where it stood. Kept turns are never rendered again.
     """
 
     reason: SegmentReason = "context_dropped"

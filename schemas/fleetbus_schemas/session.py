@@ -24,7 +24,7 @@ SessionEnd = Literal["closed", "idle", "total", "env_failed", "timeout", "lost",
 class SessionCall(Message, frozen=True, kw_only=True):
     """Client → environment worker. ``key`` names the logical call: a repetition gets the stored answer.
 
-    ``number`` is the position of the call in the session, from 0 (-1: whatever comes next). ``task`` goes with ``open``;
+    ``number`` is the position of the call in the session, from 0 (-1: the one that comes next). ``task`` goes with ``open``;
     ``seed`` with ``reset`` (None: the task's own); ``text`` and ``tool_calls`` with ``step`` (calls are parsed from the text
     if none are given). ``wait_seconds`` is how long the caller is willing to queue for a slot. ``earliest_sequence`` is the
     first log position at which a session that this call opens can stand, as its caller knew (0: unknown).
@@ -51,7 +51,7 @@ class SessionAnswer(Message, frozen=True, kw_only=True):
     reset were made for a policy and tell it of them. ``output`` is what the called tool gave, where ``messages`` say it in the
     words that a policy reads.
     ``state`` is the environment's view for ``state``, and its further information for ``reset`` and ``step``. ``context`` is
-    how the policy's context is to go on before ``messages``, if not by growing: it is the client's, who may follow
+    how the policy's context continues before ``messages``, if not by growing: it is the client's, who may follow
     (`fleetbus.client.contexts.PolicyContexts`) or not.
     """
 

@@ -1,4 +1,4 @@
-"""Which messages the log holds, by the kind of subject that they are stored on."""
+"""The messages that the log holds, by the kind of subject that they are stored on."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class InvalidName(ValueError):
 
 
 def is_name(name: str) -> bool:
-    """Whether it can be one token of a subject."""
+    """True if it can be one token of a subject."""
     return _TOKEN.match(name) is not None
 
 

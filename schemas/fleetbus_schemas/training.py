@@ -10,7 +10,7 @@ from fleetbus_schemas.message import Message
 class LineageStarted(Message, frozen=True, kw_only=True):
     """A learner begins or takes over: everything that ``parent`` trained after ``parent_step`` is void.
 
-    Stored on ``train.<name>`` and, to fence the learner before, on ``policy.<name>`` too. ``nonce`` tells one's own entry.
+    Stored on ``train.<name>`` and, to fence the learner before, on ``policy.<name>`` too. ``nonce`` identifies one's own entry.
 
     ``floor`` is the log position of the lowest request that is not settled at ``parent_step``. ``settings`` are those of the
     configuration that decide what this learner does, by table and key; empty from learners that did not publish them.

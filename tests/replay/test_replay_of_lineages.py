@@ -145,9 +145,7 @@ def test_every_lineage_replays_as_recorded(
 
 
 @pytest.mark.parametrize("make", [CountingTrainer, None], ids=["until weights", "until batches"])
-def test_a_learner_that_was_told_to_stop_says_goodbye_with_the_same_checkpoint(
-    make: Callable[[], Any] | None, tmp_path: Path
-) -> None:
+def test_a_learner_that_was_told_to_stop_ends_with_the_same_checkpoint(make: Callable[[], Any] | None, tmp_path: Path) -> None:
     configuration = settings(tmp_path / "recorded", 10)
     recording = in_virtual_time(partial(killed, configuration, ((StepTrained, 1), (StepTrained, 3)), drained=True))
     starts = [start for _, start in begun(recording)]

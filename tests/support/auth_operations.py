@@ -89,7 +89,7 @@ def operations(run: str) -> tuple[Operation, ...]:
 
 
 def is_allowed(rights: Rights, operation: Operation) -> bool:
-    """Whether a user with these rights may do it."""
+    """True if a user with these rights may do it."""
     if rights.everything and operation.kind in (PUBLISH, ASK):
         return not operation.subject.startswith(Subjects(OTHER_RUN).log.removesuffix(">"))
     if operation.kind == LISTEN:
@@ -101,7 +101,7 @@ def is_allowed(rights: Rights, operation: Operation) -> bool:
 
 
 def covers(pattern: str, subject: str) -> bool:
-    """Whether a subject with wildcards covers another one, which may have wildcards as well."""
+    """True if a subject with wildcards covers another one, which may have wildcards as well."""
     wanted, given = pattern.split("."), subject.split(".")
     for index, token in enumerate(wanted):
         if token == ">":

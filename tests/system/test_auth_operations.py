@@ -65,7 +65,7 @@ async def answering(secured: SecuredServer) -> AsyncIterator[dict[str, BareClien
 async def goes_through(
     operation: Operation, user: BareClient, workers: dict[str, BareClient], names: Mapping[str, str]
 ) -> bool:
-    """Whether the operation has its effect: an ack of a stream, an answer of JetStream, one of a worker, something heard."""
+    """True if the operation has its effect: an ack of a stream, an answer of JetStream, one of a worker, something heard."""
     subject = operation.subject
     if user.user == "admin":
         last = operation.on_server.rpartition(".")

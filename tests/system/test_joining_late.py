@@ -153,7 +153,7 @@ async def test_the_only_checkpoint_is_gone_on_from_although_the_log_does_not_nam
                 await find_resume_point(told, folder=tmp_path, runtime=runtime)
             return
         beginning = await find_resume_point(told, folder=tmp_path, runtime=runtime)
-    assert (beginning.step, beginning.parent, beginning.untold) == (step, "l1", True)
+    assert (beginning.step, beginning.parent, beginning.unrecorded) == (step, "l1", True)
 
 
 def write_steps(folder: Path, *steps: int) -> None:
@@ -182,7 +182,7 @@ async def test_a_damaged_checkpoint_that_the_log_does_not_name_is_passed_over_fo
     else:
         next(file for file in (tmp_path / "l1-000004").iterdir() if file.name != INDEX).write_bytes(b"other")
     beginning = await resume(tmp_path)
-    assert (beginning.step, beginning.untold) == (2, True)
+    assert (beginning.step, beginning.unrecorded) == (2, True)
 
 
 async def test_a_checkpoint_that_cannot_be_read_is_waited_for_although_the_log_does_not_name_it(tmp_path: Path) -> None:
@@ -192,9 +192,9 @@ async def test_a_checkpoint_that_cannot_be_read_is_waited_for_although_the_log_d
     with pytest.raises(CheckpointUnread, match=r"step 4: .*l1-000004 cannot be read .*--restart-from 2 | start"):
         await resume(tmp_path)
     ordered = await resume(tmp_path, restart="2")
-    assert (ordered.step, ordered.untold) == (2, True)
+    assert (ordered.step, ordered.unrecorded) == (2, True)
     over = await resume(tmp_path, restart="start")
-    assert (over.step, over.untold) == (0, False)
+    assert (over.step, over.unrecorded) == (0, False)
 
 
 async def test_a_checkpoint_is_read_outside_of_the_event_loop(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ SHOWN = (ChatMessage(role="user", content="go on"),)
     [
         (ContextChange(keep_turns=-1), SHOWN, "it must be 0 or more"),
         (ContextChange(reason="other"), SHOWN, r"Invalid enum value 'other'"),  # type: ignore[arg-type]
-        (ContextChange(keep_turns=2, resume=0), SHOWN, "goes on in one way"),
+        (ContextChange(keep_turns=2, resume=0), SHOWN, "continues in one way"),
         (ContextChange(keep_turns=2, tools=(ToolSpec(name="look"),)), SHOWN, "with a new prompt only"),
         (ContextChange(resume=0, tools=(ToolSpec(name="look"),)), SHOWN, "with a new prompt only"),
         (ContextChange(), (), r"Step\.messages are empty"),

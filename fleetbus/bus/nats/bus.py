@@ -164,7 +164,7 @@ class NatsBus:
 
     async def backlog(self, consumer: str) -> Backlog:
         info = await self._stream_info(self._log)
-        may_ask = self._work == self._log  # the answer tells the consumer's name, which accounts keep secret
+        may_ask = self._work == self._log  # the answer contains the consumer's name, which accounts keep secret
         unacked = await count_unacked(self._connection.api, self._log, consumer) if may_ask else 0
         used, limit = _read_usage(info)
         return Backlog(entries=int(info["state"]["messages"]), used_bytes=used, limit_bytes=limit, unacked=unacked)
@@ -250,7 +250,7 @@ def _read_usage(info: dict[str, Any]) -> tuple[int, int]:
 
 
 def inbox_prefix(role: str) -> str:
-    """Where answers to a worker of this role arrive. It needs to subscribe and to publish below it: its own round trips, by
+    """Prefix of the answers to a worker of this role. It needs to subscribe and to publish below it: its own round trips, by
     which a dead connection is noticed, are messages to itself."""
     return f"_INBOX_{role}"
 

@@ -1,6 +1,6 @@
 """One supervised connection: opened with a time limit, watched, reconnected, and closed for good when the worker leaves.
 
-nats-py's callbacks only set events; a task of the connection's own group waits for them, so that whatever happens out there
+nats-py's callbacks only set events; a task of the connection's own group waits for them, so that all that happens there
 ends up in the host task. Above it are the parts of the bus; below it the wire.
 """
 
@@ -55,7 +55,7 @@ _VIOLATION = re.compile(r"permissions violation for (publish|subscription) to \"
 
 
 class Connection:
-    """What the parts of the bus share. ``on_reconnect`` are called in order after every reconnect."""
+    """The connection that the parts of the bus share. ``on_reconnect`` are called in order after every reconnect."""
 
     def __init__(self, tasks: TaskGroup, inbox_prefix: str, name: str, api_prefix: str) -> None:
         self.tasks = tasks
@@ -172,7 +172,7 @@ class Connection:
                 await self.wire.force_reconnect()
 
     async def _is_alive(self) -> bool:
-        # A time limit can run out while this process was blocked and the answer lies unread; the second trip tells.
+        # A time limit can run out while this process was blocked and the answer lies unread; the second trip decides.
         for limit in ROUND_TRIP_LIMITS_SECONDS:
             try:
                 await self.round_trip(limit)

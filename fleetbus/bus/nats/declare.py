@@ -158,7 +158,7 @@ async def _declare_stream(api: JetStreamApi, plan: StreamPlan) -> None:
 
 
 def check_log(plan: StreamPlan, config: dict[str, Any], *, reading: bool = False) -> None:
-    """Check that the stream called as a run's log is one, whatever its limits: a worker on another would wait without end, or
+    """Check that the stream called as a run's log is one, with any limits: a worker on another would wait without end, or
     lose entries. For ``reading`` alone its subjects (a mirror has none) and its retention decide. Raises `UserError`."""
     wanted = {field: value for field, value in stream_config(plan).items() if field not in _LIMITS}
     if reading:
@@ -169,7 +169,7 @@ def check_log(plan: StreamPlan, config: dict[str, Any], *, reading: bool = False
 
 
 def _is_larger(wanted: int, found: int) -> bool:
-    """Whether a limit in bytes (-1: none) is above another."""
+    """True if a limit in bytes (-1: none) is above another."""
     return found != -1 and (wanted == -1 or wanted > found)
 
 

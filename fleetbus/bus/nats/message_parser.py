@@ -1,8 +1,8 @@
 """Reads what a server sends: messages without a regular expression, a copy of the buffer and a turn of the loop for each.
 
 nats-py's parser tries its patterns one after another on a buffer that it shortens after every message. Here messages, which
-are nearly all there is, are found by their line ends and dispatched at once; any other line is left to nats-py. Whatever a
-server sends, what is kept of it is bounded.
+are nearly all there is, are found by their line ends and dispatched at once; any other line is left to nats-py. What is
+kept of a server's input is bounded.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class MessageParser(Parser):  # type: ignore[misc]  # nats-py is untyped
             start = line_end + 2
 
     def _dispatch_messages(self, data: bytes, start: int) -> int:
-        """Where what is no whole message begins; if it is a part of one, ``_wanted`` says how long that is."""
+        """Offset at which what is no whole message begins; if it is a part of one, ``_wanted`` says how long that is."""
         end = len(data)
         self._wanted = 0
         while start < end:

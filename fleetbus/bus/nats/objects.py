@@ -178,7 +178,7 @@ class NatsObjectStore:
 
     async def _get_chunks(self, meta: _Meta, write: Callable[[bytes], Awaitable[object]]) -> None:
         """Write the chunks in order; while one batch is written, the next one is on its way. Never more than the size that the
-        entry names, whatever the bucket holds."""
+        entry names, no matter what the bucket holds."""
         digest, size = hashlib.sha256(), 0
         send, receive = anyio.create_memory_object_stream[list[bytes]](1)
         async with open_first_error_task_group() as tasks, receive:

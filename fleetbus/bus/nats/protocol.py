@@ -59,7 +59,7 @@ def header_block(message_id: str, expected_last: int | None) -> bytes:
 def status_of(headers: bytes | None) -> int:
     """The status code of a header block that a server made (``NATS/1.0 408 ...``), 0 if it has none.
 
-    An entry comes with the headers of whoever published it, whatever stands in them; behind these the server says where it
+    An entry comes with all headers of its publisher; behind these the server says where it
     stands.
     """
     if not headers or not headers.startswith(b"NATS/1.0 ") or b"\r\nNats-Sequence: " in headers:
@@ -84,7 +84,7 @@ def header_fields(headers: bytes | None) -> dict[str, str]:
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """What a consumer's ack subject says about the message it came with."""
+    """The facts in a consumer's ack subject about the message it came with."""
 
     delivered: int
     stream_sequence: int

@@ -97,7 +97,7 @@ class RequestMux:
             del self._waiting[token]
 
     def resend_all(self) -> None:
-        """After a reconnect: send again whatever may be repeated or was never sent."""
+        """After a reconnect: send again all that may be repeated or was never sent."""
         now = self._loop.time()
         for pending in self._waiting.values():
             if pending.resend_seconds or not pending.sent:

@@ -36,7 +36,7 @@ async def read_floor(api: JetStreamApi, stream: str, consumer: str) -> int:
 
 
 async def count_unacked(api: JetStreamApi, stream: str, consumer: str) -> int:
-    """How many messages of one consumer are not delivered, or delivered and not acked; 0 while there is no such consumer."""
+    """Number of messages of one consumer that are not delivered, or not acked; 0 while there is no such consumer."""
     try:
         info = await api.ask(f"CONSUMER.INFO.{stream}.{consumer}")
     except ApiRefused:

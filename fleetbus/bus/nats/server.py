@@ -145,7 +145,7 @@ class NatsServerProcess:
         await self._stop_process(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """SIGTERM, without waiting: `wait` tells when it has ended."""
+        """SIGTERM, without waiting: `wait` returns when it has ended."""
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.terminate()
@@ -180,7 +180,7 @@ class NatsServerProcess:
         )
 
     def _write_config(self) -> Path:
-        """What has no flag, and the configuration that was given; the server takes the path of that from where this lies."""
+        """Write what has no flag and include the given configuration; the server resolves that path from this file."""
         file = self.store / "nats-server.conf"
         interval = f"{max(int(self.sync_seconds * 1000), 1)}ms" if self.sync_seconds else "always"
         lines = [f"jetstream {{ sync_interval: {interval} }}"]
@@ -302,7 +302,7 @@ async def run_server(
 
     What it has acked is on the disk ``sync_seconds`` later; with 0 before the ack. Its output goes to ``nats-server.log``
     in the folder. Raises `UserError` if it is not found, the port or the store is in use, or it does not get ready. It is
-    stopped at the end, whatever happens, within 5 s; with ``ends_with_parent`` also when this process is killed.
+    stopped at the end in every case, within 5 s; with ``ends_with_parent`` also when this process is killed.
     """
     server = NatsServerProcess(
         find_server(),

@@ -84,7 +84,7 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
 
     @property
     def unwritten_bytes(self) -> int:
-        """What waits here and in the transport for the peer to read on."""
+        """Bytes that wait here and in the transport until the peer reads."""
         writer = getattr(self._transport, "_io_writer", None)
         buffered = 0 if writer is None else writer.transport.get_write_buffer_size()
         return int(self._pending_data_size + buffered)
@@ -217,7 +217,7 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
         await super()._connect_to_server(s)
 
     async def _attempt_reconnect(self) -> None:
-        # Whatever was meant for the old connection must not be written to the new one: pull requests on inboxes
+        # What was meant for the old connection must not be written to the new one: pull requests on inboxes
         # without a reader would swallow messages. Publishes are sent again by their owner, lost acks mean redelivery.
         self._abort()
         self._drop_outgoing()

@@ -1,6 +1,6 @@
 """The little of the array API that the algorithms need, so that one formula serves NumPy arrays and torch tensors.
 
-Nothing is imported here: the namespace is that of whatever array comes in.
+Nothing is imported here: the namespace is that of the array that comes in.
 """
 
 import sys

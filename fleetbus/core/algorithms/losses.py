@@ -22,7 +22,7 @@ REDUCTIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant_mean")
 
 
 class LossPlan(AlgorithmSettings, frozen=True, kw_only=True):
-    """Which parts, and their numbers. ``old_policy`` "auto": pi_old where a rollout_correction is on, else mu.
+    """The parts of a loss, and their numbers. ``old_policy`` "auto": pi_old where a rollout_correction is on, else mu.
     ``kl_coefficient`` 0 leaves the KL out; ``kl_place`` "reward" takes it out of the advantages instead of adding it to the
     loss."""
 
@@ -80,7 +80,7 @@ def reduce_losses(
 
     Rows are leaves of episodes. ``shares`` [B] is the part of its sequence's sampled tokens that each row holds: with
     ``segment_weight`` "episode" the leaves of an episode are one sequence, so their means add up to the mean over all its
-    tokens; with "segment" each is a sequence, and there are no shares. "token" is `token_mean` whatever the reduction."""
+    tokens; with "segment" each is a sequence, and there are no shares. "token" is `token_mean` with every reduction."""
     if plan.reduction == "token_mean" or plan.segment_weight == "token":
         return token_mean(losses, mask, tokens=tokens)
     if plan.reduction == "sequence_mean":

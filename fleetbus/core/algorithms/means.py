@@ -1,4 +1,4 @@
-"""Means of numbers that messages bring, whatever they are: one odd reward must not hide those of all others. Pure.
+"""Means of any numbers that messages bring: one odd reward must not hide those of all others. Pure.
 
 Numbers that are not finite count nowhere: the learner refuses such rewards, too. A sum may leave the range of floats where its
 terms do not; exact fractions, which are slow, are for those alone.

@@ -17,7 +17,7 @@ MAX_LOG_RATIO = 20.0
 
 
 class Clip(msgspec.Struct, frozen=True, kw_only=True):
-    """How far an objective follows a token: ratios between ``1 - low`` and ``1 + high``. ``high`` above ``low`` is clip-higher
+    """The range that an objective follows: ratios between ``1 - low`` and ``1 + high``. ``high`` above ``low`` is clip-higher
     (DAPO, arXiv 2503.14476). ``dual``, above 1, is the bound of dual clip (arXiv 1912.09729)."""
 
     low: float

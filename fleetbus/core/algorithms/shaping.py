@@ -28,7 +28,7 @@ whose last response has no end token, because the limit of a turn, of the episod
 
 
 def is_masked(mask: TruncationMask, outcome: Outcome, last: FinishReason) -> bool:
-    """Whether an episode is left out of the loss; ``last`` is how its last response ended."""
+    """True if an episode is left out of the loss; ``last`` is how its last response ended."""
     return (mask == "outcome" and outcome == "truncated") or (mask == "no_end_token" and last != "stop")
 
 

@@ -1,6 +1,6 @@
 """Credit per turn: advantages of single turns from rewards of single turns. Pure.
 
-An episode's advantage tells all its tokens the same; here each turn answers for what came after it, and is compared with what
+An episode's advantage is the same for all its tokens; here each turn answers for what came after it, and is compared with what
 its siblings got from the same turn on. Plain floats: an episode has few turns.
 """
 
@@ -15,7 +15,7 @@ PAID_WITHIN = 1e-9
 
 
 def unpaid_reward(total: float, turn_rewards: Sequence[float]) -> float:
-    """What is left of an episode's ``total`` (its verdict) after what its turns were rewarded; it comes with the last turn.
+    """The rest of an episode's ``total`` (its verdict) after what its turns were rewarded; it comes with the last turn.
 
     Exactly 0 where the verdict is the sum of the turns' rewards; negative where the turns were rewarded more than it.
     """

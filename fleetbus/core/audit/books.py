@@ -208,8 +208,8 @@ class Audit(msgspec.Struct):
                 settled.add(settlement, findings)
         return settled
 
-    def _is_refused(self, message: EpisodeMessage) -> bool:
-        """Whether the floor refuses an entry of an episode that is not open, and may have been."""
+    def _is_below_floor(self, message: EpisodeMessage) -> bool:
+        """True if the floor refuses an entry of an episode that is not open; entries that follow a refused request are too."""
         match message:
             case EpisodeRequested():
                 if message.episode_id not in self._episodes and refuses_request(self._floor, message):
@@ -227,7 +227,7 @@ class Audit(msgspec.Struct):
             findings.add("misfiled", tokens[-1], sequence)
             return
         episode = self._episodes.get(message.episode_id)
-        if (episode is None or isinstance(message, EpisodeRequested)) and self._is_refused(message):
+        if (episode is None or isinstance(message, EpisodeRequested)) and self._is_below_floor(message):
             self._counts["refused"] += 1
             return
         if episode is None:

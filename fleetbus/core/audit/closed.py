@@ -30,7 +30,7 @@ class ClosedBooks(msgspec.Struct):
 
 def count_attempts(episodes: Iterable[EpisodeAudit]) -> Counter[str]:
     """Claims by what became of them. One is finished when a result ended it, superseded when another followed without a
-    goodbye."""
+    release."""
     counts: Counter[str] = Counter()
     for episode in episodes:
         counts["started"] += episode.attempts

@@ -37,7 +37,7 @@ _WORD = 32
 
 
 class ActionFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of an Action: its token counts, its segment, the history hashes before (of its observation) and after it,
+    """The facts kept of an Action: its token counts, its segment, the history hashes before (of its observation) and after it,
     and the kinds of findings that its result has if it names this Action."""
 
     prompt: int
@@ -50,7 +50,7 @@ class ActionFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
-    """What is known of one episode so far. ``observed`` has a bit per turn, by attempt and 32 turns; ``hashes`` are those of
+    """The facts known of one episode so far. ``observed`` has a bit per turn, by attempt and 32 turns; ``hashes`` are those of
     the histories that (attempt, turn) were observed upon; ``actions`` are by position. ``lineage`` asked for it (empty: no
     learner did), ``stray`` if that one had been replaced by then; ``passed`` if the floor had passed its group when a lineage
     began."""
@@ -96,8 +96,8 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
         self.holding = True
         self.claims.append(claim)
 
-    def on_release(self, sequence: int, goodbye: AttemptReleased, findings: Findings) -> None:
-        if self.result_sequence or not self.holding or goodbye.attempt != self.claims[-1].attempt:
+    def on_release(self, sequence: int, release: AttemptReleased, findings: Findings) -> None:
+        if self.result_sequence or not self.holding or release.attempt != self.claims[-1].attempt:
             findings.add("release_not_newest", self.episode_id, sequence)
             return
         self.holding = False
@@ -169,7 +169,7 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
 
 
 def _follow_their_segments(named: Sequence[ActionFacts]) -> bool:
-    """Whether each Action was observed upon the hash of the segment that it extends or leaves."""
+    """True if each Action was observed upon the hash of the segment that it extends or leaves."""
     digests: dict[int, bytes] = {}
     for action in named:
         stands_on = action.segment if action.origin is None else action.origin.parent

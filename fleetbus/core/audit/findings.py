@@ -1,4 +1,4 @@
-"""What an audit can find and what it reports: kinds of imbalance with the ids they concern, and the books. Pure data."""
+"""The findings and the report of an audit: kinds of imbalance with the ids they concern, and the books. Pure data."""
 
 import msgspec
 

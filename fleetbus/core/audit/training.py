@@ -18,7 +18,7 @@ from fleetbus.core.training.lineage import compute_surviving_steps, is_surviving
 from fleetbus_schemas import CheckpointStored, Exclusion, LineageStarted, StepTrained, TrainingFinished
 
 MAX_SETTLEMENTS = 4096
-"""Steps that are told apart; those before are known by their sums once they are settled for good."""
+"""Steps that are kept one by one; those before are known by their sums once they are settled for good."""
 
 MAX_CHECKPOINTS = 4096
 
@@ -132,7 +132,7 @@ class TrainingAudit(msgspec.Struct):
 
     def _merge_oldest(self, counted: Collection[int]) -> None:
         """Keep the sums of the oldest steps, those that do not count apart from those that do. A lineage that goes back further
-        than to the steps that are told apart is not followed there."""
+        than to the steps that are kept one by one is not followed there."""
         while len(self._settlements) > MAX_SETTLEMENTS and not any(
             each.episodes or each.excluded or each.end for each in self._settlements[:2]
         ):
@@ -165,7 +165,7 @@ class TrainingAudit(msgspec.Struct):
             self._check_finished(episodes, settled, findings)
 
     def _check_finished(self, episodes: Sequence[EpisodeAudit], settled: Settled, findings: Findings) -> None:
-        """What was complete before the last step is settled at the end; what was still played then may stay open."""
+        """Check that what was complete before the last step is settled; what was still played then may stay open."""
         groups: dict[str, list[EpisodeAudit]] = {}
         for episode in episodes:
             if not episode.stray:

@@ -1,4 +1,4 @@
-"""What ``episode.<episode>`` says: who holds the episode, how often it was lost, how it ended (delivery rules 1, 2, 9). Pure.
+"""A fold of ``episode.<episode>``: holder of the episode, number of losses, outcome (delivery rules 1, 2, 9). Pure.
 
 The newest claim is the fencing token. A claim without a release means that the worker was lost during the episode.
 """
@@ -33,7 +33,7 @@ class EpisodeState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def next_reason(self) -> ClaimReason:
-        """Why the next attempt would start."""
+        """The reason for which the next attempt would start."""
         if not self.claims:
             return "fresh"
         return "handed_back" if self.released else "taken_over"
@@ -52,7 +52,7 @@ class EpisodeState(msgspec.Struct, frozen=True, kw_only=True):
         return newest is not None and newest.nonce == nonce and self.result is None and not self.released
 
     def ends(self, claim: AttemptStarted) -> bool:
-        """True if a result, another claim or the claim's own goodbye ended this claim. A standing that was read from before it
+        """True if a result, another claim or the claim's own release ended this claim. A standing that was read from before it
         was stored ends nothing."""
         newest = self.newest
         if self.result is not None:
@@ -72,7 +72,7 @@ def build_result_without_attempt(
     error_class: str,
     error: str = "",
 ) -> EpisodeFinished:
-    """How an episode ends that ``worker`` does not run; ``sequence`` is the request's. It has to expect the last entry read."""
+    """The result of an episode that ``worker`` does not run; ``sequence`` is the request's. It expects the last entry read."""
     return EpisodeFinished(
         episode_id=request.episode_id,
         group_id=request.group_id,
@@ -91,7 +91,7 @@ def build_result_without_attempt(
 
 
 def build_unstorable_result(result: EpisodeFinished, reason: str) -> EpisodeFinished:
-    """How an episode ends whose result has no bytes, or too many: as a failure of its environment, without what it returned."""
+    """The end of an episode whose result has no bytes or too many: its environment failed; what it returned is left out."""
     return EpisodeFinished(
         episode_id=result.episode_id,
         group_id=result.group_id,

@@ -24,7 +24,7 @@ class FailureKind(msgspec.Struct, kw_only=True):
 
     @property
     def reason(self) -> str:
-        """``env_failed ValueError: step: no such room (my_game.py:27 in MyGame.step)``; one line, whatever its parts hold."""
+        """``env_failed ValueError: step: no such room (my_game.py:27 in MyGame.step)``; one line, with any parts."""
         error = self.error.partition("\n")[0]
         named = f"{self.outcome} {self.error_class}" + (f": {error}" if error else "")
         return " ".join((f"{named} ({self.location})" if self.location else named).split())
@@ -35,7 +35,7 @@ class FailureKind(msgspec.Struct, kw_only=True):
 
 
 def is_unplayed(message: EpisodeFinished) -> bool:
-    """Whether an episode was graded though its first prompt left no room for a turn: no work of the policy is in its grade."""
+    """True if an episode was graded though its first prompt left no room for a turn: no work of the policy is in its grade."""
     return message.outcome == "truncated" and message.error_class == "tokens" and message.turns == 0
 
 

@@ -1,4 +1,4 @@
-"""What the journal of a step-wise session says: who holds it, what was done, how it ended. Pure: a fold of its entries."""
+"""A fold of the journal of a step-wise session: its holder, its calls, its end. Pure."""
 
 from collections.abc import Iterable
 
@@ -41,7 +41,7 @@ class Journal(msgspec.Struct, kw_only=True):
                 self.ended = entry
 
     def answer(self, call: SessionCall) -> SessionAnswer | None:
-        """What this call is answered without executing anything: stored, refused, or None if it is to be executed."""
+        """The answer to this call without executing anything: stored, refused, or None if it is to be executed."""
         record = self.recorded.get(call.key)
         if record is not None:
             return record.answer if is_same_call(record.call, call) else build_refusal(call, "conflict", _CONFLICT)
@@ -90,7 +90,7 @@ def read_journal(entries: Iterable[tuple[int, JournalEntry]]) -> Journal:
 
 
 def is_same_call(left: SessionCall, right: SessionCall) -> bool:
-    """Whether two calls under one key ask for the same: how long the caller waits, and positions, do not count."""
+    """True if two calls under one key ask for the same: how long the caller waits, and positions, do not count."""
     return _strip_position(left) == _strip_position(right)
 
 

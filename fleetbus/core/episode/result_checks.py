@@ -1,6 +1,6 @@
-"""Whether the Actions that a result names can be trained: what one worker says against what another one sampled. Pure.
+"""Checks that the Actions of a result can be trained: what one worker reports against what another one sampled. Pure.
 
-An episode in which they do not fit is not trained, with a reason, and its learner goes on.
+An episode in which they do not fit is not trained, with a reason, and its learner continues.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_INT32 = 2**31 - 1
 
 
 def find_actions_problem(result: EpisodeFinished, actions: Sequence[Action], *, vocabulary: int = 0) -> str:
-    """What is wrong with the Actions of a result, in turn order, as one line; empty if they can be trained.
+    """Find the fault in the Actions of a result, in turn order, as one line; empty if they can be trained.
 
     Token ids have to be below ``vocabulary``; 0: they have to fit 32 bits.
     """

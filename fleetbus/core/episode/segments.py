@@ -2,7 +2,7 @@
 
 The tokens of all turns - prompt delta 0, sampled 0, prompt delta 1, ... - stand once, in the Actions. A segment is a list of
 spans of them: what it keeps of its parent, then its own turns. So a token that several segments share has one place only, and
-whatever is known of tokens (mask, log-probabilities, versions, advantages) is taken from there. A sampled token is trained
+what is known of tokens (mask, log-probabilities, versions, advantages) is taken from there. A sampled token is trained
 once: in the first leaf that holds it.
 """
 
@@ -192,7 +192,7 @@ def collect_segment_ids(segment: Segment, turns: Sequence[Turn]) -> list[int]:
 
 
 class Placed(Protocol):
-    """Whatever stands for tokens ``[start, stop)``, as `ShownImage`."""
+    """Anything that stands for tokens ``[start, stop)``, as `ShownImage`."""
 
     @property
     def start(self) -> int: ...
@@ -204,7 +204,7 @@ P = TypeVar("P", bound=Placed)
 
 
 def place_in_segment(segment: Segment, placed: Iterable[P]) -> list[P]:
-    """What stands among the tokens of all turns, moved to where it stands in this segment's sequence, as far as it holds it."""
+    """Move places among the tokens of all turns to those of this segment's sequence, as far as it holds them."""
     found: list[P] = []
     everything = list(placed)
     length = 0
@@ -231,7 +231,7 @@ def hash_segment(segment: Segment, segments: Sequence[Segment], turns: Sequence[
 
 
 def hash_kept(origin: SegmentOrigin | None, segments: Sequence[Segment], turns: Sequence[Turn]) -> bytes:
-    """What the chain of a segment with this origin begins with."""
+    """The hash that the chain of a segment with this origin begins with."""
     if origin is None or not origin.kept:
         return start_history(b"")
     parent = segments[origin.parent]

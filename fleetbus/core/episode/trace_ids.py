@@ -1,6 +1,6 @@
 """Ids of traces and spans from what every message of an episode carries, so that all who trace it agree without a header.
 
-The run and the episode name an episode, its deadline tells it from one of the same name in an earlier run of the same name.
+The run and the episode name an episode, its deadline one of the same name in an earlier run of that name.
 A step-wise session is named by the run and the session alone: no call of it carries more.
 Ids are as W3C Trace Context wants them: 16 and 8 bytes, never all zero. Pure.
 """
@@ -43,7 +43,7 @@ def format_traceparent(trace: int, path: str = ROOT) -> str:
 
 
 def is_sampled(trace: int, ratio: float) -> bool:
-    """Whether a trace is among a share of all, by its id: who asks with the same ratio gets the same answer."""
+    """True if a trace is in a share of all, by its id: the same ratio always gives the same answer."""
     return (trace & ((1 << 64) - 1)) < round(ratio * (1 << 64))
 
 

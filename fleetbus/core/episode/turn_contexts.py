@@ -21,7 +21,7 @@ class TurnContext(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def begins(self) -> str:
-        """How the segment begins, in words; empty where it does not."""
+        """The beginning of the segment, in words; empty in a turn that begins none."""
         origin = self.origin
         if origin is None:
             return ""

@@ -7,7 +7,7 @@ ever. Nothing here forgets: what is cut from an observation is kept whole and ha
 from collections.abc import Iterator, Sequence
 
 LINE_CHARACTERS = 400
-"""Longer lines are broken, so that pages are pages whatever a tool prints."""
+"""Longer lines are broken, so that pages are pages for every output of a tool."""
 
 SUMMARY_REQUEST = (
     "[Your context is nearly full: earlier turns are about to be dropped. Do not act now. Write down all that you need to "
@@ -20,7 +20,7 @@ SNIPPET_CHARACTERS = 200
 
 
 def format_status_line(*, tokens: int, max_tokens: int, turn: int, max_turns: int) -> str:
-    """How much of its budget the policy has used, as the last line of an observation."""
+    """The share of its budget that the policy has used, as the last line of an observation."""
     share = round(100 * tokens / max_tokens) if max_tokens else 100
     return f"[Context: {tokens:,}/{max_tokens:,} tokens ({share}%), Turn {turn}/{max_turns}]"
 

@@ -1,4 +1,4 @@
-"""How much of a task was done, read off what its verifier printed, when it said 0. Pure.
+"""Reads the part of a task that was done from what its verifier printed, if the verdict is 0. Pure.
 
 The forms are those of Fleet's verifiers: lines ``App <name>: <0|1>`` for tasks over several applications, otherwise two literal
 lists between marks, of what was right and of what was wrong.

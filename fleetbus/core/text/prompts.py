@@ -46,7 +46,7 @@ def build_fleet_system_prompt(
 
 
 def format_tool_result(result: object) -> str:
-    """What the policy reads after a call. Text stays as it is, anything else becomes JSON; a result that says that it is an
+    """The policy's view of a result. Text stays as it is, anything else becomes JSON; a result that says that it is an
     error (see `find_result_error`) is shown as one; nothing at all is an acknowledgement."""
     error = find_result_error(result)
     if error is not None:
@@ -57,7 +57,7 @@ def format_tool_result(result: object) -> str:
 
 
 def format_error(message: str) -> str:
-    """What the policy reads after a call that failed."""
+    """The text that the policy reads after a call that failed."""
     return message if message.lower().startswith("error:") else f"Error: {message or 'the tool failed without a reason'}"
 
 
@@ -72,7 +72,7 @@ def find_result_error(result: object) -> str | None:
 
 
 def format_unknown_tool(name: str, tools: Sequence[ToolSpec]) -> str:
-    """What the policy reads after a call of a tool that does not exist."""
+    """The text that the policy reads after a call of a tool that does not exist."""
     return format_error(f"unknown tool {json.dumps(name)}. Available tools: {', '.join(tool.name for tool in tools) or 'none'}")
 
 

@@ -65,12 +65,12 @@ def parse_tool_calls(text: str, *, strict: bool = False) -> ParsedText:
 
 
 def is_done(text: str) -> bool:
-    """Whether the text says that the episode is over: ``<done>`` or ``[done]`` anywhere, in any case."""
+    """True if the text ends the episode: ``<done>`` or ``[done]`` anywhere, in any case."""
     return _DONE.search(text) is not None
 
 
 def final_answer(text: str) -> str:
-    """What remains of the text without tool calls and end marks."""
+    """The text without tool calls and end marks."""
     kept, position = [], 0
     for block in find_tagged_calls(text):
         kept.append(text[position : block.start])
@@ -124,7 +124,7 @@ def read_json(text: str, begin: int, limit: int) -> tuple[object, int, str]:
 
 
 def _find_extent(text: str, begin: int) -> tuple[int, int]:
-    """Where the body of a block that is no complete JSON ends, and where reading continues after it."""
+    """The end of the body of a block that is no complete JSON, and the place at which reading continues after it."""
     closing = _CLOSING.search(text, begin)
     following = _OPENING.search(text, begin)
     end_of_text = len(text)
@@ -217,13 +217,13 @@ def _parse_strict_call(text: str) -> ToolCall | None:
             continue
         name = value.get("name") or value.get("tool")
         if name:
-            # As in the reference: falsy arguments fall through to `params`, whatever that is.
+            # As in the reference: falsy arguments fall through to `params`, of any type.
             return ToolCall(name=name, arguments=value.get("arguments") or value.get("params", {}))
     return None
 
 
 def _find_strict_body(text: str, tag: str) -> str:
-    """What stands between the first opening tag and the first end after it: its closing tag, else ``<|``, else the end."""
+    """The text between the first opening tag and the first end after it: its closing tag, else ``<|``, else the end."""
     _, opening, rest = text.partition(f"<{tag}>")
     if not opening:
         return ""

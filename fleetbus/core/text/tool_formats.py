@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - DeepSeek writes its marks with full-width bars
-"""How models write tool calls: one table of formats by name, each read by its own parser. Pure, and nothing here raises.
+"""The formats in which models write tool calls: one table by name, each read by its own parser. Pure, and nothing here raises.
 
 Which format a model writes is found out from its chat template (`fleetbus_workers.inference.tool_support`), never from its
 name. A parser finds the calls of a text in order, and for each thing that looks like a call and is none says what is wrong
@@ -88,7 +88,7 @@ def _find_json_calls(text: str, _: Sequence[ToolSpec]) -> Iterator[CallBlock]:
 
 
 def _find_bodies(text: str, opening: str, closing: str) -> Iterator[tuple[int, int, str]]:
-    """Where each stretch from ``opening`` to ``closing``, or to the next one, begins and ends, and what is in it."""
+    """Begin, end and content of each stretch from ``opening`` to ``closing``, or to the next one."""
     start = text.find(opening)
     while start >= 0:
         begin = start + len(opening)

@@ -66,7 +66,7 @@ def _runs_code(call: ast.Call, constants: set[str]) -> bool:
 
 
 def _find_trust(call: ast.Call, constants: set[str]) -> Iterator[str]:
-    """Whether a call of a tool brings back what an interpreter with code of the policy says of itself."""
+    """Warn if a call of a tool returns what an interpreter with code of the policy reports of itself."""
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "call_tool":
         return
     given = {keyword.arg: keyword.value for keyword in call.keywords}

@@ -1,4 +1,4 @@
-"""How many groups may be admitted, so that what is trained is never staler than allowed. Pure.
+"""Counts the groups that may be admitted, so that what is trained is never staler than allowed. Pure.
 
 The rule of fully asynchronous trainers: groups admitted in total stay within ``(max_staleness + step + 1) * batch``, where
 ``step`` counts finished batches. A group admitted now is then consumed at most ``max_staleness`` versions later.

@@ -20,7 +20,7 @@ SUCCESS_KEYS = ("success", "is_success")
 
 
 def success_in(info: Mapping[str, object]) -> bool | None:
-    """What an environment's ``info`` says of success; None if it says nothing."""
+    """The success that an environment's ``info`` states; None if it states none."""
     for key in SUCCESS_KEYS:
         if isinstance(info.get(key), (bool, int, float)):
             return bool(info[key])
@@ -28,7 +28,7 @@ def success_in(info: Mapping[str, object]) -> bool | None:
 
 
 def is_success(result: EpisodeFinished, threshold: float = SUCCESS) -> bool:
-    """Whether a graded episode is a success: as its environment says, else with a reward of at least ``threshold``."""
+    """True if a graded episode is a success: as its environment says, else with a reward of at least ``threshold``."""
     return (result.reward or 0.0) >= threshold if result.success is None else result.success
 
 

@@ -1,4 +1,4 @@
-"""What a raised floor refuses by number (`FloorRaised`): requests, claims and sessions of which the log may hold nothing.
+"""Refuses by number what is below a raised floor (`FloorRaised`): requests, claims, sessions that the log need not hold.
 
 An entry that is refused changes nothing, wherever the log is folded: it is a late copy, or its author was away for too long.
 Pure.

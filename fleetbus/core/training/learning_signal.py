@@ -1,9 +1,9 @@
-"""Whether training still has anything to learn from: a fold of the learner's journal. Pure; times are server time in
+"""Detects that training has nothing left to learn from: a fold of the learner's journal. Pure; times are server time in
 nanoseconds.
 
 A group whose rewards are all equal gives every one of its tokens an advantage of zero. A policy that collapsed plays such
 groups only, so that no gradient will ever bring it back, and all else looks healthy: episodes end, steps are trained. What
-tells is the advantages that a step was trained with, not its rewards: shaping and credit per turn may make equal ones differ.
+decides is the advantages that a step was trained with, not its rewards: shaping and credit per turn may make equal ones differ.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SignalDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Step(msgspec.Struct, kw_only=True):
-    """What is kept of one step. ``groups`` are those with equal rewards; ``mean`` is the success as of this step."""
+    """The facts kept of one step. ``groups`` are those with equal rewards; ``mean`` is the success as of this step."""
 
     step: int
     time_ns: int
@@ -86,7 +86,7 @@ class LearningSignal:
 
     @property
     def latest(self) -> SignalDiagnosis | None:
-        """What there is to say as of the newest step; None while there is something to learn from."""
+        """The diagnosis as of the newest step; None while there is something to learn from."""
         fall = self._diagnose_fall()
         silent = self._steps[len(self._steps) - self._silent :] if self._silent else []
         groups = sum(max(each.groups, 1) for each in silent)
@@ -95,7 +95,7 @@ class LearningSignal:
         return self._diagnose_no_signal(silent, groups, fall)
 
     def diagnose(self, now_ns: int, *, patience_seconds: float) -> SignalDiagnosis | None:
-        """What `latest` says, if it has been so for as long."""
+        """The diagnosis of `latest`, if it has held for as long."""
         found = self.latest
         return found if found is not None and now_ns - found.since_ns >= patience_seconds * 1e9 else None
 

@@ -1,4 +1,4 @@
-"""Which requests are settled, and the floor below which all are (delivery rule 8). Pure.
+"""The settled requests, and the floor below which all are settled (delivery rule 8). Pure.
 
 A request is settled when its episode was trained or excluded with a recorded reason. A checkpoint carries `floor` and
 `settled_above`; a learner that resumes reads the log from the floor and leaves those ids alone.
@@ -42,14 +42,14 @@ class Ledger:
         self._open[episode_id] = sequence
         return True
 
-    def register_result(self, episode_id: str, told: int, position: int) -> int:
-        """Enter a request whose result stands at ``position`` of the log and tells ``told`` as the request's; its position.
+    def register_result(self, episode_id: str, stated: int, position: int) -> int:
+        """Enter a request whose result stands at ``position`` of the log and states ``stated`` as the request's; its position.
 
         A worker's word moves the floor only within what is known: behind all that was known before the request was made, and
         before its result.
         """
         if episode_id not in self._sequences:
-            self.register(episode_id, max(min(told, position), self._asking.get(episode_id, 1)))
+            self.register(episode_id, max(min(stated, position), self._asking.get(episode_id, 1)))
         return self._sequences[episode_id]
 
     def settle(self, episode_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Which entries of the log are no longer needed: a fold of the log for trimming. Pure.
+"""Finds the entries of the log that are no longer needed: a fold of the log for trimming. Pure.
 
 An episode is settled when training consumed or excluded it by a step that the newest surviving checkpoint covers, so that a
 learner that resumes there never asks for it; an episode that no learner trains (an evaluation, or asked for by somebody else),
@@ -72,11 +72,11 @@ class _Training:
         return max((checkpoint.first_open_group for _, checkpoint in self._checkpoints), default=0)
 
     def find_first_needed(self) -> int:
-        """Where a learner has to read its journal from; 0: all of it."""
+        """The sequence from which a learner has to read its journal; 0: all of it."""
         return self._checkpoints[0][0] if len(self._checkpoints) == KEPT_CHECKPOINTS else 0
 
     def on_lineage(self, started: LineageStarted) -> dict[str, _OpenEpisode]:
-        """What the lineage before trained after its parent step is void: those episodes will be asked for again. Returns those
+        """Void what the lineage before trained after its parent step: those episodes will be asked for again. Returns those
         that were settled."""
         self._lineages.append(started)
         surviving = compute_surviving_steps(self._lineages)
@@ -121,7 +121,7 @@ class _Training:
             found[1].settled_at = 0
 
     def on_floor(self, floor: FloorRaised) -> None:
-        """What it passed stays settled."""
+        """Keep settled what the floor passed."""
         self._settled = {each: entry for each, entry in self._settled.items() if not entry[1].is_passed(floor)}
 
     def _covers(self, checkpoint: CheckpointStored, step: _Step, surviving: dict[str, float]) -> bool:

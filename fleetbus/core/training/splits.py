@@ -52,7 +52,7 @@ def split_tasks(
 
 
 def hash_key(key: str) -> float:
-    """Where a key falls in [0, 1): the first eight bytes of its MD5, as Fleet's data preparation has it."""
+    """The place of a key in [0, 1): the first eight bytes of its MD5, as Fleet's data preparation has it."""
     digest = hashlib.md5(key.encode("utf-8", "replace"), usedforsecurity=False).digest()
     return int.from_bytes(digest[:8], "big") / (1 << 64)
 

@@ -97,7 +97,7 @@ class EpisodeChecker:
         self._observer.require(not passed, "nothing open lies below the floor", ", ".join(passed[:4]))
 
     def is_passed(self, record: EpisodeRecord) -> bool:
-        """Whether the floor has passed it: it stays settled, whatever lineage is cut afterwards."""
+        """True if the floor has passed it: it stays settled, whatever lineage is cut afterwards."""
         return refuses_delivery(self.floor, record.request, record.request_sequence)
 
     async def all_finished(self) -> None:
@@ -200,9 +200,9 @@ class EpisodeChecker:
         recorded = len(record.history(len(record.claims) - 1))
         require(claim.resumed_at_turn <= recorded, "an attempt resumes where the log ends", f"{name}: {claim.resumed_at_turn}")
 
-    def _apply_release(self, record: EpisodeRecord, goodbye: AttemptReleased) -> None:
-        right = goodbye.attempt == len(record.claims) and not record.released
-        self._observer.require(right, "only the newest claim is released, once", f"{goodbye.episode_id} {goodbye.attempt}")
+    def _apply_release(self, record: EpisodeRecord, release: AttemptReleased) -> None:
+        right = release.attempt == len(record.claims) and not record.released
+        self._observer.require(right, "only the newest claim is released, once", f"{release.episode_id} {release.attempt}")
         record.released = True
         record.releases += 1
 

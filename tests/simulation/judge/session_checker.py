@@ -46,12 +46,12 @@ class SessionChecker:
         self._floor = max(self._floor, sequence)
 
     def is_refused(self, session: str) -> bool:
-        """Whether it was claimed by a call that was on its way for longer than settled entries stay: nothing came of it."""
+        """True if it was claimed by a call that was on its way for longer than settled entries stay: nothing came of it."""
         pages = self.pages.get(session)
         return pages is not None and not pages.records and self._floor > 0
 
     def has_left(self, session: str) -> bool:
-        """Whether it ended so long ago that its journal may have left the log."""
+        """True if it ended so long ago that its journal may have left the log."""
         pages = self.pages.get(session)
         return pages is not None and bool(pages.end) and pages.last < self._floor
 

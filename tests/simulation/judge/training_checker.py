@@ -247,6 +247,6 @@ class TrainingChecker:
         return groups
 
     def _had_result(self, episode: str) -> bool:
-        """Whether the result was there before the last step, when the learner looked for the last time."""
+        """True if the result was there before the last step, when the learner looked for the last time."""
         record = self._episodes.record[episode]
         return record.result is not None and record.result_sequence < self._last_step_at

@@ -59,7 +59,7 @@ class SeededNetworkFaults(Faults):
         return self._more.random() * self._rates.longest_lag_seconds
 
     def loses_read(self, subject: str) -> bool:
-        """Whether this question, or its answer, gets lost on its way."""
+        """True if this question, or its answer, gets lost on its way."""
         if not self._rates.read_lost or anyio.current_time() > READS_LOST_SECONDS:
             return False
         if self._reads.random() >= self._rates.read_lost:
@@ -105,7 +105,7 @@ class SeededNetworkFaults(Faults):
         return self.seconds()
 
     def loses_ack_message(self, subject: str) -> bool:
-        """Whether an ack, nak or extension of a delivery of this subject gets lost on its way."""
+        """True if an ack, nak or extension of a delivery of this subject gets lost on its way."""
         if not self.has_leader:
             return True
         if not self._rates.ack_lost or self._draw.random() >= self._rates.ack_lost:

@@ -1,1 +1,1 @@
-"""What `import fleetbus` offers beyond messages and environments: runs from Python, evaluation, and readers of runs."""
+"""The part of `import fleetbus` beyond messages and environments: runs from Python, evaluation, and readers of runs."""

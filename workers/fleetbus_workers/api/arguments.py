@@ -36,7 +36,7 @@ SHORT_NAMES = {
 
 
 class RunArguments(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for. ``factory`` is the environment if it is an object; ``tasks`` are written to a file, if a list."""
+    """The arguments of a run. ``factory`` is the environment if it is an object; ``tasks`` are written to a file, if a list."""
 
     loaded: LoadedConfiguration
     factory: Callable[[], Any] | None = None

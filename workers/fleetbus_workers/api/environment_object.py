@@ -65,7 +65,7 @@ def check_environment_object(kind: object) -> None:
 
 
 def build_object_spec(kind: Factory) -> str:
-    """What ``run.environment`` says of an object: its name, which is the same whenever the same program is started again."""
+    """The value of ``run.environment`` for an object: its name, the same whenever the same program is started again."""
     return f"{PYTHON_OBJECT}:{describe_object(kind)}"
 
 

@@ -34,7 +34,7 @@ ROLES = frozenset({"environment", "inference", "learner"})
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """What an evaluation found.
+    """The findings of an evaluation.
 
     ``version`` is the policy's newest version, after ``step`` training steps. ``pinned``: no other version answered. ``all``
     and each of ``environments`` (by environment key) have the counts, the mean reward and pass@k. ``missing`` episodes were
@@ -112,7 +112,7 @@ async def evaluate_run(
 
 
 async def find_live_roles(bus: Bus, configuration: Configuration) -> set[str]:
-    """Which kinds of `ROLES` live; recorders and gateways neither play nor train."""
+    """The kinds of `ROLES` that live; recorders and gateways neither play nor train."""
     from fleetbus.delivery.heartbeats import decode_heartbeat
 
     live_roles: set[str] = set()

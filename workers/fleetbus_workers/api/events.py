@@ -1,4 +1,4 @@
-"""What happens in a run, for the program that started it: written by the run's thread, read from any thread or event loop."""
+"""The events of a run, for the program that started it: written by the run's thread, read from any thread or event loop."""
 
 from __future__ import annotations
 

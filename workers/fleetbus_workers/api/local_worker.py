@@ -31,7 +31,7 @@ LocalWork = Callable[[str, anyio.Event], Awaitable[None]]
 
 
 class LocalWorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept running; see `Plan` of the supervisor. A start after a failure has a new name: it owns no leases."""
+    """A worker that is kept running; see `Plan` of the supervisor. A start after a failure has a new name and no leases."""
 
     name: str
     stop_limit_seconds: float
@@ -56,11 +56,11 @@ class LocalWorker:
 
     @property
     def has_exited(self) -> bool:
-        """Whether it has ended."""
+        """True if it has ended."""
         return self._ended.is_set()
 
     async def run(self) -> None:
-        """Work; whatever it raises becomes a status, with the reason in the log file of the plan."""
+        """Work; an exception becomes a status, with the reason in the log file of the plan."""
         try:
             with self._scope:
                 self._status = await self._work()

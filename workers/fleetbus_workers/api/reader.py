@@ -42,7 +42,7 @@ ROW_TYPES: Mapping[str, type[msgspec.Struct]] = {"episodes": EpisodeRow, "tokens
 
 
 class RunReader:
-    """What a run has written, read again by every call: each opens what it needs and closes it at its end.
+    """Reads what a run has written, anew by every call: each opens what it needs and closes it at its end.
 
     Iterators stream and block the calling thread. Of a run whose server is stopped its files are served meanwhile. Raises
     `UserError` when the log cannot be read.
@@ -62,11 +62,11 @@ class RunReader:
         return iterate_in_own_loop(self._stream_episodes)
 
     def transcripts(self) -> Iterator[Transcript]:
-        """What was said in each episode, in the order in which they finished; those without a result come last."""
+        """The transcript of each episode, in the order in which they finished; those without a result come last."""
         return iterate_in_own_loop(self._stream_transcripts)
 
     def transcript(self, episode_id: str) -> Transcript:
-        """What was said in one episode. Raises `UserError` if there is none of that name."""
+        """The transcript of one episode. Raises `UserError` if there is none of that name."""
         (found,) = iterate_in_own_loop(partial(self._stream_transcript, episode_id))
         return found
 

@@ -1,6 +1,6 @@
 """A run in a thread with an event loop of its own, so that nothing in the caller's program can delay its heartbeats.
 
-Above it are `fleetbus.train` and `fleetbus.Run`, in whatever thread and event loop; below it the run of `fleetbus up`, which
+Above it are `fleetbus.train` and `fleetbus.Run`, in any thread and event loop; below it the run of `fleetbus up`, which
 listens to no signals here: the caller's program does.
 """
 
@@ -97,7 +97,7 @@ class RunThread:
         return self.summary
 
     def build_environment_work(self) -> Work | None:
-        """What an environment worker does, None if the settings say it."""
+        """The work of an environment worker, None if the settings name it."""
         if self.arguments.factory is None:
             return None
         factory, configuration = self.arguments.factory, self.configuration

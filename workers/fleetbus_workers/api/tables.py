@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 
 ColumnType = Literal["text", "integer", "number", "flag", "integers", "numbers", "flags"]
 Columns = Mapping[str, ColumnType]
-"""The columns of a table in order. The plural ones are lists; whatever is nested deeper is JSON text."""
+"""The columns of a table in order. The plural ones are lists; what is nested deeper is JSON text."""
 
 _COLUMN_TYPES: dict[Any, ColumnType] = {
     int: "integer",
@@ -95,7 +95,7 @@ def _import_package(name: str) -> Any:
 
 
 def _build_values(rows: Sequence[Row], columns: Columns) -> dict[str, list[Any]]:
-    """By field the values of all rows: numbers, text, lists of numbers; whatever is nested deeper as JSON text."""
+    """By field the values of all rows: numbers, text, lists of numbers; what is nested deeper as JSON text."""
     return {field: [_flatten(row.get(field)) for row in rows] for field in columns}
 
 

@@ -56,7 +56,7 @@ def check_packages(engine: str) -> None:
 
 
 def find_scratch_folder(configuration: Configuration, worker: str) -> Path:
-    """Where a worker keeps the weights that its engine reads; the run's folder may be mounted read-only."""
+    """The folder in which a worker keeps the weights that its engine reads; the run's folder may be mounted read-only."""
     folder = configuration.inference.scratch
     base = Path(folder) / configuration.run.name if folder else run_folder(configuration.run).weights
     return (base / f".{worker}").absolute()
@@ -109,7 +109,7 @@ async def launch_engine(configuration: Configuration, worker: str) -> AsyncItera
 
 
 def build_image_source(template: ChatTemplate, bus: Bus, run: str) -> ImageSource | None:
-    """What shows a run's images to the engine that the template belongs to; None if it reads text only."""
+    """The source of a run's images for the engine that the template belongs to; None if it reads text only."""
     processor: ImageProcessor | None = getattr(template, "processor", None)
     if processor is None:
         return None

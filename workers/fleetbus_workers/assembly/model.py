@@ -1,4 +1,4 @@
-"""Which model folder a run begins with."""
+"""The model folder that a run begins with."""
 
 from importlib.resources import files
 from pathlib import Path

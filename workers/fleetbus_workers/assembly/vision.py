@@ -70,7 +70,7 @@ def _check_model(configuration: Configuration, what: str, instead: str) -> None:
 
 
 def _find_image_source(shown: list[str], configuration: Configuration) -> tuple[str, str]:
-    """What shows images, and how to do without; empty if nothing does."""
+    """The setting that shows images, and how to do without; empty if none does."""
     if shown:
         names = ", ".join(shown[:MAX_LISTED]) + (f" and {len(shown) - MAX_LISTED} more" if len(shown) > MAX_LISTED else "")
         return f"these tasks show images: {names}", SKIP_HINT
@@ -83,7 +83,7 @@ def _find_image_source(shown: list[str], configuration: Configuration) -> tuple[
 
 
 def _describe_images(task: Task) -> str:
-    """How a task shows images; empty if it shows none, as far as it says."""
+    """The way in which a task shows images; empty if it shows none, as far as it says."""
     if task.modality in IMAGE_MODALITIES:
         return str(task.modality)
     return "frames" if task.config.get("frames") is True else ""

@@ -17,7 +17,7 @@ def main() -> None:
 
 
 def _open_standard_streams() -> None:
-    """What was closed (``>&-``) becomes the null device: else the first socket gets its number, and uvloop aborts at that."""
+    """Open what was closed (``>&-``) as the null device: else the first socket gets its number, and uvloop aborts at that."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))

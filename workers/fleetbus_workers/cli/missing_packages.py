@@ -1,4 +1,4 @@
-"""Which extra of fleetbus brings a module that is not installed."""
+"""Names the extra of fleetbus that brings a module that is not installed."""
 
 import importlib.metadata
 import re

@@ -1,4 +1,4 @@
-"""What commands print: JSON, and tables as wide as a terminal; elsewhere as wide as they are: a row is a line for grep."""
+"""Output of commands: JSON, and tables as wide as a terminal; elsewhere as wide as they are: a row is a line for grep."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What programs share at their edges: terminal, event loop and exit statuses."""
+"""The edges that programs share: terminal, event loop and exit statuses."""

@@ -1,4 +1,4 @@
-"""What commands print: control characters in it are shown, not obeyed, whoever wrote the text.
+"""Prints text of commands: control characters in it are shown, not obeyed, whoever wrote the text.
 
 `escape_output` replaces standard output and standard error for the length of a command, so that no command has to remember it.
 Rich writes a terminal's commands of its own: its consoles are made by `open_console`, which escapes the text and keeps those.

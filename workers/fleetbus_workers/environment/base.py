@@ -25,7 +25,7 @@ from fleetbus_schemas import (
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """What the policy sees first: the whole prompt (system and user messages) and the tools, if any.
+    """The first messages to the policy: the whole prompt (system and user messages) and the tools, if any.
 
     ``info`` is for clients that drive the environment step by step; the policy does not see it. ``images`` are a class of one's
     own's: each stands where ``<image>`` stands in a message's text, those without a place follow the last message. A Pillow
@@ -44,14 +44,14 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """What one action led to. ``terminated``: the episode reached its end; ``truncated``: the environment cut it short.
+    """The result of one action. ``terminated``: the episode reached its end; ``truncated``: the environment cut it short.
 
     ``messages`` are what the policy sees next; when the episode is over, what there is left to see, for results and clients.
     ``reward`` is this turn's own part of the
     episode's reward, 0 if the environment grades only at the end (see `Verdict`). ``tool_calls`` and ``tool_errors`` count what
     this step did. ``info`` and ``images``: see `Start`; ``success`` (or ``is_success``) in ``info`` says whether the episode is
     a success. ``output``: what the called tool gave, where ``messages`` say it in words for a policy. ``context``: how the
-    policy's context goes on, if not by growing.
+    policy's context continues, if not by growing.
     """
 
     messages: tuple[ChatMessage, ...] = ()
@@ -100,7 +100,7 @@ class Environment(Protocol):
     """True if the same actions on a fresh environment of the same task lead to the same observations."""
 
     async def open(self, task: Task) -> None:
-        """Acquire whatever the episode needs: a process, a connection, a container."""
+        """Acquire what the episode needs: a process, a connection, a container."""
 
     async def reset(self) -> Start:
         """Begin the episode."""
@@ -124,7 +124,7 @@ class HoldsElsewhere(Protocol):
 
     @property
     def held(self) -> str:
-        """What it holds now, in words of its own; empty if nothing."""
+        """The resources that it holds now, in words of its own; empty if none."""
 
     async def release(self, task: Task, held: str) -> None:
         """Release what another environment of this kind held for ``task``; never raises for what is already gone. Called before

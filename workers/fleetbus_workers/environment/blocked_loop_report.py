@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 
 class BlockedLoopReport:
-    """What `blocked_loop.watch_blocked_loop` calls. ``connect`` makes a connection for the thread that calls it."""
+    """The report that `blocked_loop.watch_blocked_loop` calls. ``connect`` makes a connection for the thread that calls it."""
 
     def __init__(
         self, connect: Callable[[], AbstractAsyncContextManager[Bus]], subjects: Subjects, *, worker: str, slots: int

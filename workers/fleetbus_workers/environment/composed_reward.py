@@ -27,7 +27,7 @@ from fleetbus_workers.judge.prompts import format_transcript
 
 
 class AsksJudge(Protocol):
-    """What scores transcripts: a `Judge`, or what stands for it in a replay."""
+    """Scores transcripts: a `Judge`, or what stands for it in a replay."""
 
     async def score(self, transcripts: Sequence[str]) -> list[float]:
         """One score per transcript, from 0 to 1; raises `JudgeFailed`."""
@@ -81,7 +81,7 @@ class ComposedRewardEnvironment:
 
     @property
     def implementation(self) -> object:
-        """What a failure is located in."""
+        """The object that a failure is located in."""
         return getattr(self._inner, "implementation", self._inner)
 
     async def open(self, task: Task) -> None:
@@ -160,4 +160,4 @@ _KINDS: dict[tuple[bool, bool], type[ComposedRewardEnvironment]] = {
     (False, True): _LivingElsewhere,
     (True, True): _Both,
 }
-"""By what the inner one is asked for: a worker tells them by their methods."""
+"""By what the inner one is asked for: a worker distinguishes them by their methods."""

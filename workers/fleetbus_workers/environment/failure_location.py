@@ -1,4 +1,4 @@
-"""Where in an environment's own code something failed: the place, and the traceback without the worker's frames.
+"""Locates a failure in an environment's own code: the place, and the traceback without the worker's frames.
 
 Code of fleetbus, the standard library and installed packages is passed over as long as there is other code to name.
 """
@@ -31,9 +31,9 @@ _RUNTIME = frozenset({"anyio", "trio", "outcome", "uvloop", "msgspec", "pytest",
 
 def locate_error(error: BaseException) -> str:
     """``FILE:LINE in FUNCTION`` of the innermost frame in an environment's own code; empty if the error came from elsewhere."""
-    told = getattr(error, "location", "")
-    if told:
-        return str(told)
+    known = getattr(error, "location", "")
+    if known:
+        return str(known)
     frames = [(step.tb_frame.f_code, step.tb_lineno) for step in _walk(error.__traceback__)]
     return _choose(frames)
 
@@ -48,7 +48,7 @@ def locate_frame(frame: FrameType | None) -> str:
 
 
 def locate_method(environment: object, call: str) -> str:
-    """Where ``call`` of an environment's class is defined; empty for the adapters that ship."""
+    """The place at which ``call`` of an environment's class is defined; empty for the adapters that ship."""
     kind = type(getattr(environment, "implementation", environment))
     function = inspect.unwrap(getattr(kind, call, None) or locate_method)
     code = getattr(function, "__code__", None)
@@ -57,8 +57,8 @@ def locate_method(environment: object, call: str) -> str:
 
 def format_traceback(error: BaseException) -> str:
     """The traceback from the first frame of the environment's own code on, without secrets, of bounded length."""
-    if told := getattr(error, "remote_traceback", ""):
-        return clean_traceback(str(told))
+    if known := getattr(error, "remote_traceback", ""):
+        return clean_traceback(str(known))
     first = next((step for step in _walk(error.__traceback__) if not _is_ours(step.tb_frame.f_code.co_filename)), None)
     lines = traceback.format_exception(type(error), error, first or error.__traceback__)
     return clean_traceback("".join(lines))

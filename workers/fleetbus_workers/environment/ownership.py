@@ -1,4 +1,4 @@
-"""Whose something is that was started: labels of containers and, as variables, of processes; and the end of what nobody has.
+"""Labels what was started with its owner: containers and, as variables, processes; and ends what nobody owns any more.
 
 A worker that is killed cannot end what it started. Whoever comes after it finds that by its owner, who is no more.
 """
@@ -23,7 +23,7 @@ _OWNER = "FLEETBUS_SERVER_OWNER"
 
 
 class Labels(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose something is: ``owner`` is this process (see `build_process_owner`), ``expires`` Unix seconds."""
+    """The owner of something: ``owner`` is this process (see `build_process_owner`), ``expires`` Unix seconds."""
 
     run: str
     episode: str
@@ -49,7 +49,7 @@ def build_process_owner() -> str:
 
 
 def is_abandoned(owner: str, expires: str, *, now: float | None = None) -> bool:
-    """Whether a server with these labels is unused: it has expired, or its process on this host has exited."""
+    """True if a server with these labels is unused: it has expired, or its process on this host has exited."""
     if expires.isdecimal() and int(expires) < (time.time() if now is None else now):
         return True
     host, _, rest = owner.rpartition("_")[0].rpartition("_")
@@ -60,7 +60,7 @@ def is_abandoned(owner: str, expires: str, *, now: float | None = None) -> bool:
 
 
 def _read_start_time(process: int) -> str:
-    """When a process of this machine started, in ticks since the machine did; ``0`` where there is none, or no telling."""
+    """The start time of a process of this machine, in ticks since the machine's; ``0`` if there is none or it is unknown."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[19].decode()

@@ -79,11 +79,11 @@ class AdapterContext:
         return read_permissions(self.settings.environment)
 
     def grading_arguments(self, style: PromptStyle) -> dict[str, Any]:
-        """What every environment with tools and a verifier is made with."""
+        """The arguments of every environment with tools and a verifier."""
         return {"grader": self.grader, "prompt": self.prompt or style, "observation_bytes": self.observation_bytes}
 
     def mcp_arguments(self, style: PromptStyle) -> dict[str, Any]:
-        """What every environment over MCP is made with."""
+        """The arguments of every environment over MCP."""
         settings = self.settings.environment
         output_chars = settings.output_chars if settings.context_tools else None
         return {
@@ -324,7 +324,7 @@ def _build(context: AdapterContext) -> EnvironmentFactory:
 
 
 def is_own_class(spec: str) -> bool:
-    """Whether a spec names a class of the user's own, played in the worker's process."""
+    """True if a spec names a class of the user's own, played in the worker's process."""
     form, _, rest = spec.partition(":")
     return bool(rest) and form not in _BY_NAME and not form.startswith("stdio+") and form != PYTHON_OBJECT
 

@@ -31,7 +31,7 @@ class InvalidReturn(TypeError):
 
 
 def validate_return(kind: type[T], value: object, call: str, environment: object = None) -> T:
-    """What ``call`` of ``environment`` returned, with plain numbers. ``kind`` is `Start`, `Step`, `Verdict` or dict.
+    """Validate what ``call`` of ``environment`` returned, with plain numbers. ``kind``: `Start`, `Step`, `Verdict` or dict.
 
     Numbers stay NaN or infinite if they are: what that means is the caller's to say. Raises `InvalidReturn`.
     """
@@ -94,7 +94,7 @@ def _validate(kind: type[T], value: object, call: str) -> T:
 
 
 def _has_plain_fields(step: Step) -> bool:
-    """Whether there is nothing to change, as with nearly every step."""
+    """True if there is nothing to change, as with nearly every step."""
     return (
         type(step.reward) is float
         and type(step.terminated) is type(step.truncated) is bool
@@ -140,7 +140,7 @@ def _check_context(change: object, step: Step) -> None:
     if change.keep_turns < 0:
         raise InvalidReturn(f"Step.context.keep_turns is {change.keep_turns}; it must be 0 or more")
     if change.keep_turns and change.resume is not None:
-        raise InvalidReturn("Step.context has keep_turns and resume; a context goes on in one way")
+        raise InvalidReturn("Step.context has keep_turns and resume; a context continues in one way")
     begins_prompt = not change.keep_turns and change.resume is None
     if change.tools and not begins_prompt:
         raise InvalidReturn("Step.context.tools come with a new prompt only: keep_turns = 0, and no resume")
@@ -182,7 +182,7 @@ def _check_count(value: Any, where: str) -> int:
 
 
 def _check_flag(value: object, where: str) -> bool:
-    """Flags of NumPy and 0 or 1 will do; text would be true whatever it says."""
+    """Flags of NumPy and 0 or 1 will do; every text would be true."""
     if value is None or isinstance(value, (str, bytes, Mapping, list, tuple)):
         raise InvalidReturn(f"{where} must be true or false, not {_describe(value)}")
     return bool(value)

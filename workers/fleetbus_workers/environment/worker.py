@@ -31,13 +31,13 @@ log = structlog.get_logger()
 
 
 class Intake(Protocol):
-    """Who decides which requests a worker takes, where not each will do. ``on_wanted`` is the worker's, to be called when more
+    """Decides which requests a worker takes, where not each will do. ``on_wanted`` is the worker's, to be called when more
     are wanted."""
 
     on_wanted: Callable[[], None]
 
     def count_wanted(self) -> int:
-        """How many requests are wanted at the moment, besides those in work."""
+        """Number of requests that are wanted at the moment, besides those in work."""
 
     async def handle(self, delivery: Delivery, play: Callable[[Delivery], Awaitable[None]]) -> None:
         """Have a delivered request played, or return it."""

@@ -1,4 +1,4 @@
-"""What all episodes of one environment worker, gateway or host of sessions share."""
+"""The state that all episodes of one environment worker, gateway or host of sessions share."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from fleetbus_workers.environment.base import Environment
 
 
 class WorkerContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What all attempts of one worker share. ``make`` makes the environment of an episode; ``nonce`` names one claim.
+    """The state that all attempts of one worker share. ``make`` makes the environment of an episode; ``nonce`` names one claim.
     ``context_tokens`` is what the model takes, 0: as many as an episode may have; ``now`` the loop's clock."""
 
     bus: Bus

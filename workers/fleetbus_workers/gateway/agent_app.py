@@ -47,7 +47,7 @@ STOPPING = "the gateway is stopping: ask another one"
 
 class WantedSession(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A session that is asked for: an evaluation of ``task``, or of the run's task of the key ``task_key``, with ``version`` of
-    the policy (None: the newest); or whatever the learner trains next."""
+    the policy (None: the newest); or what the learner trains next."""
 
     purpose: Literal["evaluate", "train"] = "evaluate"
     task: dict[str, Any] | None = None
@@ -58,7 +58,7 @@ class WantedSession(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Gateway(msgspec.Struct, frozen=True, kw_only=True):
-    """What the interface stands on. ``ask`` asks for an evaluation; ``read`` reads an episode's turns; ``is_full``: no slot is
+    """The parts below the interface. ``ask`` asks for an evaluation; ``read`` reads an episode's turns; ``is_full``: no slot is
     free; ``tasks`` are the run's, by key."""
 
     sessions: AgentSessions
@@ -171,7 +171,7 @@ class _Service:
         return JSONResponse(describe_result(result))
 
     async def show(self, request: Request) -> Response:
-        """What the log has of a session: its turns with token ids, and how it ended."""
+        """Show a session as the log has it: its turns with token ids, and its end."""
         episode = self._read_episode(request)
         trajectory = await self._gateway.read(episode)
         return JSONResponse({"detail": "there is no such session"}, 404) if trajectory is None else JSONResponse(trajectory)
@@ -243,12 +243,12 @@ def parse_body(body: bytes) -> WantedSession:
 
 
 def is_reward_of(result: EpisodeFinished, reward: float | None) -> bool:
-    """Whether an episode ended with this reward of its agent's, by itself or as a component."""
+    """True if an episode ended with this reward of its agent's, by itself or as a component."""
     if reward is None:
         return result.outcome == "verifier_unknown"
     return reward in (result.reward, result.reward_components.get(VERIFIER))
 
 
 def describe_result(result: EpisodeFinished) -> dict[str, object]:
-    """How an episode ended."""
+    """Describe the end of an episode."""
     return {"outcome": result.outcome, "reward": result.reward, "error_class": result.error_class, "error": result.error}

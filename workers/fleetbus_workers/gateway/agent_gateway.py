@@ -116,7 +116,7 @@ async def run_agent_gateway(
 
 @asynccontextmanager
 async def open_requests(configuration: Configuration, url: str, name: str) -> AsyncIterator[Requests | None]:
-    """What asks for evaluations, on a connection with the operator's rights; None where this machine has no key of its."""
+    """Requests of evaluations, on a connection with the operator's rights; None where this machine has no key of its."""
     from fleetbus.bus.nats import connect
 
     run = configuration.run.name

@@ -46,8 +46,8 @@ class SessionKeys:
 
 
 def read_secret(token: str, run: RunSettings) -> bytes:
-    """What the keys of a run are made with: the token where there is one, which all replicas have; else a file that those on
-    this machine share, made by the first of them. Raises `OSError` where it cannot be written."""
+    """The secret that the keys of a run are made with: the token where there is one, which all replicas have; else a file that
+    those on this machine share, made by the first of them. Raises `OSError` where it cannot be written."""
     if token:
         return hashlib.sha256(token.encode()).digest()
     file = run_folder(run).path / SECRET_FILE

@@ -218,14 +218,14 @@ class AgentSessions:
         return await self.read_result(episode) is not None
 
     async def read_result(self, episode: str) -> EpisodeFinished | None:
-        """How an episode ended, if it has. Raises `SessionMoved` where the log does not say."""
+        """Read the end of an episode, if it has ended. Raises `SessionMoved` where the log does not say."""
         try:
             return (await read_episode_state(self._bus, self._subjects, episode)).result
         except RequestUnanswered as unanswered:
             raise SessionMoved(f"the log does not answer: {unanswered}") from unanswered
 
     async def wait_for_result(self, episode: str, session: AgentSession) -> EpisodeFinished | None:
-        """How the episode ended whose session has just concluded; None if another worker has to say it."""
+        """Wait for the result of the episode whose session has just concluded; None if another worker has to say it."""
         await session.closed.wait()
         with anyio.move_on_after(RESULT_SECONDS):
             while (result := await self.read_result(episode)) is None:

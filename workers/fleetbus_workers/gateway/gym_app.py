@@ -81,7 +81,7 @@ class GymGateway:
         return self._calls
 
     def stats(self) -> dict[str, object]:
-        """What ``/sessions`` says; times are Unix seconds, those of a session in use do not run."""
+        """The answer of ``/sessions``; times are Unix seconds, those of a session in use do not run."""
         now, limit = time.monotonic(), self._settings.session_timeout
         listed = [
             {

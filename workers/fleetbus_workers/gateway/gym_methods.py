@@ -1,6 +1,6 @@
-"""What the methods of the remote-gym protocol mean as calls to a session on the bus.
+"""Translates the methods of the remote-gym protocol into calls to a session on the bus.
 
-A client of this protocol repeats whatever is not answered with 200, so only what is worth repeating gets another status: an
+A client of this protocol repeats all that is not answered with 200, so only what is worth repeating gets another status: an
 environment that failed ends the episode with ``done`` and says in ``info`` that it must not be trained on.
 """
 
@@ -51,7 +51,7 @@ class SessionInfo(msgspec.Struct):
 
 
 class Answer(NamedTuple):
-    """What goes back to the client; images are in the order of their places in ``obs``."""
+    """The answer to the client; images are in the order of their places in ``obs``."""
 
     fields: dict[str, Any]
     images: Sequence[bytes] = ()
@@ -196,7 +196,7 @@ class GymCalls:
         return opened if opened.end is not None else await self._execute(session, "reset", key, seed=seed)
 
     async def _unpaid(self, session: str, key: str, info: dict[str, object]) -> float:
-        """What the steps were not rewarded of the verdict."""
+        """The part of the verdict that the steps were not rewarded."""
         answer = await self._execute(session, "verify", f"{key}v")
         if answer.end is not None or answer.reward is None or answer.unpaid is None:
             info |= {"training_usable": False, "error": answer.error or answer.reason or "no verdict"}
@@ -227,7 +227,7 @@ class GymCalls:
         return journal
 
     def _name(self, session: str) -> str:
-        """What the session is called on the bus: with each environment of it that failed and was followed by another, a new
+        """The name of the session on the bus: with each environment of it that failed and was followed by another, a new
         name."""
         failed = len(self._failed_journals.get(session, ()))
         return f"{session}-{failed}" if failed else session
@@ -266,7 +266,7 @@ class GymCalls:
         return answer
 
     async def _is_followed(self, session: str) -> bool:
-        """Whether another gateway continued this session after its environment had failed; then so does this one."""
+        """True if another gateway continued this session after its environment had failed; then so does this one."""
         following = f"{session}-{len(self._failed_journals.get(session, ())) + 1}"
         if await self._client.bus.last(self._client.subjects.session(following)) is None:
             return False

@@ -74,7 +74,7 @@ class BaseGymHandler(ABC):
         """A new environment for one session."""
 
     def get_session_stats(self) -> dict[str, object]:
-        """What ``/sessions`` of its service says; there are none before a service was built."""
+        """The answer of ``/sessions`` of its service; there are none before a service was built."""
         limits = {"max_sessions": self.max_sessions, "session_timeout": self.session_timeout}
         return {"num_sessions": 0, **limits, "sessions": []}
 

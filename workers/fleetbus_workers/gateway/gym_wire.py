@@ -36,7 +36,7 @@ def read_request(content_type: str, body: bytes) -> Request:
 
 
 def write_answer(fields: dict[str, object], images: Sequence[bytes] = (), *, mime: str = "image/png") -> tuple[str, bytes]:
-    """Content type and body of an answer. Files are called ``.png`` whatever they are, as by the protocol's own servers."""
+    """Content type and body of an answer. Files of every type are called ``.png``, as by the protocol's own servers."""
     boundary = f"gym_env_{secrets.token_hex(16)}"
     parts = [(_DATA, json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace"))]
     parts += [(_IMAGE.format(number=number, mime=mime), image) for number, image in enumerate(images)]

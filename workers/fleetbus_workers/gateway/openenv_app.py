@@ -249,7 +249,7 @@ class OpenEnvGateway:
                 async with self._open_private_session() as episode:
                     observed = await execute(episode, body)
             else:
-                words = "over HTTP an episode goes on under /sessions/<name>/step, after /sessions/<name>/reset"
+                words = "over HTTP an episode continues under /sessions/<name>/step, after /sessions/<name>/reset"
                 raise FrameError("EXECUTION_ERROR", f"{NOT_STARTED}; {words}", status=409)
         except FrameError as error:
             return _build_error_response(error)

@@ -68,7 +68,7 @@ class OpenEnvEpisode:
 
     @property
     def is_active(self) -> bool:
-        """Whether there is an environment to step."""
+        """True if there is an environment to step."""
         return self._is_live
 
     async def attach(self) -> bool:
@@ -137,7 +137,7 @@ class OpenEnvEpisode:
             await self._client.call(call, timeout=CLOSE_SECONDS)
 
     def _new_key(self) -> str:
-        """A key that no other call has, of whatever gateway."""
+        """A key that no other call has, of any gateway."""
         self._keys += 1
         return f"{self._key}{self._keys:x}"
 
@@ -217,7 +217,7 @@ def _task(settings: dict[str, object], seed: int | None) -> Task:
 
 
 def _is_same_task(left: Task, right: Task | None) -> bool:
-    """Whether two tasks differ in their seeds at most."""
+    """True if two tasks differ in their seeds at most."""
     return right is not None and msgspec.structs.replace(left, seed=None) == msgspec.structs.replace(right, seed=None)
 
 

@@ -1,4 +1,4 @@
-"""What OpenEnv's frames and bodies say: actions read, observations written, errors by their names. Pure but for images.
+"""Reads and writes OpenEnv's frames and bodies: actions, observations, errors by their names. Pure but for images.
 
 An action is ``{"text": ...}`` (or ``{"message": ...}``), or a tool call as OpenEnv's MCP environments have it; its
 ``metadata.request_id`` names the logical step. An observation has ``text``, with ``<image>`` where each image stands, and
@@ -81,7 +81,7 @@ def read_action(data: dict[str, object]) -> tuple[str, tuple[ToolCall, ...]]:
 
 
 def read_request_id(data: dict[str, Any]) -> str:
-    """What a client calls this step, so that a repetition is known as one; empty if it does not say."""
+    """The client's name of this step, by which a repetition is recognised; empty if it gives none."""
     metadata = data.get("metadata")
     return read_id(metadata.get("request_id")) if isinstance(metadata, dict) else ""
 
@@ -126,7 +126,7 @@ async def write_observation(answer: SessionAnswer, load: LoadImage | None, *, to
 
 
 def select_environment_messages(answer: SessionAnswer) -> tuple[ChatMessage, ...]:
-    """What the environment says, without what was made for a policy: its prompt of tools, the words around their results."""
+    """The environment's messages, without what was made for a policy: its prompt of tools, the words around their results."""
     messages = answer.messages[answer.prompted :]
     if answer.output is None:
         return messages

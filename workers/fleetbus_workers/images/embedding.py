@@ -1,7 +1,7 @@
 """Images in the place of tokens: ids that say which embedding of which image stands somewhere, and those embeddings.
 
 In a history that shows images, the ids of image tokens are replaced by negative ones, made of the image's hash and the number
-of the embedding. So whatever compares ids - prefixes that are computed once, keys and values that are kept - tells images apart
+of the embedding. So what compares ids - prefixes computed once, keys and values that are kept - distinguishes images
 without knowing of them. Models see embeddings only; a text model never meets a negative id.
 """
 
@@ -23,7 +23,7 @@ HASH_BITS = 62 - NUMBER_BITS
 
 
 class ImageSpan(Protocol):
-    """Where an image stands in a history: tokens ``[start, stop)``."""
+    """The place of an image in a history: tokens ``[start, stop)``."""
 
     @property
     def start(self) -> int: ...

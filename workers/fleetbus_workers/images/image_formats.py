@@ -15,7 +15,7 @@ _BEGINNINGS = (
 
 
 def find_media_type(data: bytes) -> str:
-    """The media type of an image file by how it begins, whatever its sender calls it; empty for none of `IMAGE_FORMATS`."""
+    """The media type of an image file by how it begins, under any name; empty for none of `IMAGE_FORMATS`."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "image/webp"
     return next((kind for beginning, kind in _BEGINNINGS if data.startswith(beginning)), "")

@@ -1,4 +1,4 @@
-"""Whether a model takes images as embeddings in the place of tokens and as nothing else: tried, not guessed from its name.
+"""Checks that a model takes images as embeddings in the place of tokens and as nothing else: tried, not guessed by name.
 
 LLaVA, Idefics3 and their like do. Models that also move positions (Qwen-VL), feed later layers (DeepStack) or let the tokens of
 an image see each other (Gemma 3) would compute something else here than outside, so they are refused by name beforehand.

@@ -1,4 +1,4 @@
-"""Whether a model folder holds a model that sees; read from its configuration alone, so that a command can ask at once."""
+"""Detects a model that sees from the configuration in its folder alone, so that a command can ask at once."""
 
 import json
 from pathlib import Path

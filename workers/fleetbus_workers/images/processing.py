@@ -84,7 +84,7 @@ class ImageProcessor:
         self._lock = threading.Lock()
 
     def look_up(self, name: str) -> ProcessedImage | None:
-        """What was made of an image before, if it is still kept; never blocks for long."""
+        """Look up what was made of an image before, if it is still kept; never blocks for long."""
         return self._cache.get(name)
 
     def see(self, name: str, data: bytes) -> ProcessedImage:
@@ -101,7 +101,7 @@ class ImageProcessor:
             return seen
 
     def process_prompt(self, text: str, images: list[Any]) -> dict[str, torch.Tensor]:
-        """What the processor makes of a whole prompt with its images: what a model is given outside of here."""
+        """Process a whole prompt with its images, as a model is given it outside of here."""
         return dict(self._processor(text=[text], images=[images], add_special_tokens=False, return_tensors="pt"))
 
     def _process_image(self, name: str, image: Any) -> ProcessedImage:

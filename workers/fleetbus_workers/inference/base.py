@@ -1,4 +1,4 @@
-"""What an engine is to fleetbus: tokens in, tokens out, with log-probabilities and the version that made each of them."""
+"""The protocol of an engine: tokens in, tokens out, with log-probabilities and the version that made each of them."""
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def list_distorting(sampling: SamplingSettings, names: Collection[str] = DISTORTING) -> list[str]:
-    """Which of these settings make another distribution than the policy's at its temperature, as ``name = value``."""
+    """Settings that make another distribution than the policy's at its temperature, as ``name = value``."""
     neutral = SamplingSettings()
     return [f"{name} = {getattr(sampling, name):g}" for name in names if getattr(sampling, name) != getattr(neutral, name)]
 
@@ -47,9 +47,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One turn to be sampled: ``ids`` is the whole token history including this turn's prompt delta.
 
     ``cache_key`` names the episode, so that keys and values of its history may be kept between turns. ``seed`` makes the
-    sampled tokens repeatable under the same weights, whatever else runs beside it. ``max_tokens`` is at least 1. ``trained``
+    sampled tokens repeatable under the same weights, beside any other load. ``max_tokens`` is at least 1. ``trained``
     is False where nothing will ever be trained on the answer (evaluation): an engine without log-probabilities may answer.
-    ``images`` are those that ``ids`` show, in order; only engines that see are handed any. ``segment`` tells the sequences of
+    ``images`` are those that ``ids`` show, in order; only engines that see get any. ``segment`` distinguishes the sequences of
     one episode from each other; one that begins keeps the first tokens of its ``parent``, so its keys and values serve.
     """
 
@@ -81,7 +81,7 @@ def name_history(cache_key: str, segment: int) -> str:
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """What was sampled. The stop token, if one was sampled, is the last id. ``logprobs`` are natural logarithms under the
+    """A sampled sequence. The stop token, if one was sampled, is the last id. ``logprobs`` are natural logarithms under the
     softmax at the sampling temperature (at temperature 1 when greedy), before top-p is applied; NaN where the engine knows
     none, which only an untrained request may be answered with."""
 
@@ -109,7 +109,7 @@ class SamplerStats(Protocol):
 
 
 class LoadedSampler(Protocol):
-    """A sampler whose engine tells how busy it is. Not every one does."""
+    """A sampler whose engine reports how busy it is. Not every one does."""
 
     @property
     def engine_load(self) -> EngineLoad:
@@ -143,7 +143,7 @@ class Template(Protocol):
 
     @property
     def renders_history(self) -> bool:
-        """Whether each turn's prompt is `encode_conversation` of all before it, instead of the history and its continuation."""
+        """True if each turn's prompt is `encode_conversation` of all before it, instead of the history and its continuation."""
 
     def encode_prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[int]:
         """Ids of the whole prompt of turn 0, ending where the assistant begins."""
@@ -156,13 +156,13 @@ class Template(Protocol):
         """Ids of a whole conversation, ending where the assistant begins; an assistant's message is its sampled text."""
 
     def explain_rendering(self, conversation: Sequence[ChatMessage], rendered: Sequence[int]) -> SegmentReason:
-        """Why that does not begin with what was sampled."""
+        """The reason why that does not begin with what was sampled."""
 
     def decode_text(self, ids: Sequence[int]) -> str:
         """The sampled ids as text, without the end-of-turn token; `<done>` and tool-call tags stay."""
 
     def parse_text(self, text: str, tools: Sequence[ToolSpec], *, calls_before: int = 0) -> ParsedResponse:
-        """A sampled text in its parts; ``tools`` are those of the prompt, whose calls get ids that go on counting from
+        """A sampled text in its parts; ``tools`` are those of the prompt, whose calls get ids that continue counting from
         ``calls_before`` in this episode."""
 
     def token_to_id(self, token: str) -> int | None:

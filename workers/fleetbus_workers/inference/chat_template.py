@@ -82,7 +82,7 @@ class ChatTemplate:
 
     @property
     def tools(self) -> ToolSupport:
-        """What the template does with tools, proved. Raises `UserError` if it cannot do what it takes to use them."""
+        """The template's support of tools, proved. Raises `UserError` if it cannot do what it takes to use them."""
         if isinstance(self._tools, UserError):
             raise UserError(
                 f"{self._folder}: {self._tools}: set environment.prompt = fleet or compact, which describe tools in words"
@@ -150,7 +150,7 @@ class ChatTemplate:
         return list(self._encode_ids(self._render(_merge_system_message(plain) if self._joins_system else plain, schemas)))
 
     def explain_rendering(self, conversation: Sequence[ChatMessage], rendered: Sequence[int]) -> SegmentReason:
-        """Why `encode_conversation` does not begin with what was sampled."""
+        """The reason why `encode_conversation` does not begin with what was sampled."""
         return find_reason(conversation, self.decode(rendered), self.reasoning_marks)
 
     def decode_text(self, ids: Sequence[int]) -> str:
@@ -185,7 +185,7 @@ class ChatTemplate:
         return tuple(self._encode_text(following[following.index(self._turn_end) :]))
 
     def _render_following(self, messages: list[dict[str, Any]]) -> str:
-        """What the template writes after an assistant's words when ``messages`` follow, up to the assistant's next words."""
+        """Render ``messages`` after an assistant's words, as the template does, up to the assistant's next words."""
         _, found, following = self._render([*_BASE, *messages]).partition(_ANSWER)
         if not found:
             raise UserError(f"{self._folder}: the chat template does not repeat the assistant's text")
@@ -196,7 +196,7 @@ class ChatTemplate:
         return {"role": message.role, "content": self._escape_special_tokens(content), **self._convert_reference(message)}
 
     def _convert_reference(self, message: ChatMessage) -> dict[str, str]:
-        """Which call a result is of; both may be the policy's own words."""
+        """The call that a result is of; both may be the policy's own words."""
         named = {"tool_call_id": message.tool_call_id, "name": message.name}
         return {key: self._escape_special_tokens(value) for key, value in named.items() if value}
 
@@ -270,7 +270,7 @@ class ChatTemplate:
             )
 
     def _count_shared(self, one: str, other: str) -> int:
-        """How many characters both begin with, in whole tokens."""
+        """Number of characters that both begin with, in whole tokens."""
         pieces = re.compile("|".join([*map(re.escape, sorted(self._added, key=len, reverse=True)), "."]), re.DOTALL)
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(pieces.findall(one), pieces.findall(other), strict=False))
         return sum(len(piece) for piece, _ in shared)

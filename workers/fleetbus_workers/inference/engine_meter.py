@@ -1,4 +1,4 @@
-"""What a heartbeat says of the engine: its own word on how busy it is, and rates over the seconds between two heartbeats."""
+"""Measures the engine for heartbeats: its load by its own count, and rates over the seconds between two heartbeats."""
 
 from collections.abc import Mapping
 
@@ -21,12 +21,12 @@ class EngineMeter:
         self._rates: dict[str, float] = {}
 
     def read_counters(self) -> Mapping[str, float]:
-        """What the engine counts; empty if it does not."""
+        """Read the counters of the engine; empty if it has none."""
         stats: Mapping[str, float] = getattr(self._sampler, "stats", {})
         return stats
 
     def measure(self, now: float) -> EngineLoad | None:
-        """None if the engine tells nothing."""
+        """None if the engine reports nothing."""
         counted = self.read_counters()
         load: EngineLoad | None = getattr(self._sampler, "engine_load", None)
         if load is None and "sampled_tokens" not in counted:

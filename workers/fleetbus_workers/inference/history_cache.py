@@ -62,7 +62,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[ChatMessage, ...] = ()
 
     def leave(self, origin: SegmentOrigin) -> tuple[History, History]:
-        """What a segment that leaves this one keeps, and what its first prompt delta repeats, with images counted from the
+        """Cut what a segment that leaves this one keeps, and what its first prompt delta repeats, with images counted from the
         beginning of that. Raises `HistoryMismatch` if this segment does not have it."""
         length = len(self.ids)
         if min(origin.kept, origin.repeated) < 0 or origin.kept + origin.repeated > length:
@@ -155,7 +155,7 @@ class HistoryCache:
     async def _turns_before(self, observation: Observation) -> tuple[Turn, ...] | None:
         """The turns before the observation's in the log; None if what was read ends before what the observation stands on.
 
-        Raises `StaleObservation` upon a newer claim or a result only: they stay true, whatever a later read shows.
+        Raises `StaleObservation` upon a newer claim or a result only: they stay true, even if a later read shows less.
         """
         episode = observation.episode_id
         episode_state = await read_episode_state(self._bus, self._subjects, episode)

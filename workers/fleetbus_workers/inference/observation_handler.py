@@ -154,7 +154,7 @@ class ObservationHandler:
         while waiting:
             lease, observation = next(reversed(waiting.items()))
             delivery = self._leases.get(lease)
-            if delivery is None or not await self._is_refused(observation, delivery):
+            if delivery is None or await self._answer(observation, delivery):
                 break
             del waiting[lease]
             await self._ack(lease)
@@ -166,21 +166,21 @@ class ObservationHandler:
         if delivery is not None:
             await delivery.ack()
 
-    async def _is_refused(self, observation: Observation, delivery: Delivery) -> bool:
-        """Answer it, and say whether the log refused the answer. Past the deadline no answer is needed: the episode's worker
-        records the timeout."""
+    async def _answer(self, observation: Observation, delivery: Delivery) -> bool:
+        """Answer it; False if the log refused the answer. Past the deadline no answer is needed: the episode's worker records
+        the timeout."""
         remaining_seconds = (observation.deadline_ns - self._bus.now_ns()) / 1e9
         with self.deadlines.open(self._now() + remaining_seconds) as deadline:
             try:
                 action = await self._build_action(observation, delivery)
                 sequence = delivery.message.sequence
-                return not await self._store_action(observation, msgspec.structs.replace(action, observation_sequence=sequence))
+                return await self._store_action(observation, msgspec.structs.replace(action, observation_sequence=sequence))
             except StaleObservation as stale:
                 self._counters["stale"] += 1
                 log.info("observation is stale; dropping it", reason=str(stale))
         if deadline.is_over:
             self._counters["expired"] += 1
-        return False
+        return True
 
     async def _build_action(self, observation: Observation, delivery: Delivery) -> Action:
         if observation.hop + delivery.delivered - 1 > self._max_tries:
@@ -331,16 +331,17 @@ class ObservationHandler:
                 return True
             except SequenceConflict:
                 self._counters["refused"] += 1
-                return await self._is_already_stored(subject, action)
+                return await self._confirm_stored(subject, action)
             except (LogFull, PublishUnanswered) as error:  # left to its lease, it would count as an observation that kills
                 log.warning("action publish failed; retrying", reason=str(error))
                 await anyio.sleep(RETRY_SECONDS)
 
-    async def _is_already_stored(self, subject: str, action: Action) -> bool:
-        """Whether the stored Action is this worker's own, from a publish whose acknowledgement was lost."""
+    async def _confirm_stored(self, subject: str, action: Action) -> bool:
+        """True if the stored Action is this worker's own, from a publish whose acknowledgement was lost; else forget the
+        segment's history, which another worker's Action continues."""
         stored = await self._bus.last(subject)
-        for _, episode_state in decode_entries(Action, [stored] if stored is not None else []):
-            if msgspec.structs.asdict(episode_state) == msgspec.structs.asdict(action):
+        for _, stored_action in decode_entries(Action, [stored] if stored is not None else []):
+            if msgspec.structs.asdict(stored_action) == msgspec.structs.asdict(action):
                 return True
         self._histories.forget(name_history(action.episode_id, action.segment))
         self._sampler.forget(action.episode_id)

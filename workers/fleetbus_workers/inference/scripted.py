@@ -18,7 +18,7 @@ STOP = 1
 
 
 class StubSampler:
-    """What samplers without a model have in common: every version is taken as it comes, and nothing is kept."""
+    """The base of samplers without a model: every version is taken as it comes, and nothing is kept."""
 
     version = 0
 

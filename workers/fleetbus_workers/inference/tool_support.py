@@ -1,4 +1,4 @@
-"""How a chat template writes tools: found out by rendering three turns with calls and results, and proved.
+"""Finds out how a chat template writes tools, by rendering three turns with calls and results, and proves it.
 
 Above it is `ChatTemplate`, below it the template's own rendering. What a template writes for two calls is parsed by every
 format of `fleetbus.core.text.tool_formats` until one gives the calls back; and turn by turn what is appended has to be what the
@@ -34,7 +34,7 @@ _TOOL = ToolSpec(
 
 
 class ToolSupport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a template does with tools. ``call_end`` is the token that ends a turn with calls; ``parallel``: several calls in
+    """A template's support of tools. ``call_end`` is the token that ends a turn with calls; ``parallel``: several calls in
     one response; ``counts_calls``: what it writes for results depends on how many calls there were before;
     ``arguments_as_text``: it takes arguments as JSON text; ``proof`` is the conversation that
     was rendered."""
@@ -59,8 +59,8 @@ def find_reasoning_marks(template: str) -> tuple[str, str] | None:
 
 
 def render_results(render: Render, support: ToolSupport, results: Messages, following: Messages = ()) -> str:
-    """What the template writes after a turn with calls when their ``results`` and then other messages follow, from the end of
-    that turn on. Where the template counts calls, the first result's id says how many came before."""
+    """Render what the template writes after a turn with calls when their ``results`` and then other messages follow, from the
+    end of that turn on. Where the template counts calls, the first result's id says how many came before."""
     before = read_call_number(results[0]["tool_call_id"]) if support.counts_calls else 0
     past = [build_call_id(number) for number in range(before)]
     history = []
@@ -75,7 +75,7 @@ def render_results(render: Render, support: ToolSupport, results: Messages, foll
 
 
 def prove_tools(render: Render, *, turn_end: str, ends: Collection[str], special: Collection[str]) -> ToolSupport:
-    """What the template does with tools. ``turn_end`` ends an assistant's turn, ``ends`` are all tokens that the folder
+    """Prove the template's support of tools. ``turn_end`` ends an assistant's turn, ``ends`` are all tokens that the folder
     declares as ends, ``special`` all that begin or end something. Raises `UserError` that says what it cannot do."""
     tools = [build_tool_schema(_TOOL)]
     opening = render([_QUESTION], tools)
@@ -135,7 +135,7 @@ def _prove(
 
 
 def _skip(whole: str, at: int, piece: str) -> int:
-    """Where ``piece`` ends that stands at a place of ``whole``; a thought that is opened only for a turn to come may lack.
+    """The end of ``piece``, which stands at a place of ``whole``; a thought that is opened only for a turn to come may lack.
     Raises `UserError` if something else is there."""
     if whole.startswith(piece, at):
         return at + len(piece)

@@ -1,4 +1,4 @@
-"""What every inference worker decides alike about a turn: its seed, the version it is pinned to, the room it has. Pure."""
+"""Decisions about a turn that all inference workers make alike: its seed, its pinned version, its room. Pure."""
 
 import hashlib
 
@@ -19,8 +19,8 @@ def check_pinned_version(pinned: int | None, generation: Generation) -> None:
 
 
 def describe_lack_of_room(observation: Observation, tokens: int, max_model_len: int) -> str:
-    """Why a first prompt leaves no room for a token: how long it is, and which limit it meets; empty for later turns, which
-    use up what the episode has."""
+    """The reason why a first prompt leaves no room for a token: its length, and which limit it meets; empty for later turns,
+    which use up what the episode has."""
     if observation.history_hash:
         return ""
     if tokens >= max_model_len:

@@ -125,7 +125,7 @@ class InferenceWorker:
                 self._handler.clear_expected_version()
 
     async def _find_newest_position(self, subject: str) -> int:
-        """Where the newest version stands in the log, or where to begin if there is none, however long the server is away."""
+        """Find the newest version in the log, or where to begin if there is none, however long the server is away."""
         while True:
             try:
                 newest = await find_newest_version(self._bus, subject)
@@ -192,7 +192,7 @@ async def run_inference(
     fetch: Fetch | None = None,
     images: ImageSource | None = None,
 ) -> None:
-    """An inference worker from claiming a lane to its goodbye. ``fetch`` makes a published version a local file first;
+    """An inference worker from claiming a lane to its last entry. ``fetch`` makes a published version a local file first;
     ``images`` shows what observations refer to, to a model that sees."""
     subjects = Subjects(configuration.run.name)
     nonce = (runtime or Runtime()).nonce()

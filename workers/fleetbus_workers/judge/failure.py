@@ -1,4 +1,4 @@
-"""What a judge raises; apart from the client, so that nobody imports httpx to catch it."""
+"""The exception of a judge; apart from the client, so that nobody imports httpx to catch it."""
 
 
 class JudgeFailed(Exception):

@@ -1,4 +1,4 @@
-"""What a judge is asked, and what its answer says. Pure.
+"""Writes the question to a judge and reads its answer. Pure.
 
 Transcripts are the policy's text: they stand between lines that nobody can write who does not know the whole of them.
 """

@@ -1,4 +1,4 @@
-"""What a trainer is to fleetbus: batches of token sequences in, a new version of the weights out.
+"""The protocol of a trainer: batches of token sequences in, a new version of the weights out.
 
 All calls block and run outside the event loop, one at a time.
 """

@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 
 class CreditPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How rewards become advantages. ``advantage`` names a function of the user's that takes the place of the
+    """The way from rewards to advantages. ``advantage`` names a function of the user's that takes the place of the
     estimator. ``overlong_limit`` and ``overlong_buffer`` are tokens of a whole episode."""
 
     advantage_estimator: str = "grpo"

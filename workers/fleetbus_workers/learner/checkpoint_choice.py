@@ -1,4 +1,4 @@
-"""Which checkpoint a lineage begins at: the newest that counts, or the one that a person names. Below are their files.
+"""Chooses the checkpoint that a lineage begins at: the newest that counts, or one that a person names. Below are their files.
 
 A run that has a checkpoint never starts over by itself: it waits for a checkpoint that cannot be read, and a person decides.
 """
@@ -27,7 +27,7 @@ class CheckpointUnread(UserError):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the next lineage begins: after ``step`` of ``parent``. ``restart`` is the order of a person that it follows."""
+    """The begin of the next lineage: after ``step`` of ``parent``. ``restart`` is the order of a person that it follows."""
 
     parent: str
     checkpoint: Checkpoint | None = None
@@ -71,7 +71,7 @@ async def _choose_ordered(
     folder: Path | None,
     runtime: Runtime,
 ) -> Choice:
-    """What a person names may be of a lineage that was cut: then it becomes the parent."""
+    """Choose what a person names; a checkpoint of a lineage that was cut makes that lineage the parent."""
     order = _ORDER.fullmatch(restart)
     if order is None:
         raise UserError(f"learner.restart_from = {restart}: give a step that has a checkpoint, or `{START}`")
@@ -118,7 +118,7 @@ async def _open_checkpoint(entry: CheckpointStored, folder: Path | None, runtime
 
 
 def _locate(entry: CheckpointStored, folder: Path | None) -> Path:
-    """Where the log says, or under the same name in the run's folder, which may have been moved."""
+    """The path that the log names, or the same name in the run's folder, which may have been moved."""
     path = Path(entry.file)
     moved = folder / path.name if folder is not None else path
     return moved if moved.exists() and not path.exists() else path

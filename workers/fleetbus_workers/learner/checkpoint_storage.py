@@ -1,4 +1,4 @@
-"""When checkpoints are stored: beside the training where the trainer can, one at a time, told to the log when they are
+"""Stores checkpoints beside the training where the trainer can, one at a time, and publishes them when they are
 whole."""
 
 from collections.abc import Callable

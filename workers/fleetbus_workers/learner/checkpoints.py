@@ -64,7 +64,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, trainer: Trainer) -> 
 
 
 def start_checkpoint(folder: Path, checkpoint: Checkpoint, trainer: Trainer) -> StartedCheckpoint:
-    """The first half of `write_checkpoint`, after which the trainer may go on training."""
+    """The first half of `write_checkpoint`, after which the trainer may continue training."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{checkpoint.lineage}-{checkpoint.step:06d}.part"
     if partial.exists():
@@ -115,7 +115,7 @@ def _collect_hashes(folder: Path) -> dict[str, str]:
 
 
 class CheckpointDamaged(Exception):
-    """What lies there is no whole checkpoint, and will not become one."""
+    """Raised when what lies there is no whole checkpoint, and will not become one."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -184,7 +184,7 @@ def list_checkpoints(folder: Path) -> list[tuple[int, int, bool]]:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether all files of a checkpoint are where it was written; it was synced, and its checksums made, when it was."""
+    """True if all files of a checkpoint are where it was written; it was synced, and its checksums made, when it was."""
     try:
         index = msgspec.json.decode((path / INDEX).read_bytes(), type=Checkpoint)
         return all((path / name).stat().st_size for name in index.sha256)

@@ -1,4 +1,4 @@
-"""Which task comes when: training tasks in a seeded order, epoch after epoch, and the held-out ones that are never trained."""
+"""Orders the tasks: training tasks in a seeded order, epoch after epoch, and the held-out ones that are never trained."""
 
 import random
 from collections.abc import Sequence

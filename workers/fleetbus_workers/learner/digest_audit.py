@@ -44,7 +44,7 @@ class DigestReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of a finished episode: its result, the digest of all but advantages of each leaf, its loss mask as packed
+    """The facts kept of a finished episode: its result, the digest of all but advantages of each leaf, its loss mask as packed
     bits, how many tokens each turn sampled, and the leaves if there is more than one segment."""
 
     result: EpisodeFinished
@@ -81,7 +81,7 @@ class DigestAudit:
         self._proven = 0
 
     def enter_training(self, entry: StreamEntry) -> None:
-        message, ignored = _decode(entry), Findings()  # the books have told all that is to be told of steps themselves
+        message, ignored = _decode(entry), Findings()  # the books have reported all that is to be reported of steps themselves
         training = self._training.setdefault(entry.subject, TrainingAudit())
         if isinstance(message, LineageStarted):
             training.on_lineage(entry.sequence, message, ignored)
@@ -114,7 +114,7 @@ class DigestAudit:
         return DigestReport(proven=self._proven, findings=self._findings.list_found())
 
     def _summarize(self, result: EpisodeFinished) -> None:
-        """A history that cannot be trained at all is left out, and whatever was trained of it is wrong then."""
+        """A history that cannot be trained at all is left out, and all that was trained of it is wrong then."""
         actions = self._actions.pop(result.episode_id, {})
         if any(reference.sequence not in actions for reference in result.actions):
             return
@@ -173,7 +173,7 @@ def _compute_digests(sampled: dict[str, Sampled], plan: CreditPlan) -> dict[str,
 
 
 def _hashes_follow(named: Sequence[Action]) -> bool:
-    """Whether the last hash of each segment is that of its tokens, those that it keeps of its parent included."""
+    """True if the last hash of each segment is that of its tokens, those that it keeps of its parent included."""
     turns = [Turn(sequence=0, lane="", action=action) for action in named]
     segments = fold_segments(named)
     expected = hash_segments(turns, segments)
@@ -190,7 +190,7 @@ def _build_plan(started: LineageStarted) -> CreditPlan:
 
 
 def _build_table(kind: type[S], settings: dict[str, bool | int | float | str]) -> S:
-    """What a later release has added is left out; what an earlier one did not know has its default."""
+    """Build a table of settings: what a later release added is left out; what an earlier one did not know has its default."""
     return msgspec.convert({name: value for name, value in settings.items() if name in kind.__struct_fields__}, kind)
 
 

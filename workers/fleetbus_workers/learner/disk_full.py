@@ -16,7 +16,7 @@ from fleetbus.errors import is_disk_full
 RETRY_SECONDS = 10.0
 
 _MIN_FREE_BYTES = 1 << 20
-"""With less free space than this, a failed write counts as a full disk whatever error the library raised."""
+"""With less free space than this, a failed write counts as a full disk for every error of the library."""
 
 log = structlog.get_logger()
 

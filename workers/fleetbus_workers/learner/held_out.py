@@ -20,7 +20,7 @@ MAX_UNCLAIMED = 8
 
 
 async def find_newest_version(bus: Bus, subjects: Subjects, policy: str) -> PolicyPublished:
-    """What was published last; raises `UserError` when nothing was."""
+    """Find the version that was published last; raises `UserError` when nothing was."""
     newest = await newest_version.find_newest_version(bus, subjects.policy(policy))
     if newest is None:
         raise UserError(f"policy {policy} has no version yet: start the run's learner first, or wait for its first version")

@@ -1,6 +1,6 @@
 """Functions of the user's in place of an objective or an advantage estimator, tried on a few numbers before training.
 
-Whatever is wrong with one is a `UserError` of one line that names the setting.
+Every fault of one is a `UserError` of one line that names the setting.
 """
 
 from collections.abc import Callable

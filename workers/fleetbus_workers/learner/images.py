@@ -87,7 +87,7 @@ def list_images(actions: Sequence[Action]) -> list[ShownImage]:
 
 
 async def _load_images(reader: ImageReader | None, shown: Sequence[ShownImage]) -> tuple[tuple[PlacedImage, ...], str]:
-    """The images with their bytes; or none, and why. Whatever may pass is tried again for a while."""
+    """The images with their bytes; or none, and why. What may pass is tried again for a while."""
     for left in reversed(range(MAX_TRIES)):
         try:
             if reader is None:

@@ -59,7 +59,7 @@ class FencedAppender:
                 raise
 
     async def take_over(self, started: LineageStarted) -> None:
-        """Store the start of a lineage after whatever stands there by now: from then on the author before is refused.
+        """Store the start of a lineage after what stands there by now: from then on the author before is refused.
 
         Raises `LearnerReplaced` when a later lineage has written there, so lineages follow each other in their order on this
         subject

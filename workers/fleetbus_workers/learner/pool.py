@@ -124,7 +124,7 @@ class GroupPool:
         requested = self._ledger.register_result(result.episode_id, result.request_sequence, sequence)
         group.add(msgspec.structs.replace(result, request_sequence=requested))
         rewards = (*result.turn_rewards, 0.0 if result.reward is None else result.reward)
-        if problem := find_reward_problem(rewards, self._max_abs_reward):  # whatever wrote it: one would spoil the whole batch
+        if problem := find_reward_problem(rewards, self._max_abs_reward):  # of any author: one would spoil the whole batch
             group.unusable[result.episode_id] = problem
         self._complete(group)
 
@@ -135,8 +135,8 @@ class GroupPool:
         self._notify()
 
     def pause_seconds(self, round_size: int) -> float:
-        """How long to wait before the next group is asked for: 0 unless one round after the other of ``round_size`` groups
-        failed. Whatever the environments depend on is down then, and failures would fill the log."""
+        """Seconds to wait before the next group is asked for: 0 unless one round after the other of ``round_size`` groups
+        failed. What the environments depend on is down then, and failures would fill the log."""
         rounds = min(self._failures // round_size, 10)
         return min(2.0 ** (rounds - 1), LONGEST_PAUSE_SECONDS) if rounds else 0.0
 
@@ -206,7 +206,7 @@ class GroupPool:
         return bool(self._excluded)
 
     def take_exclusions(self) -> list[Exclusion]:
-        """What was excluded and no entry has recorded yet, as many whole groups as one entry can tell; settled from now on."""
+        """Take what was excluded and not recorded yet, as many whole groups as one entry can hold; settled from now on."""
         excluded: list[Exclusion] = []
         while self._excluded and (not excluded or len(excluded) + len(self._excluded[0]) <= EXCLUSIONS_PER_ENTRY):
             excluded += self._excluded.popleft()
@@ -234,6 +234,6 @@ class GroupPool:
 
 
 def compute_max_replaced(configuration: Configuration) -> int:
-    """How many groups without signal a batch may replace."""
+    """Number of groups without signal that a batch may replace."""
     algorithm = configuration.algorithm
     return algorithm.dynamic_sampling_batches * configuration.learner.groups if algorithm.dynamic_sampling else 0

@@ -22,7 +22,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PairSelection(msgspec.Struct, kw_only=True):
-    """What was found; why graded episodes are in no pair, counted; what is missing at the ends of recordings."""
+    """The pairs found; why graded episodes are in no pair, counted; what is missing at the ends of recordings."""
 
     pairs: list[Pair] = msgspec.field(default_factory=list)
     left_out: Counter[str] = msgspec.field(default_factory=Counter)

@@ -116,7 +116,7 @@ class Publication:
         return version
 
     async def _choose_upload(self, file: Path) -> Path:
-        """What is sent of a version: all of it, or its difference to the version before when that is smaller."""
+        """Choose what is sent of a version: all of it, or its difference to the version before when that is smaller."""
         if self._newest is None or self._published % self._full_every == 0:
             return file
         base, base_uri = self._newest
@@ -145,7 +145,7 @@ class Publication:
 
 
 def prune_versions(folder: Path, keep: int) -> list[Path]:
-    """Keep the newest ``keep`` versions: no worker loads the others any more, whatever lineage made them. Returns what
+    """Keep the newest ``keep`` versions: no worker loads the others any more, of any lineage. Returns what
     is gone, differences included.
 
     Version numbers never repeat; of files with one number the newest lineage's is the one that was published.

@@ -1,4 +1,4 @@
-"""Where a learner begins: from nothing, or from a checkpoint of the lineage that survives (delivery rules 8 and 11).
+"""Finds where a learner begins: from nothing, or from a checkpoint of the lineage that survives (delivery rules 8 and 11).
 
 Read from the log alone; nothing is written here.
 """
@@ -63,7 +63,7 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
     """The number of the first group that no learner has asked for."""
     counted: dict[str, float] = msgspec.field(default_factory=dict)
     """Of each lineage so far the last step that counts once this one has begun; -1 if none does."""
-    untold: bool = False
+    unrecorded: bool = False
     """The log does not name that checkpoint yet."""
 
     @property
@@ -80,7 +80,7 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Book(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands on ``train.<name>``, as far as a resume_point depends on it. ``finished_step``: -1 unless that is its end;
+    """The content of ``train.<name>``, as far as a resume_point depends on it. ``finished_step``: -1 unless that is its end;
     ``reached``: the last step of the newest lineage."""
 
     lineages: tuple[LineageStarted, ...]
@@ -142,8 +142,8 @@ async def read_book(bus: Bus, subjects: Subjects, policy: str) -> Book:
 async def find_resume_point(
     book: Book, *, folder: Path | None = None, restart: str = "", runtime: Runtime | None = None, first_group: int = 0
 ) -> ResumePoint:
-    """Where the next lineage begins; ``folder`` is the run's folder of checkpoints, ``restart`` what a person ordered. Groups
-    below ``first_group`` are settled for good.
+    """Find where the next lineage begins; ``folder`` is the run's folder of checkpoints, ``restart`` what a person ordered.
+    Groups below ``first_group`` are settled for good.
 
     Raises `CheckpointUnread` and `UserError` as `choose_checkpoint` does, and `UserError` when the log has lost all checkpoints
     that the folder holds. No lineage before had the name of the new one, not even one that the log has lost.
@@ -153,7 +153,7 @@ async def find_resume_point(
         log.info("learner.restart_from was applied before; ignoring it, STEP/2 applies it again", restart_from=restart)
         restart = ""
     written = await runtime.offload(list_checkpoints, folder) if folder is not None else []
-    known = [*book.checkpoints, *(_list_untold(book, written, folder) if folder is not None else ())]
+    known = [*book.checkpoints, *(_list_unrecorded(book, written, folder) if folder is not None else ())]
     choice = await choose_checkpoint(lineages, known, folder=folder, restart=restart, runtime=runtime)
     lost = [f"l{number}-{step:06d}" for number, step, whole in written if whole and _is_lost(book, number, step)]
     if lost:
@@ -167,9 +167,9 @@ async def find_resume_point(
             f"the log names no checkpoint, but {folder} contains {', '.join(lost)}: the log was lost, or is another run's; "
             f"to start over, use --restart-from {START}"
         )
-    told = {(entry.lineage, entry.step) for entry in book.checkpoints}
-    untold = choice.checkpoint is not None and (choice.checkpoint.lineage, choice.checkpoint.step) not in told
-    if untold:
+    recorded = {(entry.lineage, entry.step) for entry in book.checkpoints}
+    unrecorded = choice.checkpoint is not None and (choice.checkpoint.lineage, choice.checkpoint.step) not in recorded
+    if unrecorded:
         log.warning("log does not name the only checkpoint; announcing it and continuing from it", path=str(choice.path))
     name = f"l{max([book.newest_lineage, *(number for number, _, _ in written)]) + 1}"
     next_start = LineageStarted(lineage=name, worker="", parent=choice.parent, parent_step=choice.step)
@@ -186,12 +186,12 @@ async def find_resume_point(
         restarts=tuple(dict.fromkeys([*book.restarts, *filter(None, [choice.restart])])),
         next_group=max(choice.checkpoint.next_group if choice.checkpoint else 0, first_group),
         counted=counted,
-        untold=untold,
+        unrecorded=unrecorded,
     )
 
 
-def _list_untold(book: Book, written: Sequence[tuple[int, int, bool]], folder: Path) -> list[CheckpointStored]:
-    """Where no checkpoint counts that the log names: those of the newest lineage, as their learner would have named them.
+def _list_unrecorded(book: Book, written: Sequence[tuple[int, int, bool]], folder: Path) -> list[CheckpointStored]:
+    """List checkpoints of the newest lineage as their learner would have named them, where none that the log names counts.
 
     It was killed before it did, or the log lost those entries; training would start over without them.
     """
@@ -209,7 +209,7 @@ def _list_untold(book: Book, written: Sequence[tuple[int, int, bool]], folder: P
 async def wait_for_resume_point(
     bus: Bus, subjects: Subjects, configuration: Configuration, drain: anyio.Event, runtime: Runtime
 ) -> ResumePoint | None:
-    """Where to begin; None if training is finished, or was drained while a checkpoint was waited for."""
+    """Wait for the place to begin; None if training is finished, or was drained while a checkpoint was waited for."""
     settings, folder = configuration.learner, run_folder(configuration.run).checkpoints.absolute()
     give_up_at = anyio.current_time() + settings.checkpoint_wait
     while not drain.is_set():

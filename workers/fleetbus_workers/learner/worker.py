@@ -170,7 +170,7 @@ class Learner:
             settings=select_lineage_settings(self._configuration),
             restart=resume_point.restart,
         )
-        if resume_point.untold and resume_point.checkpoint is not None and resume_point.checkpoint_path is not None:
+        if resume_point.unrecorded and resume_point.checkpoint is not None and resume_point.checkpoint_path is not None:
             await self._checkpoints.announce(resume_point.checkpoint, resume_point.checkpoint_path)
         await self._train.append(started)
         floor = await fence_floor(self._bus, self._subjects)

@@ -140,7 +140,7 @@ async def run_recorder(
     settings: RecorderSettings | None = None,
     runtime: Runtime | None = None,
 ) -> None:
-    """A recorder from claiming its place to its goodbye. Raises `UserError` when the run has one already, or ``folder`` is
+    """A recorder from claiming its place to its last entry. Raises `UserError` when the run has one already, or ``folder`` is
     the archive of something else."""
     runtime, settings = runtime or Runtime(), settings or RecorderSettings()
     subjects = Subjects(configuration.run.name)
@@ -192,5 +192,5 @@ async def _check_same_log(bus: Bus, subjects: Subjects, folder: Path, archive: A
         raise UserError(
             f"the log of run {subjects.run} lost entries from {lost} on, which {folder} has up to {archive.last_sequence} "
             f"(a loss of power, a restored volume): `fleetbus audit {subjects.run} --archive {folder}` names them; give "
-            "another --archive to go on"
+            "another --archive to continue"
         )

@@ -41,7 +41,7 @@ def encode_inputs(episode: RecordedEpisode) -> bytes:
 
 
 def _action_fields(turn: RecordedTurn) -> tuple[object, ...]:
-    """What a session and its environment read of an Action: what was said, and how many tokens it took."""
+    """The fields of an Action that a session and its environment read: what was said, and its number of tokens."""
     action = turn.action
     if action is None:
         return ()

@@ -1,4 +1,4 @@
-"""What the drivers of the three roles share: run one real worker, store its recorded inputs, compare what it publishes.
+"""The base of the drivers of the three roles: run one real worker, store its recorded inputs, compare what it publishes.
 
 A subclass stores inputs when their recorded cause has happened and compares the answers; `Driver` runs the worker beside it,
 keeps to the recorded speed where one is asked for, and collects differences.
@@ -142,5 +142,5 @@ class Driver(ABC):
 
     @property
     def silence(self) -> str:
-        """What a difference shows for a message that did not come."""
+        """The text that a difference shows for a message that did not come."""
         return f"nothing within {self.options.patience_seconds:g} s"

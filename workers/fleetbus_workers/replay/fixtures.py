@@ -1,4 +1,4 @@
-"""What the fixtures of the pytest plugin do: a declared in-memory run, and a replay outside of any event loop."""
+"""The fixtures of the pytest plugin: a declared in-memory run, and a replay outside of any event loop."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -149,7 +149,7 @@ class InferenceDriver(Driver):
                 self._asked.clear()
 
     def _read_expected(self, episode: RecordedEpisode, version: int) -> Iterator[ExpectedTurn]:
-        """What this version will be asked for, from the episode's next turn on."""
+        """Turns that this version will be asked for, from the episode's next turn on."""
         for turn, expected in find_expected_turns(episode.turns):
             if (
                 get_newest_version(turn) == version
@@ -224,7 +224,7 @@ class InferenceDriver(Driver):
         return Compared(name, turn.action_entry.sequence, episode.episode_id, lambda: describe_turn(turn))
 
     def _reason_to_skip(self, episode: RecordedEpisode, turn: RecordedTurn) -> str:
-        """Why a recorded Action cannot be expected again; empty if it can."""
+        """The reason why a recorded Action cannot be expected again; empty if it can."""
         action = turn.action
         if action is None:
             return "observations without a recorded action"

@@ -1,4 +1,4 @@
-"""What is replayed and how, and the recorded settings that the worker under test runs with."""
+"""The options of a replay, and the recorded settings that the worker under test runs with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a replay has come, added up over the processes that share it."""
+"""The progress of a replay, added up over the processes that share it."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -36,7 +36,7 @@ class Progress:
         self._parts[0] = (done + 1, max(total, done + 1))
 
     def note(self, part: int, done: int, total: int) -> None:
-        """How far another process has come with its part."""
+        """Note the progress of another process with its part."""
         self._parts[part] = (done, total)
 
 

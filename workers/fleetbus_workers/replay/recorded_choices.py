@@ -1,4 +1,4 @@
-"""What a recording may choose of its replay: numbers and switches, never code, addresses or files.
+"""The settings that a recording may choose of its replay: numbers and switches, never code, addresses or files.
 
 A recording is a file from anywhere, and its header has the settings of the run. Every setting that is free text can name
 something to be run, called, read or written, so none is taken from the header but those listed here; new settings are

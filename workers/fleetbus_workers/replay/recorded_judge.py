@@ -25,7 +25,7 @@ class RecordedJudge:
 
 
 def find_recorded_judge(context: ReplayContext) -> RecordedJudge | None:
-    """What stands for the judge that scored the episodes of a recording, None if none did."""
+    """Find a stand-in for the judge that scored the episodes of a recording, None if none did."""
     recorded = context.recording.header.configuration.get("reward", {})
     return RecordedJudge() if recorded.get("judge_url") and recorded.get("judge_mode") != "group" else None
 

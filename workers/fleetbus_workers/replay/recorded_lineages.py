@@ -1,4 +1,4 @@
-"""What learners published, lineage by lineage: the recorded messages that a replayed learner has to publish again. Pure."""
+"""The messages of learners, lineage by lineage: the recorded ones that a replayed learner has to publish again. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,9 +29,9 @@ Key = tuple[str, ...]
 
 
 class Lineage(msgspec.Struct, kw_only=True):
-    """What one learner published, in order and by key. ``sequence`` is the position of its start on ``train``, ``fence`` that
-    on ``policy``; its first step follows step ``start`` of its parent. ``operator_requests`` counts episodes that others asked
-    for under its name."""
+    """The messages that one learner published, in order and by key. ``sequence`` is the position of its start on ``train``,
+    ``fence`` that on ``policy``; its first step follows step ``start`` of its parent. ``operator_requests`` counts episodes
+    that others asked for under its name."""
 
     name: str
     started: LineageStarted
@@ -111,7 +111,7 @@ def find_settled(lineages: Sequence[Lineage], lineage: Lineage) -> set[str]:
 
 
 def key_of(subject: str, message: Message) -> Key:
-    """What names a message among those of its lineage, in the recording and in the replay."""
+    """The key of a message among those of its lineage, in the recording and in the replay."""
     match message:
         case EpisodeRequested():
             name = message.episode_id

@@ -1,4 +1,4 @@
-"""What a replay found: how much was compared, what was left out and why, and where it differs first."""
+"""The report of a replay: how much was compared, what was left out and why, and where it differs first."""
 
 from collections import Counter
 

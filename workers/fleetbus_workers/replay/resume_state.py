@@ -1,4 +1,4 @@
-"""What a resumed learner finds: what learners before it published, open requests, and its checkpoint.
+"""The state that a resumed learner finds: what learners before it published, open requests, and its checkpoint.
 
 Of the checkpoint only what trainers wrote is made by the replay of the lineages before, in the replay's own folder; the rest
 follows from the recording, whose order of requests a replay does not repeat.
@@ -27,7 +27,7 @@ WHOLE_LOG = 1
 
 
 class ResumeState:
-    """What ``lineage`` found when it began; ``checkpoints`` is the replay's folder of them."""
+    """The state that ``lineage`` found when it began; ``checkpoints`` is the replay's folder of them."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ResumeState:
 
     @property
     def missing(self) -> str:
-        """Why the lineage cannot be started again, empty if it can."""
+        """The reason why the lineage cannot be started again, empty if it can."""
         if self._lineage.start and (self._stored is None or read_checkpoint(self._folder(self._stored)) is None):
             return f"there is no checkpoint of step {self._lineage.start}"
         return ""
@@ -111,7 +111,7 @@ class ResumeState:
                 yield entry, episode
 
     def _find_trained_before(self) -> Iterator[tuple[StreamEntry, Message | None]]:
-        """What learners before this one published on ``train``."""
+        """Messages that learners before this one published on ``train``."""
         for entry in self._before("train", self._lineage.sequence):
             yield entry, read_entry(STORED["train"], entry)
 

@@ -152,7 +152,7 @@ class ScoringSampler(WatchedSampler):
     def _choose(
         self, turns: Sequence[ExpectedTurn], hidden: torch.Tensor, places: torch.Tensor
     ) -> tuple[list[int], list[float]]:
-        """What the sampler chooses for each token of ``turns``; ``places`` [n] says which row of ``hidden`` comes before it."""
+        """The sampler's choice for each token of ``turns``; ``places`` [n] says which row of ``hidden`` comes before it."""
         drawn = [Turn(turn.request, self._max_model_len) for turn in turns]
         owners = [turn for turn, expected in zip(drawn, turns, strict=True) for _ in expected.sampled]
         recorded = [token for turn in turns for token in turn.sampled.tolist()]
@@ -170,7 +170,7 @@ class ScoringSampler(WatchedSampler):
         return ids, logprobs
 
     def _compute_hidden(self, batch: MicroBatch, shared: SharedPrefix | None) -> torch.Tensor:
-        """What the model makes of the tokens before sampled ones, history by history; without a plain head the logits."""
+        """The model's hidden states of the tokens before sampled ones, history by history; without a plain head the logits."""
         began = perf_counter()
         options: dict[str, object] = {"use_cache": False}
         if shared is not None:

@@ -50,8 +50,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def count_jobs(file: Path, replay: Replay) -> int:
-    """How many processes replay it: as many as are asked for, otherwise one per CPU if that is worth it. One for what only this
-    process has, and for the learner, whose episodes belong together."""
+    """Number of processes that replay it: as many as are asked for, otherwise one per CPU if that is worth it. One for what
+    only this process has, and for the learner, whose episodes belong together."""
     if replay.jobs:
         return min(replay.jobs, MAX_JOBS)
     is_whole = replay.role == "learner" or callable(replay.environment)
@@ -116,7 +116,7 @@ def merge_reports(reports: list[Report]) -> Report:
 
 
 def _add_skipped(one: Counter[str], other: Counter[str]) -> Counter[str]:
-    """What both left out. Versions belong to no share: each process tries to load all of them."""
+    """Entries that both left out. Versions belong to no share: each process tries to load all of them."""
     either = one | other
     return Counter(
         {reason: either[reason] if reason.startswith(UNLOADED) else one[reason] + other[reason] for reason in either}

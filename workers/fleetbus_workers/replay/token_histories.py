@@ -56,7 +56,7 @@ def find_expected_turns(turns: Sequence[RecordedTurn]) -> Iterator[tuple[Recorde
 
 
 def _begin_sequence(sequences: Sequence[Sequence[Ids]], origin: SegmentOrigin | None) -> list[Ids]:
-    """What a segment keeps of its parent."""
+    """The ids that a segment keeps of its parent."""
     if origin is None or not 0 <= origin.parent < len(sequences):
         return []
     return [np.concatenate(sequences[origin.parent])[: origin.kept]]
@@ -82,7 +82,7 @@ def merge_histories(turns: Sequence[ExpectedTurn]) -> list[History]:
     keyed = [(ids.astype(">u4").tobytes(), ids, turn) for ids, turn in zip(whole, turns, strict=True)]
     found: list[History] = []
     longer = b""
-    # In reverse order, whatever begins with a history comes right before it.
+    # In reverse order, what begins with a history comes right before it.
     for key, ids, turn in sorted(keyed, key=lambda each: each[0], reverse=True):
         if not found or not longer.startswith(key):
             longer = key

@@ -1,4 +1,4 @@
-"""How who looks at a run reaches its log: the named server, the one that `up` runs, or one of their own on its files."""
+"""Connects viewers of a run to its log: the named server, the one that `up` runs, or one of their own on its files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def open_run(configuration: Configuration, role: str, *, own_server: bool 
     """A bus of the run for the length of the block; raises `UserError` when there is none.
 
     With ``own_server`` a run that nobody serves now is served from its own files meanwhile, by a server that all who read
-    them share; an `up` that begins takes over, and the connection goes on with its server.
+    them share; an `up` that begins takes over, and the connection continues with its server.
     """
     from fleetbus.bus.nats import connect
 
@@ -69,7 +69,7 @@ async def _check_run(bus: Bus, run: str) -> None:
 
 
 def is_reachable(configuration: Configuration) -> bool:
-    """Whether there is anything to connect to, or files to serve."""
+    """True if there is anything to connect to, or files to serve."""
     try:
         resolve_server_url(configuration)
     except UserError:

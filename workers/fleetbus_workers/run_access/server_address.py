@@ -1,4 +1,4 @@
-"""Where the server of a run is: the one that the settings name, or the one that a running `up` started on this machine."""
+"""Finds the server of a run: the one that the settings name, or the one that a running `up` started on this machine."""
 
 import os
 import re
@@ -39,7 +39,7 @@ def read_server_address(folder: RunFolder) -> dict[str, str]:
     if not folder.server.is_file() or (folder.lock.is_file() and not is_held(folder.lock)):
         return {}
     try:
-        told = msgspec.json.decode(folder.server.read_bytes())
+        written = msgspec.json.decode(folder.server.read_bytes())
     except FileNotFoundError:  # it ended just now
         return {}
-    return {name: str(told.get(name, "")) for name in ("url", "monitor")}
+    return {name: str(written.get(name, "")) for name in ("url", "monitor")}

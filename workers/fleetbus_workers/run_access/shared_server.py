@@ -43,7 +43,7 @@ async def share_server(folder: RunFolder) -> AsyncIterator[str]:
 
 
 class _ViewerServer:
-    """What one viewer does so that the files are served."""
+    """The part of one viewer in serving the files."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -78,7 +78,7 @@ class _ViewerServer:
             while process.poll() is None and not has_viewers(self._folder):  # noqa: ASYNC110  # locks tell nobody
                 await anyio.sleep(POLL_SECONDS / 2)
         if process.poll() is None:
-            process.returncode = 0  # it goes on for others, and is nobody's child then
+            process.returncode = 0  # it runs on for others, and is nobody's child then
 
     def _find_url_now(self) -> str:
         from fleetbus_workers.up.viewer_server import read_address

@@ -18,7 +18,7 @@ from fleetbus_workers.run_access.server_address import read_server_address
 
 
 class Source:
-    """Where entries come from: ``bus`` for a run within reach, ``file`` for a recording, ``archive`` alone or besides."""
+    """The source of entries: ``bus`` for a run within reach, ``file`` for a recording, ``archive`` alone or besides."""
 
     def __init__(self, run: str, *, bus: Bus | None = None, file: Path | None = None, archive: Path | None = None) -> None:
         self.subjects: Subjects = Subjects(run)

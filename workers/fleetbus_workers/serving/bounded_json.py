@@ -1,4 +1,4 @@
-"""JSON of others, bounded before it is decoded: decoding holds the interpreter, in whatever thread, so nothing else runs.
+"""JSON of others, bounded before it is decoded: decoding holds the interpreter, in any thread, so nothing else runs.
 
 A body of 6 MB of ``[],[],...`` becomes two million objects and blocks an event loop for seconds. The number of values is at
 most one more than the commas, colons and brackets, which are counted a gigabyte a second.

@@ -1,4 +1,4 @@
-"""What a web page on another site cannot do with a service of ours: an ASGI middleware around every application.
+"""Refuses calls of web pages on other sites to a service of ours: an ASGI middleware around every application.
 
 A browser lets any page open WebSockets to any address, send simple requests there, and, by a name whose address changes
 (rebinding), read answers as its own. So a request is answered only under a host name that no stranger can own, from no origin
@@ -92,7 +92,7 @@ class BrowserGuard:
 
 
 def is_allowed_host(header: str, settings: GuardSettings) -> bool:
-    """Whether the Host header names us as no stranger's name server can: by address, by a name without a domain or of this
+    """True if the Host header names us as no stranger's name server can: by address, by a name without a domain or of this
     machine, or as listed."""
     host = _strip_port(header)
     if host in LOOPBACK_NAMES or host in settings.hosts or header in settings.hosts:

@@ -130,13 +130,13 @@ class BoundedProtocol(asyncio.Protocol):
         self._disarm_send()
 
     def abort_connection(self) -> None:
-        """End the connection at once, whatever is under way."""
+        """End the connection at once, with all that is under way."""
         self._unmark_waiting()
         self.connections.discard(self)
         self.transport.abort()
 
     def _between_requests(self) -> bool:
-        """Whether a request was read to its end, and nothing after it."""
+        """True if a request was read to its end, and nothing after it."""
         raise NotImplementedError
 
     def _mark_waiting(self) -> None:
@@ -188,7 +188,7 @@ def build_bounded_protocol(bounds: Bounds) -> type[BoundedProtocol]:
 
 
 def reserve_descriptors(connections: int) -> int:
-    """How many connections this process can hold, ``connections`` at most; asks for as many open files as that takes."""
+    """Number of connections that this process can hold, ``connections`` at most; asks for as many open files as that takes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -14,7 +14,7 @@ from websockets.frames import Frame
 from fleetbus_workers.serving.connections import Bounds
 
 END_SECONDS = 3.0
-"""From a connection's end on our side until it is cut, whatever is left to be sent."""
+"""From a connection's end on our side until it is cut, even if something is left to be sent."""
 
 
 class BoundedSocket(WebSocketsSansIOProtocol):

@@ -33,7 +33,7 @@ TEST_SEED = 1 << 29
 
 
 class StarterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What came out: parameters and tokens of the model, and the share of test episodes it solves sampled and greedily."""
+    """The result: parameters and tokens of the model, and the share of test episodes it solves sampled and greedily."""
 
     parameters: int
     vocabulary: int
@@ -43,7 +43,7 @@ class StarterReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StarterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is done of each stage; the defaults make the policy that is shipped."""
+    """The extent of each stage; the defaults make the policy that is shipped."""
 
     conversations: int = CONVERSATIONS
     copy_steps: int = COPY_STEPS
@@ -99,7 +99,7 @@ def train_copying(model: PreTrainedModel, tokens: int, seed: int, steps: int, re
 
 
 def build_reporter(what: str, steps: int, report: Callable[[str], None]) -> Callable[[int, float], bool]:
-    """What `fit` calls after each step, to say every 20 steps how far it is."""
+    """Build the function that `fit` calls after each step, to report every 20 steps how far it is."""
 
     def after_step(step: int, loss: float) -> bool:
         if step % 20 == 0 or step == steps:

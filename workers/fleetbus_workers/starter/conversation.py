@@ -30,7 +30,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_opening(warehouse: Warehouse) -> tuple[ChatMessage, ...]:
-    """What the policy sees before its first turn: the system prompt and the question."""
+    """The messages before the policy's first turn: the system prompt and the question."""
     return (
         ChatMessage(role="system", content=build_compact_system_prompt(TOOLS)),
         ChatMessage(role="user", content=question(warehouse)),
@@ -48,7 +48,7 @@ def format_json_result(result: dict[str, object]) -> str:
 
 
 def format_missing_item(name: str) -> str:
-    """What the environment shows when there is no such item."""
+    """The text that the environment shows when there is no such item."""
     return format_error(f'no item "{name}"')
 
 

@@ -34,7 +34,7 @@ MOST_TOKENS = 1024
 
 
 class EnvironmentStarterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What came out. ``episodes`` were graded, ``rewarded`` of them above their mean; ``reward`` is that mean."""
+    """The result. ``episodes`` were graded, ``rewarded`` of them above their mean; ``reward`` is that mean."""
 
     parameters: int
     vocabulary: int
@@ -44,7 +44,7 @@ class EnvironmentStarterReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EnvironmentStarterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is done of each stage."""
+    """The extent of each stage."""
 
     episodes: int = 2000
     copy_steps: int = 400

@@ -1,7 +1,7 @@
 """A player that knows no environment: it takes names, numbers and formats from what it is shown, mostly the wrong ones. Pure.
 
 What it plays in an environment of somebody's own is what a small policy imitates before it is trained there: calls that the
-tools accept and answers in the form that is asked for. It is never told what is right.
+tools accept and answers in the form that is asked for. It never learns what is right.
 """
 
 import json

@@ -33,7 +33,7 @@ class Rollout(msgspec.Struct, kw_only=True):
 
 
 def step_environment(warehouse: Warehouse, said: str) -> tuple[str, float | None]:
-    """What the environment answers to a turn of the policy, and the reward if the turn ended the episode."""
+    """Step the environment with a turn of the policy: its answer, and the reward if the turn ended the episode."""
     call = parse_tool_calls(said).call
     if is_done(said):
         return "", float(final_answer(said) == str(warehouse.answer))

@@ -51,7 +51,7 @@ _PROMPT = f"{TURN_START}user\n{IMAGE} Which colour?{TURN_END}\n{TURN_START}assis
 
 
 class VisionStarterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What came out: parameters and tokens of the model."""
+    """The result: parameters and tokens of the model."""
 
     parameters: int
     vocabulary: int

@@ -38,7 +38,7 @@ SERVICE_SECONDS = 2.0
 PYTHON_SECONDS = 60.0
 DEFAULT_PORT = 4222
 LOCAL_PACKAGES = ("mcp", "numpy", "tokenizers", "transformers")
-"""What the three roles import, whatever the engine and the trainer; `up` runs all of them."""
+"""What the three roles import, with every engine and trainer; `up` runs all of them."""
 
 TRAINER_PACKAGES = {"torch": ("safetensors", "torch"), "tinker": ("tinker",)}
 
@@ -100,7 +100,7 @@ def check_algorithm(configuration: Configuration) -> None:
 
 
 def check_engine(configuration: Configuration) -> None:
-    """What the engine needs, found but not imported, in the Python that will run it."""
+    """Check that what the engine needs is found (not imported) by the Python that will run it."""
     inference = configuration.inference
     if inference.purpose != "train":
         raise UserError("inference.purpose = evaluate: `up` trains; leave it out, or start `fleetbus inference` separately")

@@ -75,7 +75,7 @@ def check_run(
     ``fresh``: what the run was before does not matter."""
     configuration = fit_gpus(resolve_paths(loaded.configuration), loaded.given)
     folder = run_folder(configuration.run)
-    if fresh or not folder.configuration.is_file():  # else it goes on with what it began with
+    if fresh or not folder.configuration.is_file():  # else it continues with what it began with
         configuration = fit_evaluation(fit_limits(configuration, loaded.given), loaded.given)
         if not local_environment:
             configuration = fit_stale_groups(configuration, loaded.given)

@@ -37,7 +37,7 @@ EVALUATION_SECONDS = 10.0
 
 
 class Display(Protocol):
-    """Where the events of a run are shown."""
+    """Shows the events of a run."""
 
     def line(self, text: str) -> None:
         """Show one message."""

@@ -1,4 +1,4 @@
-"""What a model needs of each GPU, computed from its shape and the settings before anything starts. Pure.
+"""Computes what a model needs of each GPU, from its shape and the settings, before anything starts. Pure.
 
 The learner's terms are those of ``docs/gpu.md``: shards of weights, gradients and optimizer, what FSDP gathers of them for one
 layer at a time, activations, and a chunk of logits. Beside them `benchmarks/memory_plan.py` measures what processes hold.

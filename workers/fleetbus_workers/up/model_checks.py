@@ -1,4 +1,4 @@
-"""What a model folder alone can tell, checked before anything starts and within 3 s: no torch, no transformers imported.
+"""Checks a model folder by its files alone, before anything starts and within 3 s: no torch, no transformers imported.
 
 Above it is `fleetbus_workers.up.checks`. Raises `UserError`; what is found only when the model runs is the engine's to say.
 """
@@ -96,12 +96,12 @@ def find_chat_template(folder: Path) -> str | None:
         return file.read_text(encoding="utf-8", errors="replace")
     for name in ("chat_template.json", "tokenizer_config.json"):
         if (folder / name).is_file():
-            told = _read_object(folder / name).get("chat_template")
-            if isinstance(told, list):  # several by name
-                named = {each.get("name"): each.get("template") for each in told if isinstance(each, dict)}
-                told = named.get("default") or next(iter(named.values()), None)
-            if isinstance(told, str):
-                return told
+            found = _read_object(folder / name).get("chat_template")
+            if isinstance(found, list):  # several by name
+                named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+                found = named.get("default") or next(iter(named.values()), None)
+            if isinstance(found, str):
+                return found
     return None
 
 
@@ -126,9 +126,9 @@ def read_header(file: Path) -> Iterator[tuple[str, str, list[int], int, int]]:
             if length > min(size, MAX_HEADER_BYTES):
                 raise ValueError("its header is longer than the file")
             header = json.loads(opened.read(length))
-        tensors = [(name, told) for name, told in header.items() if name != "__metadata__"]
+        tensors = [(name, data) for name, data in header.items() if name != "__metadata__"]
         found = [
-            (name, told["dtype"], told["shape"], *(8 + length + at for at in told["data_offsets"])) for name, told in tensors
+            (name, data["dtype"], data["shape"], *(8 + length + at for at in data["data_offsets"])) for name, data in tensors
         ]
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is no safetensors file, or a part of one: {error}") from error
@@ -141,10 +141,10 @@ def read_header(file: Path) -> Iterator[tuple[str, str, list[int], int, int]]:
 def check_vocabulary(folder: Path, config: Mapping[str, object], shapes: Mapping[str, tuple[str, list[int]]]) -> None:
     """As many embeddings as the configuration says that there are tokens."""
     nested = config.get("text_config")
-    told = config.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
+    size = config.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
     for name, (_, shape) in shapes.items():
-        if name.endswith(_EMBEDDINGS) and isinstance(told, int) and shape and shape[0] != told:
-            raise UserError(f"{folder}: config.json has vocab_size {told}, and the weights have {shape[0]} embeddings ({name})")
+        if name.endswith(_EMBEDDINGS) and isinstance(size, int) and shape and shape[0] != size:
+            raise UserError(f"{folder}: config.json has vocab_size {size}, and the weights have {shape[0]} embeddings ({name})")
 
 
 def check_finite(folder: Path) -> None:
@@ -180,8 +180,8 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 def _read_special_tokens(folder: Path) -> dict[str, str]:
     file = folder / "tokenizer_config.json"
-    told = _read_object(file) if file.is_file() else {}
-    named = {name: value.get("content") if isinstance(value, dict) else value for name, value in told.items()}
+    found = _read_object(file) if file.is_file() else {}
+    named = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
     return {name: value for name, value in named.items() if re.fullmatch(r"[a-z]+_token", name) and isinstance(value, str)}
 
 

@@ -10,7 +10,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus_workers.assembly.model import find_model_folder
 
 LARGEST_DEFAULT_TOKENS = 8192
-"""Models that take more get no more unless they are told to: memory and time grow with it."""
+"""Models that take more get no more unless a setting says so: memory and time grow with it."""
 
 EVALUATED_SHARE = 10
 LEAST_EVALUATED = 32
@@ -62,7 +62,7 @@ def fit_stale_groups(configuration: Configuration, given: Mapping[str, str]) -> 
 
 
 def read_context_length(folder: Path) -> int:
-    """How many tokens a model takes as its ``config.json`` says; 0 if it does not."""
+    """Number of tokens that a model takes by its ``config.json``; 0 if that does not say."""
     try:
         content = msgspec.json.decode((folder / "config.json").read_bytes())
     except (OSError, msgspec.DecodeError):

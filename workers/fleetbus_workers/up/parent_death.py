@@ -1,6 +1,6 @@
 """Child processes exit with `fleetbus up`: each holds the read end of a pipe whose write end only `up` holds.
 
-When `up` ends, by whatever means, the kernel closes the pipe and its readers see the end of file. Watched by a thread and not
+When `up` ends, by any means, the kernel closes the pipe and its readers see the end of file. Watched by a thread and not
 by the event loop, because a loop that hangs in native code must end too.
 """
 

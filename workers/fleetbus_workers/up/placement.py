@@ -1,4 +1,4 @@
-"""Which GPUs each role gets: those that a vLLM worker asks for (one, or as many as share its model), the others for the
+"""Divides the GPUs among the roles: those that a vLLM worker asks for (one, or as many as share its model), the others for the
 learner, none for environment workers.
 
 Left alone, every process would take the first GPU: vLLM refuses a GPU whose memory is taken, and a learner beside it has none
@@ -28,7 +28,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """False: there are no GPUs, or nothing uses them, and the processes' variables stay as they are."""
 
     def get_variables(self, role: str, index: int) -> dict[str, str]:
-        """What a process of a role gets in its environment."""
+        """The variables that a process of a role gets in its environment."""
         if not self.decided:
             return {}
         chosen = {"learner": self.learner, "inference": self.inference[index] if role == "inference" and self.inference else ()}

@@ -1,4 +1,4 @@
-"""What `fleetbus plan` prints, and what `up` refuses: a run's memory on each GPU before anything starts."""
+"""Plans a run's memory on each GPU before anything starts: `fleetbus plan` prints it, `up` refuses what does not fit."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ CERTAIN = ("weights", "gradients", "optimizer", "critic", "reference")
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run's roles go, what each GPU of them holds, and what does not fit into ``memory`` bytes."""
+    """The places of a run's roles, the memory of each GPU, and what does not fit into ``memory`` bytes."""
 
     shape: ModelShape
     placement: Placement

@@ -20,9 +20,9 @@ TAIL_LINES = 12
 
 
 class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is started: ``command`` makes the command line of the n-th start (0 first), ``log`` collects its output.
+    """A process to start: ``command`` makes the command line of the n-th start (0 first), ``log`` collects its output.
 
-    ``stop_limit_seconds`` counts from when it is asked to stop, whatever those before it took; those with a smaller limit are
+    ``stop_limit_seconds`` counts from when it is asked to stop, however long others took; those with a smaller limit are
     asked first.
     ``grace_seconds`` is for a process that must clean up beyond its own group: it is never killed without that much notice.
     """
@@ -53,7 +53,7 @@ class ChildProcess:
 
     @property
     def has_exited(self) -> bool:
-        """Whether it has ended, though what it started may not have."""
+        """True if it has ended, though what it started may not have."""
         return self._process.returncode is not None
 
     async def wait(self) -> int:
@@ -66,7 +66,7 @@ class ChildProcess:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and whatever it started, at once unless it has a grace; harmless when nothing is left."""
+        """End it and all that it started, at once unless it has a grace; harmless when nothing is left."""
         if self.plan.grace_seconds:
             self.terminate()
         else:
@@ -92,7 +92,7 @@ async def start_process(plan: ProcessPlan, start: int = 0) -> AsyncIterator[Chil
     with plan.log.open("ab") as output:
         process = await anyio.open_process(
             plan.command(start),
-            stdin=subprocess.PIPE,  # kept open and never written: its end of file tells the child that we are gone
+            stdin=subprocess.PIPE,  # kept open and never written: its end of file shows the child that we are gone
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

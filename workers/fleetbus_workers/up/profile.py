@@ -84,7 +84,7 @@ def fit_machine(
 
 
 def choose_workers(configuration: Configuration, gpus: int, memory: int, shape: ModelShape | None) -> int:
-    """How many inference workers there are: on half of the GPUs, or on as many as leave the learner enough to fit."""
+    """Choose the number of inference workers: on half of the GPUs, or on as many as leave the learner enough to fit."""
     each = count_engine_gpus(configuration.inference.vllm)
     most = max(gpus // 2 // each, 1) if configuration.trainer.device != "cpu" else max(gpus // each, 1)
     if shape is None or not memory or configuration.trainer.device == "cpu":

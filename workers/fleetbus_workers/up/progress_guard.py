@@ -1,4 +1,4 @@
-"""What `up` says of failures while a run goes on, and when it ends a run that cannot progress. Pure: time is an argument.
+"""Lines of `up` about failures during a run, and the end of a run that cannot progress. Pure: time is an argument.
 
 Every kind of failure and every problem of a worker is said once, with count and cause; nothing of runs before this one.
 """
@@ -97,7 +97,7 @@ class ProgressGuard:
             self._add_problem(f"{beat.worker}: {beat.problem}")
 
     def take_lines(self, now: float) -> list[str]:
-        """What is to be said now, and has not been said."""
+        """Take the lines that are to be printed now and have not been."""
         for name, worker in self._workers.items():
             if now - worker.heard_at > SILENT_SECONDS and not worker.is_silence_said:
                 worker.is_silence_said = True
@@ -122,7 +122,7 @@ class ProgressGuard:
         return lines
 
     def find_stall(self, now: float) -> RunStalled | None:
-        """Why the run is to end: too many episodes in a row without a grade, or no progress for too long."""
+        """Find the reason to end the run: too many episodes in a row without a grade, or no progress for too long."""
         if self._is_finished:
             return None
         seconds, limit = now - self._progressed_at, self._no_progress_seconds

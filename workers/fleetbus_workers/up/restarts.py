@@ -1,4 +1,4 @@
-"""When a worker that ended may start again: back-off that doubles, and a bound after which the run has failed. Pure."""
+"""Decides when a worker that ended may start again: back-off that doubles, and a bound after which the run has failed. Pure."""
 
 from collections import deque
 

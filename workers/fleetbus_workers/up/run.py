@@ -57,7 +57,7 @@ log = structlog.get_logger()
 
 
 class RunResult(msgspec.Struct, kw_only=True):
-    """How a run ended: finished unless a signal or a failure says otherwise."""
+    """The end of a run: finished unless a signal or a failure says otherwise."""
 
     signal: signal.Signals | None = None
     failure: FleetbusError | None = None
@@ -172,7 +172,7 @@ class Run:
 
     def _choose_port(self) -> int:
         """The configured port, or the one that the server had before it was started again, in an earlier `up` too: who looks
-        at the run, or works for it, goes on there."""
+        at the run, or works for it, continues there."""
         if self._folder.server.exists():
             return _read_address(self._folder.server)[1]
         return self._configuration.nats.port or find_free_port(self._folder.port)

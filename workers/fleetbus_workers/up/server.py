@@ -30,7 +30,7 @@ READ_BYTES = 1 << 20
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """What FILE holds while the server runs. ``monitor`` is where ``/varz`` and its like are, empty without monitoring."""
+    """The content of FILE while the server runs. ``monitor`` is where ``/varz`` and its like are, empty without monitoring."""
 
     url: str
     pid: int
@@ -84,7 +84,7 @@ async def _restart_after_full_disk(server: NatsServerProcess) -> None:
 
 
 def _read_new_output(file: Path, position: int) -> tuple[int, bytes]:
-    """What was written to a file since, and where it ends now."""
+    """Read what was written to a file since, and where it ends now."""
     with file.open("rb") as log:
         log.seek(position)
         text = log.read(READ_BYTES)

@@ -1,4 +1,4 @@
-"""How long a step takes, computed from the model's shape, the settings and what a GPU can do at most. Pure.
+"""Computes the time of a step from the model's shape, the settings and what a GPU can do at most. Pure.
 
 Training is floating point operations over a share of the GPU's peak, or what FSDP moves over the links, whichever is longer.
 Sampling is bound by memory: every decoding step reads the weights and the keys and values of all sequences that run. Every
@@ -14,8 +14,8 @@ from fleetbus_workers.up.memory import ModelShape, Parts, count_tokens
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """What a GPU does at most, and the shares of it that are assumed. Defaults: an H100 SXM by its data sheet (dense bfloat16,
-    HBM3, NVLink in one direction)."""
+    """The most that a GPU can do, and the shares of it that are assumed. Defaults: an H100 SXM by its data sheet (dense
+    bfloat16, HBM3, NVLink in one direction)."""
 
     flops: float = 989e12
     bandwidth: float = 3.35e12
@@ -26,7 +26,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of the parts of a step, 0 for a role without GPUs. ``overlap``: both go on at once (``max_staleness`` above
+    """Seconds of the parts of a step, 0 for a role without GPUs. ``overlap``: both run at once (``max_staleness`` above
     0)."""
 
     tokens: int

@@ -18,7 +18,7 @@ _KEPT_METRICS = frozenset({"reward", "success", "staleness_max", "logprob_differ
 
 
 def is_summarized(metric: str) -> bool:
-    """Whether the summary needs this metric of every step."""
+    """True if the summary needs this metric of every step."""
     return metric in _KEPT_METRICS or metric.startswith(STAGE_PREFIX)
 
 

@@ -34,7 +34,7 @@ class Child(Protocol):
 
     @property
     def has_exited(self) -> bool:
-        """Whether it has ended, though what it started may not have."""
+        """True if it has ended, though what it started may not have."""
 
     async def wait(self) -> int:
         """Its exit status, negative for a signal."""
@@ -47,7 +47,7 @@ class Child(Protocol):
 
 
 class Plan(Protocol):
-    """What is kept running: a process (`ProcessPlan`), or a worker in this process."""
+    """A thing that is kept running: a process (`ProcessPlan`), or a worker in this process."""
 
     @property
     def name(self) -> str: ...
@@ -70,7 +70,7 @@ class Plan(Protocol):
 Report = Callable[[str], None]
 
 WRITING_SECONDS = 10.0
-"""Whoever was writing when the stop limit ended goes on until nothing has grown for this long: a checkpoint of some gigabytes
+"""Whoever was writing when the stop limit ended continues until nothing has grown for this long: a checkpoint of some gigabytes
 takes longer than any fixed limit, and is synced and hashed at its end."""
 
 

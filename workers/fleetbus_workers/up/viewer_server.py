@@ -41,7 +41,7 @@ def server_lock(folder: RunFolder) -> Path:
 
 
 def address_file(folder: RunFolder) -> Path:
-    """Where the server of the viewers is, while it runs."""
+    """The file with the address of the viewers' server, while it runs."""
     return folder.path / "viewer-server.json"
 
 
@@ -54,7 +54,7 @@ def join_viewers(folder: RunFolder) -> Iterator[IO[str]]:
 
 
 def has_viewers(folder: RunFolder) -> bool:
-    """Whether anybody looks at the run; not for viewers, who do."""
+    """True if anybody looks at the run; not for viewers, who do."""
     with viewers_lock(folder).open("a") as holder:
         try:
             fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,7 +98,7 @@ async def serve_viewers(folder: RunFolder) -> None:
 
 
 def _is_unwatched(folder: RunFolder) -> bool:
-    """Whether no viewer is left; then the address is gone before another can read it."""
+    """True if no viewer is left; then the address is gone before another can read it."""
     with viewers_lock(folder).open("a") as holder:
         try:
             fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)

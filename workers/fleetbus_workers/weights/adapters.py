@@ -70,7 +70,7 @@ def read_version(policy: PolicyPublished, folder: Path) -> dict[str, torch.Tenso
 
 
 def write_configuration(folder: Path, ranks: Mapping[str, int]) -> None:
-    """What PEFT and vLLM read beside the tensors: adapters of ``ranks`` by module, unscaled."""
+    """Write what PEFT and vLLM read beside the tensors: adapters of ``ranks`` by module, unscaled."""
     rank = max(ranks.values())
     if any(each != rank for each in ranks.values()):
         raise WeightsRejected(f"{folder.name}: adapters of several ranks: {min(ranks.values())} to {rank}")

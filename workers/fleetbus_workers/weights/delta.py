@@ -54,7 +54,7 @@ def write_smaller(file: Path, *, base: Path, base_uri: str) -> Path:
 
 
 def read_base_uri(file: Path) -> str | None:
-    """Where the base of a delta file is, None if the file is a whole version. Raises `WeightsRejected`."""
+    """The URI of the base of a delta file, None if the file is a whole version. Raises `WeightsRejected`."""
     from safetensors import SafetensorError, safe_open
 
     try:

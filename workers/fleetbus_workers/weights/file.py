@@ -104,7 +104,7 @@ def _build_header(layout: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) ->
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file, not atomically. Raises `OSError`, where the library's own error only tells its number."""
+    """Write a safetensors file, not atomically. Raises `OSError`, where the library's own error only states its number."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

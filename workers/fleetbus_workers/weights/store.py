@@ -1,4 +1,4 @@
-"""Where versions of the weights lie between learner and engines: shared files, the bus's object store, or what fsspec knows.
+"""Stores versions of the weights between learner and engines: shared files, the bus's object store, or what fsspec knows.
 
 The learner puts a file and publishes the URI that it gets; `fleetbus_workers.weights.fetch` turns that URI into a local file
 again. What arrives is checked against the manifest before an engine takes it, so that a store need not be trusted.

@@ -1,4 +1,4 @@
-"""What `fleetbus doctor` looks at, one function per question; each answers with a `Finding` and changes nothing for good."""
+"""The checks of `fleetbus doctor`, one function per question; each answers with a `Finding` and changes nothing for good."""
 
 import importlib.metadata
 import importlib.util
@@ -95,7 +95,7 @@ CPU_BUILD = (
 
 
 def check_torch() -> Finding:
-    """Which build of torch, and whether it sees a GPU."""
+    """Check the build of torch, and if it sees a GPU."""
     if importlib.util.find_spec("torch") is None:
         return Finding(name="torch build", state="failed", detail=f"not installed: pip install 'fleetbus[torch]'; {CPU_BUILD}")
     import torch
@@ -120,7 +120,7 @@ def check_nats_server() -> Finding:
 
 
 def check_sandbox() -> Finding:
-    """Whether code of models and of task files can be isolated."""
+    """Check that code of models and of task files can be isolated."""
     from fleetbus_workers.environment.isolation.sandbox.backends import IsolationUnavailable, require_isolation
 
     try:
@@ -174,7 +174,7 @@ async def check_bus(url: str, run: str, auth: str = "") -> list[Finding]:
 
 
 def check_nats_http(url: str | None, run: str) -> list[Finding]:
-    """What the server's own endpoints tell; how to turn them on where they are not known; nothing where there is no server."""
+    """Check the server's own endpoints; say how to turn them on where they are not known; nothing where there is no server."""
     from fleetbus_workers.observe.top.view import SLOW_BYTES, format_bytes
 
     if url is None:

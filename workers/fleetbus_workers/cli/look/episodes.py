@@ -149,7 +149,7 @@ def _print_rows(rows: list[EpisodeRow], matching: int, total: int) -> None:
 
 
 def _print_failures(failures: Sequence[FailureKind], source: str) -> None:
-    """Why episodes of the run have no grade, the most frequent reason first."""
+    """Print why episodes of the run have no grade, the most frequent reason first."""
     kinds = sorted(failures, key=lambda kind: -kind.count)
     for kind in kinds[:SHOWN_FAILURES]:
         print(f"{kind.line}; `fleetbus episodes {source} {kind.episode_id}` shows one")

@@ -1,4 +1,4 @@
-"""What `fleetbus doctor` says of a model folder: how its chat template appends turns, writes tools and treats reasoning."""
+"""Checks a model folder for `fleetbus doctor`: how its chat template appends turns, writes tools and treats reasoning."""
 
 from pathlib import Path
 

@@ -50,7 +50,7 @@ def folder_options(function: Callable[..., object]) -> Callable[..., Any]:
 
 
 def runs_folder(values: dict[str, object]) -> Path:
-    """Where `up` keeps its runs; raises `UserError`."""
+    """The folder in which `up` keeps its runs; raises `UserError`."""
     return Path(load_settings(values, earlier=False).configuration.run.folder).expanduser()
 
 

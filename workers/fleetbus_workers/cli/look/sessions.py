@@ -82,7 +82,7 @@ async def _request_sessions(bus: Any, subjects: Any, role: str, worker: str) -> 
 
 
 async def _read_claim(bus: Any, subjects: Any, role: str, name: str) -> dict[str, object]:
-    """When the session's newest claim was stored, and how far it is."""
+    """Read when the session's newest claim was stored, and how far it is."""
     episode, _, rest = name.partition(".")
     entries = await bus.history([subjects.episode(episode), subjects.session(episode)]) if "(" not in name else []
     began = entries[-1].time_ns if entries else 0

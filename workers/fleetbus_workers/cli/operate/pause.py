@@ -1,4 +1,4 @@
-"""``fleetbus pause [RUN]``: let the learner request no new episodes, or go on. 0: done; 1: no answer; 2: bad input."""
+"""``fleetbus pause [RUN]``: let the learner request no new episodes, or resume. 0: done; 1: no answer; 2: bad input."""
 
 from typing import Any
 

@@ -50,7 +50,7 @@ def in_process_option(function: Callable[..., object]) -> Callable[..., Any]:
 
 
 def _build_guard(host: str, values: dict[str, Any], refusal: str) -> GuardSettings:
-    """What keeps pages of other origins out; raises `UserError` with a ``refusal`` beyond loopback."""
+    """The settings that keep pages of other origins out; raises `UserError` with a ``refusal`` beyond loopback."""
     from fleetbus_workers.serving.browser_guard import build_guard_settings
     from fleetbus_workers.serving.listeners import is_loopback
 

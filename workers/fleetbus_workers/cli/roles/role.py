@@ -85,7 +85,7 @@ def _exit_at_once(status: int) -> NoReturn:
 
 
 def tune_collector() -> None:
-    """What was imported stays to the end: the garbage collector need not look at it, nor at every few hundred new objects."""
+    """Tune the garbage collector: what was imported stays to the end, and a few hundred new objects are no reason to look."""
     gc.freeze()
     gc.set_threshold(*COLLECTOR_THRESHOLDS)
 

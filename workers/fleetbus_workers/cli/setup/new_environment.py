@@ -1,4 +1,4 @@
-"""What ``fleetbus new environment`` writes: a guessing game that can be trained on as it stands, and is changed from there."""
+"""Writes the files of ``fleetbus new environment``: a guessing game that can be trained as it is, and changed from there."""
 
 import json
 

@@ -20,8 +20,8 @@ log = structlog.get_logger()
 
 
 async def serve_page(configuration: Configuration, show: Callable[[str], None], stop: anyio.Event) -> None:
-    """Show the page's address and serve it from its first visit on, until ``stop`` is set. The run goes on without it, whatever
-    happens to it."""
+    """Show the page's address and serve it from its first visit on, until ``stop`` is set. The run continues without it if
+    it fails."""
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         show("page: not served, it needs pip install 'fleetbus[monitor]' (--no-monitor: do not serve it)")
@@ -33,7 +33,7 @@ async def serve_page(configuration: Configuration, show: Callable[[str], None], 
             if await _is_visited(bound, stop):
                 await _serve(configuration, bound, stop, key)
         except* Exception as errors:  # what is wrong with the page is no reason to end the training
-            log.warning("page failed; the run goes on without it", exc_info=errors)
+            log.warning("page failed; the run continues without it", exc_info=errors)
             show(f"page stopped: {_describe(errors)}; `fleetbus monitor {configuration.run.name}` serves it")
 
 

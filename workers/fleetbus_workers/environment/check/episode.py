@@ -39,7 +39,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
-    """What the environment showed and what the policy said to it."""
+    """One turn: what the environment showed and what the policy answered."""
 
     messages: tuple[ChatMessage, ...]
     said: str
@@ -89,7 +89,7 @@ class _Player:
     async def play(self, make: Callable[[], Environment]) -> None:
         try:
             environment = make()
-        except Exception as error:  # a user's class: whatever it raises is what is to be shown
+        except Exception as error:  # a user's class: all that it raises is to be shown
             self._fail(f"the environment cannot be made: {type(error).__name__}: {error}", locate_error(error), error)
             return
         async with anyio.create_task_group() as tasks:

@@ -1,4 +1,4 @@
-"""Who plays an episode that is checked: scripted texts, or random calls of the offered tools. Pure."""
+"""Policies that play an episode that is checked: scripted texts, or random calls of the offered tools. Pure."""
 
 import json
 import random
@@ -41,10 +41,10 @@ def build_random_policy(seed: int) -> Policy:
 
 def find_oracle(task: Task) -> Sequence[str] | None:
     """The actions that solve a task, if its config has them as ``oracle``: a text, or a list of texts."""
-    told = task.config.get(ORACLE)
-    if isinstance(told, str):
-        return [told]
-    return told if isinstance(told, list) and told and all(isinstance(text, str) for text in told) else None
+    oracle = task.config.get(ORACLE)
+    if isinstance(oracle, str):
+        return [oracle]
+    return oracle if isinstance(oracle, list) and oracle and all(isinstance(text, str) for text in oracle) else None
 
 
 def read_text(message: ChatMessage) -> str:

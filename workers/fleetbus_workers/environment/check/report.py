@@ -1,4 +1,4 @@
-"""What `fleetbus check` does with one task: an episode, the same one again, the oracle's, and one in which nothing is done."""
+"""Plays one task for `fleetbus check`: an episode, the same one again, the oracle's, and one in which nothing is done."""
 
 from collections.abc import Callable
 from functools import partial
@@ -59,7 +59,7 @@ async def check_task(factory: Any, task: Task, policy: Policy, configuration: Co
 
 
 def _compare(first: PlayedEpisode, again: PlayedEpisode, *, is_replayable: bool) -> list[Problem]:
-    """Whether the same actions led to the same observations and rewards, as ``replayable`` says."""
+    """Problems where the same actions led to other observations or rewards, against what ``replayable`` says."""
     difference = _find_difference(first, again)
     if difference and is_replayable:
         advice = "set replayable = False, or take all randomness from the task's seed"

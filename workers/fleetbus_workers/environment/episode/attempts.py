@@ -1,4 +1,4 @@
-"""What may be done about one delivered request: look, then claim, play and store the result (delivery rules 1, 2, 5, 9).
+"""Handles one delivered request: look, then claim, play and store the result (delivery rules 1, 2, 5, 9).
 
 Claims on ``episode.<episode>`` alone decide who runs an episode: a delivery is never trusted to be the first or the only one,
 and a request is acked only when a result stands in the log. A superseded attempt lets its lease run out: a nak would take the
@@ -51,7 +51,7 @@ RELEASE_SECONDS = 5.0
 
 FINAL_ATTEMPT_RETRY_SECONDS = 1.0
 FINAL_ATTEMPT_SLOT_SHARE = 8
-"""One slot in so many is for episodes that one more loss would make poison: whatever kills a worker takes few of them along.
+"""One slot in so many is for episodes that one more loss would make poison: what kills a worker takes few of them along.
 
 One of them may be what killed the workers before, and the others only ran beside it.
 """
@@ -189,7 +189,7 @@ class Attempts:
             await held.nak(running.nak_delay_seconds)
 
     async def _is_below_floor(self, request: EpisodeRequested, delivery: Delivery) -> bool:
-        """Whether the floor refuses it by what is known here; a claim will tell for sure, where one follows."""
+        """True if the floor refuses it by what is known here; a claim will tell for sure, where one follows."""
         message = delivery.message
         if request.deadline_ns <= self._bus.now_ns():
             self._floor = await read_floor_after(self._bus, self._subjects, message.subject, message.sequence)
@@ -228,7 +228,7 @@ class Attempts:
             request_sequence=running.sequence,
         )
         claim_sequence = await self._claim(running, claim, episode_state)
-        if claim_sequence is None or await self._is_refused(running, claim_sequence):
+        if claim_sequence is None or await self._drop_below_floor(running, claim_sequence):
             return None
         running.claim_sequence = claim_sequence
         running.policy_client = await self._build_policy_client(request, claim, claim_sequence, recorded)
@@ -253,8 +253,8 @@ class Attempts:
             first_failures=self._first_failures,
         )
 
-    async def _is_refused(self, running: RunningAttempt, claim_sequence: int) -> bool:
-        """Whether the claim came after the episode had been settled for good: then nobody may act upon it."""
+    async def _drop_below_floor(self, running: RunningAttempt, claim_sequence: int) -> bool:
+        """Ack the request if the claim came after the episode had been settled for good: then nobody may act upon it."""
         subject = self._subjects.episode(running.request.episode_id)
         self._floor = await read_floor_after(self._bus, self._subjects, subject, claim_sequence)
         if not refuses_delivery(self._floor, running.request, running.sequence):
@@ -335,7 +335,7 @@ class Attempts:
             await delivery.ack()
 
     async def _handle_stop(self, running: RunningAttempt) -> None:
-        """Where it was stopped: store ``cancelled`` if that was requested, release the attempt if the worker drains."""
+        """Handle a stop: store ``cancelled`` if that was requested, release the attempt if the worker drains."""
         try:
             if running.cancelled:
                 await self._store_cancelled(running)
@@ -349,7 +349,7 @@ class Attempts:
         log.info("attempt is superseded; stopping it", reason=str(superseded))
 
     async def _store_cancelled(self, running: RunningAttempt) -> None:
-        """However long the log is away, and whatever claim a replica did not show: an order was promised to be followed.
+        """However long the log is away, and even if a replica did not show a claim: an order was promised to be followed.
 
         Raises what went wrong when this worker is leaving, or the deadline has passed and the requester closes the episode.
         """

@@ -1,4 +1,4 @@
-"""How an attempt ended, as its runner says it to itself: what becomes a result once there is a verdict. Pure data."""
+"""The end of an attempt, as its runner keeps it: what becomes a result once there is a verdict. Pure data."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ from fleetbus_workers.environment.episode.stages import DEADLINE_PASSED
 
 
 class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
-    """How an attempt ended, before or after its verdict."""
+    """The end of an attempt, before or after its verdict."""
 
     outcome: Outcome
     error_class: str = ""

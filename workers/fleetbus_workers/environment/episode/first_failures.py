@@ -1,4 +1,4 @@
-"""Which failures of a worker are the first of their kind: those alone carry a traceback, for all others are alike."""
+"""Finds the failures of a worker that are the first of their kind: only those carry a traceback, all others are alike."""
 
 from __future__ import annotations
 

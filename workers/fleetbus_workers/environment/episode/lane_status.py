@@ -1,4 +1,4 @@
-"""Which inference lanes may be used: an environment worker reads from their heartbeats which inference workers drain and
+"""The inference lanes that may be used: an environment worker reads from their heartbeats which inference workers drain and
 which are full."""
 
 from __future__ import annotations

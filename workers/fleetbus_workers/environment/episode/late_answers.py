@@ -1,4 +1,4 @@
-"""Whose Action is late and would find anything by looking for it: a worker reads the log once for many of its attempts.
+"""Finds the attempts whose Action is late and can be found by looking: a worker reads the log once for many of them.
 
 Each for itself, 20,000 attempts of 200 workers ask the server up to four questions each in every interval.
 """
@@ -33,8 +33,8 @@ log = structlog.get_logger()
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """What was read for some attempts: the sequence of the last entry by subject, up to where the queue of a policy is acked
-    (0: not known), and the turns (``episode.attempt.turn``) in work by inference worker (none: not known)."""
+    """The entries that were read for some attempts: the sequence of the last entry by subject, up to where the queue of a
+    policy is acked (0: not known), and the turns (``episode.attempt.turn``) in work by inference worker (none: not known)."""
 
     last: Mapping[str, int]
     acked: Mapping[str, int]

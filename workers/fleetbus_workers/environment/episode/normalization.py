@@ -1,4 +1,4 @@
-"""What an environment returns, normalized for a message: plain numbers and values, bounded text. Pure."""
+"""Normalizes what an environment returns for a message: plain numbers and values, bounded text. Pure."""
 
 from __future__ import annotations
 
@@ -47,9 +47,8 @@ def to_plain_values(value: Any, levels: int = MAX_LEVELS) -> Any:
 
 
 def clip_values(values: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """What `to_plain_values` makes of ``values``, without the entries that do not fit into ``limit`` bytes, the largest first,
-    and
-    those that cannot travel."""
+    """The plain values of ``values`` (`to_plain_values`) without the entries that do not fit into ``limit`` bytes, the largest
+    first, and those that cannot travel."""
     sizes: dict[str, int] = {}
     plain: dict[str, Any] = {}
     for key, value in values.items():

@@ -114,7 +114,7 @@ class PolicyClient:
 
     @property
     def looks_into_queue(self) -> bool:
-        """Whether it is checked that an observation for any worker still waits."""
+        """True if it is checked that an observation for any worker still waits."""
         return self.lane_in_use == ANY_LANE and self._checks >= CHECKS_OF_QUEUE
 
     @property
@@ -127,7 +127,7 @@ class PolicyClient:
         return watched
 
     def apply(self, standing: Standing) -> None:
-        """What was read for many attempts: this one waits on, or wakes to check for itself."""
+        """Apply what was read for many attempts: this one waits on, or wakes to check for itself."""
         if self._is_as_known(standing):
             self._plan_check()
         else:

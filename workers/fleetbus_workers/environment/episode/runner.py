@@ -1,7 +1,7 @@
 """One attempt at one episode: open, reset, turns, verify, close, under the episode's deadline, ending in one result.
 
 The worker above made the claim and stores the result; the environment below knows nothing of the bus. `close` always runs, and
-verify and close run before the result exists. Whatever is not the policy's doing never becomes a reward.
+verify and close run before the result exists. What is not the policy's doing never becomes a reward.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class EpisodeRunner:
         return Conclusion(outcome="truncated", error_class="turns")
 
     async def _begin(self) -> tuple[tuple[ChatMessage, ...], tuple[ToolSpec, ...]]:
-        """What the policy sees first."""
+        """The messages that the policy sees first."""
         with self._stages.time_limit("open", self._limits.open):
             await self._environment.open(self._request.task)
         with self._stages.time_limit("reset", self._limits.reset):
@@ -203,7 +203,7 @@ class EpisodeRunner:
         return append_line(messages, line)
 
     def _plan_turn(self, step: Step) -> tuple[tuple[ChatMessage, ...], tuple[ToolSpec, ...], Placement]:
-        """What the policy sees next, and in which segment."""
+        """The messages that the policy sees next, and their segment."""
         messages, context = step.messages, self._context
         if step.context is not None:
             placement = self._change_context(step.context)
@@ -265,13 +265,13 @@ class EpisodeRunner:
         return Conclusion(outcome="truncated", error_class="tokens", note=self._describe_used_tokens())
 
     def _no_room(self) -> str:
-        """Why nothing was played."""
+        """The reason why nothing was played."""
         limit = self._request.max_tokens
         reason = self._lack_of_room or f"it uses up the {limit:,} tokens of the episode, or those that the model takes"
         return f"the prompt leaves no room for a turn: {reason}; shorten it, or raise the limit"
 
     def _describe_used_tokens(self) -> str:
-        """What the tokens were used for, if they were used up in the first or the second turn."""
+        """The use of the tokens, if they were used up in the first or the second turn."""
         if self.turn > FEW_TURNS:
             return ""
         prompt, limit = count_tokens(self._turns[0].action.prompt_delta), self._request.max_tokens
@@ -337,7 +337,7 @@ class EpisodeRunner:
         )
 
     async def _close(self) -> None:
-        """Close the environment whatever happened; a close that hangs or raises changes no outcome."""
+        """Close the environment in every case; a close that hangs or raises changes no outcome."""
         try:
             with self._stages.time_limit("close", self._limits.close, shield=True):
                 await self._environment.close()
@@ -391,5 +391,5 @@ class EpisodeRunner:
 
 
 def _take_parts(verdict: Verdict) -> dict[str, Any]:
-    """What a result says of its grade beside the reward."""
+    """The parts of a grade beside the reward."""
     return {"components": verdict.components, "transcript": verdict.transcript.encode("utf-8", "replace").decode()}

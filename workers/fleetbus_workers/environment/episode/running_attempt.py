@@ -57,13 +57,13 @@ class RunningAttempt:
         self.nak_delay_seconds: float | None = None
 
     def take_state(self) -> EpisodeState:
-        """How the episode stood before this attempt; it is kept no longer than until it is taken."""
+        """Take the state of the episode before this attempt; it is kept no longer."""
         assert self._state is not None, "it was taken before"
         state, self._state = self._state, None
         return state
 
     def enter(self, scope: Scope) -> Scope:
-        """The scope in which the attempt goes on, one after another: `stop` cancels the newest."""
+        """The scope in which the attempt runs, one after another: `stop` cancels the newest."""
         self._scope = scope
         if self.is_stopped:
             scope.cancel()

@@ -1,4 +1,4 @@
-"""Which segment an episode's next turn is played in: where the context stands, what is dropped from it, and when. Pure.
+"""Chooses the segment of an episode's next turn: where the context stands, what is dropped from it, and when. Pure.
 
 Everything here follows from the recorded turns and messages and from settings, so that an attempt that takes over decides as
 the one before it did.
@@ -35,7 +35,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, observation: Observation) -> Placement:
-        """Where a recorded turn was asked for."""
+        """The placement of a recorded turn."""
         return cls(segment=observation.segment, origin=observation.origin, segments=observation.segments)
 
 
@@ -58,16 +58,16 @@ class EpisodeContext:
 
     @property
     def tokens(self) -> int:
-        """What all turns added so far, in whatever segment."""
+        """Tokens that all turns added so far, in all segments."""
         return self._tree.tokens
 
     @property
     def held(self) -> int:
-        """What the segment of the last turn holds."""
+        """Tokens that the segment of the last turn holds."""
         return self._current.length if self._current is not None else 0
 
     def count_held(self, placement: Placement) -> int:
-        """What the segment of the next turn holds before it."""
+        """Tokens that the segment of the next turn holds before it."""
         origin = placement.origin
         return self.held if origin is None else origin.kept + origin.repeated
 
@@ -84,7 +84,7 @@ class EpisodeContext:
             self._estimate.learn(messages, action)
 
     def extend(self) -> Placement:
-        """The next turn goes on where the last one was played."""
+        """The next turn continues where the last one was played."""
         if self._current is None or len(self._tree.segments) == 1:
             return FIRST
         return Placement(segment=self._current.number, segments=len(self._tree.segments))
@@ -109,7 +109,7 @@ class EpisodeContext:
         return self._begin(SegmentOrigin(parent=segment.number, kept=segment.answers[0], reason=reason, repeated=repeated))
 
     def needs_compaction(self, messages: Sequence[ChatMessage]) -> bool:
-        """Whether ``messages`` would fill more than the share of the context that the settings allow."""
+        """True if ``messages`` would fill more than the share of the context that the settings allow."""
         if self._settings.compaction == "off":
             return False
         return self.held + self._estimate.estimate(messages) > self._settings.compaction_share * self.max_tokens
@@ -135,7 +135,7 @@ class EpisodeContext:
 
 
 def find_context_tokens(settings: EnvironmentSettings, max_tokens: int, context_tokens: int) -> int:
-    """What a segment may hold: what the episode may have, or less if its model takes less and turns may be dropped."""
+    """Most tokens of a segment: those of the episode, or less if its model takes less and turns may be dropped."""
     drops_turns = settings.compaction != "off" or settings.context_tools
     return min(max_tokens, context_tokens) if drops_turns and context_tokens else max_tokens
 

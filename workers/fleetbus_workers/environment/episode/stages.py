@@ -1,4 +1,4 @@
-"""The stages of an episode: each has its own time limit, is timed, and turns whatever goes wrong into an outcome.
+"""The stages of an episode: each has its own time limit, is timed, and turns all that goes wrong into an outcome.
 
 This is the boundary where a failing environment becomes data: any exception of an environment ends its episode, not the worker.
 """

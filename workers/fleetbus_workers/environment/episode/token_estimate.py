@@ -1,4 +1,4 @@
-"""How many tokens messages will become, before anything has tokenised them: from what earlier ones became. Pure.
+"""Estimates the tokens of messages before anything has tokenised them: from what earlier ones became. Pure.
 
 Short messages are mostly what a chat template writes around them, so that they say nothing about long ones, nor do images
 about text: each kind is estimated by the most tokens that one of its own kind became.

@@ -265,7 +265,7 @@ class SessionHost:
                 session=call.session, attempt=attempt, worker=context.worker, nonce=context.nonce(), task=task
             )
             await append(context.bus, context.subjects, call.session, journal, claim)
-            if not journal.records and await self._is_refused(call, journal.last_sequence):
+            if not journal.records and await self._is_below_floor(call, journal.last_sequence):
                 return build_refusal(call, "closed", "the session was opened before, and has left the log: name another")
             stepwise_session = StepwiseSession(context, journal, session=call.session, deadlines=self._deadlines)
             self._sessions[call.session] = stepwise_session
@@ -293,8 +293,8 @@ class SessionHost:
             await anyio.sleep(pause)
         return journal
 
-    async def _is_refused(self, call: SessionCall, claim_sequence: int) -> bool:
-        """Whether a claim without a recorded call before it came after the session may have ended and left the log: nobody may
+    async def _is_below_floor(self, call: SessionCall, claim_sequence: int) -> bool:
+        """True if a claim without a recorded call before it came after the session may have ended and left the log: nobody may
         act upon it."""
         context = self._context
         subject = context.subjects.session(call.session)

@@ -62,7 +62,7 @@ async def append(bus: Bus, subjects: Subjects, session: str, journal: Journal, e
 
 
 async def _publish_entry(bus: Bus, subject: str, payload: bytes, expected_last: int, timeout: float) -> int:
-    """Where it stands, stored now or by an earlier try whose answer was lost."""
+    """Publish an entry and return its sequence, stored now or by an earlier try whose answer was lost."""
     try:
         return (await bus.publish(subject, payload, expected_last=expected_last, timeout=timeout)).sequence
     except SequenceConflict:

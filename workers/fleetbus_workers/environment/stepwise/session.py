@@ -89,7 +89,7 @@ class StepwiseSession:
         return environment is None or environment.replayable or self._turn < 0
 
     def check_expiry(self, now: float) -> SessionEnd | None:
-        """Whether its time is up; never during a call."""
+        """End it if its time is up; never during a call."""
         if self._pending or self._call_lock.locked() or self._is_closed:
             return None
         if now - self._idle_since > self._context.limits.idle:
@@ -97,7 +97,7 @@ class StepwiseSession:
         return "total" if now - self._started_at > self._context.limits.episode else None
 
     async def answer(self, call: SessionCall) -> SessionAnswer:
-        """What one call leads to, once, however often it is made."""
+        """Answer one call; it is executed once, however often it is made."""
         if stored := self._journal.answer(call):
             if stored.refusal != "gap" or not self._pending:
                 return await self._confirm(stored)
@@ -245,7 +245,7 @@ class StepwiseSession:
                     return self._build_answer(call, reward=reward, unpaid=unpaid, reason=verdict.reason)
 
     def _require_held(self) -> None:
-        """A call whose environment was closed meanwhile tells nothing: the session goes on where it is held next."""
+        """A call whose environment was closed meanwhile says nothing: the session continues where it is held next."""
         if self._is_closed:
             raise Superseded(f"session {self._session} was left during a call")
 
@@ -316,7 +316,7 @@ class StepwiseSession:
         return SessionAnswer(session=call.session, key=call.key, number=number, worker=self._context.worker, **fields)
 
     async def _close_environment(self) -> None:
-        """Who comes while it is being closed waits: its slot is free after that."""
+        """Close the environment; a second caller waits until it is closed: its slot is free after that."""
         async with self._close_lock:
             environment, self._environment = self._environment, None
             if environment is None:
@@ -348,7 +348,7 @@ async def release_held(context: WorkerContext, journal: Journal) -> None:
 
 
 def _comparable_part(answer: SessionAnswer) -> SessionAnswer:
-    """What two executions of one call have to agree on: what a policy sees of it, and its reward."""
+    """The part of an answer on which two executions of one call have to agree: what a policy sees of it, and its reward."""
     return msgspec.structs.replace(answer, worker="", number=-1, state={}, tools=(), prompted=0, output=None)
 
 

@@ -1,4 +1,4 @@
-"""What a server can do, found out by asking: its dialect, model and kind of log-probabilities, and if it takes weights."""
+"""Finds out by asking what a server can do: its dialect, model and kind of log-probabilities, and if it takes weights."""
 
 from collections.abc import Sequence
 from typing import Any

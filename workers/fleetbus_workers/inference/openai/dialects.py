@@ -1,4 +1,4 @@
-"""How a turn is asked for and how its stream is read, for each kind of server. Pure: JSON objects in and out.
+"""Builds the request for a turn and reads its stream, for each kind of server. Pure: JSON objects in and out.
 
 ``generate``     vLLM's ``/inference/v1/generate`` (server option ``--enable-scale-out``): ids in, ids and log-probabilities
                  out, and the label of the weights that made them.
@@ -43,7 +43,7 @@ class StreamChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerCall(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of a server: a request, continued after ``generated_ids`` ids, in at most ``max_tokens`` more."""
+    """A call of a server: a request, continued after ``generated_ids`` ids, in at most ``max_tokens`` more."""
 
     request: GenerationRequest
     model: str
@@ -64,8 +64,8 @@ class ServerCall(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sampling(self) -> dict[str, object]:
-        """What all dialects say in the same words. Nothing is left to a server's own defaults, which it may take from the
-        model's ``generation_config``."""
+        """The sampling settings that all dialects name alike. Nothing is left to a server's own defaults, which it may take
+        from the model's ``generation_config``."""
         settings = self.request.sampling
         return self.standard_sampling | {
             "top_k": settings.top_k or ALL_TOKENS,

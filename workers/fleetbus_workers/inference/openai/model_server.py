@@ -31,7 +31,7 @@ _NAMES = {
 
 
 def parse_load(text: str) -> EngineLoad:
-    """What the text says, None where it says nothing; values that cannot be are left out."""
+    """Parse the load that the text reports, None where it reports nothing; values that cannot be are left out."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for line in text[:MAX_CHARS].splitlines():
         if (name := _NAMES.get(line.partition("{")[0].partition(" ")[0])) is not None:
@@ -75,7 +75,7 @@ CONTROL_SECONDS = 300.0
 """For loading new weights; large ones take minutes from a slow disk."""
 
 RESUME_SECONDS = 30.0
-"""For letting a server continue, whatever else is ended."""
+"""For letting a server continue, even if all else is ended."""
 
 HEALTH_SECONDS = 5.0
 METRICS_SECONDS = 1.0
@@ -89,7 +89,7 @@ class ServerFailed(Exception):
 
 
 class ServerState(msgspec.Struct, kw_only=True):
-    """What is known of a server. ``version`` is the policy version of its weights, None if unknown."""
+    """The state of a server. ``version`` is the policy version of its weights, None if unknown."""
 
     dialect: Dialect | None = None
     model: str = ""

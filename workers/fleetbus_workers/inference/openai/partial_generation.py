@@ -12,7 +12,7 @@ FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class PartialGeneration:
-    """What has been streamed for ``request`` so far, from however many servers and versions."""
+    """The tokens streamed for ``request`` so far, from any number of servers and versions."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request

@@ -1,4 +1,4 @@
-"""Which server answers: least loaded first, an episode's own server while it has room, none that is not ready.
+"""Chooses the server that answers: least loaded first, an episode's own server while it has room, none that is not ready.
 
 A server is ready when it is healthy and its weights are the wanted version. Health is asked in the background; a server that
 comes back, or was restarted by others, is given the wanted weights before it is asked for a token.
@@ -29,7 +29,7 @@ class ServerPool:
     ) -> None:
         self.servers = tuple(servers)
         self.wanted: int | None = None
-        """The version that answers come from; None: whatever they have."""
+        """The version that answers come from; None: any that they have."""
         self._slots_per_server = math.ceil(slots / len(servers))
         self._restore = restore
         self._preferred_servers: OrderedDict[str, ModelServer] = OrderedDict()
@@ -78,7 +78,7 @@ class ServerPool:
         self._changed = anyio.Event()
 
     def describe_failures(self) -> str:
-        """Why the servers that are not ready are not, in one line."""
+        """The reasons why servers are not ready, in one line."""
         return "; ".join(server.state.reason for server in self.servers if not server.state.healthy)
 
     async def watch(self, busy: anyio.Lock) -> None:
@@ -114,5 +114,5 @@ class ServerPool:
 
 
 def build_weight_label(version: int) -> str:
-    """What a server calls the weights of a version."""
+    """The server's name for the weights of a version."""
     return f"fleetbus-{version}"

@@ -173,7 +173,7 @@ class OpenAISampler:
                 return server
 
     def _check_request(self, server: ModelServer, request: GenerationRequest) -> None:
-        """What this server can never do for this request."""
+        """Refuse what this server can never do for this request."""
         if server.dialect.name == "standard" and (unknown := list_distorting(request.sampling, NOT_STANDARD)):
             raise RequestRefused(f"{server.url} takes nothing beyond the OpenAI protocol: {', '.join(unknown)} cannot be set")
         if not request.trained:
@@ -286,7 +286,7 @@ class OpenAISampler:
     # Weights
 
     def _relabel(self, policy: PolicyPublished) -> None:
-        """Servers whose weights are fixed stand for the untrained policy, whatever its number."""
+        """Servers whose weights are fixed stand for the untrained policy, with any number."""
         if policy.step:
             raise WeightsRejected(f"version {policy.version} is trained, and these servers take no new weights")
         self.version = policy.version

@@ -69,7 +69,7 @@ class Engine:
         self._intake.put(None)
 
     def run(self) -> None:
-        """Work until `stop`; whatever ends it, all operations are completed."""
+        """Work until `stop`; in every case all operations are completed."""
         reason = "the engine was stopped"
         try:
             torch.set_num_threads(self._threads)
@@ -164,7 +164,7 @@ class Engine:
         return prefills, prefix_owners
 
     def _is_being_computed(self, turn: Turn, covered: int, prefix_owners: list[Turn]) -> bool:
-        """Whether another row computes, in this very step, a good part of what this turn lacks, and it will be kept."""
+        """True if another row computes, in this very step, a good part of what this turn lacks, and it will be kept."""
         if self._prefix_cache.prompts.limit == 0 or len(turn.ids) - covered < MIN_SHARED_PREFILL:
             return False
         return any(common_prefix_length(turn.ids, other.ids) - covered >= MIN_SHARED_PREFILL for other in prefix_owners)

@@ -21,7 +21,7 @@ ATTENTIONS = frozenset({"full_attention", "sliding_attention"})
 
 @dataclass
 class CachePlacement:
-    """Where the forward call in progress writes and reads: set before the call, read by every layer.
+    """The place at which the forward call in progress writes and reads: set before the call, read by every layer.
 
     ``rows`` int64 [b, 1] and ``positions`` int64 [b, q] say where keys and values go. ``contiguous``: rows are ``[0, b)``.
     """

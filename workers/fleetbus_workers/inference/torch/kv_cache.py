@@ -25,13 +25,13 @@ def common_prefix_length(left: Ids, right: Ids) -> int:
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """What ``ids`` became, up to ``state.stop``. Before ``state.start`` they are the engine's reference prompt."""
+    """The state of ``ids``, up to ``state.stop``. Before ``state.start`` they are the engine's reference prompt."""
 
     ids: Ids
     state: State
 
     def count_covered(self, ids: Ids) -> int:
-        """How many tokens of ``ids`` this state covers; the last one is never covered, because its logits are wanted."""
+        """Number of tokens of ``ids`` that this state covers; the last one is never covered, because its logits are wanted."""
         return min(common_prefix_length(ids, self.ids), self.state.stop, len(ids) - 1)
 
 

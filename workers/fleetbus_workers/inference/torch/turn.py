@@ -1,4 +1,4 @@
-"""What crosses from the event loop to the engine's thread and back: a turn to sample, a version to swap to."""
+"""The data that cross from the event loop to the engine's thread and back: a turn to sample, a version to swap to."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""How a vLLM engine is started and stopped: its arguments, and the environment variables that it reads when it is imported.
+"""Starts and stops a vLLM engine: its arguments, and the environment variables that it reads when it is imported.
 
 Everything here blocks for seconds to minutes and is called in a worker thread.
 """
@@ -34,9 +34,9 @@ CPU_ENVIRONMENT = {
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is started with. ``kv_cache_mib`` 0: `CPU_CACHE_MIB` on a CPU, 90 % of a GPU's memory there.
+    """The settings that an engine is started with. ``kv_cache_mib`` 0: `CPU_CACHE_MIB` on a CPU, 90 % of a GPU's memory there.
     ``lora_rank``: of the adapters that versions are, 0 if they are whole models. ``keeps_cache``: turns that run when the
-    weights change go on from the keys and values that they have. ``options`` are further arguments of vLLM's own, which
+    weights change continue from the keys and values that they have. ``options`` are further arguments of vLLM's own, which
     outweigh those from here."""
 
     folder: Path
@@ -58,7 +58,7 @@ def is_gpu_available() -> bool:
 
 
 def start_engine(settings: EngineSettings, recorder: LoadRecorder) -> object:
-    """A running ``AsyncLLM``, which tells ``recorder`` how busy it is. Raises `UserError` if vLLM is missing or cannot run
+    """A running ``AsyncLLM``, which reports to ``recorder`` how busy it is. Raises `UserError` if vLLM is missing or cannot run
     this model here."""
     has_gpu = is_gpu_available()
     variables = ENVIRONMENT | ({} if has_gpu else CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(settings.threads)})

@@ -21,8 +21,8 @@ CACHE_GIB = 0.25
 async def build_image_prompt(
     engine: Any, request: GenerationRequest, salt: str, processor: ImageProcessor
 ) -> dict[str, object]:
-    """What `AsyncLLM.generate` takes. Images are named with ``salt``, so that embeddings under other weights are never
-    taken for theirs. Raises `RequestRefused` if vLLM makes other tokens of an image than stand in the history."""
+    """The prompt that `AsyncLLM.generate` takes. Images are named with ``salt``, so that embeddings under other weights are
+    never taken for theirs. Raises `RequestRefused` if vLLM makes other tokens of an image than stand in the history."""
     from vllm import TokensPrompt
 
     images = await anyio.to_thread.run_sync(_decode_images, request.images)

@@ -1,4 +1,4 @@
-"""What vLLM's scheduler says of itself after each step: requests, the use of its cache, preemptions, tokens."""
+"""Records what vLLM's scheduler reports after each step: requests, the use of its cache, preemptions, tokens."""
 
 from typing import Any, Self
 

@@ -1,4 +1,4 @@
-"""What vLLM's worker processes are given beside their own methods: a reload that also reaches experts on a CPU.
+"""The methods that vLLM's worker processes are given beside their own: a reload that also reaches experts on a CPU.
 
 This module is imported by vLLM's processes alone.
 """

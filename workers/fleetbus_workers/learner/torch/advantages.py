@@ -1,4 +1,4 @@
-"""What a trainer adds to the advantages of a batch, token by token, once log-probabilities are known: a KL, a teacher."""
+"""Adds to the advantages of a batch, token by token, what is known only with log-probabilities: a KL, a teacher."""
 
 from collections.abc import Sequence
 

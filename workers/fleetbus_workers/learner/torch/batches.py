@@ -24,7 +24,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     ``indices``: which sequences of the batch these are, B of them. ``ids`` int64 [R, S]: suffixes, one per row and padded with
     0 on the right, or packed one after the other into a row. ``positions`` int64 [R, S]: with packing, the place of each token
-    in its own sequence, which tells the model where one ends. ``rows`` and ``columns`` int64 [N]: the places in ``ids`` whose
+    in its own sequence: the model sees where one ends. ``rows`` and ``columns`` int64 [N]: the places in ``ids`` whose
     next token was sampled; ``targets`` int64 [N]: that token. ``places`` int64 [N]: where each sampled token stands in a
     flattened array [B, ``width``] of sampled tokens only.
     """
@@ -62,7 +62,7 @@ def truncate_sequence(sequence: TrainingSequence, limit: int) -> TrainingSequenc
 
 
 def find_shared_prefix(ids: Sequence[NDArray[Any]], masks: Sequence[NDArray[np.bool_]]) -> int:
-    """How many leading tokens all sequences share, leaving each at least the token before its first sampled one.
+    """Number of leading tokens that all sequences share, leaving each at least the token before its first sampled one.
 
     0 when there are fewer than two sequences or the prefix is shorter than `SHORTEST_PREFIX`.
     """

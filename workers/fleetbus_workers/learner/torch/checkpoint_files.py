@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model and its optimizer: each process writes its own shards, beside the training that goes on.
+"""Writes and reads a model and its optimizer in a checkpoint: each process writes its own shards, beside the training.
 
 The format is that of ``torch.distributed.checkpoint``: it may be read by another number of processes. Beside each file of
 shards
@@ -54,7 +54,7 @@ def start_writing(folder: Path, state: State, shards: Shards) -> Callable[[], No
 
 
 def read_into(folder: Path, state: State, shards: Shards) -> None:
-    """Fill the tensors of ``state`` from a checkpoint, whatever number of processes wrote it; every process has to ask. Raises
+    """Fill the tensors of ``state`` from a checkpoint, written by any number of processes; every process has to ask. Raises
     `OSError` or, when names or shapes are others, `UserError`."""
     if not (folder / INDEX).is_file():
         raise UserError(f"{folder} holds no state of this trainer: it was written by another one, or by an earlier version")
@@ -82,7 +82,7 @@ def read_into(folder: Path, state: State, shards: Shards) -> None:
 
 @contextmanager
 def _raise_os_errors() -> Iterator[None]:
-    """What failed in one process is raised in all of them, as the `OSError` that it was."""
+    """Raise in all processes what failed in one, as the `OSError` that it was."""
     try:
         yield
     except CheckpointException as error:
@@ -100,7 +100,7 @@ def _expect_one_process(group: dist.ProcessGroup | None) -> None:
 
 
 class _HashingStream(io.IOBase):
-    """What is written goes to ``raw`` and into a hash; only ever appended to."""
+    """Writes to ``raw`` and into a hash; only ever appended to."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
@@ -172,7 +172,7 @@ class _PlainReader(FileSystemReader):
             raise UserError(f"{self.path}: its {INDEX} cannot be read: {str(error) or type(error).__name__}") from error
         if beyond := sorted(place for place in places if Path(place).name != place):
             raise UserError(f"{self.path}: its {INDEX} names {beyond[0]!r}, which is no file beside it")
-        if BytesStorageMetadata in known:  # read by unpickling whatever is there
+        if BytesStorageMetadata in known:  # read by unpickling what is there
             raise UserError(f"{self.path}: it holds what is no tensor")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id

@@ -107,7 +107,7 @@ class Critic:
         return {"value_loss": sum(self._losses) / max(len(self._losses), 1)}
 
     def collect_state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps of it."""
+        """The tensors that a checkpoint keeps of it."""
         tensors = [*models.iterate_tensors(self._model), *self._name_head()]
         return collect_state(tensors, [*self._model.named_parameters(), *self._name_head()], self._optimizer, STATE)
 

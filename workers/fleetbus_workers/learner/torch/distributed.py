@@ -19,7 +19,7 @@ from fleetbus_workers.learner.torch.trainer import TorchTrainer
 class LeaderTrainer:
     """`fleetbus_workers.learner.base.Trainer` over all processes. `close` ends the followers.
 
-    An `OSError` of a call that writes leaves all processes where they were, and the call may be made again. Whatever else is
+    An `OSError` of a call that writes leaves all processes where they were, and the call may be made again. All else that is
     raised may have left the others in the middle of the call: `close` then does not wait for them, and they end when this
     process does."""
 

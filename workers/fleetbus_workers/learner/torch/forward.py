@@ -20,7 +20,7 @@ Inputs = Callable[[PreTrainedModel, torch.Tensor], dict[str, torch.Tensor]]
 
 
 def build_text_inputs(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a model is called with for ids [R, S] of text."""
+    """The arguments that a model is called with for ids [R, S] of text."""
     return {"input_ids": ids}
 
 
@@ -85,7 +85,7 @@ def has_plain_logits(model: PreTrainedModel) -> bool:
 
 
 def find_head(model: PreTrainedModel, processes: int) -> tuple[bool, bool]:
-    """Whether a model's head can be called alone, and whether something else is made of its logits; every process of a sharded
+    """Find out if a model's head can be called alone, and if something else is made of its logits; every process of a sharded
     model, which has to be entered at its top, has to ask."""
     plain = processes == 1 and has_plain_head(model)
     return plain, not plain and not has_plain_logits(model)

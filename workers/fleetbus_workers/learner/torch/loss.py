@@ -29,7 +29,7 @@ class Totals(NamedTuple):
 
     @classmethod
     def from_sequences(cls, batch: Sequence[TrainingSequence], plan: LossPlan) -> Totals:
-        """What a sequence is, is said by ``plan.segment_weight``: the leaves of an episode in this step, or each leaf."""
+        """Totals by sequence, which ``plan.segment_weight`` defines: the leaves of an episode in this step, or each leaf."""
         counts = [int(leaf.loss_mask.sum()) for leaf in batch]
         tokens = max(sum(counts), 1)
         if plan.segment_weight == "segment":
@@ -42,7 +42,7 @@ class Totals(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """What is known of N sampled tokens of a micro-batch, in its order: ``logprobs`` (the sampler's), ``advantages`` and
+    """The N sampled tokens of a micro-batch, in its order: ``logprobs`` (the sampler's), ``advantages`` and
     ``temperature`` float32 [N], ``versions`` int32 [N]."""
 
     logprobs: torch.Tensor

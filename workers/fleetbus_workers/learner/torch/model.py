@@ -192,7 +192,7 @@ def _has_adapter(module: object) -> bool:
 
 
 def _compute_delta(module: Any) -> torch.Tensor:
-    """What an adapted linear layer adds to its weight."""
+    """The tensor that an adapted linear layer adds to its weight."""
     with torch.no_grad():
         down, up = module.lora_A[_ADAPTER].weight, module.lora_B[_ADAPTER].weight
         delta: torch.Tensor = (up.float() @ down.float()) * module.scaling[_ADAPTER]

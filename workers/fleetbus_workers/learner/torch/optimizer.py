@@ -33,7 +33,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         self._shards = shards
 
     def build_zeros(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What a moment of ``parameter`` begins as."""
+        """The first value of a moment of ``parameter``."""
         return self._shards.build_zeros_on_cpu(parameter)
 
     @torch.no_grad()
@@ -85,8 +85,9 @@ Named = Iterable[tuple[str, torch.Tensor]]
 def collect_state(
     tensors: Named, parameters: Iterable[tuple[str, torch.nn.Parameter]], optimizer: torch.optim.Optimizer, prefix: str = ""
 ) -> dict[str, torch.Tensor]:
-    """What a checkpoint keeps of a model in training: every one of ``tensors``, and the optimizer's of ``parameters`` that are
-    trained, by name: the same for any number of processes. Before the first update the optimizer's are zeros."""
+    """The tensors that a checkpoint keeps of a model in training: every one of ``tensors``, and the optimizer's of
+    ``parameters`` that are trained, by name: the same for any number of processes. Before the first update the optimizer's are
+    zeros."""
     state = {f"{prefix}weights.{name}": tensor.detach() for name, tensor in tensors}
     for name, parameter in parameters:
         if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""What the torch trainer is made with: the configuration's tables, and what no user chooses."""
+"""The settings of the torch trainer: the configuration's tables, and what no user chooses."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def _fill_empty_shards(model: PreTrainedModel, device: torch.device) -> set[str]
 
 
 def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """What no file holds because it follows from the configuration, such as the frequencies of rotary embeddings."""
+    """Fill what no file holds because it follows from the configuration, such as the frequencies of rotary embeddings."""
     owners = {}
     for name, buffer in list(model.named_non_persistent_buffers()):
         path, _, attribute = name.rpartition(".")

@@ -227,7 +227,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def get_local(tensor: Any) -> torch.Tensor:
-    """What this process holds of a tensor; it shares its memory."""
+    """The part of a tensor that this process holds; it shares its memory."""
     own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return own
 

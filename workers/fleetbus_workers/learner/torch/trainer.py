@@ -191,12 +191,12 @@ class TorchTrainer:
             writing()
 
     def _forget_checkpoint(self) -> None:
-        """Wait for the one before. That it failed was told to whoever waited for it, which is the leader alone: a follower
-        that raised here would end a training that goes on without that checkpoint."""
+        """Wait for the one before. That it failed was reported to whoever waited for it, which is the leader alone: a follower
+        that raised here would end a training that continues without that checkpoint."""
         try:
             self.finish_checkpoint()
         except OSError as error:
-            log.warning("checkpoint before was not written; going on", process=self.shards.rank, reason=str(error))
+            log.warning("checkpoint before was not written; continuing", process=self.shards.rank, reason=str(error))
 
     def restore(self, folder: Path) -> None:
         """See `Trainer.restore`. Raises `OSError` or, when the names or shapes are not this model's, `UserError`."""

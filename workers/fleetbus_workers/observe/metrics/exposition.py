@@ -25,7 +25,7 @@ class Exposition:
             self._samples = samples
 
     def collect(self) -> Iterable[Metric]:
-        """What the client library asks for at every scrape."""
+        """Collect the metrics that the client library asks for at every scrape."""
         with self._lock:
             samples = self._samples
         families: dict[str, Any] = {}

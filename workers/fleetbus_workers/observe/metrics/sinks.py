@@ -1,4 +1,4 @@
-"""Where a run's metrics may be kept: one small interface, JSON lines, TensorBoard or Weights & Biases behind it.
+"""The places that may keep a run's metrics: one small interface, JSON lines, TensorBoard or Weights & Biases behind it.
 
 A sink gets flat names and finite numbers per training step and per evaluation. JSON lines keep the names; TensorBoard and W&B
 get them in groups (`group_names`), because they show a section per prefix. Libraries are imported when a sink is opened; none
@@ -77,7 +77,7 @@ class JsonlSink:
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """What identifies a line: a step that was trained again, by a later lineage, has another time."""
+    """The identity of a line: a step that was trained again, by a later lineage, has another time."""
 
     step: int
     time: float

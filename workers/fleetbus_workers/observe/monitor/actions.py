@@ -1,4 +1,4 @@
-"""What the page may do to a run: cancel episodes, drain a worker, pause admission; by the code of the commands of those names.
+"""Actions of the page upon a run: cancel episodes, drain a worker, pause admission; by the code of the commands of those names.
 
 A page elsewhere in the same browser cannot reach these: they take JSON alone, which no form can send and no other origin may
 send unasked, from the page's own origin, with its key. Each opens a connection of its own, with an operator's rights.
@@ -74,7 +74,7 @@ class Actions:
         ]
 
     async def cancel(self, request: Request) -> Response:
-        """What became of each episode, as `CancelResult`."""
+        """Cancel episodes and answer with a `CancelResult` for each."""
 
         async def work(bus: Bus, body: Cancel) -> Any:
             names = [check_name("episode", name) for name in body.episodes]
@@ -91,7 +91,7 @@ class Actions:
         return await self._answer(request, Drain, work)
 
     async def pause(self, request: Request) -> Response:
-        """The learner that pauses or goes on; null without one."""
+        """The learner that pauses or resumes; null without one."""
 
         async def work(bus: Bus, body: Pause) -> Any:
             return {"learner": await pause_admission(bus, self._subjects, is_paused=body.paused)}

@@ -283,9 +283,9 @@ class Site:
         return _build_json_response(msgspec.json.encode(facts, enc_hook=repr))  # MessagePack has values that JSON has not
 
     async def _is_closed(self) -> bool:
-        """Whether nobody serves the log of a run that has ended; waits where its files are about to be served again."""
+        """True if nobody serves the log of a run that has ended; waits where its files are about to be served again."""
         with anyio.move_on_after(REJOIN_SECONDS if self._rejoins else 0):
-            while self._is_log_gone():  # noqa: ASYNC110  # the observer looks again by itself and tells nobody
+            while self._is_log_gone():  # noqa: ASYNC110  # the observer looks again by itself and notifies nobody
                 await anyio.sleep(TICK_SECONDS)
         return self._is_log_gone()
 

@@ -74,7 +74,7 @@ def _format_cell(value: Any) -> Any:
 
 
 def _build_filters(describe_state: DescribeState, query: Mapping[str, str]) -> list[Callable[[EpisodeRow], bool]]:
-    """What a row has to be, as far as ``query`` asks: read once, as there may be tens of thousands of rows."""
+    """Conditions upon a row that ``query`` asks for: read once, as there may be tens of thousands of rows."""
     filters: list[Callable[[EpisodeRow], bool]] = []
     if state := query.get("state"):
         filters.append(lambda row: describe_state(row) == state)

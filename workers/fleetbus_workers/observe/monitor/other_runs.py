@@ -12,8 +12,8 @@ MAX_BYTES = 64 << 20
 
 
 class OtherRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What `up` wrote into ``summary.json`` when it ended last: reward and success of each of ``steps``; success on held-out
-    tasks before and after; seconds that it ran."""
+    """The summary that `up` wrote into ``summary.json`` when it ended last: reward and success of each of ``steps``; success on
+    held-out tasks before and after; seconds that it ran."""
 
     run: str
     steps: list[int]

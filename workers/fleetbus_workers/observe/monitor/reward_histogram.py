@@ -1,4 +1,4 @@
-"""How rewards spread over the training steps: a histogram for each column of steps. Pure."""
+"""Histograms of rewards over the training steps, one for each column of steps. Pure."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ STOP_SECONDS = 3
 
 
 def build_address(host: str, bound: socket.socket, key: str) -> str:
-    """What a person opens."""
+    """The address that a person opens."""
     return f"http://{format_host(host)}:{bound.getsockname()[1]}/{f'?{PARAMETER}={key}' if key else ''}"
 
 
@@ -48,7 +48,7 @@ async def serve(
     rejoins: bool = False,
 ) -> None:
     """Watch the run and serve its page on ``bound`` until ``stop`` is set. ``on_ready`` gets the address once it answers;
-    ``nats_http`` says where the NATS server tells of itself now, as `observe.run.nats_http` takes it; ``driver``
+    ``nats_http`` says where the NATS server reports on itself now, as `observe.run.nats_http` takes it; ``driver``
     is who drives the run, as far as it is known; ``key`` is asked for, and stands in the address, unless empty;
     ``open_operator`` connects with an operator's rights, for what the page may do to the run: without it nothing;
     ``rejoins``: ``bus`` is soon served again when the run ends."""

@@ -1,4 +1,4 @@
-"""Where the time of one episode went: the innermost spans of its trace, in seconds since its request, without gaps. Pure."""
+"""The use of one episode's time: the innermost spans of its trace, in seconds since its request, without gaps. Pure."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def format_failures(progress: Progress) -> str:
 
 
 def in_flight(role: WorkerRole, count: int, slots: int) -> str:
-    """What a worker holds: ``12/64`` of its slots; a learner has no slots to fill, so ``32 groups``."""
+    """The work that a worker holds: ``12/64`` of its slots; a learner has no slots to fill, so ``32 groups``."""
     if not slots:
         return ""
     return f"{count} groups" if role == "learner" else f"{count}/{slots}"

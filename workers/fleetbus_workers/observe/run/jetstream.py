@@ -1,7 +1,7 @@
-"""What the server knows of a run's log and consumers, asked over the bus: JetStream's API is a set of subjects.
+"""Asks the server over the bus about a run's log and consumers: JetStream's API is a set of subjects.
 
 Only read; a server that does not answer, or is none (the in-memory bus), leaves the numbers unknown. Connections and slow
-consumers are told over HTTP alone (`fleetbus_workers.observe.run.nats_http`); consumers too, where JetStream's API may not be
+consumers come over HTTP alone (`fleetbus_workers.observe.run.nats_http`); consumers too, where JetStream's API may not be
 asked: with accounts their names are a secret.
 """
 
@@ -68,24 +68,24 @@ async def fetch_server_view(bus: Bus, run: str, nats_http: str | None = None) ->
     info = await _request_api(bus, f"$JS.API.STREAM.INFO.{stream}", {})
     state = info.get("state", {})
     consumers = await _fetch_consumers(bus, stream) if state else ()
-    told = NatsServer()
+    answered = NatsServer()
     if nats_http is not None:
-        told = await anyio.to_thread.run_sync(partial(read_nats_server, nats_http, run, consumers=not consumers))
+        answered = await anyio.to_thread.run_sync(partial(read_nats_server, nats_http, run, consumers=not consumers))
     return ServerView(
         entries=state.get("messages"),
         bytes=state.get("bytes"),
         oldest=state.get("first_ts", ""),
-        consumers=consumers or _group_by_kind(told.consumers),
-        connections=told.connections,
-        slow_consumers=told.slow_consumers,
-        memory_bytes=told.memory_bytes,
-        cpu_percent=told.cpu_percent,
-        version=told.version,
-        uptime=told.uptime,
-        clients=told.clients,
-        cut=told.cut,
-        streams=told.streams,
-        hint=told.problem,
+        consumers=consumers or _group_by_kind(answered.consumers),
+        connections=answered.connections,
+        slow_consumers=answered.slow_consumers,
+        memory_bytes=answered.memory_bytes,
+        cpu_percent=answered.cpu_percent,
+        version=answered.version,
+        uptime=answered.uptime,
+        clients=answered.clients,
+        cut=answered.cut,
+        streams=answered.streams,
+        hint=answered.problem,
     )
 
 

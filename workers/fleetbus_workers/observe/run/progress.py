@@ -1,4 +1,4 @@
-"""How a run stands, as a fold of its log and of heartbeats. Pure: time stands in the entries, or is an argument.
+"""The progress of a run, as a fold of its log and of heartbeats. Pure: time stands in the entries, or is an argument.
 
 Above it are the displays; below it the entries that are read for them.
 """
@@ -21,7 +21,7 @@ RATE_WINDOW_EPISODES = 4096
 
 
 class Progress:
-    """What a person wants to see of a run of ``steps`` steps. ``keeps`` chooses the metrics of earlier steps to remember."""
+    """The progress of a run of ``steps`` steps, for a person. ``keeps`` chooses the metrics of earlier steps to remember."""
 
     def __init__(self, steps: int, keeps: Callable[[str], bool] = lambda name: True, *, evaluation_episodes: int = 0) -> None:
         self.steps = steps

@@ -46,7 +46,7 @@ log = structlog.get_logger()
 
 
 class LogHealth:
-    """How the log stands. ``problem`` is why the last look failed, empty if it did not."""
+    """The health of the log. ``problem`` is why the last look failed, empty if it did not."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -98,11 +98,11 @@ class RunObserver:
 
     @property
     def is_whole(self) -> bool:
-        """Whether ``state`` is a fold of all that the log holds."""
+        """True if ``state`` is a fold of all that the log holds."""
         return self.health.counted_from <= 1
 
     def is_behind(self, now: float) -> bool:
-        """Whether the log of before the beginning is still being read, so that what is known now may be long over.
+        """True if the log of before the beginning is still being read, so that what is known now may be long over.
 
         It is read once an entry comes that was stored later; its last entries may be of no interest here, so silence counts.
         """
@@ -112,7 +112,7 @@ class RunObserver:
         return not self._has_caught_up
 
     def find_termination(self, now: float) -> Termination | None:
-        """How the run ended, None while it continues or is not known well enough."""
+        """Find the end of the run, None while it continues or is not known well enough."""
         state, progress = self.state, self.state.progress
         if self.is_behind(now) or not (self.is_whole or state.termination_state.is_known):
             return None
@@ -128,7 +128,7 @@ class RunObserver:
         )
 
     def may_be_stuck(self, now: float) -> bool:
-        """Whether stalls should be checked: the run is known, not over, and not just being resumed. Of what is open only the
+        """True if stalls should be checked: the run is known, not over, and not just being resumed. Of what is open only the
         whole log knows."""
         is_known = self.is_whole and not self.is_behind(now)
         return is_known and self.find_termination(now) is None and not self._is_being_resumed(now)
@@ -160,7 +160,7 @@ class RunObserver:
         await self._follow_entries()
 
     async def _find_recent(self) -> int:
-        """Where the newest entries begin: at the first one, if the log is short or cannot be asked."""
+        """The sequence of the first of the newest entries: the log's first one, if the log is short or cannot be asked."""
         try:
             return max(await self._bus.last_sequence() - RECENT_ENTRIES, 0) + 1
         except RequestUnanswered:

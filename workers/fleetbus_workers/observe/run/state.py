@@ -1,4 +1,4 @@
-"""What the page shows of a run, as a fold of its log and of heartbeats. Pure: time stands in the entries, or is an argument.
+"""The state of a run that the page shows: a fold of its log and of heartbeats. Pure: time stands in the entries or arguments.
 
 Shares the rows of episodes with ``fleetbus episodes`` and the rates with ``fleetbus up``. Above it are the routes, below it the
 entries that `fleetbus_workers.observe.run.run_observer` reads.

@@ -1,4 +1,4 @@
-"""Whether a run is over, since when, how it ended and how to resume it: from the last entries of its log and its driver. Pure.
+"""Detects the end of a run, its time, its kind and the command that resumes it: from the last entries and its driver. Pure.
 
 A run that is over is not stuck, even if its server and workers are silent.
 """
@@ -26,8 +26,8 @@ def _return_unknown() -> bool | None:
 
 
 class Driver(msgspec.Struct, frozen=True, kw_only=True):
-    """What keeps a run going. ``is_driving`` says whether an `up` on this machine does so now, None if others may be;
-    ``command`` is the command that resumes the run here, empty for a run whose workers are started separately."""
+    """The process that keeps a run going. ``is_driving`` says whether an `up` on this machine does so now, None if others may
+    be; ``command`` is the command that resumes the run here, empty for a run whose workers are started separately."""
 
     is_driving: Callable[[], bool | None] = _return_unknown
     command: str = ""
@@ -44,7 +44,7 @@ def compute_next_step_goal(step: int) -> int:
 
 
 class Termination(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended, ``seconds`` ago. ``line`` is the text for the user, with the command that resumes it."""
+    """The end of a run, ``seconds`` ago. ``line`` is the text for the user, with the command that resumes it."""
 
     how: TerminationKind
     since_ns: int
@@ -57,13 +57,13 @@ class TerminationState:
 
     def __init__(self) -> None:
         self.finished_ns = 0
-        self.goodbye: WorkerStopped | WorkerFailed | None = None
-        self.goodbye_ns = 0
+        self.last_entry: WorkerStopped | WorkerFailed | None = None
+        self.last_entry_ns = 0
 
     @property
     def is_known(self) -> bool:
-        """Whether the newest learner has said how it ended."""
-        return bool(self.finished_ns or self.goodbye)
+        """True if the newest learner has said how it ended."""
+        return bool(self.finished_ns or self.last_entry)
 
     def apply(self, message: Message, time_ns: int) -> None:
         match message:
@@ -71,11 +71,11 @@ class TerminationState:
                 self.finished_ns = time_ns
             case LineageStarted():
                 self.finished_ns = 0
-                self.goodbye = None
+                self.last_entry = None
             case WorkerStarted(role="learner"):
-                self.goodbye = None
+                self.last_entry = None
             case WorkerStopped(role="learner") | WorkerFailed(role="learner"):
-                self.goodbye, self.goodbye_ns = message, time_ns
+                self.last_entry, self.last_entry_ns = message, time_ns
 
 
 def detect_termination(
@@ -83,10 +83,10 @@ def detect_termination(
     int,
     now_ns: int,
 ) -> Termination | None:  # fmt: skip
-    """How a run ended; None while it continues or may continue by itself.
+    """Detect the end of a run; None while it continues or may continue by itself.
 
     ``is_silent`` is a server that does not answer; ``last_time_ns`` the time of the newest entry that was read. A learner that
-    said goodbye may be started again by an `up` that drives the run; one that said none may only be out of reach.
+    stored its last entry may be started again by an `up` that drives the run; one without may only be out of reach.
     """
     how, since_ns, cause = _classify(state, driver, is_silent=is_silent, is_anybody_alive=is_anybody_alive)
     if how is None:
@@ -110,16 +110,16 @@ _DESCRIPTIONS: dict[TerminationKind, str] = {
 def _classify(
     state: TerminationState, driver: Driver, *, is_silent: bool, is_anybody_alive: bool
 ) -> tuple[TerminationKind | None, int, str]:
-    """How it ended, when (0: with its last entry) and of what."""
+    """The kind of its end, its time (0: with its last entry) and its cause."""
     if state.finished_ns:
         return "finished", state.finished_ns, ""
     if is_anybody_alive:
         return None, 0, ""
     is_driving = driver.is_driving()
-    if state.goodbye is not None and (is_silent or not is_driving):
-        if isinstance(state.goodbye, WorkerFailed):
-            return "failed", state.goodbye_ns, f" ({state.goodbye.error_class}: {state.goodbye.error})"
-        return "stopped", state.goodbye_ns, ""
+    if state.last_entry is not None and (is_silent or not is_driving):
+        if isinstance(state.last_entry, WorkerFailed):
+            return "failed", state.last_entry_ns, f" ({state.last_entry.error_class}: {state.last_entry.error})"
+        return "stopped", state.last_entry_ns, ""
     return ("gone" if is_driving is False else None), 0, " without a stop message, as if it was killed"
 
 

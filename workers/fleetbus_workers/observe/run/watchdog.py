@@ -118,7 +118,7 @@ class StallDetector:
     # What workers say themselves
 
     def check_problems(self) -> list[Stall]:
-        """Whether a worker says what keeps it from its work."""
+        """Find workers that report what keeps them from their work."""
         return [
             Stall(where=row.role, reason=f"{row.worker}: {row.note}", seconds=self.stuck_seconds, advice="see its log")
             for row in self._workers
@@ -128,7 +128,7 @@ class StallDetector:
     # The log
 
     def check_log(self, share: float) -> list[Stall]:
-        """Whether it is so full that publishers wait for space."""
+        """Find a log so full that publishers wait for space."""
         used = self._health.bytes / self._health.limit_bytes if self._health.limit_bytes else 0.0
         if used < share:
             return []
@@ -139,7 +139,7 @@ class StallDetector:
     # Environment workers
 
     def check_environments(self) -> list[Stall]:
-        """Whether open episodes have a worker to run them."""
+        """Find open episodes without a worker to run them."""
         if not self._environments:
             reason = f"{self._open_episodes}, and no environment worker is alive{self._describe_last_worker('environment')}"
             return [self._stall("environment", reason, "start `fleetbus environment`")]
@@ -157,7 +157,7 @@ class StallDetector:
         return []
 
     def check_stages(self) -> list[Stall]:
-        """Where running episodes are: at the policy or at the environment, the larger part first."""
+        """Find what running episodes wait for: the policy or the environment, the larger part first."""
         answering = sum(row.in_flight for row in self._inference)
         asking = self._stages.pop("action", 0)
         inside = sum(self._stages.values())
@@ -185,7 +185,7 @@ class StallDetector:
     # Inference workers
 
     def check_inference(self) -> list[Stall]:
-        """Whether an inference worker with the right version is alive."""
+        """Find out if no inference worker with the right version is alive."""
         if not self.running or not self._environments:
             return []
         alive, wanted = self._inference, self._state.progress.version
@@ -202,7 +202,7 @@ class StallDetector:
     # The learner
 
     def check_learner(self) -> list[Stall]:
-        """Why no episode is requested."""
+        """Find the reason why no episode is requested."""
         alive = self._find_alive("learner")
         if not alive:
             reason = f"no learner is alive{self._describe_last_worker('learner')}"
@@ -223,7 +223,7 @@ class StallDetector:
         ]
 
     def check_verdicts(self, now_ns: int, stall_seconds: float) -> list[Stall]:
-        """Whether episodes end, and nothing can be learned from any of them."""
+        """Find out if episodes end and nothing can be learned from any of them."""
         since = max(self._state.last_step_ns, self._state.lineage_ns)
         ended = self._state.since_step
         count = ended.total()
@@ -239,7 +239,7 @@ class StallDetector:
         return [Stall(where="environment", reason=reason, seconds=seconds, advice=advice)]
 
     def check_training(self, now_ns: int, stall_seconds: float) -> list[Stall]:
-        """Whether groups end one after the other, with verdicts, and no step takes any of them."""
+        """Find out if groups end one after the other, with verdicts, and no step takes any of them."""
         state, learners = self._state, self._find_alive("learner")
         since, ended = max(state.last_step_ns, state.lineage_ns), len(state.groups_since_step)
         batch = max((row.slots for row in learners), default=0)
@@ -261,7 +261,7 @@ class StallDetector:
     # The policy
 
     def check_policy(self, now_ns: int, stall_seconds: float) -> list[Stall]:
-        """Whether steps are trained, and nothing is learned from any."""
+        """Find out if steps are trained and nothing is learned from any."""
         found = self._state.progress.signal.diagnose(now_ns, patience_seconds=stall_seconds)
         if found is None or found.kind == "solved":
             return []
@@ -286,7 +286,7 @@ class StallDetector:
 
 
 def _stages(state: RunState, alive: set[str]) -> Counter[str]:
-    """How many episodes are in which stage now, as the heartbeats of environment workers count beginnings and ends."""
+    """Number of episodes in each stage now, as the heartbeats of environment workers count beginnings and ends."""
     found: Counter[str] = Counter()
     for beat in state.worker_registry.list_heartbeats():
         if beat.worker in alive:

@@ -108,7 +108,7 @@ class WorkerRegistry:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the learner was asked to request no new groups."""
+        """True if the learner was asked to request no new groups."""
         return any(beat.paused for beat in self.list_heartbeats())
 
     def list_live(self, now: float) -> list[Heartbeat]:

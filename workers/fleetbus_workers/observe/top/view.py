@@ -107,8 +107,8 @@ def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
 
 
 class _Row:
-    """Parts of a line with dots between them; where the line is too long it is broken at a dot, never within a part, whatever
-    line breaks that has."""
+    """Parts of a line with dots between them; where the line is too long it is broken at a dot, never within a part, even at
+    line breaks that the part has."""
 
     def __init__(self, parts: Sequence[str], style: str = "") -> None:
         self._parts = parts
@@ -161,7 +161,7 @@ def _format_episodes(numbers: dict[str, Any], is_over: bool) -> list[str]:
 
 
 def _format_engines(workers: Sequence[WorkerRow]) -> list[str]:
-    """What the engines of all inference workers say of themselves together; of shares the largest and the least."""
+    """The load of the engines of all inference workers together; of shares the largest and the least."""
     loads = [row.engine for row in workers if row.engine is not None]
     formats: dict[str, Callable[[list[Any]], str]] = {
         "running": lambda values: f"{sum(values):,} requests",

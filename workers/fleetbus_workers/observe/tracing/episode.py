@@ -3,7 +3,7 @@
     episode                      request to result
     ├─ queue                     until an environment worker claims it, the first time or after a hand-back
     ├─ lost                      from the last sign of an attempt to the claim that takes it over
-    └─ attempt                   claim to result, to the goodbye, or to its last sign
+    └─ attempt                   claim to result, to the release, or to its last sign
        ├─ open                   to the first observation
        ├─ turn                   observation to the next one
        │  ├─ queue               at the engine
@@ -53,7 +53,7 @@ class EpisodeTrace(Trace):
     # What happens
 
     def apply_claim(self, entry: StreamEntry, claim: AttemptStarted) -> Iterator[Span]:
-        """An attempt begins; whatever the one before was doing is over."""
+        """An attempt begins; all that the one before was doing is over."""
         self._sequence = entry.sequence
         before = self._claim
         if before is not None and not self._is_released:
@@ -67,9 +67,9 @@ class EpisodeTrace(Trace):
         self._claim, self._claimed_ns, self._claim_sequence = claim, entry.time_ns, entry.sequence
         self._is_released, self._turn, self._seen_ns = False, None, entry.time_ns
 
-    def apply_release(self, entry: StreamEntry, goodbye: AttemptReleased) -> Iterator[Span]:
+    def apply_release(self, entry: StreamEntry, release: AttemptReleased) -> Iterator[Span]:
         """A draining worker hands the episode back."""
-        if self._claim is None or goodbye.attempt != self._claim.attempt or self._is_released:
+        if self._claim is None or release.attempt != self._claim.attempt or self._is_released:
             return
         self._sequence = entry.sequence
         yield from self._end_attempt(entry.time_ns, "handed back")

@@ -100,8 +100,8 @@ class LogTraces:
             match decode_episode_entry(entry):
                 case AttemptStarted() as claim:
                     yield from trace.apply_claim(entry, claim)
-                case AttemptReleased() as goodbye:
-                    yield from trace.apply_release(entry, goodbye)
+                case AttemptReleased() as release:
+                    yield from trace.apply_release(entry, release)
                 case EpisodeFinished() as result:
                     yield from trace.apply_result(entry, result)
                     self._close(episode, trace)
@@ -223,7 +223,7 @@ def _build_attributes(lineage: str, step: int, entry: StreamEntry) -> dict[str, 
 
 
 def _compute_stage_times(step: StepTrained, end_ns: int) -> dict[str, tuple[int, int]]:
-    """When each stage began and ended, counted back from when the step was stored."""
+    """Begin and end of each stage, counted back from when the step was stored."""
     found: dict[str, tuple[int, int]] = {}
     for stage in reversed(STAGES):
         begin = end_ns - to_nanoseconds(step.metrics.get(f"seconds_{stage}", 0.0))

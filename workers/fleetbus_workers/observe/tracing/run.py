@@ -25,8 +25,8 @@ log = structlog.get_logger()
 
 
 class TraceSummary(msgspec.Struct, kw_only=True):
-    """What came of it. ``open`` episodes have no result, ``open_sessions`` no end. ``last_sequence`` is the entry up to which
-    every span was taken."""
+    """The result of tracing. ``open`` episodes have no result, ``open_sessions`` no end. ``last_sequence`` is the entry up to
+    which every span was taken."""
 
     run: str
     episodes: int = 0

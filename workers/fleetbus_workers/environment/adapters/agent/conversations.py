@@ -86,7 +86,7 @@ class Conversations:
         self.messages += attached.messages
 
     def answer(self, action: Action) -> Answer:
-        """The policy's turn, told to whoever waits for it."""
+        """Pass the policy's turn to whoever waits for it."""
         assert self._attached is not None
         calls = self._number_calls(action)
         answer = self._build_answer(action, calls)
@@ -106,7 +106,7 @@ class Conversations:
         )
 
     def follow(self, attached: Attachment) -> ContextChange | None:
-        """How the policy's context goes on from the segment of the turn before."""
+        """The change of the policy's context after the segment of the turn before."""
         before, self._segment = self._segment, attached.segment
         if attached.reason is not None:
             return ContextChange(reason=attached.reason, tools=attached.tools)

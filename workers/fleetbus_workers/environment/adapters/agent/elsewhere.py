@@ -18,7 +18,7 @@ from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
 
 
 class SessionRegistry(Protocol):
-    """Who makes sessions known to the agents outside."""
+    """Makes sessions known to the agents outside."""
 
     def open_session(self, request: EpisodeRequested) -> AgentSession:
         """The session of an episode; not yet known to anybody."""
@@ -119,7 +119,7 @@ class ElsewhereEnvironment:
 
 
 class NoTools:
-    """What a verifier may ask of an agent outside: nothing but what was said."""
+    """The calls that a verifier may make of an agent outside: none; it reads what was said."""
 
     async def call_tool(self, name: str, arguments: dict[str, object]) -> Any:
         raise LookupError(f"unknown tool {name!r}: the agent runs elsewhere, and its files are not known here")

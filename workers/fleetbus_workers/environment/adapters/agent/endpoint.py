@@ -96,7 +96,7 @@ def build_application(routes: Sequence[BaseRoute], settings: GuardSettings) -> S
 
 
 class ModelCalls:
-    """What agents call, for the sessions that ``sessions`` knows."""
+    """The endpoint that agents call, for the sessions that ``sessions`` knows."""
 
     def __init__(self, sessions: SessionDirectory) -> None:
         self._sessions = sessions
@@ -187,7 +187,7 @@ class StreamedAnswer(StreamingResponse):
 
 
 class PostedReward(msgspec.Struct, forbid_unknown_fields=True):
-    """What an agent says of its own episode."""
+    """The reward that an agent posts for its own episode."""
 
     reward: float | None
     reason: str = ""
@@ -223,14 +223,14 @@ def parse_call(dialect: Dialect, body: bytes) -> AgentCall:
 
 
 def digest_call(request: Request, body: bytes) -> str:
-    """What a repetition has in common with its call: path, idempotency key and body."""
+    """The digest that a repetition shares with its call: of path, idempotency key and body."""
     digest = hashlib.blake2b(request.url.path.encode() + b"\0", digest_size=16)
     digest.update(request.headers.get("idempotency-key", "").encode() + b"\0" + body)
     return digest.hexdigest()
 
 
 def is_repetition(request: Request) -> bool:
-    """Whether the client says that it sent this call before."""
+    """True if the client says that it sent this call before."""
     return request.headers.get("x-stainless-retry-count", "0") not in ("", "0") or "idempotency-key" in request.headers
 
 

@@ -129,7 +129,7 @@ class AgentEnvironment:
 
 
 class FolderTools:
-    """What a verifier may ask: the tool ``read_file`` with a ``path`` below the agent's working folder."""
+    """The one tool of a verifier: ``read_file`` with a ``path`` below the agent's working folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

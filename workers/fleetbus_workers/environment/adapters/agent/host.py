@@ -1,7 +1,7 @@
-"""Where the agents of one worker run: the sandbox where this machine has one, else as the worker's user; and what a crash left.
+"""Runs the agents of one worker: in the sandbox if this machine has one, else as the worker's user; removes what a crash left.
 
 In the sandbox an agent sees its program and its working folder, and reaches nothing but the endpoint. A sandbox ends with its
-worker. Without one, whatever an agent started is found by the labels in its variables, here or by a later worker on this host.
+worker. Without one, all that an agent started is found by the labels in its variables, here or by a later worker on this host.
 """
 
 import os

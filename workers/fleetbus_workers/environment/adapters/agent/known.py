@@ -19,7 +19,7 @@ class KnownAgent(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def streams(self) -> bool:
-        """Whether its streamed answers were tried."""
+        """True if its streamed answers were tried."""
         return any(case.endswith("_streamed") for case in self.cases)
 
 

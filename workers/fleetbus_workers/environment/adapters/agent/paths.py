@@ -1,4 +1,4 @@
-"""Which earlier turns a call continues: conversations of one session as paths, compared message by message. Pure.
+"""Finds the earlier turns that a call continues: conversations of one session as paths, compared message by message. Pure.
 
 An agent sends its whole conversation with every call. What it sends back is not always what it was given: arguments are written
 anew, reasoning and ids are left out, a system prompt holds a number that changes with every request. Equality is therefore that
@@ -28,7 +28,7 @@ TURN_BYTES = 1_000_000
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a call belongs: it continues ``segment`` with ``messages``, or begins that segment for a ``reason``."""
+    """The place of a call: it continues ``segment`` with ``messages``, or begins that segment for a ``reason``."""
 
     segment: int
     messages: tuple[ChatMessage, ...]
@@ -72,7 +72,7 @@ class Paths:
         return Attachment(segment=len(self._paths) - 1, messages=tuple(messages), tools=tuple(tools), reason=reason)
 
     def _identify_all(self, messages: Sequence[ChatMessage]) -> list[bytes]:
-        """Mostly what was said in the call before, and a little more; calls are compared by what JSON tells apart, as 1 and
+        """Mostly what was said in the call before, and a little more; calls are compared by what JSON distinguishes, as 1 and
         true."""
         known, identities = self._last_said
         said = [
@@ -113,7 +113,7 @@ class Paths:
         return max(lengths, key=lambda segment: (lengths[segment], segment)) if lengths else None
 
     def _explain_new_path(self, said: list[bytes], offered: bytes) -> SegmentReason:
-        """Why no path goes on: what differs from the path that is nearest."""
+        """The reason why no path continues: what differs from the nearest one."""
         for path in reversed(self._paths):
             same = path.messages == said[: len(path.messages)] and len(path.messages) < len(said)
             if same and path.tools != offered:
@@ -137,7 +137,7 @@ def check_size(messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> No
 
 
 def identify(message: ChatMessage) -> bytes:
-    """What a message says, as a digest: conversations are long, and many."""
+    """The digest of what a message says: conversations are long, and many."""
     text = message.content if isinstance(message.content, str) else msgspec.json.encode(message.content).decode()
     if message.role == "system":
         for noise in NOISE.values():
@@ -148,7 +148,7 @@ def identify(message: ChatMessage) -> bytes:
 
 
 def digest_question(messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> str:
-    """What a call asks, whatever its bytes are."""
+    """The digest of what a call asks, independent of its bytes."""
     return _name_question([identify(message) for message in messages], digest_tools(tools))
 
 

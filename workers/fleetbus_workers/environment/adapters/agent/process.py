@@ -19,7 +19,7 @@ from fleetbus_workers.environment.ownership import Labels, build_label_variables
 
 
 class AgentLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one agent may use. ``file_bytes`` is the largest file, its own output included; ``folder_bytes`` all of its working
+    """The limits of one agent. ``file_bytes`` is the largest file, its own output included; ``folder_bytes`` all of its working
     folder; ``memory_bytes`` what it and all that it started hold together."""
 
     file_bytes: int = 64 << 20
@@ -31,7 +31,7 @@ class AgentLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Confinement(msgspec.Struct, frozen=True, kw_only=True):
-    """How an agent runs in the sandbox: what it sees, and the socket behind the only ``port`` that it can reach."""
+    """The sandbox of an agent: what it sees, and the socket behind the only ``port`` that it can reach."""
 
     isolation: Isolation
     visible: tuple[Path, ...]
@@ -60,11 +60,11 @@ class AgentProcess(ProcessGroup):
         watch.add(self)
 
     def tie(self, lifeline: int) -> None:
-        """Close this with it: a sandbox ends when its worker's side of a pipe is closed, by whatever."""
+        """Close this with it: a sandbox ends when its worker's side of a pipe is closed, by anyone."""
         self._lifeline = lifeline
 
     def find_by(self, labels: Labels) -> None:
-        """End with it whatever carries these labels."""
+        """End with it all that carries these labels."""
         self._labels = labels
 
     @property
@@ -109,11 +109,11 @@ async def start_in_sandbox(
     command: Sequence[str], folder: Path, variables: Mapping[str, str], limits: AgentLimits, confinement: Confinement
 ) -> AgentProcess:
     """Raises `EnvironmentFailed`."""
-    told = _write_settings(command, folder, variables, limits, confinement)
+    settings = _write_settings(command, folder, variables, limits, confinement)
     inside, lifeline = os.pipe()
     try:
         sandbox = confinement.isolation.command(
-            build_python_command(INSIDE / "agent.py", str(told), str(inside)),
+            build_python_command(INSIDE / "agent.py", str(settings), str(inside)),
             visible=[INSIDE, *confinement.visible],
             tools=True,
             scratch_bytes=limits.scratch_bytes,
@@ -127,13 +127,13 @@ async def start_in_sandbox(
             variables=build_owner_variables(),
             folder=Path("/"),
             file_bytes=limits.file_bytes,
-            pass_fds=(told, inside),
+            pass_fds=(settings, inside),
         )
     except BaseException:
         os.close(lifeline)
         raise
     finally:
-        os.close(told)
+        os.close(settings)
         os.close(inside)
     agent.tie(lifeline)
     return agent

@@ -59,7 +59,7 @@ class KeyRefused(Exception):
 
 
 class SessionDirectory(Protocol):
-    """Who knows which session a key is of."""
+    """Finds the session of a key."""
 
     async def find(self, keys: Sequence[str]) -> AgentSession:
         """The session of the first of these keys that is one. Raises `KeyRefused`, `SessionMoved`, `TooManyCalls`."""
@@ -95,7 +95,7 @@ class PendingCall:
         return not self.delivered and not self.connected
 
     def takes_first_request(self) -> bool:
-        """Whether an unmarked request is the one that was repeated before it came; once."""
+        """True if an unmarked request is the one that was repeated before it came; once."""
         is_due, self.first_request_until = anyio.current_time() < self.first_request_until, -math.inf
         return is_due
 
@@ -222,7 +222,7 @@ class AgentSession:
         return True
 
     def has_taken(self, reward: float | None) -> bool:
-        """Whether this is the reward that was given here: one that is posted again was taken."""
+        """True if this is the reward that was given here: one that is posted again was taken."""
         return self.is_graded and self.reward == reward
 
     def end(self) -> None:

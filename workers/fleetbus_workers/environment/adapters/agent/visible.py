@@ -1,4 +1,4 @@
-"""What an agent in the sandbox may read: its program and what that imports, without entries whose names begin with a dot."""
+"""The files that an agent in the sandbox may read: its program and what that imports, without names that begin with a dot."""
 
 import importlib
 import os
@@ -37,7 +37,7 @@ def list_visible(command: Sequence[str], listed: Iterable[str]) -> list[Path]:
 
 
 def list_hidden(visible: Sequence[Path], secrets: Iterable[Path]) -> list[Path]:
-    """What lies in visible folders and is no business of an agent's: ``secrets``, and entries whose names begin with a dot,
+    """Entries of visible folders that an agent must not see: ``secrets``, and entries whose names begin with a dot,
     unless something visible lies in them."""
     hidden = [path.resolve() for path in secrets if _is_below(path.resolve(), visible)]
     for folder in visible:
@@ -74,7 +74,7 @@ def _list_program(program: Path) -> Iterator[Path]:
 
 
 def _list_imports() -> Iterator[Path]:
-    """What this Python imports from, fleetbus included, but for the current folder."""
+    """The folders that this Python imports from, fleetbus included, but for the current folder."""
     yield Path(sys.prefix)
     yield from (Path(path) for path in sys.path if os.path.isabs(path) and os.path.isdir(path) and path != os.getcwd())
     for name in ("fleetbus", "fleetbus_schemas", "fleetbus_workers"):

@@ -1,7 +1,7 @@
 """Coding as an environment: the policy writes Python, reads the output, and continues in the same interpreter.
 
 Above it is the session of an environment worker; below it one sandbox per episode and a verifier. Code comes as a call of the
-tool ``python`` or as a fenced block. Whatever the code does is an observation; only a sandbox that cannot be started ends the
+tool ``python`` or as a fenced block. All that the code does is an observation; only a sandbox that cannot be started ends the
 episode. A task's config may hold ``setup`` (code that runs before the episode begins) and ``seconds`` (for each piece of code).
 """
 
@@ -154,7 +154,7 @@ class CodingEnvironment:
 
         ``python_call`` runs code in an interpreter of its own, calls its ``function`` once for each of ``arguments`` (a list of
         lists) and gives ``results``, one for each, with ``value`` and ``error``: the verifier compares them in its own process,
-        where the code has nothing. Whatever an interpreter with code of the policy says may be made up by that code.
+        where the code has nothing. What an interpreter with code of the policy says may be made up by that code.
         """
         code = arguments.get("code")
         if not isinstance(code, str):

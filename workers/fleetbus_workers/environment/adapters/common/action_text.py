@@ -1,4 +1,4 @@
-"""How a policy's text becomes an action of a text world: what stands between its marks, without the thinking before it.
+"""Makes a policy's text an action of a text world: what stands between its marks, without the thinking before it.
 
 Pure.
 """

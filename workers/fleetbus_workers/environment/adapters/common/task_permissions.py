@@ -1,4 +1,4 @@
-"""What the config of a task may name outside of its episode: only what the operator listed in the settings.
+"""Permits the config of a task to name outside of its episode only what the operator listed in the settings.
 
 A task comes from a file that somebody else may have written, or over a gateway from anybody who may open a session. So its
 ``config`` chooses no address, no environment variable and no module by itself, and no file at all.

@@ -17,8 +17,8 @@ Content = str | tuple[Text | Image, ...]
 
 
 def build_tool_messages(action: Action, contents: Sequence[Content]) -> tuple[ChatMessage, ...]:
-    """What the policy sees next: a message per call in the calls' order, and what was wrong with those that were none, at the
-    end of the last message or, where there is none, from the user."""
+    """The messages that the policy sees next: one per call in the calls' order, and what was wrong with those that were none,
+    at the end of the last message or, where there is none, from the user."""
     problems = [format_error(f"malformed tool call: {problem}") for problem in action.tool_call_errors]
     messages = [_build_result(call, content) for call, content in zip(action.tool_calls, contents, strict=True)]
     if not messages:
@@ -39,7 +39,7 @@ def answer_first_call(action: Action, step: Step) -> Step:
 
 
 def is_final_answer(action: Action) -> bool:
-    """Whether a response asks for nothing more: it has no call, no attempt at one, and an end."""
+    """True if a response asks for nothing more: it has no call, no attempt at one, and an end."""
     return not action.tool_calls and not action.tool_call_errors and action.finish_reason != "length"
 
 

@@ -17,7 +17,7 @@ from fleetbus_workers.environment.base import EnvironmentFailed
 DEFAULT_BASE_URL = "https://orchestrator.fleetai.com"
 TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 TRANSIENT_WORDS = ("health check", "timeout", "connection", "temporarily", "rate limit", "too many in-flight")
-"""What the platform says, at whatever status, when a later try may succeed."""
+"""What the platform says, at any status, when a later try may succeed."""
 
 REQUEST_SECONDS = 30.0
 CREATE_SECONDS = 900.0
@@ -133,7 +133,7 @@ class FleetApi:
         return answer.get("columns") or [], answer.get("rows") or []
 
     async def has_bundle(self, sha256: str) -> bool:
-        """Whether the platform has verifier code with that hash; a failure to say so is a no."""
+        """True if the platform has verifier code with that hash; a failure to say so is a no."""
         try:
             answer = await self._request("GET", "/v1/verifiers/check", params={"sha256": sha256})
         except FleetError:

@@ -205,7 +205,7 @@ def build_instance_request(task: Task, host: FleetHost, episode_seconds: float) 
 
 
 def read_result(result: ToolResult) -> ToolResult:
-    """What Fleet's servers say in JSON text: errors that MCP's own flag does not show, and a screenshot in a field."""
+    """Read the JSON text of Fleet's servers: errors that MCP's own flag does not show, and a screenshot in a field."""
     if not isinstance(result.content, str) or not result.content.lstrip().startswith("{"):
         return result
     try:

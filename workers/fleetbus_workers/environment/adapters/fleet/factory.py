@@ -68,5 +68,5 @@ def build_fleet_factory(
 
 
 def choose_first_call(task: Task) -> ToolCall | None:
-    """Where there is a screen, the policy sees it together with its task."""
+    """The call for a screenshot where there is a screen: the policy sees it together with its task."""
     return ToolCall(name=COMPUTER, arguments={"action": "screenshot"}) if task.modality in SCREEN_MODALITIES else None

@@ -1,6 +1,6 @@
 """Verdicts from the platform: a task's verifier run there against the episode's instance.
 
-Whatever is not the policy's doing - the platform's failure, the verifier's, its judge's - is no verdict, and never a 0.
+What is not the policy's doing - the platform's failure, the verifier's, its judge's - is no verdict, and never a 0.
 """
 
 import math
@@ -89,7 +89,7 @@ class PlatformGrader:
 
 
 def is_passing(answer: dict[str, object]) -> bool:
-    """Whether another try may end otherwise: the execution failed, or the verifier's judge did."""
+    """True if another try may end otherwise: the execution failed, or the verifier's judge did."""
     return not answer.get("success") or _JUDGE_ERROR.search(str(answer.get("stdout") or "")) is not None
 
 

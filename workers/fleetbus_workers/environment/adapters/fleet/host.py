@@ -93,7 +93,7 @@ class FleetHost:
         self.api: FleetApi | None = None
 
     def build_headers(self, url: str) -> dict[str, str]:
-        """What an instance's MCP endpoint wants to see; the key goes over TLS, or stays on this machine."""
+        """The headers for an instance's MCP endpoint; the key goes over TLS, or stays on this machine."""
         parts = urlsplit(url)
         is_private = parts.scheme == "https" or parts.hostname in LOOPBACK
         return {"Authorization": f"Bearer {self._key}"} if is_private else {}
@@ -253,7 +253,7 @@ class FleetHost:
 
 
 def build_run_prefix(run: str) -> str:
-    """How the labels of a run's instances begin; the machine's name follows."""
+    """The prefix of the labels of a run's instances; the machine's name follows."""
     host = re.sub(r"[^A-Za-z0-9]+", "-", socket.gethostname())
     return f"fleetbus_{run}_{host}_"
 
@@ -264,14 +264,14 @@ def build_process_label(process: int) -> str:
 
 
 def is_orphaned(label: str, run: str) -> bool:
-    """Whether ``label`` belongs to a process of that run on this machine that has ended. False if that is unknown."""
+    """True if ``label`` belongs to a process of that run on this machine that has ended. False if that is unknown."""
     prefix = build_run_prefix(run)
     found = _PROCESS.match(label.removeprefix(prefix)) if label.startswith(prefix) else None
     return found is not None and int(found[2]) > 0 and _read_start_time(int(found[1])) != int(found[2])
 
 
 def _read_start_time(process: int) -> int:
-    """When a process was started (clock ticks since boot, Linux); 0 if there is none or the system does not say."""
+    """The start time of a process (clock ticks since boot, Linux); 0 if there is none or the system does not say."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -33,11 +33,11 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class UnknownAction(ValueError):
-    """What the policy said is none of the actions; the message says what there is."""
+    """Raised when what the policy said is none of the actions; the message lists them."""
 
 
 def get_short_name(environment: gymnasium.Env[object, object]) -> str:
-    """``FrozenLake`` for FrozenLake-v1, whatever its namespace."""
+    """``FrozenLake`` for FrozenLake-v1, in any namespace."""
     name = environment.spec.id if environment.spec is not None else type(environment.unwrapped).__name__
     return name.rpartition("/")[2].partition("-v")[0]
 
@@ -61,7 +61,7 @@ def list_action_names(environment: gymnasium.Env[object, Any], given: Sequence[s
 
 
 def parse_action(text: str, environment: gymnasium.Env[object, object], names: Sequence[str]) -> object:
-    """What ``text`` means in the environment's action space. Raises `UnknownAction`."""
+    """Parse ``text`` as an action of the environment's action space. Raises `UnknownAction`."""
     space = environment.action_space
     if isinstance(space, gymnasium.spaces.Discrete):
         wanted = text.strip().strip(".").casefold()

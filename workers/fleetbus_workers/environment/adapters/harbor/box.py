@@ -1,4 +1,4 @@
-"""Where a Harbor task is played and graded: the protocol, with a Docker engine and with the sandbox behind it."""
+"""The box in which a Harbor task is played and graded: a protocol, with a Docker engine or the sandbox behind it."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -18,7 +18,7 @@ MAX_ARTIFACT_BYTES = 256 << 20
 
 
 class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a shell command led to. ``ended``: empty, ``time``, ``memory`` or ``exit`` (all that ran in the box has ended)."""
+    """The result of a shell command. ``ended``: empty, ``time``, ``memory`` or ``exit`` (all that ran in the box has ended)."""
 
     output: str
     exit_code: int
@@ -26,7 +26,7 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """What a box is made of: a folder with a Dockerfile, or an image; and what it may use. ``digest`` is of the folder."""
+    """The recipe of a box: a folder with a Dockerfile, or an image; and what it may use. ``digest`` is of the folder."""
 
     folder: Path
     digest: str
@@ -68,7 +68,7 @@ class BoxMaker(Protocol):
     def run(self) -> AbstractAsyncContextManager[None]: ...
 
     def find_unsupported(self, recipe: Recipe, users: Sequence[str | int | None]) -> list[str]:
-        """What a recipe asks for that these boxes have not."""
+        """The features that a recipe asks for and these boxes lack."""
 
     async def prepare(self, recipe: Recipe) -> None:
         """Build or fetch what boxes of this recipe are made from, once."""

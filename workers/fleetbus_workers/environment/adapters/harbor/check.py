@@ -1,4 +1,4 @@
-"""Whether Harbor tasks hold: their own solution gets the full reward, and doing nothing does not."""
+"""Checks Harbor tasks: their own solution gets the full reward, and doing nothing does not."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ FULL = 1.0
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What a task gave: the rewards of its solution and of doing nothing (None: no verdict), and what is wrong with them."""
+    """The rewards of a task: those of its solution and of doing nothing (None: no verdict), and what is wrong with them."""
 
     key: str
     solution: float | None = None
@@ -25,7 +25,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_harbor(location: str) -> bool:
-    """Whether a location of tasks is one of Harbor tasks."""
+    """True if a location of tasks is one of Harbor tasks."""
     return location.startswith(PREFIX)
 
 

@@ -41,7 +41,7 @@ MAX_PROCESSES = 512
 
 
 async def find_engine() -> str:
-    """Why no container can be started here; empty if one can."""
+    """The reason why no container can be started here; empty if one can."""
     import importlib.util
 
     if importlib.util.find_spec("docker") is None:
@@ -295,7 +295,7 @@ def _pack(source: Path) -> bytes:
 
 
 def _get_archive(client: Any, name: str, path: str, limit: int, *, cut: bool = False) -> tarfile.TarFile | None:
-    """What lies at a path, None if nothing does; of more than ``limit`` bytes the beginning, or `EnvironmentFailed`."""
+    """An archive of a path, None if nothing is there; of more than ``limit`` bytes the beginning, or `EnvironmentFailed`."""
     import docker
 
     try:

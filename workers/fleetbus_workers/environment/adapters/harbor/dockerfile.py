@@ -16,7 +16,7 @@ _IGNORED = frozenset({"FROM", "LABEL", "CMD", "EXPOSE", "MAINTAINER"})
 
 
 class Build(msgspec.Struct, frozen=True, kw_only=True):
-    """What the sandbox makes of it, in order: ``("copy", source, target)`` and ``("run", command, workdir)``."""
+    """The steps that the sandbox makes of it, in order: ``("copy", source, target)`` and ``("run", command, workdir)``."""
 
     workdir: str
     variables: dict[str, str]

@@ -132,7 +132,7 @@ class HarborEnvironment:
         return Step(messages=(message,), tool_calls=ran, tool_errors=errors, output=output)
 
     async def _finish_step(self, note: str, *, timed_out: bool = False, tool_calls: int = 0, tool_errors: int = 0) -> Step:
-        """Grade a step and go on with the next one; the last one is graded by `verify`."""
+        """Grade a step and continue with the next one; the last one is graded by `verify`."""
         assert self._harbor is not None
         last = self._position + 1 == len(self._harbor.steps)
         if last or not await self._settle_step():
@@ -145,7 +145,7 @@ class HarborEnvironment:
         return Step(messages=(ChatMessage(role="user", content=text),), tool_calls=tool_calls, tool_errors=tool_errors)
 
     async def _settle_step(self) -> bool:
-        """Whether the current step was good enough to go on."""
+        """True if the current step was good enough to continue."""
         assert self._harbor is not None
         grade = await self._grade_step(self._harbor, self.box, self._current)
         if grade.reward is None:

@@ -23,7 +23,7 @@ _TEMPLATE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
-    """What the tests gave: ``rewards`` by name, None without a verdict and then with a reason."""
+    """The verdict of the tests: ``rewards`` by name, None without a verdict and then with a reason."""
 
     rewards: dict[str, float] | None
     reason: str = ""
@@ -36,7 +36,7 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
         return self.rewards.get("reward", next(iter(self.rewards.values())) if len(self.rewards) == 1 else None)
 
     def find_shortfall(self, thresholds: Mapping[str, float]) -> str:
-        """Which reward is below its threshold; empty if none is."""
+        """The reward that is below its threshold; empty if none is."""
         for name, least in thresholds.items():
             found = (self.rewards or {}).get(name, -math.inf)
             if found < least:

@@ -285,7 +285,7 @@ def _make_folders(folder: Path, build: Build) -> dict[str, Path]:
 
 
 async def _carry_out(build: Build, recipe: Recipe, box: SandboxBox) -> None:
-    """What the Dockerfile says, in its order."""
+    """Carry out what the Dockerfile says, in its order."""
     os.makedirs(box.mounts[build.roots[0]], exist_ok=True)
     await _expect(box, f"mkdir -p {shlex.quote(build.workdir)}", "/")
     for kind, what, where in build.actions:

@@ -49,7 +49,7 @@ _log = structlog.get_logger(__name__)
 
 
 class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a call gave: text, or JSON-like data where a server sent no text; ``failed`` if the tool says that it failed.
+    """The result of a call: text, or JSON-like data where a server sent no text; ``failed`` if the tool says that it failed.
 
     ``abandoned``: how the call ended is unknown. ``images`` are those among its blocks, in order. ``ends``: the call was the
     policy's last, with its final ``answer`` if it gave one. ``structured``: the data that came beside its blocks.
@@ -82,7 +82,7 @@ class Connection(Protocol):
     async def list_tools(self) -> tuple[ToolSpec, ...]: ...
 
     async def call_tool(self, name: str, arguments: dict[str, object]) -> ToolResult:
-        """Raises `ServerGone` when the server is; whatever else goes wrong with a call is its result."""
+        """Raises `ServerGone` when the server is; all else that goes wrong with a call is its result."""
 
     async def query(self, sql: str, params: Sequence[Any]) -> object:
         """Rows from the database behind the server, for verifiers; raises `LookupError` if it shows none."""
@@ -169,7 +169,7 @@ def check_count(tools: Sequence[ToolSpec], page: Sequence[T]) -> Sequence[T]:
 
 
 def has_default_lifespan(server: object) -> bool:
-    """Whether ``server`` is a low-level server that holds nothing of its own for as long as it is connected."""
+    """True if ``server`` is a low-level server that holds nothing of its own for as long as it is connected."""
     return isinstance(server, Server) and server.lifespan is default_lifespan
 
 
@@ -190,7 +190,7 @@ def parse_tool_result(result: Mapping[str, Any]) -> ToolResult:
 
 
 def tool_output(result: ToolResult, limit: int) -> ToolOutput:
-    """What a call gave, for clients that are no policy; text is cut after ``limit`` bytes, larger data left out."""
+    """The output of a call for clients that are no policy; text is cut after ``limit`` bytes, larger data left out."""
     content = result.content
     text = content if isinstance(content, str) else "" if content is None else json.dumps(content, default=str)
     structured = result.structured

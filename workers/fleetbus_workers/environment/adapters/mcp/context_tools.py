@@ -76,7 +76,7 @@ class ContextTools:
 
     @property
     def is_large(self) -> bool:
-        """Whether a call may take tens of milliseconds."""
+        """True if a call may take tens of milliseconds."""
         return MAX_STORED_CHARACTERS - self._characters_left > LARGE_CHARACTERS
 
     def shorten(self, text: str) -> str:
@@ -97,7 +97,7 @@ class ContextTools:
             return ToolResult(content=str(error), failed=True)
 
     def take_change(self) -> ContextChange | None:
-        """How the context goes on after the calls since this was asked last."""
+        """The change of the context by the calls since this was asked last."""
         change, self._change = self._change, None
         return change
 

@@ -211,7 +211,7 @@ class McpEnvironment:
         return truncate_text(self._context.shorten(text) if self._context is not None else text, limit)
 
     def _format_result(self, result: ToolResult, calls: Sequence[ToolCall]) -> str:
-        """What the policy reads after the first of ``calls``."""
+        """The text that the policy reads after the first of ``calls``."""
         text = _format_result_text(result)
         if self._context is not None:
             head = TOOL_RESULT if text.startswith(TOOL_RESULT) else ""

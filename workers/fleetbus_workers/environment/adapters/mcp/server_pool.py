@@ -1,7 +1,7 @@
 """MCP servers that outlive an episode: a server with a reset tool is reset instead of being restarted.
 
 Above it is `McpEnvironment`, below it one `ClientConnection` per process. A process goes back into the pool only after an
-episode in which every call came to its end; whatever was cancelled, timed out or died is closed instead.
+episode in which every call came to its end; what was cancelled, timed out or died is closed instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class WarmPool:
         return None
 
     def release(self, connection: ClientConnection) -> bool:
-        """Whether the pool keeps it; otherwise it is to be closed."""
+        """True if the pool keeps it; otherwise it is to be closed."""
         if not connection.is_open or len(self._idle) >= MAX_IDLE:
             return False
         self._idle.append(connection)

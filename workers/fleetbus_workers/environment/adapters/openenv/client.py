@@ -41,13 +41,13 @@ class UnknownType(OpenEnvError):
 
 
 class ActionRefused(OpenEnvError):
-    """What was sent does not fit the environment's schema; the session continues."""
+    """Raised when what was sent does not fit the environment's schema; the session continues."""
 
     code = "VALIDATION_ERROR"
 
 
 class ExecutionFailed(OpenEnvError):
-    """The environment's own code raised; the session continues, in whatever state that left it."""
+    """The environment's own code raised; the session continues, in the state that this left."""
 
     code = "EXECUTION_ERROR"
 
@@ -108,7 +108,7 @@ class OpenEnvSession:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call is on its way."""
+        """True if a call is on its way."""
         return self._call_lock.statistics().locked
 
     async def reset(self, arguments: Mapping[str, Any]) -> StepResult:
@@ -141,7 +141,7 @@ class OpenEnvSession:
         refusal = self._build_error(_parse_object(reply.data)) if reply.type == "error" else None
         if early is not None and not self._lost:
             raise ConnectionLost(
-                self._mark_lost("the server replied to what it was not asked: no reply can be told from another")
+                self._mark_lost("the server replied to what it was not asked: replies cannot be matched to calls any more")
             )
         if refusal is not None:
             raise refusal
@@ -150,7 +150,7 @@ class OpenEnvSession:
         return reply.data
 
     async def _read_early(self) -> str | bytes | None:
-        """What came without being asked for: an error, as of a server that is full, or one reply too many."""
+        """Read what came without being asked for: an error, as of a server that is full, or one reply too many."""
         try:
             with anyio.move_on_after(0):
                 return await self._socket.recv()
@@ -205,7 +205,7 @@ class OpenEnvSession:
 
 
 class _Connect(connect):
-    """Goes where it was told to and nowhere else: a server that sends its clients away would send their keys along."""
+    """Connects to the given address and nowhere else: a server that sends its clients away would send their keys along."""
 
     def process_redirect(self, exc: Exception) -> Exception | str:
         return exc

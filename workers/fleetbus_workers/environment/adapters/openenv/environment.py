@@ -317,7 +317,7 @@ def _parse_tool(item: Mapping[str, Any]) -> ToolSpec:
 
 
 def _format_tool_observation(observation: Mapping[str, object]) -> str:
-    """A tool's observation: its error, or its result as MCP content, or whatever it is."""
+    """A tool's observation: its error, or its result as MCP content, or as it is."""
     error = observation.get("error")
     if error:
         return format_error(str(error.get("message", error)) if isinstance(error, Mapping) else str(error))

@@ -1,6 +1,6 @@
-"""What starts the server of an environment: the protocol, its labels, and how long one waits for an answer.
+"""Starts the server of an environment: the protocol, its labels, and how long one waits for an answer.
 
-Above it is an environment (`provided`); below it one provider per outside system. Whatever a provider starts carries labels
+Above it is an environment (`provided`); below it one provider per outside system. All that a provider starts carries labels
 that say whose it is and until when it may live, so that a sweep finds what a crash left behind.
 """
 
@@ -31,7 +31,7 @@ class Provider(Protocol):
         """Start a server; cancelled or failed, it leaves nothing running."""
 
     async def find_problem(self, server: ProvidedServer) -> str:
-        """Why the server will never answer; empty while it may."""
+        """The reason why the server will never answer; empty while it may."""
 
     async def stop(self, server: ProvidedServer) -> None:
         """Stop the server and remove all of it; nothing is wrong if it is gone already."""

@@ -30,7 +30,7 @@ class DockerEngine:
         self._limiter = anyio.CapacityLimiter(CALLS_AT_A_TIME)
 
     async def call(self, what: str, function: Callable[[Any], Any]) -> Any:
-        """What ``function`` gives for the client; ``what`` says in an error what the engine did not do."""
+        """Call ``function`` with the client; ``what`` names in an error what the engine did not do."""
         return await anyio.to_thread.run_sync(self._run_in_thread, what, function, limiter=self._limiter)
 
     async def remove(self, name: str) -> None:

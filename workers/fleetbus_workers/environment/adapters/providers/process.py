@@ -69,7 +69,7 @@ class ProcessProvider:
         return await anyio.to_thread.run_sync(sweep_abandoned_processes)
 
     async def close(self) -> None:
-        """Stop whatever was not stopped."""
+        """Stop all that was not stopped."""
         for name in tuple(self._running):
             await self.stop(ProvidedServer(name=name, url=""))
 

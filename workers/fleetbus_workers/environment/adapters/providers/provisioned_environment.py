@@ -1,4 +1,4 @@
-"""An environment whose server is started for its episode: start, wait until it answers, play, stop, whatever happened."""
+"""An environment whose server is started for its episode: start, wait until it answers, play, stop in every case."""
 
 from __future__ import annotations
 

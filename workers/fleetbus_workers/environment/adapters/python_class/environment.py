@@ -40,7 +40,7 @@ def parse_device_names(text: str) -> tuple[str, ...]:
 
 
 def is_asynchronous(kind: object) -> bool:
-    """Whether all calls of a class are coroutine functions."""
+    """True if all calls of a class are coroutine functions."""
     return all(inspect.iscoroutinefunction(getattr(kind, call)) for call in CALLS)
 
 

@@ -1,7 +1,7 @@
 """One process of a pool, ``python -m .... pool_process FD FD SPEC``: plays episodes with a user's class.
 
 Frames on the first FD (four bytes of length, then JSON) hold one call each; the answer has its result or its error. When the
-other end closes, or the second FD does because the worker died, the process ends at once, whatever the class is doing.
+other end closes, or the second FD does because the worker died, the process ends at once, even during a call of the class.
 """
 
 import inspect

@@ -122,7 +122,7 @@ class PooledEnvironment:
         return msgspec.convert(await self._call("verify"), Verdict)
 
     async def close(self) -> None:
-        """Close the episode and free its place; whatever does not end by itself is killed."""
+        """Close the episode and free its place; what does not end by itself is killed."""
         slot = self._slot
         if slot is None:
             return
@@ -177,7 +177,7 @@ class _ProcessSlot:
         return await self._channel.receive()
 
     async def describe_exit(self) -> str:
-        """How the process ended."""
+        """The end of the process, in words."""
         if self._process is None:
             return "unknown"
         with anyio.move_on_after(STOP_SECONDS):

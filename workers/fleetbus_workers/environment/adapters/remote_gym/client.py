@@ -149,7 +149,7 @@ class ServerPool:
         self._failed_at.pop(url, None)
 
     async def is_idempotent(self, url: str) -> bool:
-        """Whether the server says at ``/health`` that it answers repetitions from memory; asked once per server."""
+        """True if the server says at ``/health`` that it answers repetitions from memory; asked once per server."""
         if url not in self.idempotent:
             try:
                 with anyio.fail_after(HEALTH_SECONDS):  # httpx bounds each read, not all of them
@@ -298,7 +298,7 @@ async def _post(pool: ServerPool, config: RemoteGymConfig, url: str, body: bytes
 
 @lru_cache(maxsize=1024)
 def has_proxy(url: str) -> bool:
-    """Whether this process is told to reach the server through a proxy, by ``HTTP_PROXY`` and its like."""
+    """True if this process is to reach the server through a proxy, by ``HTTP_PROXY`` and its like."""
     parts, proxies = urlsplit(url), getproxies()
     return bool(proxies.get(parts.scheme) or proxies.get("all")) and not proxy_bypass(parts.hostname or "")
 

@@ -1,4 +1,4 @@
-"""How remote-gym servers are reached: the client's keys of a task's ``config``; the rest of it goes to the server.
+"""Settings of the way to remote-gym servers: the client's keys of a task's ``config``; the rest of it goes to the server.
 
 The keys are those of the protocol's own client. Two differ on purpose: ``timeout`` and back-off together end with the stage's
 time limit, and ``token`` names an environment variable (``$NAME``), because a task travels in messages that are kept.

@@ -1,4 +1,4 @@
-"""Which isolation this machine permits, and a command line that runs a program in it.
+"""Finds the isolation that this machine permits, and a command line that runs a program in it.
 
 Both kinds give the same: own network (none), own processes, a read-only root that holds Python and the system's libraries and
 nothing else of the host, an empty /tmp of bounded size, no environment variables, and the end of everything inside when the
@@ -91,12 +91,12 @@ class Isolation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_python_command(script: Path, *arguments: str) -> list[str]:
-    """Our own Python running a program of ours, isolated from whatever is configured or installed."""
+    """Our own Python running a program of ours, isolated from all that is configured or installed."""
     return [os.path.realpath(sys.executable), "-I", "-S", "-B", str(script), *arguments]
 
 
 def list_readable(*visible: str | Path) -> list[str]:
-    """What a program inside may read: Python, the system's libraries, and ``visible``."""
+    """The paths that a program inside may read: Python, the system's libraries, and ``visible``."""
     return [path for path, _ in _list_visible_paths(visible, tools=False)]
 
 
@@ -143,7 +143,7 @@ def _try_all(kinds: Sequence[Kind]) -> Isolation | str:
 
 
 def _find_leak(isolation: Isolation) -> str:
-    """What is wrong with an isolation, in one line; empty if it works."""
+    """The fault of an isolation, in one line; empty if it works."""
     with tempfile.NamedTemporaryFile(prefix="fleetbus-probe-") as secret:
         os.chmod(secret.name, 0o644)
         probe = build_python_command(INSIDE / "probe.py", secret.name, str(FIRST_USER + os.getpid()))
@@ -164,7 +164,7 @@ def _find_leak(isolation: Isolation) -> str:
 
 
 def _list_visible_paths(visible: Sequence[str | Path], tools: bool) -> Iterator[tuple[str, str]]:
-    """What is seen inside, parents first: a path, and what it points to if it is a symbolic link."""
+    """The paths that are seen inside, parents first: a path, and what it points to if it is a symbolic link."""
     executable = os.path.realpath(sys.executable)
     python = [executable, os.path.join(sys.base_prefix, "lib"), os.path.join(sys.base_prefix, "lib64")]
     wanted = dict.fromkeys([*_LIBRARIES, *(_PROGRAMS if tools else ()), *python, *map(str, visible)])

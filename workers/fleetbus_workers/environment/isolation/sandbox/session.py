@@ -1,7 +1,7 @@
 """One interpreter in isolation: code goes in, standard output, standard error and an exit code come out; variables stay.
 
 Above it is an environment, one session per episode; below it `inside/runner.py`. Output goes to files in memory that only this
-worker reads, so that a flood of it costs nothing here. Whatever the code does - exit, crash, hang, exhaust its memory - is a
+worker reads, so that a flood of it costs nothing here. All that the code does - exit, crash, hang, exhaust its memory - is a
 result; the next code then gets a new interpreter and a notice. Only an interpreter that cannot be started is an error.
 """
 
@@ -45,8 +45,8 @@ _numbers = itertools.count()
 
 
 class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one sandbox may use. ``seconds`` is wall-clock time of one piece of code, ``cpu_seconds`` of a process's whole life;
-    ``memory_bytes`` bounds each process's address space, ``total_memory_bytes`` what all of them use; ``output_bytes`` is
+    """The limits of one sandbox. ``seconds`` is wall-clock time of one piece of code, ``cpu_seconds`` of a process's whole
+    life; ``memory_bytes`` bounds each process's address space, ``total_memory_bytes`` what all of them use; ``output_bytes`` is
     how much of each stream is returned."""
 
     seconds: float = 30.0
@@ -61,9 +61,9 @@ class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecutionResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a piece of code led to. ``ended`` says what ended its interpreter, if anything did; ``fresh`` is true for the first
-    code of an interpreter that replaces one that was ended. ``code_ended`` says what ended the code before its last statement
-    while its interpreter goes on."""
+    """The result of a piece of code. ``ended`` says what ended its interpreter, if anything did; ``fresh`` is true for the
+    first code of an interpreter that replaces one that was ended. ``code_ended`` says what ended the code before its last
+    statement while its interpreter continues."""
 
     stdout: str
     stderr: str
@@ -74,8 +74,8 @@ class ExecutionResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a call of a function of the code led to: a ``value`` (plain JSON, None with an ``error``), all claims of that code.
-    ``ended`` says what ended the interpreter, if anything did."""
+    """The result of a call of a function of the code: a ``value`` (plain JSON, None with an ``error``), all claims of that
+    code. ``ended`` says what ended the interpreter, if anything did."""
 
     value: Any = None
     error: str = ""
@@ -248,7 +248,7 @@ class _Interpreter:
         return stdout, stderr
 
     async def exit_code(self) -> int:
-        """How it ended, shortly after its channel did; it is killed if it continues without one."""
+        """The exit code, shortly after its channel did; it is killed if it continues without one."""
         with anyio.move_on_after(STOP_SECONDS):
             code = await self.process.wait()
             return code if code >= 0 else 128 - code
@@ -260,7 +260,7 @@ class _Interpreter:
             self.process.kill()
 
     async def stop(self) -> bool:
-        """Whether the first process inside has ended, which it does after all others."""
+        """True if the first process inside has ended, which it does after all others."""
         self.channel.close()
         self.kill()
         ended = False
@@ -340,7 +340,7 @@ async def _start(
 
 
 def _is_deeper(value: object, levels: int) -> bool:
-    """Whether lists and objects stand in each other on more levels than so many."""
+    """True if lists and objects stand in each other on more levels than so many."""
     layer = [value]
     for _ in range(levels + 1):
         containers = [each for each in layer if isinstance(each, dict | list)]

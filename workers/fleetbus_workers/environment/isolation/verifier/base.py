@@ -1,4 +1,4 @@
-"""What grading needs and gives: the protocol between an environment and whatever runs a task's verifier code."""
+"""The protocol of grading, between an environment and what runs a task's verifier code."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -13,7 +13,7 @@ Policy = Literal["auto", "required", "limits"]
 
 
 class VerifierLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one verification may use. ``seconds`` is wall-clock time, ``cpu_seconds`` are whole seconds."""
+    """The limits of one verification. ``seconds`` is wall-clock time, ``cpu_seconds`` are whole seconds."""
 
     seconds: float = 60.0
     cpu_seconds: int = 30

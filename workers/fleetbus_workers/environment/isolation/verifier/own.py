@@ -12,5 +12,5 @@ _FILLED = re.compile(re.escape(WAREHOUSE).replace(r"\{field\}", "[a-z]{1,20}").r
 
 
 def is_own_verifier(code: str) -> bool:
-    """Whether ``code`` is a verifier of fleetbus itself, names filled in, and nothing besides."""
+    """True if ``code`` is a verifier of fleetbus itself, names filled in, and nothing besides."""
     return _FILLED.fullmatch(code) is not None

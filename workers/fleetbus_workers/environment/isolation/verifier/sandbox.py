@@ -65,7 +65,7 @@ class Verifier:
     limits that there are, with ``required`` entering `run` raises `IsolationUnavailable`.
     ``reuse_processes``, for episodes that need no protection from each other: a child gives one verdict after the other, as
     verifiers that ship with fleetbus always do, for they run no code of a policy. Children that are kept see no others' code.
-    Whatever is not a plain verdict there is verified again in a fresh child, and that verdict counts.
+    What is not a plain verdict there is verified again in a fresh child, and that verdict counts.
     """
 
     program: ClassVar[Path] = _ZYGOTE

@@ -87,7 +87,7 @@ export function heatmap(title, { first, last, width, low, high, counts }) {
 
 const compact = (value) => value.toLocaleString("en", { notation: "compact", maximumFractionDigits: 1 });
 
-/** Means of neighbours where there are more points than can be told apart; the legend and the cursor still read single steps. */
+/** Means of neighbours where there are more points than can be distinguished; the legend and the cursor still read single steps. */
 function thinned(values) {
   const width = Math.ceil(values.length / MOST_POINTS);
   if (width === 1) return values;

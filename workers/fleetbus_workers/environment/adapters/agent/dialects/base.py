@@ -1,4 +1,4 @@
-"""What the endpoints that agents speak have in common: a call in, an answer out, whatever the protocol. Pure."""
+"""The common part of the endpoints that agents speak: a call in, an answer out, for every protocol. Pure."""
 
 import json
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ class Dialect(Protocol):
 
 class Forbidden(NamedTuple):
     """A field that changes what is sampled, or asks for what a session does not have; these of its values are harmless.
-    ``code`` is what clients know the refusal by, where they go on without the field."""
+    ``code`` is what clients know the refusal by, where they continue without the field."""
 
     name: str
     harmless: tuple[Any, ...]

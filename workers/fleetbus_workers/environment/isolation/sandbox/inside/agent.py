@@ -67,7 +67,7 @@ def execute(settings: dict[str, Any]) -> NoReturn:
 
 
 def end_with(pipe: int) -> NoReturn:
-    """End everything once the other side is closed: nothing else tells a sandbox in whose making the worker died."""
+    """End everything once the other side is closed: nothing else ends a sandbox in whose making the worker died."""
     os.read(pipe, 1)
     os._exit(128 + signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""What a process inside gives up before foreign code runs: rights, resources, dangerous system calls. Standard library alone.
+"""Gives up rights, resources and dangerous system calls of a process inside, before foreign code runs. Standard library alone.
 
 Nothing here can be taken back by the code that runs afterwards. Works without privileges, and without namespaces too.
 """
@@ -131,7 +131,7 @@ def set_limits(limits: Mapping[str, int]) -> None:
         kind = getattr(resource, f"RLIMIT_{name}", None)
         if kind is not None:
             try:
-                # One second more is the hard limit of time: the soft one tells why.
+                # One second more is the hard limit of time: the soft one names the cause.
                 resource.setrlimit(kind, (soft, soft + (name == "CPU")))
             except (OSError, ValueError):
                 pass  # macOS refuses RLIMIT_AS
@@ -154,17 +154,17 @@ def drop_privileges(user: int) -> None:
 
 
 def forbid_calls(*, loopback: bool = False) -> bool:
-    """Whether the system calls of `FORBIDDEN` are refused from now on, for this process and all that it starts."""
+    """True if the system calls of `FORBIDDEN` are refused from now on, for this process and all that it starts."""
     return install(compile_filter(os.uname().machine, families=(*FAMILIES, *INTERNET) if loopback else FAMILIES))
 
 
 def block_signals() -> bool:
-    """Whether this process can from now on neither make sockets nor signal, limit or schedule any process but itself."""
+    """True if this process can from now on neither make sockets nor signal, limit or schedule any process but itself."""
     return install(_ALONE.replace(struct.pack("=I", _ANY_PROCESS), struct.pack("=I", os.getpid())))
 
 
 def install(program: bytes) -> bool:
-    """Whether ``program`` filters the system calls of this process from now on."""
+    """True if ``program`` filters the system calls of this process from now on."""
     if sys.platform != "linux" or not program:
         return False
     LIBRARY.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""What verifier code sees of a database: the calls of Fleet's SDK, each answered by the worker. Standard library alone.
+"""A database as verifier code sees it: the calls of Fleet's SDK, each answered by the worker. Standard library alone.
 
 `Database` for verifiers that call, `AsyncDatabase` for those that await: ``env.db().table("items").eq("name", "ink").first()``.
 Databases are only read. A query that the database refuses is a result without success, as in the SDK; one that could not be

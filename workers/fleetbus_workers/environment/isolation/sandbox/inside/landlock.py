@@ -22,7 +22,7 @@ LIBRARY = ctypes.CDLL(None, use_errno=True)
 
 
 def restrict_file_access(paths: list[str]) -> bool:
-    """Whether from now on nothing but ``paths`` and what is below them can be read or run, and nothing be written."""
+    """True if from now on nothing but ``paths`` and what is below them can be read or run, and nothing be written."""
     if sys.platform != "linux":
         return False
     version = LIBRARY.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), VERSION_QUESTION)

@@ -20,7 +20,7 @@ else:
 
 
 def leaks() -> list[str]:
-    """What can be seen or done here that an isolation should prevent; empty if nothing."""
+    """Leaks: what can be seen or done here that an isolation should prevent; empty if there are none."""
     found = []
     if [name for _, name in socket.if_nameindex() if name not in ("lo", "sit0", "tunl0", "ip6tnl0", "gre0", "gretap0")]:
         found.append("network interfaces")
@@ -48,7 +48,7 @@ def leaks() -> list[str]:
 
 
 def processes_are_limited() -> bool:
-    """Whether some of eight forks are refused under the limit of four processes."""
+    """True if some of eight forks are refused under the limit of four processes."""
     children = []
     try:
         for _ in range(8):

@@ -91,7 +91,7 @@ TO_OWNER_BY_IOCTL = (0x8901, 0x8902)
 
 
 def forbid_changes() -> bool:
-    """Whether this process and all that it starts can from now on open no file for writing, change no file's name, mode, owner
+    """True if this process and all that it starts can from now on open no file for writing, change no file's name, mode, owner
     or time, no process's priority, and have no signal sent for a descriptor."""
     return confine.install(compile_read_only(os.uname().machine))
 

@@ -27,7 +27,7 @@ KEYWORDS, COROUTINE = 0x08, 0x80
 
 
 def call_verifier(code: CodeType, request: dict[str, object], connection: CallSender) -> float:
-    """The number that the verifier function of ``code`` returns; raises whatever the code raises, `TypeError` if it is none."""
+    """The number that the verifier function of ``code`` returns; raises what the code raises, `TypeError` if it is none."""
     scope: dict[str, Any] = {"__name__": "verifier", "__builtins__": builtins}
     exec(code, scope)
     function = find_function(scope)
@@ -59,7 +59,7 @@ def find_function(scope: dict[str, Any]) -> Any:
 
 
 def select_arguments(function: Any, available: dict[str, Any]) -> dict[str, object]:
-    """Those of ``available`` that the function has parameters for; its first parameter is ``env`` whatever it is called."""
+    """Those of ``available`` that the function has parameters for; its first parameter is ``env`` under any name."""
     code = function.__code__
     if code.co_flags & KEYWORDS:
         return available
@@ -87,7 +87,7 @@ def to_plain_number(value: object) -> float:
 
 
 class Environment:
-    """What verifier code sees of its episode: calls that the worker makes."""
+    """The episode as verifier code sees it: calls that the worker makes."""
 
     def __init__(self, connection: CallSender) -> None:
         self._ask = connection.ask
