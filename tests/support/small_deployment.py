@@ -10,7 +10,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import msgspec
@@ -62,6 +62,7 @@ from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.group_judge import GroupJudge
 from fleetbus_workers.learner.worker import run_learner
+from tests.support.checked_bus import CheckedBus
 from tests.support.resources import nothing_left_behind
 
 RUN = "small"
@@ -224,7 +225,7 @@ class SmallDeployment:
             with member.scope:
                 async with self.connect(member.name) as bus:
                     member.bus = bus
-                    await work(member, bus)
+                    await work(member, cast(Bus, CheckedBus(bus, member.role)))
         except Exception as error:  # the end of a process: what a shell would see as a traceback and exit code 1
             member.error = error
         finally:
