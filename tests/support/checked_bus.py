@@ -118,6 +118,6 @@ def _may(user: str, way: Way, channel: Channel, subject: str) -> bool:
 def _covers(roles: Sequence[str], channel: Channel, subject: str) -> bool:
     """Whether the subject is of one of these roles, where the channel names one."""
     named = channel.address.split(".")
-    if "{role}" not in named or subject.endswith(".>") and len(roles) > 1:
+    if "{role}" not in named or (subject.endswith(".>") and len(roles) > 1):
         return True
     return subject.split(".")[named.index("{role}")] in roles

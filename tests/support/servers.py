@@ -49,7 +49,7 @@ class RunningServers:
         return ",".join(process.url for process in self.processes)
 
     def connect(self, run: str, worker: str, role: str = "") -> AbstractAsyncContextManager[Bus]:
-        """With the key of ``role``, which is otherwise read off the worker's name (``learner-0``); the admin's for any other."""
+        """With the key of ``role``, by default that of the worker's name (``learner-0``), and of the admin for any other."""
         role = role or guess_role(worker)
         return connect(self.url, run=run, role=role, worker=worker, **self.access(run, role))
 

@@ -348,8 +348,8 @@ class Deployment:
                 await stranger.run(wire)
             case _:
                 await run_rollouts(
-                    process, _check(wire, "operator"), self._configuration, self._tasks, self._log_checker.episodes, self._observer,
-                    self._runtime(process),
+                    process, _check(wire, "operator"), self._configuration, self._tasks, self._log_checker.episodes,
+                    self._observer, self._runtime(process),
                 )  # fmt: skip
 
     def _list_environments(self) -> list[str]:
