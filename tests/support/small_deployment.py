@@ -362,17 +362,19 @@ async def small_deployment(
     connect: Connect | None = None,
     faults: Faults | None = None,
     published: bool = True,
+    declared: bool = False,
 ) -> AsyncIterator[SmallDeployment]:
-    """A run that is declared and, if ``published``, has its first policy version. At the end all members are drained, and none
-    may have failed."""
+    """A run that is declared, here unless it is already, and, if ``published``, has its first policy version. At the end all
+    members are drained, and none may have failed."""
     server = MemoryServer(faults=faults)
     configuration = configuration or build_configuration()
     connect = connect or (lambda name: server.connect(configuration.run.name, worker=name))
     with nothing_left_behind():
         async with connect("test") as bus:
-            await bus.declare(
-                plan_run(configuration.run.name, lanes=configuration.nats.lanes, max_bytes=configuration.nats.max_bytes)
-            )
+            if not declared:
+                await bus.declare(
+                    plan_run(configuration.run.name, lanes=configuration.nats.lanes, max_bytes=configuration.nats.max_bytes)
+                )
             async with anyio.create_task_group() as group:
                 fleet = SmallDeployment(server, connect, configuration, bus, group)
                 group.start_soon(fleet.follow_results)
