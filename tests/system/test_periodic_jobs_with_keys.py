@@ -38,6 +38,7 @@ from fleetbus_workers.observe.tracing.run import Tracing
 from fleetbus_workers.recorder.worker import RecorderSettings, run_recorder
 from tests.support.gym_service import Wire, running
 from tests.support.periodic_jobs import RETRIES, HastenedSleeps, find_jobs
+from tests.support.processes import until
 from tests.support.servers import RunningServers, running_servers
 from tests.support.small_deployment import LANES, RUN, Member, SmallDeployment, build_configuration, small_deployment
 
@@ -192,10 +193,9 @@ async def test_every_role_outlives_every_periodic_job_with_its_own_key(tmp_path:
                 group.start_soon(unused.run)
                 assert (await read_end(bus, "orphan")).end == "orphaned"
                 await members[0].ended.wait()
-                while not await bus.last(S.floor):  # the recorder trims
-                    await anyio.sleep(0.1)
-            while any(sleeps.passed[job] < 2 for job in JOBS):
-                await anyio.sleep(0.1)
+                async with bus.read([S.floor]) as floors:
+                    await floors.receive()  # the recorder trims
+            await until(lambda: all(sleeps.passed[job] >= 2 for job in JOBS))
             assert [member.name for member in deployment.members.values() if member.error] == []
             assert {role for role in WORKERS if role != "gateway"} == {m.role for m in deployment.members.values()}
             assert await driven.servers.violations() == []
