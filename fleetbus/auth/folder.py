@@ -61,6 +61,12 @@ class AuthFolder(msgspec.Struct, frozen=True):
         return RunAccess(plan=plan, names=names, public_keys={user: public_key(self.key(plan.run, user)) for user in ROLES})
 
 
+def list_runs_with_keys(folder: str, user: str = "admin") -> list[str]:
+    """The runs whose key of this user is in a folder, by name."""
+    ending = f".{user}.nk"
+    return sorted(file.name.removesuffix(ending) for file in Path(folder).expanduser().glob(f"*{ending}"))
+
+
 class WriteResult(msgspec.Struct, frozen=True, kw_only=True):
     """What was new in the folder; what was there before stayed as it was, except the server's configuration."""
 
