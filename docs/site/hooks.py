@@ -136,7 +136,7 @@ def build_subject_reference() -> str:
     for channel in list_channels():
         names = ", ".join(f"[{kind.__name__}](messages.md#{kind.__name__.lower()})" for kind in channel.messages)
         row = (f"`{channel.address}`", names, ", ".join(channel.senders), ", ".join(channel.receivers))
-        parts.append(f"| {' | '.join(map(_cell, row))} | {'yes' if channel.stored else 'no'} |")
+        parts.append(f"| {' | '.join(map(_cell, row))} | {'yes' if channel.kept == 'log' else 'no'} |")
     return "\n".join(parts) + "\n"
 
 

@@ -16,8 +16,8 @@ from fleetbus.log.archive_reader import find_lost_entries, read_archived_entries
 from fleetbus.recording.export import scan_recording
 from fleetbus.recording.reader import RecordingReader
 from fleetbus_schemas import MalformedMessage, Subjects
+from fleetbus_schemas.channels import STORED
 from fleetbus_schemas.message import decode_any
-from fleetbus_schemas.stored import STORED
 
 _MESSAGES = {kind: STORED[kind] for kind in ("task", "obs", "act", "episode", "policy", "train", "floor")}
 """What an audit looks into, by the kind of subject."""

@@ -15,10 +15,10 @@ from fleetbus.auth.certificates import lets_into_cluster, make_certificates
 from fleetbus.auth.cluster_config import cluster_config
 from fleetbus.auth.consumer_names import secret_names
 from fleetbus.auth.keys import create_seed, public_key
-from fleetbus.auth.permissions import USERS
 from fleetbus.auth.server_config import RunAccess, server_config
 from fleetbus.bus.streams import RunPlan
 from fleetbus.errors import UserError
+from fleetbus_schemas.channels import ROLES
 
 PASSWORD_BYTES = 24
 
@@ -58,7 +58,13 @@ class AuthFolder(msgspec.Struct, frozen=True):
     def access(self, plan: RunPlan) -> RunAccess:
         """The facts that the server needs of a run whose keys are here; raises `UserError`."""
         names = secret_names(plan, self.key(plan.run, "admin").read_bytes().strip())
-        return RunAccess(plan=plan, names=names, public_keys={user: public_key(self.key(plan.run, user)) for user in USERS})
+        return RunAccess(plan=plan, names=names, public_keys={user: public_key(self.key(plan.run, user)) for user in ROLES})
+
+
+def list_runs_with_keys(folder: str, user: str = "admin") -> list[str]:
+    """The runs whose key of this user is in a folder, by name."""
+    ending = f".{user}.nk"
+    return sorted(file.name.removesuffix(ending) for file in Path(folder).expanduser().glob(f"*{ending}"))
 
 
 class WriteResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +91,7 @@ def write_folder(
     """
     try:
         folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        users = [(plan.run, user) for plan in plans for user in USERS]
+        users = [(plan.run, user) for plan in plans for user in ROLES]
         new_keys = [f"{run}.{user}" for run, user in users if _create(folder.key(run, user), create_seed())]
         certificates = _write_certificates(folder, hosts, days)
         where = mounted_at or PurePosixPath(folder.path.absolute().as_posix())

@@ -1,4 +1,5 @@
-"""The rights that each user of a run needs on the bus, as data: every account and right is derived from here. Pure.
+"""The rights that each user of a run needs on the bus, and nothing else: accounts are derived from this, and this from the table
+of channels. Pure.
 
 A run has an account that holds its streams, and an account per role. JetStream's API is a set of subjects, so a need is a
 subject: a role's account imports those of its needs that the run's account serves, and what other roles serve or tell. A
@@ -7,16 +8,16 @@ account of its own an answer reaches nothing but what the account imports, so it
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from fleetbus.bus.objects import weights_bucket
 from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, work_alias
-from fleetbus_schemas import ANY_LANE, Subjects
+from fleetbus_schemas import ANY_LANE
+from fleetbus_schemas.channels import CHANNELS, ROLES, Channel, Use, Way, covers_log
 
-USERS = ("admin", "operator", "environment", "inference", "learner", "recorder", "gateway", "monitor")
-WORKERS = ("environment", "inference", "learner", "recorder", "gateway")
-"""Users that say of themselves that they live, and take control requests."""
+T = TypeVar("T")
 
 USER_OF: dict[str, str] = {
     "init": "admin",
@@ -25,15 +26,13 @@ USER_OF: dict[str, str] = {
     "drain": "operator",
     "pause": "operator",
     "evaluate": "operator",
-    **{user: user for user in USERS},
+    **{user: user for user in ROLES},
 }
 """Which user a role or command is; any other only reads, and is a ``monitor``."""
 
-NARROW_READERS = frozenset({"inference", "gateway"})
+NARROW_READERS = frozenset(role for role in ROLES if role != "admin" and not covers_log(role, "batch"))
 """Users that read the log by consumers with a filter alone: a batched direct get names its subjects where no permission sees
 them. Costs a few milliseconds where a history is rebuilt, and keeps tasks and their verifiers from them."""
-
-_SERVICES = "$SRV.>"
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +45,7 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rights(msgspec.Struct, frozen=True, kw_only=True):
-    """The operations that one user of one run may do, besides talking to itself on its inbox.
+    """What one user of one run may do, besides talking to itself on its inbox.
 
     ``asks``: of the run's account. ``calls`` and ``hears``: (role, subject) of other roles' services and broadcasts. ``serves``
     and ``tells``: its own. ``listens``: a subject with wildcards that it subscribes to in place of those that it hears.
@@ -85,13 +84,15 @@ def build_inbox_prefix(user: str) -> str:
 
 
 def build_rights(user: str, plan: RunPlan, names: Mapping[str, str] | None = None) -> Rights:
-    """The rights of ``user`` in one run. ``names``: what the durable consumers of the plan are called on the server, where
-    they have names that cannot be guessed (`fleetbus.auth.consumer_names`); without, as in the plan."""
-    return _RIGHTS[user](_RunSubjects(plan, names or {}))
-
-
-def _deduplicate(*parts: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(subject for part in parts for subject in part))
+    """The rights of ``user`` in one run: what the table of channels says that it does (`fleetbus_schemas.channels`). ``names``:
+    what the durable consumers of the plan are called on the server, where they have names that cannot be guessed
+    (`fleetbus.auth.consumer_names`); without, as in the plan."""
+    gathered = _GatheredRights(user, plan, names or {})
+    for channel in CHANNELS:
+        for use in channel.uses:
+            if use.role == user:
+                gathered.add(channel, use)
+    return gathered.build()
 
 
 def _needs(*subjects: str) -> tuple[Need, ...]:
@@ -104,64 +105,97 @@ def _api(*questions: str, streamed: bool = False) -> tuple[Need, ...]:
     )
 
 
-class _RunSubjects:
-    """The subjects of one run, and what it takes to read and to pull."""
+class _GatheredRights:
+    """What one user of one run does on each channel, as the subjects that this takes."""
 
-    def __init__(self, plan: RunPlan, names: Mapping[str, str]) -> None:
-        self.plan = plan
-        self.names = names
-        self.subjects = Subjects(plan.run)
-        self.log = plan.log.name
-        self.bucket = weights_bucket(plan.run)
-        self.stream_info = _api(f"STREAM.INFO.{self.log}")
-        self.direct = f"DIRECT.GET.{self.log}"
-        self.read_directly = _api(self.direct, f"{self.direct}.>", streamed=True)
+    def __init__(self, user: str, plan: RunPlan, names: Mapping[str, str]) -> None:
+        self._user = user
+        self._plan = plan
+        self._names = names
+        self._log = plan.log.name
+        self._streams = {"log": plan.log.name, "lanes": plan.lanes.name, "bucket": f"OBJ_{weights_bucket(plan.run)}"}
+        self._asks: list[Need] = []
+        self._others: dict[str, list[tuple[str, str]]] = {"call": [], "hear": []}
+        self._own: dict[str, list[str]] = {"serve": [], "tell": []}
+        self._listens: list[str] = []
 
-    def allow_worker_reports(
-        self, role: str, *asks: Need, calls: Iterable[tuple[str, str]] = (), hears: Iterable[str] = ()
-    ) -> Rights:
-        """Rights to send heartbeats and to be controlled, which a worker needs besides those of every worker. ``hears``
-        are roles whose heartbeats it listens to."""
-        own = (*self.stream_info, *_needs(self.subjects.life(role, "*")))
-        hosted = (self.subjects.rpc("*", "*"),) if role == "environment" else ()
+    def add(self, channel: Channel, use: Use) -> None:
+        for way in use.ways:
+            if way in ("call", "hear"):
+                self._others[way] += [(role, channel.fill(run=self._plan.run, role=role)) for role in use.of]
+                if way == "hear" and len(use.of) > 1:
+                    self._listens.append(channel.below(run=self._plan.run))
+            elif way == "serve" or (way == "send" and not channel.kept):
+                self._own["serve" if way == "serve" else "tell"].append(self._subject(channel))
+            elif way == "batch" or channel.kept != "log" or channel.name == "log" or not covers_log(self._user, way):
+                self._asks += self._ask(channel, way)
+
+    def build(self) -> Rights:
         return Rights(
-            asks=(*own, *asks),
-            calls=tuple(calls),
-            hears=self.heartbeats(*hears),
-            serves=(self.subjects.control(role, "*"), _SERVICES, *hosted),
-            tells=(self.subjects.heartbeat(role, "*"),),
+            asks=_deduplicate(self._asks),
+            calls=tuple(self._others["call"]),
+            hears=tuple(self._others["hear"]),
+            serves=tuple(self._own["serve"]),
+            tells=tuple(self._own["tell"]),
+            listens=tuple(self._listens),
+            everything=self._user == "admin",
         )
 
-    def heartbeats(self, *roles: str) -> tuple[tuple[str, str], ...]:
-        return tuple((role, self.subjects.heartbeat(role, "*")) for role in roles)
+    def _subject(self, channel: Channel) -> str:
+        """All of the channel that is this user's own."""
+        return channel.fill(run=self._plan.run, role=self._user)
 
-    def control(self, *roles: str) -> tuple[tuple[str, str], ...]:
-        return tuple((role, self.subjects.control(role, "*")) for role in roles)
+    def _ask(self, channel: Channel, way: Way) -> tuple[Need, ...]:
+        """What is asked of the account with the streams, to use a channel that one of them keeps."""
+        stream, subject = self._streams[channel.kept], self._subject(channel)
+        match way:
+            case "send" if channel.kept == "bucket":  # clearing away what was stored in part is part of storing
+                pieces = (channel.fill(run=self._plan.run, part=part) for part in ("C", "M"))
+                return (*_api(f"STREAM.PURGE.{stream}"), *_needs(*pieces))
+            case "send":
+                return _needs(subject)
+            case "last":
+                return _api(f"DIRECT.GET.{stream}.{subject}")
+            case "batch":
+                return self._read_directly(stream)
+            case "fetch":
+                return (*_api(f"STREAM.INFO.{stream}"), *self._read_directly(stream))
+            case "scan":
+                return self._scan(channel)
+            case "work":
+                return self._consumer_needs(channel, ("CONSUMER.MSG.NEXT", "CONSUMER.INFO"), acks=True)
+            case "progress":
+                return self._consumer_needs(channel, ("CONSUMER.INFO",), lane=ANY_LANE)
+            case "info":
+                return _api(f"STREAM.INFO.{stream}")
+            case "floors":  # this tells the names of all consumers
+                return _api(f"CONSUMER.LIST.{stream}")
+            case "purge":
+                return _api(f"STREAM.PURGE.{stream}")
+            case _:
+                raise AssertionError(f"{way} {channel.name}")
 
-    @property
-    def sessions(self) -> tuple[str, str]:
-        """Step-wise sessions, called where they are hosted."""
-        return ("environment", self.subjects.rpc("*", "*"))
+    def _read_directly(self, stream: str) -> tuple[Need, ...]:
+        return _api(f"DIRECT.GET.{stream}", f"DIRECT.GET.{stream}.>", streamed=True)
 
-    def lane(self, role: str) -> tuple[Need, ...]:
-        """To claim, renew and look up the lanes of a role."""
-        subject = self.subjects.lane(role, "*")
-        return (*_needs(subject), *_api(f"DIRECT.GET.{self.plan.lanes.name}.{subject}"))
+    def _scan(self, channel: Channel) -> tuple[Need, ...]:
+        """To follow and scan by own consumers. They have names that nobody can guess, as the durable ones have: who may pull
+        from any consumer can pull from those alone whose name it knows."""
+        log = self._log
+        created = f"CONSUMER.CREATE.{log}.>" if channel.name == "log" else f"CONSUMER.CREATE.{log}.*.{self._subject(channel)}"
+        own = (created, f"CONSUMER.INFO.{log}.*", f"CONSUMER.DELETE.{log}.*")
+        return (*_api(*own), *_api(f"CONSUMER.MSG.NEXT.{log}.*", streamed=True))
 
-    def pull(self, prefix: str) -> tuple[Need, ...]:
-        """To take work from the durable consumers whose names begin like this, and to ack it."""
-        return self._consumer_needs(prefix, "", ("CONSUMER.MSG.NEXT", "CONSUMER.INFO"), acks=True)
-
-    def progress(self, prefix: str, suffix: str = "") -> tuple[Need, ...]:
-        """To ask how far the durable consumers got whose names begin and end like this."""
-        return self._consumer_needs(prefix, suffix, ("CONSUMER.INFO",))
-
-    def _consumer_needs(self, prefix: str, suffix: str, verbs: Sequence[str], *, acks: bool = False) -> tuple[Need, ...]:
+    def _consumer_needs(
+        self, channel: Channel, verbs: Sequence[str], *, lane: str = "*", acks: bool = False
+    ) -> tuple[Need, ...]:
+        """To ask this of the channel's durable consumers, and to ack what they deliver."""
+        wanted = channel.consumer.partition("{")[0], "" if lane == "*" else f"_{lane}"
         needs: list[Need] = []
-        for consumer in self.plan.consumers:
-            if consumer.name.startswith(prefix) and consumer.name.endswith(suffix):
-                known = f"{work_alias(self.plan.run)}.{consumer.name}"
-                name = f"{self.log}.{self.names.get(consumer.name, consumer.name)}"
+        for consumer in self._plan.consumers:
+            if consumer.name.startswith(wanted[0]) and consumer.name.endswith(wanted[1]):
+                known = f"{work_alias(self._plan.run)}.{consumer.name}"
+                name = f"{self._log}.{self._names.get(consumer.name, consumer.name)}"
                 for verb in verbs:
                     subject, target = f"{IMPORTED_API}.{verb}.{known}", f"{API}.{verb}.{name}"
                     needs.append(Need(subject=subject, target=target, streamed=verb == "CONSUMER.MSG.NEXT"))
@@ -169,91 +203,6 @@ class _RunSubjects:
                     needs += _needs(f"$JS.ACK.{name}.>")
         return tuple(needs)
 
-    def read(self, *filters: str) -> tuple[Need, ...]:
-        """To follow and scan these subjects by own consumers; without any, the whole log. They have names that nobody
-        can guess, as the durable ones have: who may pull from any consumer can pull from those alone whose name it knows."""
-        creations = [f"CONSUMER.CREATE.{self.log}.*.{subject}" for subject in filters]
-        whole = () if filters else (*_api(f"CONSUMER.CREATE.{self.log}.>"), *self.read_directly)
-        own = _api(f"CONSUMER.INFO.{self.log}.*", f"CONSUMER.DELETE.{self.log}.*")
-        return (*_api(*creations), *whole, *own, *_api(f"CONSUMER.MSG.NEXT.{self.log}.*", streamed=True))
 
-    def allow_object_reads(self) -> tuple[Need, ...]:
-        """To read from the run's object bucket."""
-        stream = f"OBJ_{self.bucket}"
-        direct = f"DIRECT.GET.{stream}"
-        return (*_api(f"STREAM.INFO.{stream}"), *_api(direct, f"{direct}.>", streamed=True))
-
-    def allow_object_writes(self) -> tuple[Need, ...]:
-        """To store in it, and to clear away what was stored in part. Weights are checked against the digests in `policy.>`."""
-        purge = _api(f"STREAM.PURGE.OBJ_{self.bucket}")
-        return (*self.allow_object_reads(), *purge, *_needs(f"$O.{self.bucket}.C.*", f"$O.{self.bucket}.M.*"))
-
-
-def _build_admin_rights(run: _RunSubjects) -> Rights:
-    """Declares streams and consumers: `init`, `up`."""
-    return Rights(everything=True, hears=run.heartbeats(*WORKERS))
-
-
-def _build_environment_rights(run: _RunSubjects) -> Rights:
-    subjects = run.subjects
-    said = _needs(subjects.observation("*", "*", "*"), subjects.episode("*"), subjects.session("*"))
-    work = (*run.lane("environment"), *run.pull("task_"), *run.pull("act_"), *run.read_directly, *run.allow_object_writes())
-    waiting = run.progress("obs_", f"_{ANY_LANE}")
-    return run.allow_worker_reports("environment", *said, *work, *waiting, calls=run.control("inference"), hears=("inference",))
-
-
-def _build_inference_rights(run: _RunSubjects) -> Rights:
-    subjects = run.subjects
-    actions = subjects.action("*", "*")
-    said = (*_needs(actions), *_api(f"{run.direct}.{actions}", f"{run.direct}.{subjects.policy('*')}"))
-    read = run.read(subjects.policy("*"), subjects.episode("*"), subjects.observation("*", "*", "*"), actions)
-    return run.allow_worker_reports(
-        "inference", *said, *run.lane("inference"), *run.pull("obs_"), *read, *run.allow_object_reads()
-    )
-
-
-def _build_learner_rights(run: _RunSubjects) -> Rights:
-    subjects = run.subjects
-    said = _needs(subjects.task("*", "*"), subjects.episode("*"), subjects.policy("*"), subjects.train("*"), subjects.floor)
-    return run.allow_worker_reports("learner", *said, *run.read(), *run.allow_object_writes())
-
-
-def _build_recorder_rights(run: _RunSubjects) -> Rights:
-    """Removes what is archived. It needs the names of all consumers to know how far they got."""
-    keeping = (*_api(f"CONSUMER.LIST.{run.log}", f"STREAM.PURGE.{run.log}"), *_needs(run.subjects.floor))
-    return run.allow_worker_reports("recorder", *keeping, *run.lane("recorder"), *run.read())
-
-
-def _build_gateway_rights(run: _RunSubjects) -> Rights:
-    """Calls sessions for clients outside; sees nothing of the log but their journals, and the images that they show."""
-    journals = _api(f"{run.direct}.{run.subjects.session('*')}")
-    work = (*journals, *run.read(run.subjects.session("*")), *run.allow_object_reads())
-    return run.allow_worker_reports("gateway", *work, calls=(run.sessions, *run.control("environment")), hears=("environment",))
-
-
-def _build_operator_rights(run: _RunSubjects) -> Rights:
-    """Requests, cancels, drains, pauses: `evaluate`, `cancel`, `drain`, `pause`."""
-    own = (*run.stream_info, *_needs(run.subjects.task("*", "*"), run.subjects.episode("*")))
-    calls = (run.sessions, *run.control(*WORKERS))
-    list_subscriptions = run.heartbeats(*WORKERS)
-    return Rights(asks=(*own, *run.read()), calls=calls, hears=list_subscriptions, listens=(run.subjects.heartbeats,))
-
-
-def _build_monitor_rights(run: _RunSubjects) -> Rights:
-    """Looks on: `monitor`, `top`, `audit`, `record`. Nothing that it may publish ends up in the log or at a worker."""
-    own = (*run.stream_info, *_api(f"STREAM.INFO.{run.plan.lanes.name}"))
-    calls = tuple((role, _SERVICES) for role in WORKERS)
-    list_subscriptions = run.heartbeats(*WORKERS)
-    return Rights(asks=(*own, *run.read()), calls=calls, hears=list_subscriptions, listens=(run.subjects.heartbeats,))
-
-
-_RIGHTS = {
-    "admin": _build_admin_rights,
-    "operator": _build_operator_rights,
-    "environment": _build_environment_rights,
-    "inference": _build_inference_rights,
-    "learner": _build_learner_rights,
-    "recorder": _build_recorder_rights,
-    "gateway": _build_gateway_rights,
-    "monitor": _build_monitor_rights,
-}
+def _deduplicate(*parts: Iterable[T]) -> tuple[T, ...]:
+    return tuple(dict.fromkeys(each for part in parts for each in part))

@@ -10,8 +10,9 @@ from pathlib import PurePosixPath
 
 import msgspec
 
-from fleetbus.auth.permissions import USERS, WORKERS, Need, Rights, build_inbox_prefix, build_rights
+from fleetbus.auth.permissions import Need, Rights, build_inbox_prefix, build_rights
 from fleetbus.bus.streams import RunPlan
+from fleetbus_schemas.channels import ROLES, WORKERS
 
 ANSWER_SECONDS = 60
 """How long a question to a worker may be answered."""
@@ -72,9 +73,9 @@ def server_config(runs: Sequence[RunAccess], folder: PurePosixPath, *, cluster: 
 
 def run_accounts(run: RunAccess) -> str:
     """The accounts of one run, as they stand in the file."""
-    rights = {user: build_rights(user, run.plan, run.names) for user in USERS}
+    rights = {user: build_rights(user, run.plan, run.names) for user in ROLES}
     lines: list[str] = []
-    for user in USERS:
+    for user in ROLES:
         lines += [f"  {json.dumps(account_of(run.plan.run, user))}: {{"]
         lines += [f"    {line}" for line in _account_lines(run, user, rights)]
         lines += ["  }"]
@@ -118,11 +119,11 @@ def _worker_exports(run: RunAccess, user: str, rights: Mapping[str, Rights]) -> 
     if user not in WORKERS:
         return
     for subject in rights[user].serves:
-        callers = [account_of(run.plan.run, other) for other in USERS if (user, subject) in rights[other].calls]
+        callers = [account_of(run.plan.run, other) for other in ROLES if (user, subject) in rights[other].calls]
         if callers:
             yield _service(subject, callers, ANSWER_SECONDS, streamed=True)
     for subject in rights[user].tells:
-        listeners = [account_of(run.plan.run, other) for other in USERS if (user, subject) in rights[other].hears]
+        listeners = [account_of(run.plan.run, other) for other in ROLES if (user, subject) in rights[other].hears]
         if listeners:
             yield f"stream: {json.dumps(subject)}, accounts: {json.dumps(listeners)}"
 

@@ -14,6 +14,8 @@ from typing import Protocol
 import anyio
 import anyio.to_thread
 
+from fleetbus_schemas.channels import BY_NAME
+
 MAX_OBJECT_BYTES = 64 << 20
 """Of an object that is read into memory: images, and manifests of weights."""
 
@@ -25,7 +27,7 @@ _HASHED_AT_ONCE_BYTES = 1 << 20
 
 def weights_bucket(run: str) -> str:
     """The bucket of a run's weights."""
-    return f"fbweights_{run}"
+    return BY_NAME["weights"].address.split(".")[1].format(run=run)
 
 
 class ObjectMissing(Exception):

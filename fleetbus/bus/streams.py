@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from fleetbus_schemas import ANY_LANE, Subjects
+from fleetbus_schemas.channels import BY_NAME
 
 TASK_LEASE_SECONDS = 10.0
 """``ack_wait`` of requests: a dead environment worker's episodes are elsewhere after this."""
@@ -73,17 +74,17 @@ def work_alias(run: str) -> str:
 
 def tasks_consumer(pool: str) -> str:
     """The durable consumer that the environment workers of a pool share."""
-    return f"task_{pool}"
+    return BY_NAME["requests"].consumer.format(pool=pool)
 
 
 def observations_consumer(policy: str, lane: str) -> str:
     """The durable consumer of the observations for a policy on one inference lane, or on `any`."""
-    return f"obs_{policy}_{lane}"
+    return BY_NAME["observations"].consumer.format(policy=policy, lane=lane)
 
 
 def actions_consumer(lane: str) -> str:
     """The durable consumer of the Actions on one environment worker's lane."""
-    return f"act_{lane}"
+    return BY_NAME["actions"].consumer.format(lane=lane)
 
 
 def environment_lanes(count: int) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ from fleetbus_schemas import (
     decode,
     encode,
 )
-from fleetbus_schemas.stored import STORED
+from fleetbus_schemas.channels import STORED
 from fleetbus_schemas.subjects import check_name
 
 ANSWER_TIMEOUT_SECONDS = 5.0

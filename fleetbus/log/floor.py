@@ -12,7 +12,7 @@ from fleetbus.core.training.floor import NO_FLOOR
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
 from fleetbus.log.episodes import RETRY_SECONDS, read_entry
 from fleetbus_schemas import FloorRaised, Subjects, encode
-from fleetbus_schemas.stored import STORED
+from fleetbus_schemas.channels import STORED
 
 log = structlog.get_logger()
 

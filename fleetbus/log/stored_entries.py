@@ -10,8 +10,8 @@ import structlog
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus_schemas import AttemptStarted, MalformedMessage, Message
+from fleetbus_schemas.channels import STORED
 from fleetbus_schemas.message import decode_any
-from fleetbus_schemas.stored import STORED
 from fleetbus_schemas.subjects import is_name
 
 log = structlog.get_logger()

@@ -16,6 +16,7 @@ import structlog
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import LogSettings
 from fleetbus.logs.control_characters import escape_control_characters, escape_in_values
+from fleetbus.logs.repeated import RepeatedWarnings
 from fleetbus.logs.secret_formats import REDACTED, redact_command, redact_formats
 
 SECRET_WORDS = (
@@ -56,7 +57,7 @@ def configure_structlog(settings: LogSettings, stream: TextIO | None = None) -> 
     rendering = _build_renderers(settings, colours=target.isatty())
     context: Processors = [structlog.contextvars.merge_contextvars, structlog.processors.TimeStamper(fmt="iso", utc=True)]
     structlog.configure(
-        processors=[*context, structlog.processors.add_log_level, *rendering],
+        processors=[RepeatedWarnings().process, *context, structlog.processors.add_log_level, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(settings.level),
         logger_factory=structlog.PrintLoggerFactory(target),
         cache_logger_on_first_use=False,
@@ -81,6 +82,7 @@ def _build_renderers(settings: LogSettings, *, colours: bool) -> Processors:
 
 def _configure_libraries(target: TextIO, context: Processors, rendering: Processors) -> None:
     handler = logging.StreamHandler(target)
+    handler.addFilter(RepeatedWarnings())
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=context,

@@ -1,7 +1,7 @@
 """The contract as an AsyncAPI 3 document, for programs in other languages: who sends which message on which NATS subject.
 
-Addresses come from `fleetbus_schemas.subjects`, payloads from the message types. On the wire a payload is msgpack: what a
-schema here calls a base64 string is a msgpack ``bin``, everything else is as in JSON.
+Addresses and roles come from `fleetbus_schemas.channels`, payloads from the message types. On the wire a payload is msgpack:
+what a schema here calls a base64 string is a msgpack ``bin``, everything else is as in JSON.
 """
 
 from __future__ import annotations
@@ -11,156 +11,23 @@ from typing import Any
 
 import msgspec
 
-from fleetbus_schemas import (
-    MESSAGES,
-    ControlAnswered,
-    ControlRequested,
-    Heartbeat,
-    LaneLease,
-    Message,
-    SessionAnswer,
-    SessionCall,
-    Subjects,
-)
-from fleetbus_schemas.stored import STORED
+from fleetbus_schemas import MESSAGES, Message
+from fleetbus_schemas.channels import CHANNELS, Channel
 
 VERSION = "3.0.0"
 CONTENT_TYPE = "application/msgpack"
-_RUN = "RUN"
 
-_WORKERS = ("environment", "inference", "learner", "recorder", "gateway")
-
-
-class Channel(msgspec.Struct, frozen=True, kw_only=True):
-    """One subject with its parameters in braces. ``stored``: captured by the log; ``answers``: sent to the reply subject."""
-
-    name: str
-    address: str
-    about: str
-    messages: tuple[type[Message], ...]
-    senders: tuple[str, ...]
-    receivers: tuple[str, ...]
-    stored: bool = True
-    answers: tuple[type[Message], ...] = ()
+_KEPT = {
+    "log": "Stored in the log.",
+    "lanes": "Stored in a stream beside the log.",
+    "bucket": "Stored in a bucket beside the log.",
+    "": "A core message, not stored.",
+}
 
 
 def list_channels() -> tuple[Channel, ...]:
-    """Every subject, in the order of an episode's life."""
-    subjects = Subjects(_RUN)
-    templates = (
-        Channel(
-            name="requests",
-            address=subjects.task("{pool}", "{episode}"),
-            about="Episodes asked for. Expects sequence 0 on its subject; shared by the durable consumer task_{pool}.",
-            messages=STORED["task"],
-            senders=("learner", "client"),
-            receivers=("environment",),
-        ),
-        Channel(
-            name="episodes",
-            address=subjects.episode("{episode}"),
-            about="Claims, releases and the one result of an episode; each expects the last entry that its author read.",
-            messages=STORED["episode"],
-            senders=("environment", "learner"),
-            receivers=("learner", "client"),
-        ),
-        Channel(
-            name="observations",
-            address=subjects.observation("{policy}", "{lane}", "{episode}"),
-            about="What the environment saw; lane is `any` or an inference worker's. Durable consumers obs_{policy}_{lane}.",
-            messages=STORED["obs"],
-            senders=("environment",),
-            receivers=("inference",),
-        ),
-        Channel(
-            name="actions",
-            address=subjects.action("{lane}", "{episode}"),
-            about="What the policy did, on the environment's lane. Expects the sequence that its Observation carries.",
-            messages=STORED["act"],
-            senders=("inference",),
-            receivers=("environment", "learner"),
-        ),
-        Channel(
-            name="policies",
-            address=subjects.policy("{policy}"),
-            about="Versions of the policy, and the lineages that fence them. Expects the last entry.",
-            messages=STORED["policy"],
-            senders=("learner",),
-            receivers=("inference",),
-        ),
-        Channel(
-            name="training",
-            address=subjects.train("{policy}"),
-            about="The learner's journal. Expects the last entry: a learner that is refused has been replaced.",
-            messages=STORED["train"],
-            senders=("learner",),
-            receivers=("learner", "monitor"),
-        ),
-        Channel(
-            name="life",
-            address=subjects.life("{role}", "{worker}"),
-            about="Workers come, drain, go, fail.",
-            messages=STORED["life"],
-            senders=_WORKERS,
-            receivers=("monitor",),
-        ),
-        Channel(
-            name="floor",
-            address=subjects.floor,
-            about="What has left the log for good. Expects the last entry.",
-            messages=STORED["floor"],
-            senders=("recorder",),
-            receivers=("environment", "learner"),
-        ),
-        Channel(
-            name="sessions",
-            address=subjects.session("{session}"),
-            about="The journal of a step-wise session.",
-            messages=STORED["session"],
-            senders=("environment",),
-            receivers=("environment",),
-        ),
-        Channel(
-            name="sessionCalls",
-            address=subjects.rpc("{worker}", "{session}"),
-            about="Calls into a step-wise session, answered on the reply subject.",
-            messages=(SessionCall,),
-            senders=("gateway",),
-            receivers=("environment",),
-            stored=False,
-            answers=(SessionAnswer,),
-        ),
-        Channel(
-            name="lanes",
-            address=subjects.lane("{role}", "{lane}"),
-            about="Who holds a lane; the last entry counts, by compare-and-set, in a stream of its own.",
-            messages=(LaneLease,),
-            senders=("environment", "inference", "recorder"),
-            receivers=("environment", "inference", "recorder"),
-        ),
-        Channel(
-            name="heartbeats",
-            address=subjects.heartbeat("{role}", "{worker}"),
-            about="How a worker is, every two seconds; a core message, not stored.",
-            messages=(Heartbeat,),
-            senders=_WORKERS,
-            receivers=("environment", "monitor"),
-            stored=False,
-        ),
-        Channel(
-            name="control",
-            address=subjects.control("{role}", "{worker}"),
-            about="Drain, cancel, ping, to one worker or to `all` of a role; answered on the reply subject.",
-            messages=(ControlRequested,),
-            senders=("operator", "environment"),
-            receivers=_WORKERS,
-            stored=False,
-            answers=(ControlAnswered,),
-        ),
-    )
-    return tuple(
-        msgspec.structs.replace(channel, address=channel.address.replace(f".{_RUN}.", ".{run}.", 1)) for channel in templates
-    )
+    """Every channel that messages travel on, in the order of an episode's life."""
+    return tuple(channel for channel in CHANNELS if channel.messages)
 
 
 def build_asyncapi() -> dict[str, object]:
@@ -193,10 +60,9 @@ def build_asyncapi() -> dict[str, object]:
 
 
 def _build_channel(channel: Channel) -> dict[str, object]:
-    kept = "Stored in the log." if channel.stored else "A core message, not stored."
     return {
         "address": channel.address,
-        "description": f"{channel.about} {kept}",
+        "description": f"{channel.about} {_KEPT[channel.kept]}",
         "parameters": {name: {} for name in _parse_parameters(channel.address)},
         "messages": {kind.__name__: {"$ref": f"#/components/messages/{kind.__name__}"} for kind in channel.messages},
     }

@@ -1,4 +1,4 @@
-"""Every subject that fleetbus uses, spelled here and nowhere else.
+"""The subjects of one run, each spelled by the table of channels (`fleetbus_schemas.channels`).
 
 ``fb.<run>.>`` is captured by the run's stream: the log. Request/reply never uses a captured subject (the stream's own ack
 would be taken for the answer), so calls, control, heartbeats and lane leases have prefixes of their own.
@@ -7,6 +7,8 @@ would be taken for the answer), so calls, control, heartbeats and lane leases ha
 from __future__ import annotations
 
 import re
+
+from fleetbus_schemas.channels import BY_NAME, CHANNELS
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}\Z")
 
@@ -30,7 +32,7 @@ def check_name(kind: str, name: str) -> str:
     return name
 
 
-ALL_HEARTBEATS = "fbhb.*.>"
+ALL_HEARTBEATS = BY_NAME["heartbeats"].below(run="*")
 """The heartbeats of all runs: for views of a whole server instead of one run."""
 
 
@@ -39,69 +41,69 @@ class Subjects:
 
     def __init__(self, run: str) -> None:
         self.run = check_name("run", run)
-        self._log = f"fb.{run}."
+        self._templates = {channel.name: channel.address.replace("{run}", run) for channel in CHANNELS}
 
     @property
     def log(self) -> str:
-        return self._log + ">"
+        return self._templates["log"]
 
     @property
     def lanes(self) -> str:
-        return f"fblane.{self.run}.>"
+        return BY_NAME["lanes"].below(run=self.run)
 
     def task(self, pool: str, episode: str) -> str:
-        return f"{self._log}task.{pool}.{episode}"
+        return self._templates["requests"].format(pool=pool, episode=episode)
 
     def tasks(self, pool: str = "*") -> str:
-        return f"{self._log}task.{pool}.>"
+        return BY_NAME["requests"].below(run=self.run, pool=pool)
 
     def observation(self, policy: str, lane: str, episode: str) -> str:
-        return f"{self._log}obs.{policy}.{lane}.{episode}"
+        return self._templates["observations"].format(policy=policy, lane=lane, episode=episode)
 
     def observations(self, policy: str = "*", lane: str = "*") -> str:
-        return f"{self._log}obs.{policy}.{lane}.>"
+        return BY_NAME["observations"].below(run=self.run, policy=policy, lane=lane)
 
     def action(self, lane: str, episode: str) -> str:
-        return f"{self._log}act.{lane}.{episode}"
+        return self._templates["actions"].format(lane=lane, episode=episode)
 
     def actions(self, lane: str = "*") -> str:
-        return f"{self._log}act.{lane}.>"
+        return BY_NAME["actions"].below(run=self.run, lane=lane)
 
     def episode(self, episode: str) -> str:
-        return f"{self._log}episode.{episode}"
+        return self._templates["episodes"].format(episode=episode)
 
     @property
     def episodes(self) -> str:
-        return f"{self._log}episode.>"
+        return BY_NAME["episodes"].below(run=self.run)
 
     def session(self, session: str) -> str:
-        return f"{self._log}session.{session}"
+        return self._templates["sessions"].format(session=session)
 
     def policy(self, name: str) -> str:
-        return f"{self._log}policy.{name}"
+        return self._templates["policies"].format(policy=name)
 
     def train(self, name: str) -> str:
-        return f"{self._log}train.{name}"
+        return self._templates["training"].format(policy=name)
 
     @property
     def floor(self) -> str:
-        return f"{self._log}floor"
+        return self._templates["floor"]
 
     def life(self, role: str, worker: str) -> str:
-        return f"{self._log}life.{role}.{worker}"
+        return self._templates["life"].format(role=role, worker=worker)
 
     def rpc(self, worker: str, session: str) -> str:
-        return f"fbrpc.{self.run}.{worker}.{session}"
+        return self._templates["sessionCalls"].format(worker=worker, session=session)
 
     def control(self, role: str, worker: str) -> str:
-        return f"fbctl.{self.run}.{role}.{worker}"
+        return self._templates["control"].format(role=role, worker=worker)
 
     def heartbeat(self, role: str, worker: str) -> str:
-        return f"fbhb.{self.run}.{role}.{worker}"
+        return self._templates["heartbeats"].format(role=role, worker=worker)
 
     @property
     def heartbeats(self) -> str:
-        return f"fbhb.{self.run}.>"
+        return BY_NAME["heartbeats"].below(run=self.run)
 
     def lane(self, role: str, lane: str) -> str:
-        return f"fblane.{self.run}.{role}.{lane}"
+        return self._templates["lanes"].format(role=role, lane=lane)

@@ -18,7 +18,7 @@ from fleetbus.log.episodes import decode_entries
 from fleetbus.logs.setup import suppress_logs
 from fleetbus.recording import Recording, RecordingHeader
 from fleetbus_schemas import CheckpointStored, LineageStarted, StepTrained, Task, TensorEntry, decode, encode
-from fleetbus_schemas.stored import STORED
+from fleetbus_schemas.channels import STORED
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.held_out import find_newest_version, play
 from fleetbus_workers.learner.scripted import ScriptedTrainer

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from fleetbus.auth.permissions import USERS, Rights, build_inbox_prefix, build_rights
+from fleetbus.auth.permissions import Rights, build_inbox_prefix, build_rights
 from fleetbus.bus.objects import weights_bucket
 from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, log_stream, plan_run, work_alias
 from fleetbus_schemas import Subjects
+from fleetbus_schemas.channels import ROLES
 
 PUBLISH, ASK, CALL, TELL, LISTEN = "publish", "ask", "call", "tell", "listen"
 """Kinds: a message that a stream stores; a question to JetStream; a call to a worker; a broadcast; a subscription."""
@@ -111,7 +112,7 @@ def covers(pattern: str, subject: str) -> bool:
     return len(wanted) == len(given)
 
 
-def table(users: Sequence[str] = USERS) -> str:
+def table(users: Sequence[str] = ROLES) -> str:
     """Who may do what, as it stands in ``docs/accounts.md``; of the run ``default``."""
     plan: RunPlan = plan_run("default")
     rights = {user: build_rights(user, plan) for user in users}

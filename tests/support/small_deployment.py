@@ -10,7 +10,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import msgspec
@@ -62,6 +62,7 @@ from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.group_judge import GroupJudge
 from fleetbus_workers.learner.worker import run_learner
+from tests.support.checked_bus import CheckedBus
 from tests.support.resources import nothing_left_behind
 
 RUN = "small"
@@ -224,7 +225,7 @@ class SmallDeployment:
             with member.scope:
                 async with self.connect(member.name) as bus:
                     member.bus = bus
-                    await work(member, bus)
+                    await work(member, cast(Bus, CheckedBus(bus, member.role)))
         except Exception as error:  # the end of a process: what a shell would see as a traceback and exit code 1
             member.error = error
         finally:
@@ -361,17 +362,19 @@ async def small_deployment(
     connect: Connect | None = None,
     faults: Faults | None = None,
     published: bool = True,
+    declared: bool = False,
 ) -> AsyncIterator[SmallDeployment]:
-    """A run that is declared and, if ``published``, has its first policy version. At the end all members are drained, and none
-    may have failed."""
+    """A run that is declared, here unless it is already, and, if ``published``, has its first policy version. At the end all
+    members are drained, and none may have failed."""
     server = MemoryServer(faults=faults)
     configuration = configuration or build_configuration()
     connect = connect or (lambda name: server.connect(configuration.run.name, worker=name))
     with nothing_left_behind():
         async with connect("test") as bus:
-            await bus.declare(
-                plan_run(configuration.run.name, lanes=configuration.nats.lanes, max_bytes=configuration.nats.max_bytes)
-            )
+            if not declared:
+                await bus.declare(
+                    plan_run(configuration.run.name, lanes=configuration.nats.lanes, max_bytes=configuration.nats.max_bytes)
+                )
             async with anyio.create_task_group() as group:
                 fleet = SmallDeployment(server, connect, configuration, bus, group)
                 group.start_soon(fleet.follow_results)

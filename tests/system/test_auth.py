@@ -12,7 +12,6 @@ import anyio.abc
 import pytest
 
 from fleetbus.audit.run import audit_run
-from fleetbus.auth.permissions import WORKERS
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.bus.streams import plan_run
@@ -20,6 +19,7 @@ from fleetbus.client.sessions import SessionClient
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, RunSettings
 from fleetbus.errors import NoResponders
 from fleetbus_schemas import StepTrained, Task, TrainingFinished
+from fleetbus_schemas.channels import WORKERS
 from fleetbus_schemas.message import decode_any
 from fleetbus_workers.gateway.openenv_episode import OpenEnvEpisode
 from fleetbus_workers.learner.curriculum import Curriculum

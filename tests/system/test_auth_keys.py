@@ -15,7 +15,6 @@ import pytest
 
 from fleetbus.auth.access import build_access
 from fleetbus.auth.folder import AuthFolder, write_folder
-from fleetbus.auth.permissions import USERS
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
@@ -23,6 +22,7 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, NatsSettings, RunSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import Heartbeat, Subjects, encode
+from fleetbus_schemas.channels import ROLES
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.up.checks import check_rights
 from tests.support.secured_server import TRUST, SecuredServer, secured_server
@@ -81,7 +81,7 @@ async def test_a_client_with_keys_says_nothing_in_the_clear(secured: SecuredServ
 
 
 def test_secrets_are_readable_by_their_owner_alone_and_stand_in_no_other_file(secured: SecuredServer) -> None:
-    keys = [AuthFolder(secured.folder).key(run, user) for run in (TRUST, RUN) for user in USERS]
+    keys = [AuthFolder(secured.folder).key(run, user) for run in (TRUST, RUN) for user in ROLES]
     secrets = [key.read_bytes() for key in keys]
     assert {file.name: oct(file.stat().st_mode & 0o777) for file in secured.folder.iterdir()} == {
         **{key.name: "0o600" for key in keys},
@@ -101,8 +101,8 @@ def test_writing_again_keeps_keys_and_certificates_and_allows_the_new_run(tmp_pa
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     second = write_folder(folder, [plan_run("a", lanes=1), plan_run("b", lanes=1)], hosts=["localhost"], days=1)
     after = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    assert set(first.keys) == {f"a.{user}" for user in USERS} and first.certificates
-    assert set(second.keys) == {f"b.{user}" for user in USERS} and not second.certificates
+    assert set(first.keys) == {f"a.{user}" for user in ROLES} and first.certificates
+    assert set(second.keys) == {f"b.{user}" for user in ROLES} and not second.certificates
     assert [name for name in before if before[name] != after[name]] == ["nats-server.conf"]
     assert b"fb.b.task.*.*" in after["nats-server.conf"] and b"fb.b.task.*.*" not in before["nats-server.conf"]
 

@@ -12,8 +12,9 @@ import pytest
 from nats.aio.msg import Msg
 
 from fleetbus.auth.folder import AuthFolder
-from fleetbus.auth.permissions import USERS, WORKERS, build_rights
+from fleetbus.auth.permissions import build_rights
 from fleetbus.bus.streams import plan_run
+from fleetbus_schemas.channels import ROLES, WORKERS
 from tests.support.auth_operations import ASK, CALL, LISTEN, PUBLISH, TELL, Operation, is_allowed, operations, table
 from tests.support.bare_client import BareClient, bare_client
 from tests.support.secured_server import TRUST, SecuredServer, secured_server
@@ -40,7 +41,7 @@ def test_there_are_48_operations_and_docs_say_who_may_do_them() -> None:
 
 def test_every_operation_is_somebodys_or_only_the_admins() -> None:
     allowed = {
-        operation.name: [user for user in USERS if is_allowed(build_rights(user, PLAN), operation)] for operation in OPERATIONS
+        operation.name: [user for user in ROLES if is_allowed(build_rights(user, PLAN), operation)] for operation in OPERATIONS
     }
     nobodys = [name for name, users in allowed.items() if not users]
     assert nobodys == ["write into another run"]
@@ -50,7 +51,7 @@ def test_every_operation_is_somebodys_or_only_the_admins() -> None:
 async def answering(secured: SecuredServer) -> AsyncIterator[dict[str, BareClient]]:
     """A worker of each role that answers whatever it is asked, and others to speak and to listen."""
     async with AsyncExitStack() as stack:
-        clients = {user: await stack.enter_async_context(bare_client(secured, user, TRUST)) for user in USERS}
+        clients = {user: await stack.enter_async_context(bare_client(secured, user, TRUST)) for user in ROLES}
         for role in WORKERS:
             for subject in build_rights(role, PLAN).serves:
 
@@ -116,7 +117,7 @@ async def hears(listener: BareClient, pattern: str, speaker: BareClient, subject
         await subscription.unsubscribe()
 
 
-@pytest.mark.parametrize("name", USERS)
+@pytest.mark.parametrize("name", ROLES)
 async def test_exactly_what_the_table_allows_goes_through(secured: SecuredServer, name: str) -> None:
     found = {}
     with anyio.fail_after(55):

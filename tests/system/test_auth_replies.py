@@ -12,17 +12,18 @@ import nats
 import pytest
 
 from fleetbus.auth.folder import AuthFolder
-from fleetbus.auth.permissions import USERS, build_rights
+from fleetbus.auth.permissions import build_rights
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import BusError
 from fleetbus_schemas import EpisodeRequested, PolicyPublished, Task, encode
+from fleetbus_schemas.channels import ROLES
 from tests.support.bare_client import BareClient, bare_client, describe_state
 from tests.support.secured_server import LOG, SUBJECTS, TRUST, SecuredServer, secured_server
 from tests.support.small_deployment import LANES, RUN
 
-ROLES = [user for user in USERS if user != "admin"]
+LIMITED = [user for user in ROLES if user != "admin"]
 DURABLE = "task_default"
 MISSING = json.dumps({"last_by_subj": "fb.trust.task.default.none"}).encode()
 """A direct get whose answer is an empty message: what requests to delete have to be."""
@@ -83,7 +84,7 @@ def without_own(state: dict[str, object], user: str) -> dict[str, object]:
     return state | {LOG: {name: value for name, value in log.items() if name not in moved} | {"subjects": kept}}
 
 
-@pytest.mark.parametrize("user", ROLES)
+@pytest.mark.parametrize("user", LIMITED)
 async def test_no_answer_can_be_sent_where_it_does_harm(secured: SecuredServer, user: str) -> None:
     """Each question that a role may ask, answered to each subject that changes something."""
     async with attacking(secured, user) as (attacker, admin):
@@ -121,7 +122,7 @@ def drop_written_by(user: str, *states: dict[str, object]) -> None:
         }
 
 
-@pytest.mark.parametrize("user", ROLES)
+@pytest.mark.parametrize("user", LIMITED)
 async def test_a_stored_message_cannot_be_sent_on_as_another_ones(secured: SecuredServer, user: str) -> None:
     """A direct get of an entry of one's own, answered to a subject of the log, used to store a forged policy."""
     policy = PolicyPublished(policy="forged", version=9, lineage="x", step=9, uri="file:///x", manifest=(), size_bytes=1)
@@ -167,7 +168,7 @@ async def test_a_consumer_of_ones_own_can_neither_drain_nor_change_those_that_wo
             await attacker.ask(f"fbapi.CONSUMER.DELETE.{LOG}.{name}")
 
 
-@pytest.mark.parametrize("user", [user for user in ROLES if user != "environment"])
+@pytest.mark.parametrize("user", [user for user in LIMITED if user != "environment"])
 async def test_an_answer_does_not_ack_what_another_worker_was_given(secured: SecuredServer, user: str) -> None:
     """The server hands a reply below ``$JS.ACK.`` on into the streams' account, whoever names it."""
     asked = {

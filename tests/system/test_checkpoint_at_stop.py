@@ -10,7 +10,7 @@ import pytest
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, RunSettings
 from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import CheckpointStored, StepTrained, Task
-from fleetbus_schemas.stored import STORED
+from fleetbus_schemas.channels import STORED
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_deployment import RUN, build_configuration, small_deployment

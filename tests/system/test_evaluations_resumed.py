@@ -10,7 +10,7 @@ import pytest
 from fleetbus.config.settings import EpisodeSettings, EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
 from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import CheckpointStored, EvaluationFinished, Message, Task
-from fleetbus_schemas.stored import STORED
+from fleetbus_schemas.channels import STORED
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.curriculum import Curriculum

@@ -14,7 +14,7 @@ from fleetbus.config.training_settings import RewardSettings
 from fleetbus.log.episodes import decode_entries
 from fleetbus.recording import Recording, RecordingHeader
 from fleetbus_schemas import EpisodeFinished, StepTrained, Task
-from fleetbus_schemas.stored import STORED
+from fleetbus_schemas.channels import STORED
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import HoldsElsewhere, LivesElsewhere, Verdict
 from fleetbus_workers.environment.composed_reward import ComposedRewardFactory

@@ -104,3 +104,13 @@ def test_without_a_yes_nothing_is_removed(said: Said, tmp_path: Path, monkeypatc
     monkeypatch.setattr("click.confirm", lambda *_, **__: False)
     said("rm", "a")
     assert run.is_dir()
+
+
+def test_the_files_of_workers_without_up_are_a_run(said: Said, tmp_path: Path) -> None:
+    """A learner on a server leaves checkpoints and weights alone."""
+    run = tmp_path / ".fleetbus" / "runs" / "a"
+    add_checkpoint(run, 10)
+    (row,) = json.loads(said("list", "--json"))
+    assert (row["run"], row["steps"], row["running"]) == ("a", 10, False)
+    assert "removed a" in said("rm", "a", "--yes")
+    assert not run.exists()

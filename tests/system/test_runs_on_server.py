@@ -18,6 +18,7 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.errors import UserError
 from fleetbus_schemas import Heartbeat, Subjects, encode
 from fleetbus_workers.cli.program import run_program
+from tests.support.servers import running_servers
 
 pytestmark = pytest.mark.integration
 
@@ -104,3 +105,56 @@ async def test_the_hint_is_one_line_of_the_command_and_no_traceback(
     said = capsys.readouterr().err
     assert (status, said.count("\n")) == (2, 1), said
     assert "no storage left" in said
+
+
+async def test_with_keys_runs_of_every_account_are_listed_and_removed_with_what_their_workers_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plans = [plan_run(run, lanes=1, max_bytes=SMALLEST_LOG) for run in ("over", "going-on")]
+    left = tmp_path / "runs" / "over"
+    (left / "checkpoints" / "l1-000001").mkdir(parents=True)
+    (left / "weights").mkdir()
+
+    async with running_servers(tmp_path, plans, form="keyed") as servers:
+        assert servers.auth is not None
+        for plan in plans:
+            await servers.declare(plan)
+        options = ("--nats", servers.url, "--nats-auth", str(servers.auth.path), "--run-folder", str(tmp_path / "runs"))
+
+        async def said(*arguments: str, code: int = 0) -> str:
+            status = await anyio.to_thread.run_sync(run_program, ("runs", *arguments, *options))
+            shown = capsys.readouterr()
+            assert status == code, shown
+            return shown.out or shown.err
+
+        async with servers.connect("going-on", "learner-1") as bus, anyio.create_task_group() as group:
+
+            async def beat() -> None:
+                while True:
+                    subject = Subjects("going-on").heartbeat("learner", "learner-1")
+                    await bus.broadcast(subject, encode(Heartbeat(role="learner", worker="learner-1")))
+                    await anyio.sleep(0.2)
+
+            group.start_soon(beat)
+            rows = {row["run"]: row["running"] for row in json.loads(await said("list", "--json"))}
+            assert rows == {"over": False, "going-on": True}
+            assert "is running" in await said("rm", "over", "going-on", "--yes", code=2)
+            assert "admin's key of nobody" in await said("rm", "nobody", "--yes", code=2)
+            assert left.is_dir()
+            assert f"removed over and {left}" in (await said("rm", "over", "--yes")).replace("\n", "")
+            assert not left.exists()
+            assert [row["run"] for row in json.loads(await said("list", "--json"))] == ["going-on"]
+            group.cancel_scope.cancel()
+        assert await servers.violations() == []
+
+
+async def test_files_that_an_earlier_removal_left_are_removed_by_the_next(
+    server: NatsServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = tmp_path / "runs" / "gone"
+    (left / "weights").mkdir(parents=True)
+    arguments = ("runs", "rm", "gone", "--yes", "--nats", server.url, "--run-folder", str(tmp_path / "runs"))
+    for code in (0, 2):
+        assert await anyio.to_thread.run_sync(run_program, arguments) == code, capsys.readouterr()
+        assert not left.exists()
+    assert "no run gone" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from fleetbus.bus.nats.reader import NatsReader
 from fleetbus_schemas import EpisodeRequested, Task, encode
 from fleetbus_workers.observe.run import run_observer
 from fleetbus_workers.observe.run.jetstream import fetch_server_view
@@ -52,3 +53,17 @@ async def test_a_monitors_key_is_enough(
             await until(lambda: tracing.written.open == 1)
             stop.set()
             tasks.cancel_scope.cancel()
+
+
+async def test_a_reader_that_is_sent_more_than_it_asked_for_acks_nothing_and_misses_nothing(secured: SecuredServer) -> None:
+    """A server that restarts may do so; an ack would be a violation, which ends the viewer."""
+    subject = SUBJECTS.episode("unasked")
+    with anyio.fail_after(50):
+        async with secured.connect("learner") as learner, secured.connect("monitor") as bus, bus.read([subject]) as reader:
+            await learner.publish(subject, b"one")
+            assert (await reader.receive()).payload == b"one"
+            assert isinstance(reader, NatsReader)
+            reader._pull_requests.asked = 0
+            await learner.publish(subject, b"two")
+            assert (await reader.receive()).payload == b"two"
+            await bus.last_sequence()  # whatever was sent before has been judged by then

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from fleetbus.auth.permissions import USERS
 from fleetbus.auth.server_config import account_of
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.load import load_configuration
 from fleetbus.config.settings import EnvironmentSettings
+from fleetbus_schemas.channels import ROLES
 from fleetbus_workers.cli.program import COMMANDS
 
 yaml = pytest.importorskip("yaml")
@@ -89,7 +89,7 @@ def test_each_pod_holds_the_key_of_one_user_and_no_rights() -> None:
         assert len(secrets) == 1
         assert pod["automountServiceAccountToken"] is False and pod["securityContext"]["runAsNonRoot"]
         assert all(container["securityContext"]["capabilities"] == {"drop": ["ALL"]} for container in pod["containers"])
-    assert set(users) - {"server"} <= set(USERS)
+    assert set(users) - {"server"} <= set(ROLES)
 
 
 def test_engines_write_their_weights_where_they_may(compose: dict[str, Any]) -> None:

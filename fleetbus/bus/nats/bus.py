@@ -39,8 +39,9 @@ from fleetbus.bus.nats.runs import RunOnServer, list_runs, remove_run
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, StreamPlan, lane_stream, log_stream, work_alias
 from fleetbus.config.load import strip_credentials
-from fleetbus.errors import BusError, RequestUnanswered, UserError
+from fleetbus.errors import BusError, NotPermitted, RequestUnanswered, UserError
 from fleetbus_schemas import Subjects
+from fleetbus_schemas.channels import covers_log
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +68,12 @@ class NatsBus:
         *,
         narrow: bool = False,
         imports: bool = False,
+        lists_consumers: bool = True,
         on_server: PlanOnServer | None = None,
     ) -> None:
         self._connection = connection
         self._narrow = narrow
+        self._lists_consumers = lists_consumers
         self._on_server = on_server
         self._log = log_stream(run)
         self._work = work_alias(run) if imports else self._log
@@ -194,6 +197,8 @@ class NatsBus:
 
     async def request(self, subject: str, payload: bytes, *, timeout: float) -> bytes:
         if subject.startswith(f"{API}."):
+            if not self._lists_consumers and ".CONSUMER.LIST." in subject:  # asked, the server would log it as a violation
+                raise NotPermitted(f"{subject}: the names of consumers are a secret on a server with accounts")
             subject = self._connection.api.prefix + subject.removeprefix(API)
         return await calls.request(self._connection, subject, payload, timeout)
 
@@ -289,6 +294,7 @@ async def connect(
         options |= {"tls": tls, "tls_handshake_first": True}
     name = f"fleetbus {run} {role} {worker}".strip()
     imports = user not in ("", "admin")  # the admin is in the account that holds the streams
+    lists_consumers = not imports or covers_log(user, "floors")
     async with open_connection(
         url,
         name=name,
@@ -297,7 +303,9 @@ async def connect(
         reconnect=reconnect,
         options=options,
     ) as connection:
-        bus = NatsBus(connection, run, narrow=narrow, imports=imports, on_server=plan_on_server)
+        bus = NatsBus(
+            connection, run, narrow=narrow, imports=imports, lists_consumers=lists_consumers, on_server=plan_on_server
+        )
         try:
             await bus.measure_clock()
         except StreamUnavailable as error:  # a server with JetStream says of a stream that is not there that it is not there

@@ -39,14 +39,16 @@ OnTrouble = Callable[[str], None]
 
 
 class PullRequests:
-    """The credits of one puller at one consumer. `attach` begins; everything is synchronous."""
+    """The credits of one puller at one consumer. `attach` begins; everything is synchronous. A message beyond the credits goes
+    back to a consumer that ``acks``; without acks it is trouble, for the server will not send it again."""
 
-    def __init__(self, connection: Connection, on_message: OnMessage, on_trouble: OnTrouble) -> None:
+    def __init__(self, connection: Connection, on_message: OnMessage, on_trouble: OnTrouble, *, acks: bool) -> None:
         self._connection = connection
         self._wire = connection.wire
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
         self._on_trouble = on_trouble
+        self._acks = acks
         self._subject = ""
         self._route = 0
         self._inbox = ""
@@ -139,7 +141,10 @@ class PullRequests:
             self._on_status(subject.rpartition(b".")[2], headers)
             return
         if self.asked <= 0:
-            self._wire.send_or_drop(publish_command(reply.decode(), "", b"-NAK"))
+            if self._acks:
+                self._wire.send_or_drop(publish_command(reply.decode(), "", b"-NAK"))
+            else:
+                self._on_trouble("more messages than asked for")
             return
         self.asked -= 1
         if not self.asked:

@@ -64,7 +64,7 @@ class NatsSubscription:
         self._connection = connection
         self._stream = stream
         self._consumer = consumer
-        self._pull_requests = PullRequests(connection, self._on_message, self._on_trouble)
+        self._pull_requests = PullRequests(connection, self._on_message, self._on_trouble, acks=True)
         self._queue: ReceiveQueue[NatsDelivery] = ReceiveQueue()
         self._trouble = anyio.Event()
         self._pull_requests.add(credits)

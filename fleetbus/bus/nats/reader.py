@@ -54,7 +54,7 @@ class NatsReader:
         self._next = max(start, 1)
         self._consumer = ""
         self._consumer_sequence = 0
-        self._pull_requests = PullRequests(connection, self._on_message, self._on_trouble)
+        self._pull_requests = PullRequests(connection, self._on_message, self._on_trouble, acks=False)
         self._pull_requests.add(WINDOW_CREDITS)
         self._queue: ReceiveQueue[StreamEntry] = ReceiveQueue()
         self._restart = anyio.Event()

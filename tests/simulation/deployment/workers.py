@@ -13,7 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import msgspec
@@ -47,6 +47,7 @@ from tests.simulation.doubles.environments import HoldingEnvironment, SimulatedE
 from tests.simulation.observer import ALL_WORKERS
 from tests.simulation.platform.bus import SimulatedBus
 from tests.simulation.platform.process import Process
+from tests.support.checked_bus import CheckedBus
 
 TRIM_SECONDS = 2.0
 
@@ -54,6 +55,9 @@ RESTART_SECONDS = (0.2, 4.0)
 """Shortest and longest delay before an ended process is restarted."""
 
 UNMADE_SHARE = 0.03
+
+CHECKED = ("environment", "inference", "learner", "recorder")
+"""Roles that meet the rights of their keys; of clients each says for itself whose it has."""
 
 MISTYPED = ("l1", "999")
 """What an operator gives who does not read: no step, and one without a checkpoint."""
@@ -226,7 +230,7 @@ class Deployment:
             "rollouts": self._run_client,
             "stranger": self._run_client,
         }
-        await work[process.role](process, wire)
+        await work[process.role](process, _check(wire, process.role) if process.role in CHECKED else wire)
 
     async def _run_environment(self, process: Process, wire: SimulatedBus) -> None:
         await self._host_environments(process, wire, process.drain)
@@ -235,7 +239,7 @@ class Deployment:
         """In some seeds with environments in its own process, as `fleetbus gateway` on one machine has them."""
         caller = GatewayCaller(process, self._log_checker.sessions, self._observer, draw)
         if not self._scenario.gateways_host:
-            await caller.run(wire)
+            await caller.run(_check(wire, "gateway"))
             return
         caller.floods = self._scenario.rare
         process.slots, drain, hosting = self._scenario.environment_slots, anyio.Event(), anyio.Event()
@@ -245,9 +249,9 @@ class Deployment:
             hosting.set()
 
         async with anyio.create_task_group() as group:
-            group.start_soon(self._host_environments, process, wire, drain, use)
+            group.start_soon(self._host_environments, process, _check(wire, "environment"), drain, use)
             await hosting.wait()
-            await caller.run(wire)
+            await caller.run(_check(wire, "gateway"))
             process.stop()
             drain.set()
 
@@ -334,7 +338,7 @@ class Deployment:
         draw = random.Random(f"client/{self._scenario.seed}/{process.name}")
         match process.role:
             case "session_client":
-                await SessionCaller(process, self._log_checker.sessions, self._observer, draw).run(wire)
+                await SessionCaller(process, self._log_checker.sessions, self._observer, draw).run(_check(wire, "gateway"))
             case "gateway":
                 await self._run_gateway(process, wire, draw)
             case "stranger":
@@ -344,8 +348,8 @@ class Deployment:
                 await stranger.run(wire)
             case _:
                 await run_rollouts(
-                    process, wire, self._configuration, self._tasks, self._log_checker.episodes, self._observer,
-                    self._runtime(process),
+                    process, _check(wire, "operator"), self._configuration, self._tasks, self._log_checker.episodes,
+                    self._observer, self._runtime(process),
                 )  # fmt: skip
 
     def _list_environments(self) -> list[str]:
@@ -379,3 +383,7 @@ def _iterate_leaves(error: BaseException | None) -> Iterator[BaseException]:
             yield from _iterate_leaves(inner)
     elif error is not None:
         yield error
+
+
+def _check(wire: SimulatedBus, role: str) -> SimulatedBus:
+    return cast(SimulatedBus, CheckedBus(wire, role))

@@ -28,8 +28,8 @@ from fleetbus_schemas import (
     Observation,
     decode,
 )
+from fleetbus_schemas.channels import STORED
 from fleetbus_schemas.message import decode_any
-from fleetbus_schemas.stored import STORED
 from fleetbus_schemas.tokens import EMPTY_HISTORY, extend_history, pack_ids, pack_mask, start_history, unpack_ids
 from fleetbus_workers.inference.turn_rules import compute_turn_seed
 from tests.simulation.doubles.engines import compute_sampled_ids

@@ -33,8 +33,8 @@ from fleetbus_schemas import (
     TrainingFinished,
     VersionSpan,
 )
+from fleetbus_schemas.channels import STORED
 from fleetbus_schemas.message import decode_any
-from fleetbus_schemas.stored import STORED
 from tests.simulation.observer import GARBAGE, Observer
 
 FAR = 1000

@@ -10,8 +10,8 @@ import msgspec
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus_schemas import SessionAnswer, SessionClaimed, SessionEnded, SessionRecorded
+from fleetbus_schemas.channels import STORED
 from fleetbus_schemas.message import decode_any
-from fleetbus_schemas.stored import STORED
 from tests.simulation.doubles.environments import EnvironmentRecord, render_observation
 from tests.simulation.observer import Observer
 

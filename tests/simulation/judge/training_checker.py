@@ -22,8 +22,8 @@ from fleetbus_schemas import (
     StepTrained,
     TrainingFinished,
 )
+from fleetbus_schemas.channels import STORED
 from fleetbus_schemas.message import decode_any
-from fleetbus_schemas.stored import STORED
 from fleetbus_workers.learner.checkpoints import read_checkpoint
 from tests.simulation.judge.episode_checker import EpisodeChecker, EpisodeRecord
 from tests.simulation.observer import Observer

@@ -20,7 +20,7 @@ from fleetbus_schemas import (
     TrainingFinished,
     encode,
 )
-from fleetbus_schemas.stored import STORED
+from fleetbus_schemas.channels import STORED
 
 RETRY_SECONDS = 1.0
 

@@ -31,8 +31,8 @@ from fleetbus_schemas import (
     Subjects,
     TrainingFinished,
 )
+from fleetbus_schemas.channels import STORED
 from fleetbus_schemas.message import MalformedMessage, decode_any
-from fleetbus_schemas.stored import STORED
 from fleetbus_workers.learner.checkpoint_choice import START, CheckpointUnread, choose_checkpoint
 from fleetbus_workers.learner.checkpoints import Checkpoint, list_checkpoints
 

@@ -26,7 +26,7 @@ from fleetbus.errors import UserError
 from fleetbus.recording import Recording
 from fleetbus.recording.objects import find_referenced_objects
 from fleetbus_schemas import CheckpointStored, EpisodeRequested, Message, PolicyPublished, StepTrained, Task, TrainingFinished
-from fleetbus_schemas.stored import STORED
+from fleetbus_schemas.channels import STORED
 from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.training_digest import train_with_digests

@@ -20,7 +20,7 @@ from fleetbus_schemas import (
     StepTrained,
     TrainingFinished,
 )
-from fleetbus_schemas.stored import STORED
+from fleetbus_schemas.channels import STORED
 
 KINDS = ("task", "train", "policy")
 """Kinds of subjects that a learner publishes on."""

@@ -24,7 +24,7 @@ from fleetbus.errors import BusError
 from fleetbus.log.episodes import read_entry
 from fleetbus.recording import Recording
 from fleetbus_schemas import EpisodeFinished, Message, Subjects, encode
-from fleetbus_schemas.stored import STORED
+from fleetbus_schemas.channels import STORED
 
 WORKER = "replayed"
 """Name of the worker under test."""

@@ -15,7 +15,7 @@ from fleetbus.core.training.lineage import compute_surviving_steps, is_surviving
 from fleetbus.log.episodes import read_entry
 from fleetbus.recording import Recording
 from fleetbus_schemas import CheckpointStored, EpisodeRequested, Message
-from fleetbus_schemas.stored import STORED
+from fleetbus_schemas.channels import STORED
 from fleetbus_schemas.subjects import check_name
 from fleetbus_workers.learner.checkpoints import INDEX, Checkpoint, read_checkpoint
 from fleetbus_workers.replay.recorded_episode import RecordedEpisode

@@ -24,6 +24,9 @@ from fleetbus_workers.command.terminal import open_console
 from fleetbus_workers.run_access.log_access import open_run
 from fleetbus_workers.up.lock import is_held
 
+_PARTS = ("run.json", "config.json", "nats", "checkpoints", "weights")
+"""What makes a folder that of a run; a learner without `up` leaves the last two alone."""
+
 STEP_SECONDS = 3.0
 """For asking the server of a run that is running for its last step."""
 
@@ -67,6 +70,7 @@ def list_runs(as_json: bool, **values: object) -> int:
     """List the runs in a folder: whether they are active, when they were last written, their sizes and results.
 
     With --nats, list the runs on a server: whether they have live workers, the size of their logs and their reserved storage.
+    With keys: those whose admin's key is in the folder.
     """
     if values["nats__url"]:
         return _list_on_server(as_json, values)
@@ -89,8 +93,8 @@ def list_runs(as_json: bool, **values: object) -> int:
 def remove_runs(names: tuple[str, ...], yes: bool, **values: object) -> int:
     """Remove runs with all their files: log, weights, checkpoints, models. An active run is refused.
 
-    With --nats, remove log, lanes and weights on a server. Exit status 0: removed; 2: a run is unknown or active, and nothing
-    was removed.
+    With --nats, remove log, lanes and weights on a server, and what the run's workers left in the folder of runs. Exit status
+    0: removed; 2: a run is unknown or active, and nothing was removed.
     """
     if values["nats__url"]:
         remove_from_server(load_settings(values, earlier=False).configuration, names, yes=yes)
@@ -116,14 +120,20 @@ def _list_on_server(as_json: bool, values: dict[str, object]) -> int:
     if as_json:
         print_json(rows)
     elif not rows:
-        print(f"no runs on {values['nats__url']}: `fleetbus up` or `fleetbus init` creates one")
+        print(f"no runs on {values['nats__url']}: `fleetbus up` or `fleetbus init` creates one{_describe_keys(values)}")
     else:
         print_server_runs(rows)
     return FINISHED
 
 
+def _describe_keys(values: dict[str, object]) -> str:
+    return f" (looked for those whose admin's key is in {values['nats__auth']})" if values["nats__auth"] else ""
+
+
 def _is_run(path: Path) -> bool:
-    return path.is_dir() and any((path / name).exists() for name in ("run.json", "config.json", "nats"))
+    return path.is_dir() and any(
+        (path / name).exists() for name in ("run.json", "config.json", "nats", "checkpoints", "weights")
+    )
 
 
 def _is_running(path: Path) -> bool:

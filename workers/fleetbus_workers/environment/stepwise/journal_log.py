@@ -9,7 +9,7 @@ from fleetbus.core.episode.journal import Journal, JournalEntry, read_journal
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
 from fleetbus.log.episodes import read_entry
 from fleetbus_schemas import Subjects, encode
-from fleetbus_schemas.stored import STORED
+from fleetbus_schemas.channels import STORED
 from fleetbus_workers.environment.episode.stages import Superseded
 
 RETRY_SECONDS = 0.5
