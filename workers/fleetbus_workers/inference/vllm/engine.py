@@ -4,6 +4,7 @@ Everything here blocks for seconds to minutes and is called in a worker thread.
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,14 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 ADAPTERS = 2
 """Adapters that one step computes with: turns that began before a swap end with the one that they began with."""
 
-ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # a fork of a process that has asked CUDA anything cannot use it
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # whether there is a GPU is asked of its driver, and CUDA stays untouched here
+}
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # else the first token takes half a minute of compiling, although execution is eager
     "VLLM_CPU_CI_ENV": "1",
@@ -50,8 +58,15 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set environment variables of this process; one that the user has set stays."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
 def is_gpu_available() -> bool:
-    """True if vLLM will run on a GPU here."""
+    """True if vLLM will run on a GPU here; CUDA is not begun by asking."""
+    set_variables(ENVIRONMENT)
     import torch
 
     return bool(torch.cuda.is_available())
@@ -61,9 +76,7 @@ def start_engine(settings: EngineSettings, recorder: LoadRecorder) -> object:
     """A running ``AsyncLLM``, which tells ``recorder`` how busy it is. Raises `UserError` if vLLM is missing or cannot run
     this model here."""
     has_gpu = is_gpu_available()
-    variables = ENVIRONMENT | ({} if has_gpu else CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(settings.threads)})
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
+    set_variables({} if has_gpu else CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(settings.threads)})
     try:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
