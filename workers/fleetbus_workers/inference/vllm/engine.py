@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # a fork of a process that has asked CUDA anything cannot use it
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process that has asked CUDA anything cannot use it
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # whether there is a GPU is asked of its driver, and CUDA stays untouched here
 }
 CPU_ENVIRONMENT = {
@@ -43,15 +43,16 @@ CPU_ENVIRONMENT = {
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine is started with. ``kv_cache_mib`` 0: `CPU_CACHE_MIB` on a CPU, 90 % of a GPU's memory there.
-    ``lora_rank``: of the adapters that versions are, 0 if they are whole models. ``keeps_cache``: turns that run when the
-    weights change go on from the keys and values that they have. ``options`` are further arguments of vLLM's own, which
-    outweigh those from here."""
+    ``head_dtype`` is what logits are computed in: float32, or "model" for ``dtype``. ``lora_rank``: of the adapters that
+    versions are, 0 if they are whole models. ``keeps_cache``: turns that run when the weights change go on from the keys and
+    values that they have. ``options`` are further arguments of vLLM's own, which outweigh those from here."""
 
     folder: Path
     slots: int = 32
     max_model_len: int = 2048
     threads: int = 1
     dtype: str = "float32"
+    head_dtype: str = "float32"
     kv_cache_mib: int = 0
     lora_rank: int = 0
     keeps_cache: bool = False
@@ -86,12 +87,24 @@ def start_engine(settings: EngineSettings, recorder: LoadRecorder) -> object:
         raise UserError(
             f"vllm cannot be imported: {_first_line(error)}; on a CPU, uninstall torchvision and torchaudio"
         ) from error
+    try:
+        arguments = AsyncEngineArgs(**build_engine_arguments(settings, has_gpu=has_gpu))
+    except TypeError as error:
+        raise UserError(f"inference.vllm: vllm does not take this: {_first_line(error)}") from error
+    try:
+        return AsyncLLM.from_engine_args(arguments, stat_loggers=[recorder.attach])
+    except (ValueError, RuntimeError, OSError) as error:
+        raise UserError(f"{settings.folder}: vllm cannot run this model here: {_first_line(error)}") from error
+
+
+def build_engine_arguments(settings: EngineSettings, *, has_gpu: bool) -> dict[str, Any]:
+    """What ``AsyncEngineArgs`` is called with. Raises `UserError`."""
     memory: dict[str, Any] = {"gpu_memory_utilization": 0.9}
     if settings.kv_cache_mib or not has_gpu:
         memory = {"kv_cache_memory_bytes": (settings.kv_cache_mib or CPU_CACHE_MIB) << 20}
     if not has_gpu:  # a seeded request whose prompt is computed in parts ends the engine: "CPU Generator does not use offset"
         memory |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(settings.max_model_len, CPU_BATCH_TOKENS)}
-    wanted: dict[str, object] = {
+    wanted: dict[str, Any] = {
         "model": str(settings.folder),
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_len,
@@ -103,14 +116,9 @@ def start_engine(settings: EngineSettings, recorder: LoadRecorder) -> object:
         "worker_extension_cls": "fleetbus_workers.inference.vllm.worker_extension.WorkerExtension",
     }
     wanted |= memory | _build_adapter_arguments(settings.lora_rank) | settings.options
-    try:
-        arguments = AsyncEngineArgs(**wanted)
-    except TypeError as error:
-        raise UserError(f"inference.vllm: vllm does not take this: {_first_line(error)}") from error
-    try:
-        return AsyncLLM.from_engine_args(arguments, stat_loggers=[recorder.attach])
-    except (ValueError, RuntimeError, OSError) as error:
-        raise UserError(f"{settings.folder}: vllm cannot run this model here: {_first_line(error)}") from error
+    if settings.head_dtype == "float32" and settings.dtype != "float32":
+        wanted["hf_overrides"] = {"head_dtype": "float32"} | wanted.get("hf_overrides", {})
+    return wanted
 
 
 def _build_adapter_arguments(rank: int) -> dict[str, object]:
