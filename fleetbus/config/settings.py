@@ -206,6 +206,10 @@ class InferenceSettings(Settings, frozen=True, kw_only=True):
         str, Meta(description="Python interpreter of the inference workers that `up` starts (default: this one)")
     ] = ""
     dtype: Annotated[Literal["float32", "bfloat16", "auto"], Meta(description="Data type of engine vllm")] = "float32"
+    head_dtype: Annotated[
+        Literal["float32", "model"],
+        Meta(description="Data type in which engine vllm computes logits: float32, as the trainer does, or that of the model"),
+    ] = "float32"
     scratch: Annotated[
         str, Meta(description="Writable folder for the engine's copies of weights (default: in the run's folder)")
     ] = ""

@@ -166,6 +166,10 @@ class TrainerSettings(Settings, frozen=True, kw_only=True):
     precision: Annotated[Literal["float32", "bfloat16"], Meta(description="Precision of computation; weights stay float32")] = (
         "float32"
     )
+    head_precision: Annotated[
+        Literal["float32", "bfloat16"],
+        Meta(description="Precision of the logits where trainer.precision is bfloat16; engines have inference.head_dtype"),
+    ] = "float32"
     published_dtype: Annotated[
         Literal["float32", "bfloat16"],
         Meta(description="Precision of published weights; bfloat16: half the size, smaller differences"),

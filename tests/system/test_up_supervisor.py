@@ -16,8 +16,10 @@ import msgspec
 import psutil
 import pytest
 
+from fleetbus_schemas import StepTrained
 from fleetbus_workers.up import supervisor
 from fleetbus_workers.up.process import ChildProcess, ProcessPlan, start_process
+from fleetbus_workers.up.restarts import Achievements
 from fleetbus_workers.up.server import end_stray_server
 from fleetbus_workers.up.supervisor import Supervisor, WorkerUnrecoverable
 
@@ -79,6 +81,7 @@ class Stage:
         self.folder = folder
         (folder / "events").touch()
         self.reports: list[str] = []
+        self.achievements = Achievements()
 
     def plan(self, name: str, behaviour: str, limit: float = 20.0) -> ProcessPlan:
         def command(start: int) -> Sequence[str]:
@@ -94,7 +97,7 @@ class Stage:
         )
 
     def fleet(self, *plans: ProcessPlan, final: str = "learner") -> Supervisor:
-        return Supervisor(plans, final=final, report=self.reports.append)
+        return Supervisor(plans, final=final, report=self.reports.append, achieved=self.achievements.count)
 
     @asynccontextmanager
     async def supervised(self, fleet: Supervisor) -> AsyncIterator[None]:
@@ -220,6 +223,30 @@ async def test_a_worker_that_keeps_crashing_fails_the_run_with_its_last_words(
     assert fleet.failure.tail[-1] == "the last words of environment.4"
     assert stage.names("drained") == ["inference.0"]
     assert stage.running() == []
+
+
+async def test_a_learner_that_dies_after_each_start_is_given_up_with_the_cause_however_long_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each start resumes at step 10, trains step 11 and dies: that is achieved once. How many seconds passed is not asked."""
+    monkeypatch.setattr("fleetbus_workers.up.restarts.FIRST_DELAY_SECONDS", 0.001)
+    stage = Stage(tmp_path)
+    plan = stage.plan("learner", "crash")
+
+    class TrainsOneStep(ProcessPlan, frozen=True, kw_only=True):
+        @asynccontextmanager
+        async def start(self, number: int) -> AsyncIterator[ChildProcess]:
+            stage.achievements.apply(StepTrained(lineage=f"l{number}", step=11, version=11 + number, episodes=()))
+            async with start_process(self, number) as child:
+                yield child
+
+    fleet = stage.fleet(TrainsOneStep(**msgspec.structs.asdict(plan)), stage.plan("inference", "serve", 20.0))
+    async with stage.supervised(fleet):
+        await fleet.over.wait()
+    assert str(fleet.failure) == (
+        "learner ended with status 3 and was given up after 5 crashes in a row without a new training step"
+    )
+    assert fleet.failure is not None and fleet.failure.tail[-1] == "the last words of learner.4"
 
 
 async def test_a_worker_that_refuses_its_configuration_is_not_started_again(tmp_path: Path) -> None:

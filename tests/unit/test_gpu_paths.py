@@ -3,6 +3,9 @@ names of experts."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import torch.distributed as dist
 
 from fleetbus_schemas import PolicyPublished
 from fleetbus_workers.inference.weight_folders import WeightFolders
+from fleetbus_workers.learner.torch.checkpoint_files import start_writing
+from fleetbus_workers.learner.torch.optimizer import build_moments, build_optimizer, prepare_moments
 from fleetbus_workers.learner.torch.sharding import Shards
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
 from fleetbus_workers.weights.file import WeightsRejected, write_weights
@@ -47,6 +52,40 @@ def test_a_thread_chooses_the_device_of_its_process(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     Shards(torch.device("cuda:3"), None).enter_thread()
     assert chosen == [torch.device("cuda:3")]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_resumed_optimizer_counts_its_steps_where_its_kernel_reads_them(offload: bool) -> None:
+    """The fused kernel of a GPU reads the count from the GPU's memory: an illegal access if it lies in the CPU's."""
+    shards = Shards(torch.device("cpu"), None)
+    parameter = torch.nn.Parameter(torch.ones(3, device="meta"))
+    optimizer = build_optimizer(
+        [{"params": [parameter]}], trainer_settings(offload_optimizer=offload), shards, torch.device("cpu")
+    )
+    assert build_moments(optimizer, parameter)["step"].device.type == "cpu"
+    optimizer.defaults["fused"] = not offload  # as on "cuda"; no kernel for "meta" lets itself be asked for
+    prepare_moments(optimizer)
+    assert optimizer.state[parameter]["step"].device.type == ("cpu" if offload else "meta")
+
+
+def test_engines_are_spawned_and_asking_for_a_gpu_does_not_begin_cuda() -> None:
+    """A forked engine ends with "Cannot re-initialize CUDA in forked subprocess" once its parent has asked CUDA anything."""
+    code = (
+        "import os; from fleetbus_workers.inference.vllm.engine import is_gpu_available; is_gpu_available(); "
+        "print(os.environ['VLLM_WORKER_MULTIPROC_METHOD'], os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'])"
+    )
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert asked.stdout.split() == ["spawn", "1"]
+
+
+def test_a_checkpoint_is_written_in_a_thread_on_the_device_of_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread begins on the first GPU: every process would open a context there."""
+    entered: list[str] = []
+    monkeypatch.setattr(Shards, "enter_thread", lambda shards: entered.append(threading.current_thread().name))
+    start_writing(tmp_path, {"weight": torch.ones(1)}, Shards(torch.device("cpu"), None))()
+    assert [name.partition("_")[0] for name in entered] == ["checkpoint"]
 
 
 def test_every_call_of_the_trainer_enters_its_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

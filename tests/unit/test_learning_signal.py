@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -53,6 +54,17 @@ class Book:
             metrics=metrics | ({} if advantage is None else {"advantage_size_mean": advantage}),
         )
         self.signal.apply(message, self.now_ns)
+        return self.signal.latest
+
+    def disagree(self, *differences: float) -> SignalDiagnosis | None:
+        """Steps that are healthy but for what sampler and trainer make of the same tokens."""
+        for difference in differences:
+            self.step += 1
+            self.seconds += 1
+            metrics = {"success": 0.5, "reward": 0.5, "advantage_size_mean": 0.5, "logprob_difference_mean": difference}
+            self.signal.apply(
+                StepTrained(lineage="l", step=self.step, version=self.step, episodes=(), metrics=metrics), self.now_ns
+            )
         return self.signal.latest
 
     def learn(self, *successes: float) -> None:
@@ -203,3 +215,14 @@ def test_numbers_that_are_none_harm_nobody() -> None:
     for _ in range(10):
         assert book.train(float("nan"), flat=float("nan"), advantage=float("nan")) is None  # type: ignore[arg-type]
     assert book.train(0.0, groups=0) is None
+
+
+def test_sampler_and_trainer_that_disagree_in_every_step_are_said_with_the_remedy() -> None:
+    book = Book()
+    assert book.disagree(0.06, math.nan, 0.07) is None
+    found = book.disagree(0.08)
+    assert found is not None and found.kind == "mismatch" and found.since_ns == SECOND
+    assert "since step 1" in found.reason and "0.080 on average" in found.reason and "inference.head_dtype" in found.advice
+    assert book.disagree(0.026) is None
+    book.begin(book.step)
+    assert book.disagree(0.06, 0.06) is None

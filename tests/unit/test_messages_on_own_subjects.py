@@ -19,6 +19,7 @@ from fleetbus_workers.observe.run.state import RunState
 from fleetbus_workers.up.display import Display, PlainDisplay
 from fleetbus_workers.up.log_follower import Follower
 from fleetbus_workers.up.progress_guard import ProgressGuard
+from fleetbus_workers.up.restarts import Achievements
 from tests.support.folded_log import LINEAGE, NOW_NS, SUBJECTS, build_entries, claim, finished, fold, requested
 from tests.support.virtual_time import virtual_time
 
@@ -99,7 +100,7 @@ async def test_the_followers_of_a_log_pass_over_an_end_that_an_environment_worke
 
 async def follow(bus: MemoryBus, progress: Progress) -> None:
     display: Display = PlainDisplay(progress, lambda text: None)
-    await Follower(bus, SUBJECTS, "default", progress, display, ProgressGuard(LimitSettings(), 0.0)).finish()
+    await Follower(bus, SUBJECTS, "default", progress, display, ProgressGuard(LimitSettings(), 0.0), Achievements()).finish()
 
 
 async def test_a_heartbeat_in_the_name_of_another_is_ignored() -> None:

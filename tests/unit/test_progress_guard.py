@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleetbus.config.settings import LimitSettings
-from fleetbus_schemas import EpisodeFinished, Heartbeat, Outcome, StepTrained, WorkerStopped
+from fleetbus_schemas import EpisodeFinished, Heartbeat, Outcome, PolicyPublished, StepTrained, WorkerStarted, WorkerStopped
 from fleetbus_workers.up.progress_guard import ProgressGuard
 
 LIMITS = LimitSettings(ungraded_episodes=8, no_progress=100.0)
@@ -87,6 +87,20 @@ def test_sampled_actions_trained_steps_and_a_learner_with_its_batch_are_progress
     assert guard.find_stall(270.0) is None
     guard.record_heartbeat(Heartbeat(role="learner", worker="l", slots=4, in_flight=4), 270.0)
     assert guard.find_stall(369.0) is None
+
+
+def test_a_learner_that_starts_and_publishes_again_and_again_is_no_progress() -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    for now in (0, 40, 80):
+        guard.apply(WorkerStarted(role="learner", worker=f"learner-{now}"), float(now))
+        guard.apply(
+            PolicyPublished(policy="p", lineage="l", version=now, step=10, uri="x", manifest=(), size_bytes=0), float(now)
+        )
+    assert guard.find_stall(99.0) is None
+    assert guard.find_stall(100.0) is not None
+    guard.apply(StepTrained(lineage="l", step=11, version=1, episodes=()), 100.0)
+    guard.apply(WorkerStarted(role="learner", worker="learner-5"), 150.0)
+    assert guard.find_stall(249.0) is None
 
 
 def test_a_learner_that_waits_for_episodes_is_no_progress() -> None:

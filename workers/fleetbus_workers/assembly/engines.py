@@ -87,6 +87,7 @@ async def launch_engine(configuration: Configuration, worker: str) -> AsyncItera
                 max_model_len=settings.max_model_len,
                 threads=settings.threads,
                 dtype=settings.dtype,
+                head_dtype=settings.head_dtype,
                 kv_cache_mib=settings.kv_cache_mib,
                 lora_rank=trainer.lora_rank if trainer.published_weights == "adapters" else 0,
                 keeps_cache=settings.kv_cache_after_swap == "keep",

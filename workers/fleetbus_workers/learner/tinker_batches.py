@@ -53,7 +53,8 @@ class TinkerMetrics:
     def metrics(self) -> dict[str, float]:
         """``loss`` is the unclipped surrogate, -mean(ratio x advantage): its fall is the policy's gain on the batch."""
         if not self._ratios:
-            return dict.fromkeys(("loss", "entropy", "clip_fraction", "ratio_max", "logprob_difference_max"), math.nan)
+            differences = ("logprob_difference_max", "logprob_difference_mean")
+            return dict.fromkeys(("loss", "entropy", "clip_fraction", "ratio_max", *differences), math.nan)
         ratios, advantages = np.concatenate(self._ratios), np.concatenate(self._advantages)
         differences = np.concatenate(self._differences) if self._differences else np.zeros(0)
         clipped = np.where(advantages > 0, ratios > self._high, (ratios < self._low) & (advantages < 0))
@@ -65,4 +66,5 @@ class TinkerMetrics:
             "ratio_mean": float(ratios.mean()),
             "kl": float((ratios - 1 - np.log(ratios)).mean()),
             "logprob_difference_max": float(differences.max()) if differences.size else math.nan,
+            "logprob_difference_mean": float(differences.mean()) if differences.size else math.nan,
         }

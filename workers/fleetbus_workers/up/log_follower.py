@@ -9,13 +9,21 @@ from fleetbus_schemas import Heartbeat, Subjects
 from fleetbus_workers.observe.run.progress import Progress
 from fleetbus_workers.up.display import Display
 from fleetbus_workers.up.progress_guard import ProgressGuard
+from fleetbus_workers.up.restarts import Achievements
 
 
 class Follower:
     """Folds the log of one run, from its first entry on, into ``progress``; what is new is shown."""
 
     def __init__(
-        self, bus: Bus, subjects: Subjects, policy: str, progress: Progress, display: Display, guard: ProgressGuard
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        policy: str,
+        progress: Progress,
+        display: Display,
+        guard: ProgressGuard,
+        achievements: Achievements,
     ) -> None:
         self._bus = bus
         self._heartbeats = subjects.heartbeats
@@ -23,6 +31,7 @@ class Follower:
         self._progress = progress
         self._display = display
         self._guard = guard
+        self._achievements = achievements
         self._next_sequence = 1
         self._shown_from = 1
 
@@ -53,11 +62,13 @@ class Follower:
         self._progress.apply(message, entry.time_ns)
         if entry.sequence >= self._shown_from:
             self._guard.apply(message, anyio.current_time())
+            self._achievements.apply(message)
             self._display.show_message(message)
 
     async def _follow_heartbeats(self) -> None:
         def record(beat: Heartbeat) -> None:
             self._progress.worker_registry.record_heartbeat(beat, anyio.current_time())
             self._guard.record_heartbeat(beat, anyio.current_time())
+            self._achievements.record_heartbeat(beat)
 
         await follow_heartbeats(self._bus, self._heartbeats, record)

@@ -64,6 +64,7 @@ class ProgressGuard:
         self._ungraded = 0
         self._has_graded = False
         self._progressed_at = now
+        self._begun: set[str] = set()
         self._is_finished = False
         self._graded = self._short = 0
         self._is_shortage_said = False
@@ -74,8 +75,13 @@ class ProgressGuard:
         match message:
             case EpisodeFinished():
                 self._apply_result(message, now)
-            case StepTrained() | EvaluationFinished() | PolicyPublished() | WorkerStarted():
+            case StepTrained() | EvaluationFinished():
                 self._progressed_at = now
+                self._begun.clear()
+            case PolicyPublished():
+                self._note_beginning("version", now)
+            case WorkerStarted():
+                self._note_beginning(message.role, now)
             case TrainingFinished():
                 self._is_finished = True
         if isinstance(message, (WorkerStopped, WorkerFailed)):
@@ -135,6 +141,12 @@ class ProgressGuard:
         if is_late:
             return RunStalled(f"nothing progressed for {seconds:.0f} s (limits.no_progress): {self._describe_cause()}")
         return None
+
+    def _note_beginning(self, what: str, now: float) -> None:
+        """A role that starts, or a version, is progress once until a step is trained: what starts again and again is none."""
+        if what not in self._begun:
+            self._begun.add(what)
+            self._progressed_at = now
 
     def _apply_result(self, message: EpisodeFinished, now: float) -> None:
         if is_unplayed(message):

@@ -1,36 +1,89 @@
-"""Decides when a worker that ended may start again: back-off that doubles, and a bound after which the run has failed. Pure."""
+"""Decides when a worker that ended may start again: back-off that doubles, and a bound after which the run has failed. Pure.
 
-from collections import deque
+A crash counts by what was achieved since the one before, not by the clock: a learner that loads for minutes and dies in its
+first step never crashes often within a minute, and never gets anywhere.
+"""
+
+from collections import defaultdict
+
+from fleetbus_schemas import GRADED, EpisodeFinished, EvaluationFinished, Heartbeat, Message, StepTrained
 
 CRASHES_ALLOWED = 5
-"""The fifth crash of one worker within `WINDOW_SECONDS` fails the run."""
+"""The fifth crash in a row of a worker that has achieved nothing new fails the run."""
 
-WINDOW_SECONDS = 60.0
 FIRST_DELAY_SECONDS = 0.25
 LONGEST_DELAY_SECONDS = 5.0
 REFUSED_PATIENCE_SECONDS = 600.0
 """A worker that has worked and cannot begin again, as while the server is away, is tried for so long."""
 
+GOALS = {"learner": "a new training step", "environment": "a graded episode", "inference": "an action"}
+"""What a worker has to achieve, by the first word of its name."""
 
-class RestartBudget:
-    """The crashes of one worker, by a clock that the caller reads."""
+
+class Achievements:
+    """What the workers of a run have done since `up` began, counted from its log and their heartbeats. A learner achieves a
+    step that none of its predecessors reached: one that was trained before, and lost, is not counted again."""
 
     def __init__(self) -> None:
-        self._crashes: deque[float] = deque()
+        self._by_worker: defaultdict[str, float] = defaultdict(float)
+        self._furthest = 0
+        self._evaluations: set[tuple[int, str]] = set()
+
+    def apply(self, message: Message) -> None:
+        """Take in an entry of the log."""
+        match message:
+            case StepTrained():
+                self._furthest = max(self._furthest, message.step)
+            case EvaluationFinished():
+                self._evaluations.add((message.step, message.name))
+            case EpisodeFinished() if message.outcome in GRADED:
+                self._by_worker[message.worker] += 1
+
+    def record_heartbeat(self, beat: Heartbeat) -> None:
+        """Take in a heartbeat: actions are counted by who sampled them."""
+        if beat.role == "inference":
+            self._by_worker[beat.worker] = max(self._by_worker[beat.worker], beat.counters.get("actions", 0.0))
+
+    def count(self, name: str) -> float:
+        """Of a worker by the name of its plan, in all its starts; of whatever is no worker, such as the server, of all."""
+        learned = float(self._furthest + len(self._evaluations))
+        role = name.partition("-")[0]
+        if role == "learner":
+            return learned
+        if role not in GOALS:
+            return learned + sum(self._by_worker.values())
+        return sum(count for worker, count in self._by_worker.items() if _is_start_of(worker, name))
+
+
+def describe_failure(name: str) -> str:
+    """Why a worker of this name is given up."""
+    return f"{CRASHES_ALLOWED} crashes in a row without {GOALS.get(name.partition('-')[0], 'any progress of the run')}"
+
+
+def _is_start_of(worker: str, name: str) -> bool:
+    return worker == name or (worker.startswith(f"{name}-") and worker.removeprefix(f"{name}-").isdecimal())
+
+
+class RestartBudget:
+    """The crashes of one worker."""
+
+    def __init__(self) -> None:
+        self._crashes = 0
+        self._achieved = 0.0
         self._refused_since: float | None = None
 
-    def delay_after_crash(self, now_seconds: float) -> float | None:
-        """Seconds to wait before the next start, or None when there have been too many."""
+    def delay_after_crash(self, achieved: float) -> float | None:
+        """Seconds to wait before the next start, or None when there have been too many crashes since ``achieved`` grew last."""
         self._refused_since = None
-        while self._crashes and self._crashes[0] <= now_seconds - WINDOW_SECONDS:
-            self._crashes.popleft()
-        self._crashes.append(now_seconds)
-        if len(self._crashes) >= CRASHES_ALLOWED:
+        if achieved > self._achieved:
+            self._achieved, self._crashes = achieved, 0
+        self._crashes += 1
+        if self._crashes >= CRASHES_ALLOWED:
             return None
-        return float(min(FIRST_DELAY_SECONDS * 2 ** (len(self._crashes) - 1), LONGEST_DELAY_SECONDS))
+        return float(min(FIRST_DELAY_SECONDS * 2 ** (self._crashes - 1), LONGEST_DELAY_SECONDS))
 
     def delay_after_refusal(self, now_seconds: float, *, has_worked: bool) -> float | None:
-        """The same for a worker that refuses to start: None if it never worked or has refused for too long."""
+        """The same for a worker that refuses to start, by the clock: None if it never worked or has refused for too long."""
         if self._refused_since is None:
             self._refused_since = now_seconds
         if not has_worked or now_seconds - self._refused_since > REFUSED_PATIENCE_SECONDS:

@@ -32,6 +32,7 @@ from fleetbus_workers.up.log_follower import Follower
 from fleetbus_workers.up.placement import find_gpus, place_roles
 from fleetbus_workers.up.process_plans import LocalRoles, RoleCommand, build_role_plans, build_server_plan, build_stream_plan
 from fleetbus_workers.up.progress_guard import ProgressGuard
+from fleetbus_workers.up.restarts import Achievements
 from fleetbus_workers.up.server import end_stray_server
 from fleetbus_workers.up.summary_builder import Summary, build_summary
 from fleetbus_workers.up.supervisor import Supervisor
@@ -93,10 +94,12 @@ class Run:
         self._stop_requested = anyio.Event()
         self._starting = anyio.CancelScope()
         self._roles: Supervisor | None = None
+        self._achievements = Achievements()
         self._server = Supervisor(
             [build_server_plan(folder, self._choose_port, os.environ, configuration.nats.auth, configuration.nats.sync)],
             final="",
             report=display.line,
+            achieved=self._achievements.count,
         )
 
     async def run(self, progress: Progress, *, handle_signals: bool = True) -> RunResult:
@@ -195,12 +198,12 @@ class Run:
         if described := placement.describe():
             self._display.line(described)
         plans = build_role_plans(self._configuration, self._folder, url, os.environ, self._command, self._local, placement)
-        return Supervisor(plans, final="learner", report=self._display.line)
+        return Supervisor(plans, final="learner", report=self._display.line, achieved=self._achievements.count)
 
     async def _watch(self, bus: Bus, roles: Supervisor, progress: Progress, began: float) -> None:
         run = self._configuration.run
         guard = ProgressGuard(self._configuration.limits, anyio.current_time())
-        follower = Follower(bus, Subjects(run.name), run.policy, progress, self._display, guard)
+        follower = Follower(bus, Subjects(run.name), run.policy, progress, self._display, guard, self._achievements)
         stalled = anyio.Event()
         async with self._serve_page(), anyio.create_task_group() as tasks:
             tasks.start_soon(self._follow_progress, follower)

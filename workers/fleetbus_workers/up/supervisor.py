@@ -17,14 +17,15 @@ import anyio
 from fleetbus.errors import FleetbusError
 from fleetbus_workers.command.exit_status import FINISHED, REFUSED
 from fleetbus_workers.up.process import tail
-from fleetbus_workers.up.restarts import RestartBudget
+from fleetbus_workers.up.restarts import RestartBudget, describe_failure
 
 
 class WorkerUnrecoverable(FleetbusError):
-    """A worker crashed too often, or cannot work as it is configured. ``tail`` are the last lines of its log."""
+    """A worker crashed too often, or cannot work as it is configured. ``reason`` says which, where that is no refusal of its
+    own; ``tail`` are the last lines of its log."""
 
-    def __init__(self, name: str, status: int, lines: Sequence[str]) -> None:
-        super().__init__(f"{name} ended with status {status} and was given up")
+    def __init__(self, name: str, status: int, lines: Sequence[str], reason: str = "") -> None:
+        super().__init__(f"{name} ended with status {status} and was given up{f' after {reason}' if reason else ''}")
         self.name = name
         self.tail = list(lines)
 
@@ -69,6 +70,9 @@ class Plan(Protocol):
 
 Report = Callable[[str], None]
 
+Achieved = Callable[[str], float]
+"""How much a worker, by the name of its plan, has achieved in all its starts (`fleetbus_workers.up.restarts`)."""
+
 WRITING_SECONDS = 10.0
 """Whoever was writing when the stop limit ended continues until nothing has grown for this long: a checkpoint of some gigabytes
 takes longer than any fixed limit, and is synced and hashed at its end."""
@@ -92,7 +96,8 @@ def _measure_output(folders: Sequence[Path]) -> dict[str, int]:
 class Supervisor:
     """Runs plans. ``report`` gets one line per event that a person should know of."""
 
-    def __init__(self, plans: Sequence[Plan], *, final: str, report: Report) -> None:
+    def __init__(self, plans: Sequence[Plan], *, final: str, report: Report, achieved: Achieved) -> None:
+        self._achieved = achieved
         self._plans = plans
         self._final = final
         self._report = report
@@ -166,11 +171,12 @@ class Supervisor:
             if status == FINISHED:
                 self._report(f"{plan.name} has stopped as it was asked to, and is not started again")
                 break
-            now = anyio.current_time()
-            refused = status == REFUSED
-            delay = budget.delay_after_refusal(now, has_worked=starts > 0) if refused else budget.delay_after_crash(now)
+            if status == REFUSED:
+                delay, reason = budget.delay_after_refusal(anyio.current_time(), has_worked=starts > 0), ""
+            else:
+                delay, reason = budget.delay_after_crash(self._achieved(plan.name)), describe_failure(plan.name)
             if delay is None:
-                self._record_failure(WorkerUnrecoverable(plan.name, status, tail(plan.log)))
+                self._record_failure(WorkerUnrecoverable(plan.name, status, tail(plan.log), reason))
                 break
             self._report(f"{plan.name} ended with status {status}; starting it again in {delay:g} s (see {plan.log})")
             await anyio.sleep(delay)

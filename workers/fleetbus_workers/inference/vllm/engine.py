@@ -4,6 +4,7 @@ Everything here blocks for seconds to minutes and is called in a worker thread.
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,14 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 ADAPTERS = 2
 """Adapters that one step computes with: turns that began before a swap end with the one that they began with."""
 
-ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process that has asked CUDA anything cannot use it
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # whether there is a GPU is asked of its driver, and CUDA stays untouched here
+}
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # else the first token takes half a minute of compiling, although execution is eager
     "VLLM_CPU_CI_ENV": "1",
@@ -35,23 +43,31 @@ CPU_ENVIRONMENT = {
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings that an engine is started with. ``kv_cache_mib`` 0: `CPU_CACHE_MIB` on a CPU, 90 % of a GPU's memory there.
-    ``lora_rank``: of the adapters that versions are, 0 if they are whole models. ``keeps_cache``: turns that run when the
-    weights change continue from the keys and values that they have. ``options`` are further arguments of vLLM's own, which
-    outweigh those from here."""
+    ``head_dtype`` is what logits are computed in: float32, or "model" for ``dtype``. ``lora_rank``: of the adapters that
+    versions are, 0 if they are whole models. ``keeps_cache``: turns that run when the weights change continue from the keys and
+    values that they have. ``options`` are further arguments of vLLM's own, which outweigh those from here."""
 
     folder: Path
     slots: int = 32
     max_model_len: int = 2048
     threads: int = 1
     dtype: str = "float32"
+    head_dtype: str = "float32"
     kv_cache_mib: int = 0
     lora_rank: int = 0
     keeps_cache: bool = False
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set environment variables of this process; one that the user has set stays."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
 def is_gpu_available() -> bool:
-    """True if vLLM will run on a GPU here."""
+    """True if vLLM will run on a GPU here; CUDA is not begun by asking."""
+    set_variables(ENVIRONMENT)
     import torch
 
     return bool(torch.cuda.is_available())
@@ -61,9 +77,7 @@ def start_engine(settings: EngineSettings, recorder: LoadRecorder) -> object:
     """A running ``AsyncLLM``, which reports to ``recorder`` how busy it is. Raises `UserError` if vLLM is missing or cannot run
     this model here."""
     has_gpu = is_gpu_available()
-    variables = ENVIRONMENT | ({} if has_gpu else CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(settings.threads)})
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
+    set_variables({} if has_gpu else CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(settings.threads)})
     try:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -73,12 +87,24 @@ def start_engine(settings: EngineSettings, recorder: LoadRecorder) -> object:
         raise UserError(
             f"vllm cannot be imported: {_first_line(error)}; on a CPU, uninstall torchvision and torchaudio"
         ) from error
+    try:
+        arguments = AsyncEngineArgs(**build_engine_arguments(settings, has_gpu=has_gpu))
+    except TypeError as error:
+        raise UserError(f"inference.vllm: vllm does not take this: {_first_line(error)}") from error
+    try:
+        return AsyncLLM.from_engine_args(arguments, stat_loggers=[recorder.attach])
+    except (ValueError, RuntimeError, OSError) as error:
+        raise UserError(f"{settings.folder}: vllm cannot run this model here: {_first_line(error)}") from error
+
+
+def build_engine_arguments(settings: EngineSettings, *, has_gpu: bool) -> dict[str, Any]:
+    """What ``AsyncEngineArgs`` is called with. Raises `UserError`."""
     memory: dict[str, Any] = {"gpu_memory_utilization": 0.9}
     if settings.kv_cache_mib or not has_gpu:
         memory = {"kv_cache_memory_bytes": (settings.kv_cache_mib or CPU_CACHE_MIB) << 20}
     if not has_gpu:  # a seeded request whose prompt is computed in parts ends the engine: "CPU Generator does not use offset"
         memory |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(settings.max_model_len, CPU_BATCH_TOKENS)}
-    wanted: dict[str, object] = {
+    wanted: dict[str, Any] = {
         "model": str(settings.folder),
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_len,
@@ -90,14 +116,9 @@ def start_engine(settings: EngineSettings, recorder: LoadRecorder) -> object:
         "worker_extension_cls": "fleetbus_workers.inference.vllm.worker_extension.WorkerExtension",
     }
     wanted |= memory | _build_adapter_arguments(settings.lora_rank) | settings.options
-    try:
-        arguments = AsyncEngineArgs(**wanted)
-    except TypeError as error:
-        raise UserError(f"inference.vllm: vllm does not take this: {_first_line(error)}") from error
-    try:
-        return AsyncLLM.from_engine_args(arguments, stat_loggers=[recorder.attach])
-    except (ValueError, RuntimeError, OSError) as error:
-        raise UserError(f"{settings.folder}: vllm cannot run this model here: {_first_line(error)}") from error
+    if settings.head_dtype == "float32" and settings.dtype != "float32":
+        wanted["hf_overrides"] = {"head_dtype": "float32"} | wanted.get("hf_overrides", {})
+    return wanted
 
 
 def _build_adapter_arguments(rank: int) -> dict[str, object]:

@@ -42,7 +42,7 @@ def start_writing(folder: Path, state: State, shards: Shards) -> Callable[[], No
     copied = {name: shards.copy_to_cpu(tensor) for name, tensor in state.items()}
     group = shards.background
     _expect_one_process(group)
-    executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=shards.enter_thread)
     future = executor.submit(save, copied, storage_writer=_HashingWriter(folder), process_group=group, no_dist=group is None)
     executor.shutdown(wait=False)
 

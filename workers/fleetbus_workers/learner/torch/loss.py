@@ -71,6 +71,7 @@ class LossMetrics:
         self._sums: dict[str, float] = dict.fromkeys(("tokens", "loss", "entropy", "clip_fraction", "ratio_mean", "kl"), 0.0)
         self._ratio_max = 0.0
         self._difference_max = math.nan
+        self._difference_sum = self._differences = 0.0
 
     def add_loss(self, loss: torch.Tensor) -> None:
         self._sums["loss"] += loss.item()
@@ -86,12 +87,18 @@ class LossMetrics:
     def add_differences(self, differences: torch.Tensor) -> None:
         """Of log-probabilities that the sampler and the trainer computed with the same weights."""
         if len(differences):
-            largest = differences.abs().max().item()
+            sizes = differences.abs()
+            largest = sizes.max().item()
+            self._difference_sum += sizes.double().sum().item()
+            self._differences += len(sizes)
             self._difference_max = largest if math.isnan(self._difference_max) else max(self._difference_max, largest)
 
     def gather(self, shards: Shards) -> None:
         """Enter what the other processes measured on their micro-batches."""
-        self._sums = dict(zip(self._sums, shards.sum_across(list(self._sums.values())), strict=True))
+        *sums, self._difference_sum, self._differences = shards.sum_across(
+            [*self._sums.values(), self._difference_sum, self._differences]
+        )
+        self._sums = dict(zip(self._sums, sums, strict=True))
         largest = -1.0 if math.isnan(self._difference_max) else self._difference_max
         self._ratio_max, largest = shards.max_across([self._ratio_max, largest])
         self._difference_max = largest if largest >= 0 else math.nan
@@ -105,6 +112,7 @@ class LossMetrics:
             "tokens": self._sums["tokens"] / epochs,
             "ratio_max": self._ratio_max,
             "logprob_difference_max": self._difference_max,
+            "logprob_difference_mean": self._difference_sum / self._differences if self._differences else math.nan,
         }
 
 

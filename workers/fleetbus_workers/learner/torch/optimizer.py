@@ -105,6 +105,9 @@ def prepare_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def build_moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """AdamW's numbers of a parameter before its first update."""
+    """AdamW's numbers of a parameter before its first update. The fused kernel reads its count of steps where the parameter
+    lies, the others read it on the CPU."""
     build = optimizer.build_zeros if isinstance(optimizer, OffloadedAdamW) else torch.zeros_like
-    return {"step": torch.zeros((), dtype=torch.float32)} | {name: build(parameter) for name in ("exp_avg", "exp_avg_sq")}
+    place = parameter.device if optimizer.defaults["fused"] else "cpu"
+    step = torch.zeros((), dtype=torch.float32, device=place)
+    return {"step": step} | {name: build(parameter) for name in ("exp_avg", "exp_avg_sq")}

@@ -82,13 +82,15 @@ class TorchTrainer:
         self.shards = init_shards(device, precision, self.settings.trainer.shard_processes)
         # A sharded model is cast as it is gathered: its shards, their gradients and their sums stay in float32.
         self._autocast = precision if self.shards.world == 1 else torch.float32
+        self._float32_head = precision != torch.float32 and self.settings.trainer.head_precision == "float32"
         if device.type == "cuda" and precision != torch.float32:
             torch.set_float32_matmul_precision("high")
         self._folder = folder
         self._updates = 0
         self._writing: FinishWriting | None = None
         self._model = models.load_model(folder, self.settings, device, self.shards)
-        self._detect_capabilities()
+        with torch.autocast(device.type, self._autocast, enabled=self._autocast != torch.float32):
+            self._detect_capabilities()
         self._images = self._open_images()
         self._reference = self._load_reference(device)
         self._teacher = models.load_teacher(self._model, self.settings, device, self.shards)
@@ -365,6 +367,7 @@ class TorchTrainer:
                         plain_head=plain_head,
                         whole_logits=whole_logits,
                         precision=precision,
+                        float32_head=self._float32_head,
                         inputs=inputs,
                         entropy_gradient=self.settings.algorithm.entropy_coefficient > 0,
                     )
