@@ -5,6 +5,7 @@ FleetbusError
 │   └── NotPermitted          the server forbids this user a subject: it has the wrong key, or lacks a right
 ├── RunFailed                 a run that was started from Python ended because one of its workers cannot work
 ├── TakenOver                 another worker has this one's place: stop for good, and do not start again
+├── LogLost                   the log lost or changed what this worker stored: stop, and start again from what is left
 └── BusError                  the bus did not do what it was asked
     ├── SequenceConflict      compare-and-set refused, another writer was first: read the subject back
     ├── PublishUnanswered     no ack within the time limit, outcome unknown: read back or repeat the same id
@@ -18,6 +19,9 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 
 class FleetbusError(Exception):
@@ -50,6 +54,11 @@ class RunFailed(FleetbusError):
 class TakenOver(FleetbusError):
     """Another worker has taken this one's place for good. Started again it would take the place back, and so would the other:
     two workers that are kept running would undo each other's work indefinitely. So it ends as if its work were done."""
+
+
+class LogLost(FleetbusError):
+    """The log no longer holds what this worker has stored in it: it went back in time, was cut or is damaged. The message says
+    what is gone. Started again, the worker begins from what the log and the run's folder have."""
 
 
 class BusError(FleetbusError):
@@ -96,9 +105,9 @@ def is_disk_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def is_taken_over(error: BaseException) -> bool:
-    """True if the worker stops because another has its place, even if something else went wrong while it stopped."""
-    return any(isinstance(leaf, TakenOver) for leaf in iterate_leaves(error))
+def find_leaf(error: BaseException, kind: type[E]) -> E | None:
+    """The first error of that kind in a group of any depth, or the error itself."""
+    return next((leaf for leaf in iterate_leaves(error) if isinstance(leaf, kind)), None)
 
 
 def iterate_leaves(error: BaseException) -> Iterator[BaseException]:

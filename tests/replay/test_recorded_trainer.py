@@ -92,7 +92,7 @@ def test_advantages_that_change_places_are_found_by_their_moment(monkeypatch: py
         seen.append(compute_advantage_metrics(sequences))
         return seen[-1]
 
-    monkeypatch.setattr("fleetbus_workers.learner.worker.compute_advantage_metrics", measured)
+    monkeypatch.setattr("fleetbus_workers.learner.batch_training.compute_advantage_metrics", measured)
     replayed().check()
     recording = load_recording(GUESSING)
     recording.entries = [with_moment(entry, seen) for entry in recording.entries]

@@ -27,6 +27,7 @@ import fleetbus_workers.inference.turn_rules as turn_rules
 import fleetbus_workers.inference.worker as inference
 from fleetbus.bus.streams import tasks_consumer
 from fleetbus.core.episode.claims import EpisodeState
+from fleetbus.core.episode.late_action import LateFacts
 from fleetbus.delivery.leases import Leases
 from fleetbus_schemas import Action, AttemptStarted, EpisodeFinished, encode
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages
@@ -192,10 +193,11 @@ def observation_acked_before_its_action(patch: pytest.MonkeyPatch) -> None:
 
 
 def late_action_not_looked_up(patch: pytest.MonkeyPatch) -> None:
-    async def faulty(self: exchange.PolicyClient, observation: Any) -> None:
+    async def faulty(self: exchange.PolicyClient) -> LateFacts:
         await anyio.lowlevel.checkpoint()
+        return LateFacts(is_superseded=False, action_sequence=self._action_sequence)
 
-    patch.setattr(exchange.PolicyClient, "_check_log", faulty)
+    patch.setattr(exchange.PolicyClient, "_read_entries", faulty)
 
 
 def rejected_version_given_up(patch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,8 @@ class SmallDeployment:
         self.beats: dict[str, Heartbeat] = {}
         self.most_in_flight: Counter[str] = Counter()
         self.requested: list[int] = []
+        self.following = anyio.CancelScope()
+        """Results are read until it is cancelled, as before the log loses some."""
         self._group = group
         self._numbers = itertools.count(1)
         self._changed = anyio.Event()
@@ -313,6 +315,10 @@ class SmallDeployment:
         self._changed = anyio.Event()
 
     async def follow_results(self) -> None:
+        with self.following:
+            await self._follow_results()
+
+    async def _follow_results(self) -> None:
         async with self.bus.read([self.subjects.episodes]) as reader:
             while True:
                 entry = decode_episode_entry(await reader.receive())

@@ -2,7 +2,7 @@
 
 ``python scripted_roles.py up ARGUMENTS`` is the command; ``... role ROLE NAME CONFIG`` is what it starts. The variable SCRIPT
 says how the learner behaves: ``train`` (writes what a learner writes, then exits 0), ``wait`` (until drained), ``stubborn``
-(ignores SIGTERM), ``crash`` (at once, always), ``crash-once``.
+(ignores SIGTERM), ``crash`` (at once, always), ``crash-once``, ``replaced`` (another one begins after its first step).
 """
 
 from __future__ import annotations
@@ -68,10 +68,19 @@ async def _work(role: str, name: str, behaviour: str, configuration: dict[str, d
     async with connect(os.environ["FLEETBUS_NATS_URL"], run=run, role=role, worker=name) as bus:
         started = WorkerStarted(role=role, worker=name, pid=os.getpid())  # type: ignore[arg-type]
         await bus.publish(subjects.life(role, name), encode(started))
+        if role == "learner" and behaviour == "replaced":
+            await _be_replaced(bus, subjects.train("default"))
+            return
         if role == "learner" and behaviour in ("train", "crash-once"):
             await _train(bus, subjects, int(str(configuration["learner"]["steps"])))
             return
         await _wait(bus, subjects, role, name, ignore=behaviour == "stubborn")
+
+
+async def _be_replaced(bus: Bus, training: str) -> None:
+    await bus.publish(training, encode(LineageStarted(lineage="l1", worker="learner")))
+    await bus.publish(training, encode(StepTrained(lineage="l1", step=1, version=1, episodes=())))
+    await bus.publish(training, encode(LineageStarted(lineage="l2", worker="learner-elsewhere-7-ab", parent="l1")))
 
 
 async def _wait(bus: Bus, subjects: Subjects, role: str, name: str, *, ignore: bool) -> None:

@@ -13,13 +13,18 @@ import msgspec
 import pytest
 import structlog
 
+from fleetbus.audit.run import audit_run
+from fleetbus.bus.memory import Files
 from fleetbus.config.settings import LearnerSettings
+from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import CheckpointStored, LineageStarted, StepTrained
+from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.checkpoint_choice import CheckpointUnread
+from fleetbus_workers.learner.checkpoints import INDEX
 from fleetbus_workers.learner.scripted import ScriptedTrainer
-from tests.support.small_deployment import Member
+from tests.support.small_deployment import RUN, Member
 from tests.support.virtual_time import virtual_time
-from tests.system.test_failure_table_learner import Training, damage, training
+from tests.system.test_failure_table_learner import ENTRIES, Training, damage, training
 
 STEPS = 12
 
@@ -80,7 +85,7 @@ async def test_a_checkpoint_that_stays_away_ends_the_learner_in_one_line_that_sa
         error = second.failure()
         assert isinstance(error, CheckpointUnread)
         assert "step 6" in str(error)
-        assert "--restart-from 2 | 4 | start" in str(error)
+        assert "--restart-from 4 | 2 | start" in str(error)
         assert "\n" not in str(error)
         assert (names(folder), len(await run.entries(LineageStarted))) == (left, 1)
 
@@ -94,6 +99,20 @@ async def test_a_learner_whose_checkpoints_are_all_damaged_does_not_begin_anew(t
         assert isinstance(second.failure(), CheckpointUnread)
         assert "damaged" in str(second.failure())
         assert await starts(run) == [("", 0)]
+
+
+@pytest.mark.parametrize("change", [-3, 40, 100_000])
+async def test_a_checkpoint_whose_floor_was_altered_is_not_begun_at(change: int, tmp_path: Path) -> None:
+    """It would settle episodes twice, or never, or ask for none."""
+    async with killed_after(tmp_path, 6) as (run, folder):
+        index = folder / "l1-000006" / INDEX
+        altered = msgspec.json.decode(index.read_bytes())
+        index.write_bytes(msgspec.json.encode(altered | {"floor": altered["floor"] + change}))
+        second, trainer = run.begin()
+        await second.ended.wait()
+        assert second.error is None
+        await run.check_books(trainer)
+        assert await starts(run) == [("", 0), ("l1", 4)]
 
 
 async def test_a_learner_that_waits_for_a_checkpoint_can_be_drained(tmp_path: Path) -> None:
@@ -161,23 +180,88 @@ async def test_a_step_that_has_no_checkpoint_is_refused_with_those_that_have_one
     async with killed_after(tmp_path, 4) as (run, _):
         second, _ = begin(run, "3")
         await second.ended.wait()
-        assert "2 | 4" in str(second.failure())
+        assert "choose from: 4 | 2 | start" in str(second.failure())
         assert [step.step for step in await run.entries(StepTrained)][:4] == [1, 2, 3, 4]
 
 
-async def test_a_log_that_went_back_to_before_its_first_checkpoint_is_not_begun_anew(tmp_path: Path) -> None:
-    """All that it still has of the training is the beginning of the first lineage; the folder has more."""
+async def lose_power(run: Training, files: Files) -> None:
+    """All workers end, and the server comes back with these files; others play on."""
+    fleet = run.fleet
+    fleet.following.cancel()
+    for member in fleet.members.values():
+        member.kill()
+    for member in fleet.members.values():
+        await member.ended.wait()
+    fleet.server.kill()
+    fleet.server.put_back(files)
+    fleet.server.restart()
+    fleet.environment("environment-1", slots=8)
+    fleet.inference("inference-1", sampler=ScriptedSampler(delay=lambda _: 1.0))
+
+
+async def purge(run: Training, *kinds: str) -> None:
+    """Remove all entries of these kinds from the log."""
+    end = await run.fleet.bus.last_sequence() + 1
+    for kind in kinds:
+        await run.fleet.bus.purge(getattr(run.fleet.subjects, kind)("default"), below=end)
+
+
+async def test_a_log_that_lost_all_of_its_training_but_its_versions_is_gone_on_with_from_the_newest_checkpoint(
+    tmp_path: Path,
+) -> None:
+    async with killed_after(tmp_path, 4) as (run, _):
+        await purge(run, "train")
+        second, trainer = run.begin()
+        await second.ended.wait()
+        assert second.error is None
+        assert await starts(run) == [("l1", 4)]
+        assert [step.step for step in await run.entries(StepTrained)] == list(range(5, STEPS + 1))
+        assert trainer.updates == STEPS
+
+
+async def test_a_log_that_lost_all_of_its_training_is_not_begun_anew_and_what_is_whole_is_offered(tmp_path: Path) -> None:
+    """Nothing in it says that it is the log of these checkpoints: a person does."""
     async with killed_after(tmp_path, 4) as (run, folder):
-        await run.fleet.bus.purge(run.fleet.subjects.train("default"), below=await run.fleet.bus.last_sequence() + 1)
+        await purge(run, "train", "policy")
         left = names(folder)
         second, _ = run.begin()
         await second.ended.wait()
         assert "l1-000002, l1-000004" in str(second.failure())
-        assert "--restart-from start" in str(second.failure())
+        assert "--restart-from 4 | 2 | start" in str(second.failure())
         assert names(folder) == left
-        third, _ = begin(run, "start")
-        await run.until_checkpointed(2, lineage="l2")
-        third.kill()
+        third, _ = begin(run, "4")
+        await third.ended.wait()
+        assert third.error is None
+        assert await starts(run) == [("l1", 4)]
+
+
+async def test_a_person_may_name_any_whole_checkpoint_after_a_log_went_back_behind_all_that_it_names(tmp_path: Path) -> None:
+    """Those that it names were pruned since: what is whole is ahead of it, and positions that it knows are given again."""
+    async with training(tmp_path, steps=STEPS, checkpoint_every=2, keep_checkpoints=2, checkpoint_wait=20.0) as run:
+        run.begin()
+        await run.until_checkpointed(2)
+        server, folder = run.fleet.server, tmp_path / RUN / "checkpoints"
+        files = server.copy_files()
+        await run.until_checkpointed(8)
+        await anyio.sleep(0.1)
+        assert names(folder) == ["l1-000006", "l1-000008"]
+        await lose_power(run, files)
+        second, _ = run.begin()
+        await second.ended.wait()
+        assert isinstance(second.failure(), CheckpointUnread)
+        assert "--restart-from 8 | 6 | start" in str(second.failure())
+        third, trainer = begin(run, "6")
+        await third.ended.wait()
+        assert third.error is None
+        assert (await starts(run))[-1] == ("l1", 6)
+        entries = decode_entries(
+            CheckpointStored, await run.fleet.bus.history([run.fleet.subjects.train("default")]), beside=ENTRIES
+        )
+        assert [each.floor <= entry.sequence for entry, each in entries if each.step == 6] == [True]
+        assert [step.step for step in await run.surviving()] == [1, 2, *range(7, STEPS + 1)]
+        assert trainer.updates == STEPS
+        report = await audit_run(run.fleet.bus, run.fleet.subjects)
+        assert {finding.kind: finding.ids for finding in report.findings} == {"steps_lost": ("l1/3-6",)}
 
 
 async def test_a_log_that_lost_its_newest_checkpoint_is_gone_on_with_from_the_one_before_and_says_so(tmp_path: Path) -> None:

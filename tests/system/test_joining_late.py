@@ -216,7 +216,7 @@ async def test_a_checkpoint_is_read_outside_of_the_event_loop(tmp_path: Path) ->
             await bus.publish(SUBJECTS.train("default"), encode(entry))
         beginning = await find_resume_point(await read_book(bus, SUBJECTS, "default"), runtime=Runtime(offload=offload))
     assert (beginning.step, beginning.checkpoint_path) == (2, path)
-    assert offloaded == [(path,)]
+    assert offloaded == [(path, "")]
 
 
 async def test_the_steps_of_all_versions_are_known() -> None:

@@ -227,6 +227,12 @@ async def test_a_learner_that_crashed_once_is_started_again_and_finishes(tmp_pat
     assert read_summary(ran.run / "summary.json")["finished"] is True
 
 
+async def test_a_run_whose_learner_was_replaced_by_another_has_not_succeeded(tmp_path: Path) -> None:
+    code, ended = await run_to_the_end(tmp_path, "--steps", "40", script="replaced")
+    assert code == 1
+    assert "learner-elsewhere-7-ab has taken over the training at step 1 of 40" in ended.errors[-1]
+
+
 @pytest.mark.parametrize("victim", ["-js", "fleetbus_workers.up.server"])
 async def test_a_killed_server_comes_back_at_the_same_address_and_workers_go_on(tmp_path: Path, victim: str) -> None:
     async with up(tmp_path, script="wait") as running:

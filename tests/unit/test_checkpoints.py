@@ -12,9 +12,12 @@ import pytest
 
 from fleetbus_schemas import TensorEntry
 from fleetbus_workers.learner.checkpoints import (
+    INDEX,
     STATE,
     Checkpoint,
     CheckpointDamaged,
+    hash_index,
+    is_whole,
     open_checkpoint,
     prune_checkpoints,
     read_checkpoint,
@@ -127,4 +130,26 @@ def test_a_pipe_in_the_place_of_the_index_is_not_waited_for(tmp_path: Path) -> N
     (path / "checkpoint.json").unlink()
     os.mkfifo(path / "checkpoint.json")
     with pytest.raises(CheckpointDamaged, match="not a regular file"):
+        open_checkpoint(path)
+
+
+def test_an_index_that_was_altered_is_damaged_whatever_it_says(tmp_path: Path) -> None:
+    """Its own checksums are those of the other files: only the log has that of the index."""
+    path = write_checkpoint(tmp_path, Checkpoint(lineage="l1", step=2, version=2, floor=700, settled=("a",), next_group=3),
+                            ScriptedTrainer())  # fmt: skip
+    known = hash_index(path)
+    assert open_checkpoint(path, known).floor == 700
+    for change in ({"floor": 100}, {"floor": 1100}, {"floor": 10**9}, {"settled": ()}, {"next_group": 0}):
+        (path / INDEX).write_bytes(msgspec.json.encode(msgspec.structs.replace(open_checkpoint(path), **change)))
+        with pytest.raises(CheckpointDamaged, match="not the one that the log names"):
+            open_checkpoint(path, known)
+        assert not is_whole(path, known)
+
+
+def test_a_floor_that_no_log_has_is_damage_without_any_digest(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, Checkpoint(lineage="l1", step=2, version=2, floor=700, settled=(), next_group=3),
+                            ScriptedTrainer())  # fmt: skip
+    content = (path / INDEX).read_text()
+    (path / INDEX).write_text(content.replace('"floor":700', '"floor":-600'))
+    with pytest.raises(CheckpointDamaged):
         open_checkpoint(path)

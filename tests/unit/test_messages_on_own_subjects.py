@@ -71,7 +71,7 @@ def test_a_message_counts_on_its_own_subject() -> None:
     failed = WorkerFailed(role="learner", worker="learner", error_class="E", error="e")
     messages = [LINEAGE, requested(1), (SUBJECTS.episode("e1"), claim("e1")), finished(1), (SUBJECTS.train("default"), ENDED)]
     state = fold(*messages, (SUBJECTS.life("learner", "learner"), failed))
-    assert not state.malformed and state.training.is_finished and state.termination_state.goodbye == failed
+    assert not state.malformed and state.training.is_finished and state.termination_state.last_entry == failed
     assert state.describe_state(state.episodes.rows["e1"]) == "completed"
 
 

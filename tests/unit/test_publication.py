@@ -9,7 +9,7 @@ import pytest
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.concurrency.runtime import Runtime
-from fleetbus_schemas import LineageStarted, Subjects
+from fleetbus_schemas import LineageStarted, Subjects, encode
 from fleetbus_workers.learner.journal import LearnerReplaced
 from fleetbus_workers.learner.publication import Publication, prune_versions
 from fleetbus_workers.learner.scripted import ScriptedTrainer
@@ -51,5 +51,7 @@ async def test_a_learner_whose_version_a_later_one_has_removed_as_old_is_told_th
             runtime=Runtime(), store=SlowStore(tmp_path, later_versions),
         )  # fmt: skip
         await publication.fence(LineageStarted(lineage="l1", worker="w"))
+        if later_versions:
+            await bus.publish(Subjects(RUN).policy("default"), encode(LineageStarted(lineage="l2", worker="other")))
         with pytest.raises(raised):
             await publication.publish(0)

@@ -34,6 +34,7 @@ KINDS: dict[str, str] = {
     "version_repeated": "policy versions that were published again",
     "lineage_replaced": "steps trained by a lineage after another had taken over",
     "lineage_unfounded": "lineages that start where no checkpoint that counted was stored, or anew although one was, unordered",
+    "steps_lost": "steps that a lineage began behind and that the log does not have: they were trained, and it lost them",
     "step_out_of_order": "steps of the surviving lineage that do not follow the one before",
     "trained_twice": "episodes trained more than once",
     "excluded_twice": "episodes excluded more than once",

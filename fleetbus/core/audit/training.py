@@ -60,6 +60,8 @@ class TrainingAudit(msgspec.Struct):
     _closed_void: int = 0
     _closed_abandoned: int = 0
     _first_step: int = 1
+    _began: dict[str, int] = {}
+    """Where each lineage began."""
 
     @property
     def lineages(self) -> tuple[str, ...]:
@@ -76,6 +78,7 @@ class TrainingAudit(msgspec.Struct):
         if not anew and started.parent_step not in known:
             findings.add("lineage_unfounded", f"{started.lineage}/{started.parent_step}", sequence)
         self._lineages.append(started)
+        self._began[started.lineage] = sequence
 
     def on_checkpoint(self, sequence: int, stored: CheckpointStored, findings: Findings) -> None:
         self._check_author(sequence, stored.lineage, stored.step, findings)
@@ -96,18 +99,40 @@ class TrainingAudit(msgspec.Struct):
         )
 
     def list_settlements(self, findings: Findings) -> list[Settlement]:
-        """The settlements of the surviving lineage; its steps have to be 1, 2, 3 and so on.
+        """The settlements of the surviving lineage; its steps have to be 1, 2, 3 and so on, except where a lineage began at a
+        checkpoint that the log had fallen behind.
 
         The end of training counts only for the newest lineage: a lineage that continues from there takes back what it excluded.
         """
         surviving = compute_surviving_steps(self._lineages)
         newest = self._lineages[-1].lineage if self._lineages else ""
         counted = [each for each in self._settlements if self._counts(each, surviving, newest)]
-        steps = [each for each in counted if not each.end]
-        for expected, each in enumerate(steps, start=self._first_step):
+        lost = self._find_lost_steps(counted, surviving)
+        for first, last, started in lost:
+            findings.add("steps_lost", f"{started.parent}/{first}-{last}", self._began[started.lineage])
+        expected = self._first_step
+        for each in (each for each in counted if not each.end):
+            expected = next((last + 1 for first, last, _ in lost if first == expected), expected)
             if each.step != expected:
                 findings.add("step_out_of_order", f"{each.lineage}/{each.step}", each.sequence)
+            expected += 1
         return counted
+
+    def _find_lost_steps(
+        self, counted: Sequence[Settlement], surviving: dict[str, float]
+    ) -> list[tuple[int, int, LineageStarted]]:
+        """First and last of the steps that count and are not there, with the lineage that began behind them."""
+        newest: dict[str, int] = {}
+        for each in counted:
+            newest[each.lineage] = max(each.step, newest.get(each.lineage, 0))
+        lost, reached = [], self._first_step - 1
+        for started in self._lineages:
+            if started.lineage in surviving:
+                last = int(min(started.parent_step, surviving[started.lineage]))
+                if last > reached:
+                    lost.append((reached + 1, last, started))
+                reached = max(reached, last, newest.get(started.lineage, 0))
+        return lost
 
     def count_void(self, counted: list[Settlement]) -> tuple[int, int]:
         """Episodes trained by steps that do not count, and how many of all that those settled were settled for good."""
@@ -155,20 +180,29 @@ class TrainingAudit(msgspec.Struct):
 
     def check_unsettled(self, episodes: Sequence[EpisodeAudit], settled: Settled, findings: Findings) -> None:
         """Of ``episodes``, which learners asked for here, those have to be settled that no learner will read again."""
-        checkpoints = self._list_counting_checkpoints()
+        checkpoints, lost_before = self._list_counting_checkpoints(), self._find_lost_before()
         floors = list(accumulate((stored.floor for _, stored in checkpoints), max))
         for episode in episodes:
             index = bisect_right(floors, episode.requested)
+            if episode.requested < lost_before:  # it may have been settled by steps that are lost
+                continue
             if index < len(floors) and not 0 < settled.sequences.get(episode.episode_id, 0) < checkpoints[index][0]:
                 findings.add("below_floor_unsettled", episode.episode_id, checkpoints[index][0])
         if self._settlements and self._settlements[-1].end and self.is_newest(self._settlements[-1].lineage):
             self._check_finished(episodes, settled, findings)
 
+    def _find_lost_before(self) -> int:
+        """Where the newest lineage began that has lost steps before it; 0 if none has."""
+        surviving = compute_surviving_steps(self._lineages)
+        counted = [each for each in self._settlements if is_surviving(surviving, each.lineage, each.step)]
+        return max((self._began[started.lineage] for _, _, started in self._find_lost_steps(counted, surviving)), default=0)
+
     def _check_finished(self, episodes: Sequence[EpisodeAudit], settled: Settled, findings: Findings) -> None:
         """Check that what was complete before the last step is settled; what was still played then may stay open."""
         groups: dict[str, list[EpisodeAudit]] = {}
+        lost_before = self._find_lost_before()
         for episode in episodes:
-            if not episode.stray:
+            if not episode.stray and episode.requested >= lost_before:
                 groups.setdefault(episode.group_id, []).append(episode)
         last_step = max((each.sequence for each in self._settlements if not each.end), default=0)
         for members in groups.values():

@@ -24,7 +24,7 @@ from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.run_folder import run_folder
 from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS
 from fleetbus.delivery.lanes import ANSWER_SECONDS, LEASE_SECONDS, LaneLost, LanesUnread
-from fleetbus.errors import BusError, RequestUnanswered, UserError
+from fleetbus.errors import BusError, LogLost, RequestUnanswered, UserError
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.stepwise.host import SessionHost
@@ -163,8 +163,9 @@ class Deployment:
     def _may_end(self, process: Process, error: BaseException) -> bool:
         if isinstance(error, LearnerReplaced):
             newest = self._log_checker.training.lineage
-            is_newest = newest is not None and newest.worker == process.name
-            return not is_newest or self._has_lost_power
+            return newest is not None and newest.worker != process.name
+        if isinstance(error, LogLost):
+            return self._has_lost_power
         if isinstance(error, UserError) and self._has_lost_power and self._follow_advice(str(error)):
             return True
         if isinstance(error, CheckpointUnread):

@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from fleetbus.config.settings import Configuration
-from fleetbus.errors import is_bad_input, is_taken_over, iterate_leaves
+from fleetbus.errors import TakenOver, find_leaf, is_bad_input, iterate_leaves
 from fleetbus_workers.api.environment_object import ObjectFactory
 from fleetbus_workers.assembly.environment_work import work_with
 from fleetbus_workers.assembly.work import serve_role
@@ -81,7 +81,7 @@ class LocalWorker:
         try:
             await self._plan.work(self._name, self._drain)
         except Exception as error:  # supervised: it is started again, as a process would be
-            if is_taken_over(error):
+            if find_leaf(error, TakenOver) is not None:
                 return FINISHED
             bad_input = is_bad_input(error)
             lines = [str(next(iterate_leaves(error)))] if bad_input else traceback.format_exception(error)

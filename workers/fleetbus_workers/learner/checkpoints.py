@@ -2,8 +2,10 @@
 
 What is in it: the trainer's files, and ``checkpoint.json`` (this module's `Checkpoint`, with the SHA-256 of each of them). A
 trainer may write beside the training; the folder has its name when all of it is there. Resume follows the log:
-`CheckpointStored` names the folder.
+`CheckpointStored` names the folder and the SHA-256 of its index, and with it all of the checkpoint.
 """
+
+from __future__ import annotations
 
 import hashlib
 import os
@@ -11,7 +13,9 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import structlog
@@ -38,13 +42,17 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     still be asked for."""
 
     lineage: str
-    step: int
+    step: Annotated[int, msgspec.Meta(ge=0)]
     version: int
-    floor: int
+    floor: Annotated[int, msgspec.Meta(ge=1)]
     settled: tuple[str, ...]
-    next_group: int
+    next_group: Annotated[int, msgspec.Meta(ge=0)]
     first_open_group: int = 0
     sha256: dict[str, str] = msgspec.field(default_factory=dict)
+
+    def limit_floor(self, floor: int) -> Checkpoint:
+        """The same for a log in which all below ``floor`` is settled, and nothing that the checkpoint knows stands above."""
+        return self if floor >= self.floor else msgspec.structs.replace(self, floor=floor, settled=())
 
 
 class StartedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,10 +126,17 @@ class CheckpointDamaged(Exception):
     """Raised when what lies there is no whole checkpoint, and will not become one."""
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at ``path``; blocking. Raises `OSError` when it cannot be read, as while its disk is away, and
-    `CheckpointDamaged` when it was read and is not whole."""
+def hash_index(path: Path) -> str:
+    """The SHA-256 of a checkpoint's index, which has those of its files: blocking."""
+    return _hash_file(path / INDEX)
+
+
+def open_checkpoint(path: Path, index_sha256: str = "") -> Checkpoint:
+    """The checkpoint at ``path``, whose index has that SHA-256 (empty: nobody knows); blocking. Raises `OSError` when it cannot
+    be read, as while its disk is away, and `CheckpointDamaged` when it was read and is not whole."""
     _expect_file(path, INDEX)
+    if index_sha256 and hash_index(path) != index_sha256:
+        raise CheckpointDamaged(f"{INDEX} is not the one that the log names")
     try:
         checkpoint = msgspec.json.decode((path / INDEX).read_bytes(), type=Checkpoint)
     except msgspec.DecodeError as error:
@@ -181,6 +196,23 @@ def list_checkpoints(folder: Path) -> list[tuple[int, int, bool]]:
         return []
     found = [match for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     return sorted((int(match["lineage"]), int(match["step"]), not match["part"]) for match in found)
+
+
+def is_whole(path: Path, index_sha256: str = "") -> bool:
+    """Whether a checkpoint can be begun at. Blocking; what has not changed is not read again."""
+    try:
+        return _is_whole(path, index_sha256, (path / INDEX).stat().st_mtime_ns)
+    except OSError:
+        return False
+
+
+@lru_cache(maxsize=256)
+def _is_whole(path: Path, index_sha256: str, _changed_ns: int) -> bool:
+    try:
+        open_checkpoint(path, index_sha256)
+    except CheckpointDamaged:
+        return False
+    return True
 
 
 def _is_there(path: Path) -> bool:

@@ -1,6 +1,7 @@
-"""The learner's entries on ``train.<name>`` and ``policy.<name>``, each expecting the last (delivery rule 8).
+"""The learner's entries on ``train.<name>`` and ``policy.<name>``, each expecting the last (delivery rules 8 and 15).
 
-A learner whose append is refused has been replaced by another and stops.
+A learner whose append is refused has been replaced if a newer lineage stands there, and stops for good. Otherwise the log lost
+or changed what it had stored: it says what, and ends as a failure.
 """
 
 import anyio
@@ -8,13 +9,12 @@ import structlog
 
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.core.training.lineage import lineage_number
-from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict, TakenOver
-from fleetbus.log.episodes import decode_entries, read_entry
+from fleetbus.errors import LogFull, LogLost, PublishUnanswered, RequestUnanswered, SequenceConflict, TakenOver
+from fleetbus.log.episodes import read_entry
 from fleetbus_schemas import (
     CheckpointStored,
     EvaluationFinished,
     LineageStarted,
-    Message,
     PolicyPublished,
     StepTrained,
     TrainingFinished,
@@ -24,14 +24,23 @@ from fleetbus_schemas.channels import STORED
 
 RETRY_SECONDS = 1.0
 
-OTHER_ENTRIES = (StepTrained, CheckpointStored, EvaluationFinished, TrainingFinished)
-"""What stands on ``train.<name>`` beside the beginnings of learners."""
+JournalEntry = LineageStarted | StepTrained | CheckpointStored | EvaluationFinished | TrainingFinished | PolicyPublished
+"""What stands on ``train.<name>`` and ``policy.<name>``."""
 
 log = structlog.get_logger()
 
 
 class LearnerReplaced(TakenOver):
     """Another learner has appended since: this one must stop training."""
+
+
+class _Refused(Exception):
+    """An append was refused, and what stands last is not one's own."""
+
+    def __init__(self, expected: int, stored: StreamEntry | None) -> None:
+        super().__init__(f"expected {expected}")
+        self.expected = expected
+        self.stored = stored
 
 
 class FencedAppender:
@@ -42,40 +51,38 @@ class FencedAppender:
         self._subject = subject
         self._unconfirmed = b""
         """An entry whose answer was not waited for: it may be the last one."""
+        self._start = b""
+        """The beginning of the author's own lineage, once it is stored here."""
+        self._number = 0
         self.last = last
         self._lock = anyio.Lock()
 
-    async def append(self, message: Message) -> int:
-        """Store the next entry, however long it takes, and return its sequence; raises `LearnerReplaced`.
+    async def append(self, message: JournalEntry) -> int:
+        """Store the next entry, however long it takes, and return its sequence; raises `LearnerReplaced` or `LogLost`.
 
         Cancelled, it may have stored it: what is appended next follows it then.
         """
-        payload = encode(message, subject=self._subject)
-        async with self._lock:
-            try:
-                return await self._append(payload)
-            except anyio.get_cancelled_exc_class():
-                self._unconfirmed = payload
-                raise
+        try:
+            return await self._append(message)
+        except _Refused as refused:
+            raise self._explain(refused) from refused
 
     async def take_over(self, started: LineageStarted) -> None:
         """Store the start of a lineage after what stands there by now: from then on the author before is refused.
 
         Raises `LearnerReplaced` when a later lineage has written there, so lineages follow each other in their order on this
-        subject
-        as well, however old an answer of the log is: what is written upon an old one is refused.
+        subject as well, however old an answer of the log is: what is written upon an old one is refused.
         """
+        self._number = lineage_number(started.lineage)
         while True:
             stored = await self._bus.last(self._subject)
-            message = read_entry(STORED["policy"], stored) if stored is not None else None
-            assert message is None or isinstance(message, (LineageStarted, PolicyPublished))
-            if message is not None and lineage_number(message.lineage) > lineage_number(started.lineage):
-                raise LearnerReplaced(f"lineage {message.lineage} writes to {self._subject}")
+            if stored is not None and self._find_number(stored) > self._number:
+                raise LearnerReplaced(f"a later lineage writes to {self._subject}, since entry {stored.sequence}")
             self.last = stored.sequence if stored is not None else 0
             try:
-                await self.append(started)
+                await self._append(started)
                 return
-            except LearnerReplaced:
+            except _Refused:
                 continue
 
     async def watch(self) -> None:
@@ -83,10 +90,32 @@ class FencedAppender:
         otherwise."""
         async with self._bus.read([self._subject], start=self.last + 1) as reader:
             while True:
-                if decode_entries(LineageStarted, [await reader.receive()], beside=OTHER_ENTRIES):
-                    raise LearnerReplaced(f"another learner began on {self._subject}")
+                self._check_replaced(await reader.receive())
 
-    async def _append(self, payload: bytes) -> int:
+    async def check_replaced(self) -> None:
+        """Raise `LearnerReplaced` if the last entry is that of a newer lineage."""
+        stored = await self._bus.last(self._subject)
+        if stored is not None:
+            self._check_replaced(stored)
+
+    def _check_replaced(self, stored: StreamEntry) -> None:
+        if self._is_newer(stored):
+            raise LearnerReplaced(f"another learner began on {self._subject}: see entry {stored.sequence}")
+
+    async def _append(self, message: JournalEntry) -> int:
+        payload = encode(message, subject=self._subject)
+        self._number = lineage_number(message.lineage)
+        async with self._lock:
+            try:
+                sequence = await self._publish(payload)
+            except anyio.get_cancelled_exc_class():
+                self._unconfirmed = payload
+                raise
+        if isinstance(message, LineageStarted):
+            self._start = payload
+        return sequence
+
+    async def _publish(self, payload: bytes) -> int:
         while True:
             try:
                 self.last = (await self._bus.publish(self._subject, payload, expected_last=self.last)).sequence
@@ -110,5 +139,41 @@ class FencedAppender:
         """A refusal may be one's own first try, whose answer was lost, or an entry whose answer was not waited for."""
         stored = await self._bus.last(self._subject)
         if stored is None or stored.sequence <= conflict.expected or stored.payload not in (payload, self._unconfirmed):
-            raise LearnerReplaced(f"another learner writes to {self._subject}") from conflict
+            raise _Refused(conflict.expected, stored) from conflict
         return stored
+
+    def _explain(self, refused: _Refused) -> LearnerReplaced | LogLost:
+        """Only a newer lineage replaces a learner: anything else is the log's doing."""
+        subject, stored, expected = self._subject, refused.stored, refused.expected
+        if stored is not None and self._is_newer(stored):
+            return LearnerReplaced(f"another learner writes to {subject}: see entry {stored.sequence}")
+        if stored is None:
+            return LogLost(
+                f"{subject} has no entry any more, and had one at {expected}: it was removed, or the log went back in time"
+            )
+        if stored.sequence < expected:
+            return LogLost(
+                f"{subject} ends at entry {stored.sequence}, and had one at {expected}: the log went back in time or is damaged"
+            )
+        return LogLost(
+            f"entry {stored.sequence} of {subject} is of no newer learner: the log lost this one's, or somebody else wrote it"
+        )
+
+    def _is_newer(self, stored: StreamEntry) -> bool:
+        """True for what another learner wrote that began after this one: of two with one name the first that began has it."""
+        number = self._find_number(stored)
+        if number == self._number:
+            return not self._start or (self._is_start(stored) and stored.payload != self._start)
+        return number > self._number
+
+    def _find_number(self, stored: StreamEntry) -> int:
+        message = self._read(stored)
+        return lineage_number(message.lineage) if message is not None else 0
+
+    def _is_start(self, stored: StreamEntry) -> bool:
+        return isinstance(self._read(stored), LineageStarted)
+
+    def _read(self, stored: StreamEntry) -> JournalEntry | None:
+        message = read_entry(STORED[self._subject.split(".", 3)[2]], stored)
+        assert message is None or isinstance(message, JournalEntry)
+        return message

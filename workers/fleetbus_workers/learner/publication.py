@@ -16,7 +16,7 @@ from fleetbus.errors import BusError, LogFull, PublishUnanswered, RequestUnanswe
 from fleetbus_schemas import LineageStarted, PolicyPublished, Subjects
 from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.disk_full import retry_while_disk_full
-from fleetbus_workers.learner.journal import RETRY_SECONDS, FencedAppender, LearnerReplaced
+from fleetbus_workers.learner.journal import RETRY_SECONDS, FencedAppender
 from fleetbus_workers.learner.resume import read_published_versions
 from fleetbus_workers.weights.delta import write_smaller
 from fleetbus_workers.weights.manifests import put_manifest
@@ -78,13 +78,12 @@ class Publication:
         return versions
 
     async def publish(self, step: int) -> int:
-        """Write the current weights under the next version number, announce them, and return the number. Raises
+        """Write the current weights under the next version number, announce them, and return the number. Raises `LogLost` or
         `LearnerReplaced`, also when a later learner has published so much meanwhile that it has removed the file."""
         try:
             return await self._publish(step)
-        except FileNotFoundError as missing:
-            if await self._runtime.offload(highest_version, self._folder) > self.version + 1:
-                raise LearnerReplaced(f"another learner has removed {missing.filename} as an old version") from missing
+        except FileNotFoundError:
+            await self._appender.check_replaced()
             raise
 
     async def _publish(self, step: int) -> int:

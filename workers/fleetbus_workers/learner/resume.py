@@ -5,6 +5,7 @@ Read from the log alone; nothing is written here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.core.training.floor import find_group_number, refuses_request
 from fleetbus.core.training.lineage import complete_lineages, compute_surviving_steps, is_surviving, lineage_number
 from fleetbus.errors import UserError
-from fleetbus.log.episodes import decode_entries
+from fleetbus.log.episodes import decode_entries, read_entry
 from fleetbus.log.floor import read_floor
 from fleetbus_schemas import (
     CheckpointStored,
@@ -33,7 +34,7 @@ from fleetbus_schemas import (
 )
 from fleetbus_schemas.channels import STORED
 from fleetbus_schemas.message import MalformedMessage, decode_any
-from fleetbus_workers.learner.checkpoint_choice import START, CheckpointUnread, choose_checkpoint
+from fleetbus_workers.learner.checkpoint_choice import CheckpointUnread, choose_checkpoint, list_orders
 from fleetbus_workers.learner.checkpoints import Checkpoint, list_checkpoints
 
 CHECK_SECONDS = 5.0
@@ -140,70 +141,98 @@ async def read_book(bus: Bus, subjects: Subjects, policy: str) -> Book:
 
 
 async def find_resume_point(
-    book: Book, *, folder: Path | None = None, restart: str = "", runtime: Runtime | None = None, first_group: int = 0
+    book: Book,
+    *,
+    folder: Path | None = None,
+    restart: str = "",
+    runtime: Runtime | None = None,
+    first_group: int = 0,
+    log_end: int | None = None,
+    published: str = "",
 ) -> ResumePoint:
-    """Find where the next lineage begins; ``folder`` is the run's folder of checkpoints, ``restart`` what a person ordered.
-    Groups below ``first_group`` are settled for good.
+    """Where the next lineage begins; ``folder`` is the run's folder of checkpoints, ``restart`` what a person ordered. Groups
+    below ``first_group`` are settled for good. ``log_end`` is the last entry of the log (None: wherever checkpoints say), and
+    ``published`` the lineage that published last.
 
     Raises `CheckpointUnread` and `UserError` as `choose_checkpoint` does, and `UserError` when the log has lost all checkpoints
     that the folder holds. No lineage before had the name of the new one, not even one that the log has lost.
     """
-    runtime, lineages = runtime or Runtime(), book.lineages
+    runtime = runtime or Runtime()
+    lineages = book.lineages or tuple(complete_lineages([], published) if published else ())
     if restart and book.has_followed(restart):
         log.info("learner.restart_from was applied before; ignoring it, STEP/2 applies it again", restart_from=restart)
         restart = ""
     written = await runtime.offload(list_checkpoints, folder) if folder is not None else []
-    known = [*book.checkpoints, *(_list_unrecorded(book, written, folder) if folder is not None else ())]
-    choice = await choose_checkpoint(lineages, known, folder=folder, restart=restart, runtime=runtime)
-    lost = [f"l{number}-{step:06d}" for number, step, whole in written if whole and _is_lost(book, number, step)]
-    if lost:
+    unnamed = _list_unnamed(book, written, folder) if folder is not None else []
+    known = [*book.checkpoints, *_find_unrecorded(book, lineages, unnamed)]
+    choice = await choose_checkpoint(lineages, known, folder=folder, restart=restart, runtime=runtime, unnamed=unnamed)
+    lost = [entry for entry in unnamed if _is_lost(book, entry)]
+    if lost and (choice.checkpoint is None or choice.checkpoint.step < max(entry.step for entry in lost)):
+        names = [Path(entry.file).name for entry in lost]
         log.error(
             "log has lost entries that these checkpoints cover; leaving the checkpoints unused",
-            checkpoints=lost,
+            checkpoints=names,
             reached=book.reached,
         )
-    if lost and choice.checkpoint is None and not choice.restart:
-        raise UserError(
-            f"the log names no checkpoint, but {folder} contains {', '.join(lost)}: the log was lost, or is another run's; "
-            f"to start over, use --restart-from {START}"
-        )
+        if choice.checkpoint is None and not choice.restart:
+            assert folder is not None
+            raise UserError(
+                f"the log names no checkpoint, but {folder} contains {', '.join(names)}: the log was lost, or is another run's;"
+                f" choose where to resume: --restart-from {' | '.join(await list_orders(unnamed, folder, runtime))}"
+            )
     recorded = {(entry.lineage, entry.step) for entry in book.checkpoints}
     unrecorded = choice.checkpoint is not None and (choice.checkpoint.lineage, choice.checkpoint.step) not in recorded
     if unrecorded:
-        log.warning("log does not name the only checkpoint; announcing it and continuing from it", path=str(choice.path))
-    name = f"l{max([book.newest_lineage, *(number for number, _, _ in written)]) + 1}"
-    next_start = LineageStarted(lineage=name, worker="", parent=choice.parent, parent_step=choice.step)
+        log.warning("log does not name this checkpoint; announcing it and continuing from it", path=str(choice.path))
+    checkpoint = choice.checkpoint
+    if checkpoint is not None and log_end is not None:
+        checkpoint = checkpoint.limit_floor(log_end + 1)
+    numbers = [*(lineage_number(each.lineage) for each in lineages), *(number for number, _, _ in written)]
+    name = f"l{max(numbers, default=0) + 1}"
+    parent = choice.parent or (checkpoint.lineage if checkpoint is not None else "")
+    next_start = LineageStarted(lineage=name, worker="", parent=parent, parent_step=choice.step)
     surviving = compute_surviving_steps([*lineages, next_start])
     counted = {started.lineage: surviving.get(started.lineage, -1.0) for started in lineages}
     return ResumePoint(
         lineage=name,
-        parent=choice.parent,
+        parent=parent,
         train_last=book.train_last,
         evaluated=frozenset(each.name for each in book.evaluations if each.step <= counted.get(each.lineage, -1.0)),
-        checkpoint=choice.checkpoint,
+        checkpoint=checkpoint,
         checkpoint_path=choice.path,
         restart=choice.restart,
         restarts=tuple(dict.fromkeys([*book.restarts, *filter(None, [choice.restart])])),
-        next_group=max(choice.checkpoint.next_group if choice.checkpoint else 0, first_group),
+        next_group=max(checkpoint.next_group if checkpoint else 0, first_group),
         counted=counted,
         unrecorded=unrecorded,
     )
 
 
-def _list_unrecorded(book: Book, written: Sequence[tuple[int, int, bool]], folder: Path) -> list[CheckpointStored]:
-    """List checkpoints of the newest lineage as their learner would have named them, where none that the log names counts.
-
-    It was killed before it did, or the log lost those entries; training would start over without them.
-    """
-    surviving = compute_surviving_steps(book.lineages)
-    if any(is_surviving(surviving, entry.lineage, entry.step) for entry in book.checkpoints):
-        return []
-    lineage = f"l{book.newest_lineage}"
+def _list_unnamed(book: Book, written: Sequence[tuple[int, int, bool]], folder: Path) -> list[CheckpointStored]:
+    """The finished checkpoints in the run's folder that the log does not name, in order; their floors are not known here."""
+    named = {(entry.lineage, entry.step) for entry in book.checkpoints}
+    found = [(f"l{number}", step) for number, step, is_finished in written if is_finished]
     return [
-        CheckpointStored(lineage=lineage, step=step, version=-1, file=str(folder / f"{lineage}-{step:06d}"), floor=1)
-        for number, step, whole in written
-        if whole and number == book.newest_lineage and step <= book.reached
+        CheckpointStored(lineage=lineage, step=step, version=-1, file=str(folder / f"{lineage}-{step:06d}"), floor=0)
+        for lineage, step in found
+        if (lineage, step) not in named
     ]
+
+
+def _find_unrecorded(
+    book: Book, lineages: Sequence[LineageStarted], unnamed: Sequence[CheckpointStored]
+) -> list[CheckpointStored]:
+    """Where no checkpoint counts that the log names: those of the newest lineage, as their learner would have named them.
+
+    It was killed before it did, or the log lost those entries; training would start over without them. A log that lost all of
+    its training has nothing that they could be ahead of.
+    """
+    surviving = compute_surviving_steps(lineages)
+    if not lineages or any(is_surviving(surviving, entry.lineage, entry.step) for entry in book.checkpoints):
+        return []
+    reached = book.reached if book.lineages else math.inf
+    newest = max(lineages, key=lambda started: lineage_number(started.lineage)).lineage
+    return [entry for entry in unnamed if entry.lineage == newest and entry.step <= reached]
 
 
 async def wait_for_resume_point(
@@ -221,7 +250,13 @@ async def wait_for_resume_point(
             settled = await read_floor(bus, subjects)
             first_group = settled.groups.get(configuration.run.policy, 0)
             return await find_resume_point(
-                book, folder=folder, restart=settings.restart_from, runtime=runtime, first_group=first_group
+                book,
+                folder=folder,
+                restart=settings.restart_from,
+                runtime=runtime,
+                first_group=first_group,
+                log_end=await bus.last_sequence(),
+                published=await _find_publisher(bus, subjects, configuration.run.policy),
             )
         except CheckpointUnread as unread:
             if anyio.current_time() >= give_up_at:
@@ -232,9 +267,17 @@ async def wait_for_resume_point(
     return None
 
 
-def _is_lost(book: Book, number: int, step: int) -> bool:
+def _is_lost(book: Book, entry: CheckpointStored) -> bool:
     """True if a checkpoint holds a step that the log does not: it is written after its step was acked."""
-    return number > book.newest_lineage or (number == book.newest_lineage and step > book.reached)
+    number = lineage_number(entry.lineage)
+    return number > book.newest_lineage or (number == book.newest_lineage and entry.step > book.reached)
+
+
+async def _find_publisher(bus: Bus, subjects: Subjects, policy: str) -> str:
+    """The lineage of the last entry among the versions; empty if there is none."""
+    stored = await bus.last(subjects.policy(policy))
+    message = read_entry(STORED["policy"], stored) if stored is not None else None
+    return message.lineage if isinstance(message, (LineageStarted, PolicyPublished)) else ""
 
 
 async def read_published_versions(bus: Bus, subjects: Subjects, policy: str) -> dict[int, int]:

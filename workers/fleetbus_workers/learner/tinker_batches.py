@@ -53,8 +53,8 @@ class TinkerMetrics:
     def metrics(self) -> dict[str, float]:
         """``loss`` is the unclipped surrogate, -mean(ratio x advantage): its fall is the policy's gain on the batch."""
         if not self._ratios:
-            differences = ("logprob_difference_max", "logprob_difference_mean")
-            return dict.fromkeys(("loss", "entropy", "clip_fraction", "ratio_max", *differences), math.nan)
+            names = ("loss", "entropy", "clip_fraction", "ratio_max", "logprob_difference_max", "logprob_difference_mean")
+            return dict.fromkeys(names, math.nan)
         ratios, advantages = np.concatenate(self._ratios), np.concatenate(self._advantages)
         differences = np.concatenate(self._differences) if self._differences else np.zeros(0)
         clipped = np.where(advantages > 0, ratios > self._high, (ratios < self._low) & (advantages < 0))

@@ -8,6 +8,7 @@ Nothing is started before `fleetbus_workers.up.checks` has passed, and nothing i
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -24,7 +25,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.config.run_folder import RunFolder
 from fleetbus.config.settings import Configuration
-from fleetbus.errors import BusError, FleetbusError
+from fleetbus.errors import BusError, FleetbusError, RunFailed
 from fleetbus_schemas import Subjects
 from fleetbus_workers.observe.run.progress import Progress
 from fleetbus_workers.up.display import Display
@@ -50,6 +51,9 @@ STRAY_SECONDS = 6.0
 
 PAGE_STOP_SECONDS = 2.0
 """For answers that the run's page is in the middle of."""
+
+_OWN_LEARNER = re.compile(r"learner(-\d+)?")
+"""Names of the learner that is started here, and started again."""
 
 ServePage = Callable[[Configuration, Callable[[str], None], anyio.Event], Coroutine[Any, Any, None]]
 """Serves a page about the run until the event is set, and shows its address."""
@@ -214,6 +218,7 @@ class Run:
             tasks.cancel_scope.cancel()
         self._result.failure = self._result.failure or roles.failure or self._server.failure
         await self._read_remaining_entries(follower)
+        self._result.failure = self._result.failure or self._find_takeover(progress)
         for line in guard.take_final_lines():
             self._display.line(line)
         summary = build_summary(progress, run=run.name, seed=run.seed, wall_seconds=anyio.current_time() - began)
@@ -240,6 +245,15 @@ class Run:
             self._result.failure = guard.find_stall(now)
             if self._result.failure is not None:
                 stalled.set()
+
+    def _find_takeover(self, progress: Progress) -> FleetbusError | None:
+        """A learner of somebody else's that took over from the one of this run, which ended as if it were done."""
+        learner = progress.training.newest_learner
+        is_own = not learner or _OWN_LEARNER.fullmatch(learner)
+        if self._stop_requested.is_set() or is_own or progress.training.is_finished:
+            return None
+        steps = self._configuration.learner.steps
+        return RunFailed(f"{learner} has taken over the training at step {progress.step} of {steps}, and goes on with it")
 
     async def _follow_progress(self, follower: Follower) -> None:
         """Progress display is optional: training continues without it."""

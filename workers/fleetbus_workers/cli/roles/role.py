@@ -1,8 +1,8 @@
 """One role as one process: connect, work, and stop as requested.
 
 A first SIGTERM or Ctrl-C drains: finish or hand back, then exit 0. A second one stops at once. A worker that was replaced by
-another exits 0 too, so that a supervisor does not start it again. A process that `fleetbus up` started also
-ends when `up` is gone, however that happened: see `fleetbus_workers.up.parent_death`.
+another exits 0 too, so that a supervisor does not start it again; one whose log lost entries exits 1, so that it does. A
+process that `fleetbus up` started also ends when `up` is gone, however that happened: see `fleetbus_workers.up.parent_death`.
 """
 
 import gc
@@ -17,7 +17,7 @@ import anyio
 import click
 
 from fleetbus.config.settings import Configuration
-from fleetbus.errors import is_bad_input, is_taken_over
+from fleetbus.errors import LogLost, TakenOver, find_leaf, is_bad_input
 from fleetbus_workers.assembly.work import Work, import_work, serve_role
 from fleetbus_workers.cli.options import load_settings, validate_name
 from fleetbus_workers.command.event_loop import run_async
@@ -68,9 +68,14 @@ def run_role(
     except Exception as error:
         if is_bad_input(error):
             raise
-        if is_taken_over(error):
-            structlog.get_logger().warning("stopped for good: another worker has taken over", reason=str(error))
+        if taken_over := find_leaf(error, TakenOver):
+            structlog.get_logger().warning("stopped for good: another worker has taken over", reason=str(taken_over))
             return FINISHED
+        if lost := find_leaf(error, LogLost):
+            structlog.get_logger().error(
+                "stopped: the log lost entries; start again to go on from what is left", reason=str(lost)
+            )
+            return CRASHED
         structlog.get_logger().exception("crashed")
         return CRASHED
 

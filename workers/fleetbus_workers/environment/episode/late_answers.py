@@ -33,18 +33,18 @@ log = structlog.get_logger()
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """The entries that were read for some attempts: the sequence of the last entry by subject, up to where the queue of a
-    policy is acked (0: not known), and the turns (``episode.attempt.turn``) in work by inference worker (none: not known)."""
+    """What was read for some attempts: the sequence of the last entry by subject, up to where the queue of a policy is acked
+    (0: not known), and the turns (``episode.attempt.turn``) in work by inference worker (None: not known)."""
 
     last: Mapping[str, int]
     acked: Mapping[str, int]
-    in_work: Mapping[str, Collection[str]]
+    in_work: Mapping[str, Collection[str] | None]
 
 
 async def check_late_answers(bus: Bus, lane_status: LaneStatus, late: Sequence[PolicyClient], now: float) -> None:
     """Wake those who would find something; the others wait on. ``now`` is when they were late, by the loop's clock."""
     acked = dict.fromkeys((client.policy for client in late if client.looks_into_queue), 0)
-    in_work: dict[str, Collection[str]] = dict.fromkeys((client.asked_worker for client in late if client.asked_worker), ())
+    in_work: dict[str, Collection[str] | None] = dict.fromkeys(client.asked_worker for client in late if client.asked_worker)
     if acked or in_work:
         await _ask_around(bus, lane_status, acked, in_work)
     for start in range(0, len(late), CHECKS_AT_ONCE):
@@ -62,7 +62,9 @@ async def check_late_answers(bus: Bus, lane_status: LaneStatus, late: Sequence[P
                 client.apply(standing)
 
 
-async def _ask_around(bus: Bus, lane_status: LaneStatus, acked: dict[str, int], in_work: dict[str, Collection[str]]) -> None:
+async def _ask_around(
+    bus: Bus, lane_status: LaneStatus, acked: dict[str, int], in_work: dict[str, Collection[str] | None]
+) -> None:
     """Fill in what is answered in time; nobody's Action waits for who does not answer."""
 
     async def ask_floor(policy: str) -> None:
@@ -70,7 +72,8 @@ async def _ask_around(bus: Bus, lane_status: LaneStatus, acked: dict[str, int], 
             acked[policy] = await bus.ack_floor(observations_consumer(policy, ANY_LANE))
 
     async def ask_turns(worker: str) -> None:
-        in_work[worker] = frozenset(await lane_status.ask_turns(worker) or ())
+        turns = await lane_status.ask_turns(worker)
+        in_work[worker] = frozenset(turns) if turns is not None else None
 
     with anyio.move_on_after(ANSWER_SECONDS):
         async with open_first_error_task_group() as tasks:

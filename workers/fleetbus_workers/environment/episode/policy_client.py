@@ -16,6 +16,7 @@ import structlog
 from fleetbus.bus.streams import observations_consumer
 from fleetbus.concurrency.wakeup import Wakeup
 from fleetbus.core.episode.history import Turn
+from fleetbus.core.episode.late_action import AskedTurn, LateDecision, LateFacts, decide_late_action
 from fleetbus.errors import RequestUnanswered
 from fleetbus.log.episodes import decode_entries, read_episode_state, store_message
 from fleetbus_schemas import ANY_LANE, Action, AttemptStarted, ChatMessage, EpisodeRequested, Observation, ToolSpec
@@ -127,21 +128,32 @@ class PolicyClient:
         return watched
 
     def apply(self, standing: Standing) -> None:
-        """Apply what was read for many attempts: this one waits on, or wakes to check for itself."""
-        if self._is_as_known(standing):
+        """What was read for many attempts: this one waits on, or wakes to check for itself."""
+        if decide_late_action(self._asked, self._select_facts(standing)) == "wait":
             self._plan_check()
         else:
             self._check_at = math.inf
             self._wakeup.set()
 
-    def _is_as_known(self, standing: Standing) -> bool:
-        episode, action, *observation = (standing.last.get(subject, 0) for subject in self.watched_subjects)
-        if (episode, action) != (self._claim_sequence, self._action_sequence):
-            return False
-        if self.lane_in_use != ANY_LANE:
-            return self._lane_status.is_usable(self.lane_in_use) and self._turn_name in standing.in_work.get(self._worker, ())
-        acked = standing.acked.get(self.policy, math.inf)
-        return all(sequence >= self._observation_sequence > acked for sequence in observation)
+    @property
+    def _asked(self) -> AskedTurn:
+        return AskedTurn(
+            observation_sequence=self._observation_sequence, action_sequence=self._action_sequence, check=self._checks
+        )
+
+    def _select_facts(self, standing: Standing) -> LateFacts:
+        """What was read for many attempts, as far as it concerns this one: anything new stands behind what is known."""
+        episode, action, *queued = (standing.last.get(subject, 0) for subject in self.watched_subjects)
+        in_work = standing.in_work.get(self._worker)
+        is_sticky = self.lane_in_use != ANY_LANE
+        return LateFacts(
+            is_superseded=episode != self._claim_sequence,
+            action_sequence=action,
+            is_lane_usable=not is_sticky or (self._lane_status.is_usable(self.lane_in_use) and in_work is not None),
+            is_in_work=not is_sticky or self._turn_name in (in_work or ()),
+            queued_sequence=queued[0] if queued else None,
+            acked_sequence=standing.acked.get(self.policy, 0),
+        )
 
     def ask(
         self,
@@ -191,14 +203,15 @@ class PolicyClient:
                 return self._take_answer(self._answer)
             self._wakeup.clear()
             try:
-                await self._check_log(observation)
-                needs_resend = self._answer is None and await self._needs_resend(observation, lane)
+                decision = await self._check_log()
             except RequestUnanswered as unanswered:
                 log.warning("log read failed; retrying", turn=observation.turn, reason=str(unanswered))
                 continue
-            if needs_resend:
-                observation, lane = self._reroute(observation), ANY_LANE
-                await self._send(observation, lane)
+            if decision == "superseded":
+                raise Superseded(f"attempt {self._claim.attempt} of {observation.episode_id} no longer holds the episode")
+            if decision == "resend" and self._answer is None:  # it may have been delivered meanwhile
+                observation = self._reroute(observation)
+                await self._send(observation, ANY_LANE)
 
     def _plan_check(self) -> None:
         pause = min(self._context.limits.late * 2 ** min(self._checks, MOST_DOUBLINGS), MAX_CHECK_INTERVAL_SECONDS)
@@ -219,42 +232,43 @@ class PolicyClient:
         log.info("answer is late; rerouting the observation", turn=observation.turn, hop=hop, lane=self.lane_in_use)
         return msgspec.structs.replace(observation, hop=hop, action_sequence=self._action_sequence)
 
-    async def _check_log(self, observation: Observation) -> None:
-        """The log first: a result or a newer claim ends this attempt, an Action that was missed is taken."""
-        episode_id = observation.episode_id
-        episode_state = await read_episode_state(self._context.bus, self._context.subjects, episode_id)
-        if episode_state.ends(self._claim):
-            raise Superseded(f"attempt {self._claim.attempt} of {episode_id} no longer holds the episode")
-        stored = await self._context.bus.last(self._context.subjects.action(self._claim.lane, episode_id))
+    async def _check_log(self) -> LateDecision:
+        """Read first who holds the episode and whether the Action was missed, then where the Observation is."""
+        facts = await self._read_entries()
+        decision = decide_late_action(self._asked, facts)
+        if decision == "wait" and self._answer is None:
+            decision = decide_late_action(self._asked, await self._add_whereabouts(facts))
+        if decision == "resend":
+            self._action_sequence = facts.action_sequence
+        return decision
+
+    async def _read_entries(self) -> LateFacts:
+        bus, subjects, episode_id = self._context.bus, self._context.subjects, self._request.episode_id
+        episode_state = await read_episode_state(bus, subjects, episode_id)
+        stored = await bus.last(subjects.action(self._claim.lane, episode_id))
         for entry, action in decode_entries(Action, [stored] if stored is not None else []):
             self.deliver(entry.sequence, action)
-        if self._answer is None and stored is not None:
-            self._action_sequence = stored.sequence
-
-    async def _needs_resend(self, observation: Observation, lane: str) -> bool:
-        """True if the answer would be refused (a late Action of an earlier attempt came between), or none will come."""
-        if observation.action_sequence != self._action_sequence:
-            return True
-        if lane != ANY_LANE:
-            return await self._is_stuck(lane)
-        return self.looks_into_queue and await self._is_gone(observation)
-
-    async def _is_gone(self, observation: Observation) -> bool:
-        """Acked without an answer, or no longer in the log: no worker will be given this observation any more."""
-        subject = self._context.subjects.observation(observation.policy, ANY_LANE, observation.episode_id)
-        stored = await self._context.bus.last(subject)
-        if stored is None or stored.sequence < self._observation_sequence:
-            return True
-        return (
-            await self._context.bus.ack_floor(observations_consumer(observation.policy, ANY_LANE)) >= self._observation_sequence
+        return LateFacts(
+            is_superseded=episode_state.ends(self._claim),
+            is_answered=self._answer is not None,
+            action_sequence=stored.sequence if stored is not None else self._action_sequence,
         )
 
-    async def _is_stuck(self, lane: str) -> bool:
-        """Dead, draining, or alive without having taken the observation for two checks."""
-        if not self._lane_status.is_usable(lane):
-            return True
-        in_work = await self._lane_status.ask_turns(self._worker)
-        return in_work is None or (self._turn_name not in in_work and self._checks > 1)
+    async def _add_whereabouts(self, facts: LateFacts) -> LateFacts:
+        if self.lane_in_use != ANY_LANE:
+            is_usable = self._lane_status.is_usable(self.lane_in_use)
+            in_work = await self._lane_status.ask_turns(self._worker) if is_usable else None
+            return msgspec.structs.replace(
+                facts, is_lane_usable=in_work is not None, is_in_work=self._turn_name in (in_work or ())
+            )
+        if not self.looks_into_queue:
+            return facts
+        subject = self._context.subjects.observation(self.policy, ANY_LANE, self._request.episode_id)
+        stored = await self._context.bus.last(subject)
+        acked = await self._context.bus.ack_floor(observations_consumer(self.policy, ANY_LANE))
+        return msgspec.structs.replace(
+            facts, queued_sequence=stored.sequence if stored is not None else 0, acked_sequence=acked
+        )
 
     @property
     def _turn_name(self) -> str:

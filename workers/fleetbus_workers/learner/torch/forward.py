@@ -105,7 +105,8 @@ def can_pack(model: PreTrainedModel) -> bool:
 
     def compute(first: int, *lengths: int) -> torch.Tensor:
         positions = torch.cat([torch.arange(length) for length in lengths])[None].to(model.device)
-        return model(input_ids=ids[:, first:], position_ids=positions, use_cache=False).logits[0, -7:].float()
+        logits: torch.Tensor = model(input_ids=ids[:, first:], position_ids=positions, use_cache=False).logits
+        return logits[0, -7:].float()
 
     with torch.no_grad():
         alone, together, seen = compute(5, 7), compute(0, 5, 7), compute(0, 12)

@@ -89,6 +89,11 @@ class TrainingHistory:
         """A lineage that resumes from a finished one is unfinished until its own last step."""
         return any(end.lineage == self._lineages[-1].lineage for end in self.ends)
 
+    @property
+    def newest_learner(self) -> str:
+        """The worker that began the newest lineage; empty if the log does not say."""
+        return self._lineages[-1].worker if self._lineages else ""
+
     def apply(self, message: Message, time_ns: int) -> None:
         """Take in an entry, stored at ``time_ns``; other messages are ignored."""
         match message:

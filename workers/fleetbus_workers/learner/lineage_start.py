@@ -1,0 +1,79 @@
+"""How a lineage begins: the trainer is restored, the lineage announced, and the requests that are open taken over."""
+
+import structlog
+
+from fleetbus.bus.base import Bus
+from fleetbus.concurrency.runtime import Runtime
+from fleetbus.config.settings import Configuration
+from fleetbus.delivery.requests import Requests
+from fleetbus.log.floor import fence_floor
+from fleetbus_schemas import LineageStarted, Subjects
+from fleetbus_workers.learner.admission import Admission
+from fleetbus_workers.learner.base import Trainer
+from fleetbus_workers.learner.checkpoint_storage import CheckpointStorage
+from fleetbus_workers.learner.journal import FencedAppender
+from fleetbus_workers.learner.pool import GroupPool
+from fleetbus_workers.learner.publication import Publication
+from fleetbus_workers.learner.resume import ResumePoint, read_requests_from_floor, select_lineage_settings
+
+log = structlog.get_logger()
+
+
+class LineageStart:
+    """The beginning of the lineage that a `ResumePoint` describes."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        resume_point: ResumePoint,
+        trainer: Trainer,
+        runtime: Runtime,
+        *,
+        appender: FencedAppender,
+        publication: Publication,
+        checkpoints: CheckpointStorage,
+        pool: GroupPool,
+        requests: Requests,
+        admission: Admission,
+    ) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._resume_point = resume_point
+        self._trainer = trainer
+        self._runtime = runtime
+        self._appender = appender
+        self._publication = publication
+        self._checkpoints = checkpoints
+        self._pool = pool
+        self._requests = requests
+        self._admission = admission
+
+    async def run(self, configuration: Configuration, *, worker: str) -> None:
+        """Return when every earlier learner is refused and its open requests are this lineage's."""
+        point = self._resume_point
+        if point.checkpoint_path is not None:
+            await self._runtime.offload(self._trainer.restore, point.checkpoint_path)
+        started = LineageStarted(
+            lineage=point.lineage,
+            worker=worker,
+            parent=point.parent,
+            parent_step=point.step,
+            floor=point.floor,
+            seed=configuration.run.seed,
+            nonce=self._runtime.nonce(),
+            settings=select_lineage_settings(configuration),
+            restart=point.restart,
+        )
+        if point.unrecorded and point.checkpoint is not None and point.checkpoint_path is not None:
+            await self._checkpoints.announce(point.checkpoint, point.checkpoint_path)
+        await self._appender.append(started)
+        floor = await fence_floor(self._bus, self._subjects)
+        versions = await self._publication.fence(started)
+        log.info("lineage started", lineage=point.lineage, parent=point.parent, step=point.step)
+        for version, step in versions.items():
+            self._pool.record_version(version, step)
+        run = configuration.run
+        requests = await read_requests_from_floor(self._bus, self._subjects, run.pool, point)
+        await self._requests.assume_size(len(requests))
+        await self._admission.take_over(requests, floor.groups.get(run.policy, 0))

@@ -1,0 +1,151 @@
+"""The parts of a learner, made one after the other: each is given what it uses, and nothing that is made after it.
+
+Who owns what: the ledger which requests are settled, the pool the groups, requests what was asked for, publication the
+versions, checkpoints the files on the disk, and progress the step. Above it is the worker.
+"""
+
+from typing import NamedTuple
+
+import anyio
+
+from fleetbus.bus.base import Bus
+from fleetbus.concurrency.runtime import Runtime
+from fleetbus.config.run_folder import RunFolder, run_folder
+from fleetbus.config.settings import Configuration
+from fleetbus.core.training.ledger import Ledger
+from fleetbus.delivery.requests import Requests
+from fleetbus_schemas import Subjects
+from fleetbus_workers.learner.admission import Admission
+from fleetbus_workers.learner.base import Trainer
+from fleetbus_workers.learner.batch_training import BatchTraining
+from fleetbus_workers.learner.checkpoint_storage import CheckpointStorage
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.evaluation import Evaluations
+from fleetbus_workers.learner.evaluation_schedule import EvaluationSchedule
+from fleetbus_workers.learner.group_judge import GroupJudge
+from fleetbus_workers.learner.journal import FencedAppender
+from fleetbus_workers.learner.lineage_start import LineageStart
+from fleetbus_workers.learner.pool import GroupPool, compute_max_replaced
+from fleetbus_workers.learner.progress import Progress
+from fleetbus_workers.learner.publication import Publication
+from fleetbus_workers.learner.results import Results
+from fleetbus_workers.learner.resume import ResumePoint
+from fleetbus_workers.learner.step_record import StepRecord
+from fleetbus_workers.weights.store import get_object_store, open_store
+
+
+class LearnerParts(NamedTuple):
+    """What a learner works with."""
+
+    appender: FencedAppender
+    ledger: Ledger
+    pool: GroupPool
+    requests: Requests
+    publication: Publication
+    checkpoints: CheckpointStorage
+    admission: Admission
+    results: Results
+    start: LineageStart
+    batches: BatchTraining
+    steps: StepRecord
+    evaluations: EvaluationSchedule
+    progress: Progress
+
+
+def make_parts(
+    bus: Bus,
+    *,
+    configuration: Configuration,
+    name: str,
+    drain: anyio.Event,
+    trainer: Trainer,
+    curriculum: Curriculum,
+    resume_point: ResumePoint,
+    runtime: Runtime,
+    judge: GroupJudge,
+) -> LearnerParts:
+    """The parts of a learner called ``name`` that begins at ``resume_point``; nothing runs and nothing is stored yet."""
+    run, settings, folder = configuration.run, configuration.learner, run_folder(configuration.run)
+    subjects, lineage = Subjects(run.name), resume_point.lineage
+    progress = Progress(lineage=lineage, step=resume_point.step)
+    appender = FencedAppender(bus, subjects.train(run.policy), resume_point.train_last)
+    requests = Requests(bus, subjects, configuration=configuration, worker=name, runtime=runtime)
+    ledger = Ledger(resume_point.floor, resume_point.checkpoint.settled if resume_point.checkpoint else ())
+    pool = GroupPool(
+        ledger,
+        minimum=settings.min_group_size,
+        max_staleness=settings.max_staleness,
+        stale_groups=settings.stale_groups,
+        replace_flat=compute_max_replaced(configuration),
+        max_abs_reward=configuration.environment.max_abs_reward,
+        is_log_full=lambda: requests.full,
+    )
+    publication = _make_publication(bus, subjects, trainer, configuration, folder, lineage, runtime)
+    checkpoints = CheckpointStorage(
+        appender,
+        trainer,
+        runtime,
+        folder=folder.checkpoints.absolute(),
+        keep=settings.keep_checkpoints,
+        is_voided=resume_point.is_voided,
+        restarts=resume_point.restarts,
+    )
+    admission = Admission(
+        requests,
+        pool,
+        curriculum,
+        settings=settings,
+        lineage=lineage,
+        floor=resume_point.floor,
+        next_group=resume_point.next_group,
+        progress=lambda: (progress.step, publication.version),
+    )
+    evaluations = Evaluations(requests, success_threshold=configuration.evaluation.success_threshold)
+    return LearnerParts(
+        appender=appender,
+        ledger=ledger,
+        pool=pool,
+        requests=requests,
+        publication=publication,
+        checkpoints=checkpoints,
+        admission=admission,
+        results=Results(bus, subjects, requests, pool, evaluations, progress.counters),
+        start=LineageStart(
+            bus, subjects, resume_point, trainer, runtime, appender=appender, publication=publication,
+            checkpoints=checkpoints, pool=pool, requests=requests, admission=admission,
+        ),
+        batches=BatchTraining(bus, subjects, pool, judge, trainer, runtime, configuration=configuration, drain=drain),
+        steps=StepRecord(
+            bus, appender, ledger, pool, requests, admission, publication, checkpoints, progress, settings=settings
+        ),
+        evaluations=EvaluationSchedule(
+            evaluations, curriculum, publication, appender, progress, configuration=configuration,
+            evaluated=resume_point.evaluated,
+        ),
+        progress=progress,
+    )  # fmt: skip
+
+
+def _make_publication(
+    bus: Bus,
+    subjects: Subjects,
+    trainer: Trainer,
+    configuration: Configuration,
+    folder: RunFolder,
+    lineage: str,
+    runtime: Runtime,
+) -> Publication:
+    run, weights = configuration.run, configuration.weights
+    return Publication(
+        bus,
+        subjects,
+        trainer,
+        policy=run.policy,
+        lineage=lineage,
+        folder=folder.weights,
+        keep=configuration.learner.keep_weights,
+        runtime=runtime,
+        store=open_store(bus, weights.store, run=run.name, public_url=weights.public_url),
+        objects=get_object_store(bus, run.name),
+        full_every=weights.full_every,
+    )

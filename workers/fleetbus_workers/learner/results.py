@@ -1,0 +1,53 @@
+"""The results that a learner reads: each goes to the evaluation or to the group that asked for it."""
+
+from collections.abc import MutableMapping
+
+from fleetbus.bus.base import Bus
+from fleetbus.delivery.requests import Requests
+from fleetbus.log.episodes import decode_episode_entry, scan_training_results
+from fleetbus_schemas import EpisodeFinished, Subjects
+from fleetbus_workers.learner.evaluation import Evaluations
+from fleetbus_workers.learner.pool import GroupPool
+
+
+class Results:
+    """``counters["results"]`` counts what was read of the log."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        requests: Requests,
+        pool: GroupPool,
+        evaluations: Evaluations,
+        counters: MutableMapping[str, float],
+    ) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._requests = requests
+        self._pool = pool
+        self._evaluations = evaluations
+        self._counters = counters
+
+    async def follow(self, floor: int) -> None:
+        """Read results from ``floor`` on, for ever; claims and goodbyes stand on the same subjects."""
+        async with self._bus.read([self._subjects.episodes], start=floor) as reader:
+            while True:
+                stored = await reader.receive()
+                entry = decode_episode_entry(stored)
+                if isinstance(entry, EpisodeFinished):
+                    self._requests.record_result(stored.sequence, entry.episode_id)
+                    self._counters["results"] += 1
+                    self.enter(entry, stored.sequence)
+
+    def enter(self, result: EpisodeFinished, sequence: int | None = None) -> None:
+        """``sequence``: where it was read; None if it is this learner's own."""
+        if result.split == "eval":
+            self._evaluations.add_result(result)
+        else:
+            self._pool.add_result(result, result.request_sequence if sequence is None else sequence)
+
+    async def enter_stored(self, floor: int) -> None:
+        """Enter all results of training that stand in the log by now: who begins at the last step may not have read any yet."""
+        async for sequence, result in scan_training_results(self._bus, self._subjects, start=floor):
+            self._pool.add_result(result, sequence)
