@@ -158,7 +158,7 @@ async def test_a_stopped_server_is_left_and_found_again(server: NatsServerProces
         os.kill(server.pid, signal.SIGSTOP)
         try:
             with anyio.fail_after(50):
-                while bus._connection.wire.is_connected:  # noqa: ASYNC110  # as an outsider sees it
+                while bus._connection.wire.client.is_connected:  # noqa: ASYNC110  # as an outsider sees it
                     await anyio.sleep(0.01)
         finally:
             monkeypatch.undo()
