@@ -153,7 +153,7 @@ async def rollouts(
     finished, groups = anyio.create_memory_object_stream[RolloutGroup](groups_at_a_time)
     async with open_first_error_task_group() as working:
         working.start_soon(requests.close_expired, group_runner.enter)
-        working.start_soon(group_runner.follow_results, await bus.last_sequence() + 1)
+        working.start_soon(group_runner.follow_results, (await bus.log_state()).last_sequence + 1)
 
         async def ask() -> None:
             async with finished, anyio.create_task_group() as playing:

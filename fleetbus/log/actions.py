@@ -152,7 +152,7 @@ def _actions_of(
 async def are_lost(bus: Bus, subjects: Subjects, missing: MissingActions) -> bool:
     """Whether the log ends before that position, or gave it to something else: it went back in time, and no archive will ever
     have the Action. One that stands there was read from a server that lags."""
-    if missing.is_replaced or await bus.last_sequence() < missing.sequence:
+    if missing.is_replaced or (await bus.log_state()).last_sequence < missing.sequence:
         return True
     found = await bus.next_entry(subjects.log, start=missing.sequence)
     return found is not None and found.sequence == missing.sequence and found.subject != missing.subject

@@ -94,7 +94,7 @@ async def find_first_lost(bus: Bus, subjects: Subjects, folder: Path) -> int | N
     newest = await run_in_thread(_read_newest, folder, subjects.run)
     if newest is None or await bus.next_entry(subjects.log, start=newest.sequence) == newest:
         return None
-    last, first = await bus.last_sequence(), await bus.next_entry(subjects.log, start=1)
+    last, first = (await bus.log_state()).last_sequence, await bus.next_entry(subjects.log, start=1)
     stored_entries = bus.scan([subjects.log])
     stored = await anext(stored_entries, None)
     begin = first.sequence if first is not None else last + 1

@@ -134,7 +134,7 @@ async def _find_end(bus: Bus) -> int:
     """The last sequence of the log; 0 if no server says in time."""
     try:
         with anyio.fail_after(END_SECONDS):
-            return await bus.last_sequence()
+            return (await bus.log_state()).last_sequence
     except (TimeoutError, BusError):
         return 0
 

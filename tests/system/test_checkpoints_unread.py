@@ -168,7 +168,9 @@ async def test_a_step_that_has_no_checkpoint_is_refused_with_those_that_have_one
 async def test_a_log_that_went_back_to_before_its_first_checkpoint_is_not_begun_anew(tmp_path: Path) -> None:
     """All that it still has of the training is the beginning of the first lineage; the folder has more."""
     async with killed_after(tmp_path, 4) as (run, folder):
-        await run.fleet.bus.purge(run.fleet.subjects.train("default"), below=await run.fleet.bus.last_sequence() + 1)
+        await run.fleet.bus.purge(
+            run.fleet.subjects.train("default"), below=(await run.fleet.bus.log_state()).last_sequence + 1
+        )
         left = names(folder)
         second, _ = run.begin()
         await second.ended.wait()

@@ -1,7 +1,8 @@
 """What the parts of the bus know of the connection to a server: commands out, messages to plain functions, and its state.
 
-Two implementations: `SocketWire` writes to a socket of its own, `ClientWire` goes by nats-py's public calls. Sending
-never waits here: a command joins the outgoing buffer and is written soon after, in order, so there is nothing to cancel. nats-py keeps the connection itself: TLS, keys, the list of servers, the first words.
+Two implementations: `SocketWire` writes to a socket of its own, `ClientWire` goes by nats-py's public calls. Sending never
+waits here: a command joins the outgoing buffer and is written soon after, in order, so there is nothing to cancel. nats-py
+keeps the connection itself: TLS, keys, the list of servers, the first words.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ async def play(
             unclaimed.add(request.episode_id)
             await requests.publish(request)
 
-    start = await bus.last_sequence() + 1
+    start = (await bus.log_state()).last_sequence + 1
     async with bus.read([subjects.episodes], start=start) as reader, anyio.create_task_group() as group:
 
         def enter(entry: EpisodeEntry) -> None:

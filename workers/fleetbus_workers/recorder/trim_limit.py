@@ -49,7 +49,7 @@ async def compute_trim_limit(bus: Bus, *, limit: int, is_ignorable: Callable[[st
     as it was before the first query. Messages on ignorable subjects do not lower the limit: without that, a message that
     a dead worker took along on a lane of its own would stop all trimming until another worker takes the lane over.
     """
-    search = _TrimLimitSearch(bus, min(limit, await bus.last_sequence()), is_ignorable)
+    search = _TrimLimitSearch(bus, min(limit, (await bus.log_state()).last_sequence), is_ignorable)
     limiter = anyio.CapacityLimiter(PARALLEL_LOOKUPS)
 
     async def lower_limit(consumer: ConsumerFloor) -> None:
@@ -57,6 +57,6 @@ async def compute_trim_limit(bus: Bus, *, limit: int, is_ignorable: Callable[[st
             await search.lower_limit(consumer)
 
     async with open_first_error_task_group() as group:
-        for consumer in await bus.consumer_floors():
+        for consumer in await bus.ack_floors():
             group.start_soon(lower_limit, consumer)
     return search.lowest

@@ -125,7 +125,7 @@ class Recorder:
                 log.warning("log trim failed; retrying", reason=str(error))
 
     async def _archive_remaining(self) -> None:
-        end = await self._bus.last_sequence()
+        end = (await self._bus.log_state()).last_sequence
         while self._trimmer.last_entered < end:
             await self._advanced.wait()
 
@@ -147,7 +147,7 @@ async def run_recorder(
     with open_archive(folder, subjects.run, segment_bytes=settings.segment_bytes) as archive:
         await _check_same_log(bus, subjects, folder, archive)
         lane = await _claim_lane(bus, subjects, name, runtime)
-        window_seconds = await bus.duplicate_window_seconds()
+        window_seconds = (await bus.log_state()).duplicate_window_seconds
         trimmer = LogTrimmer(
             bus, subjects, archive, window_seconds=window_seconds, runtime=runtime, settle_seconds=settings.settle_seconds
         )

@@ -67,7 +67,8 @@ async def _ask_around(bus: Bus, lane_status: LaneStatus, acked: dict[str, int], 
 
     async def ask_floor(policy: str) -> None:
         with suppress(BusError):
-            acked[policy] = await bus.ack_floor(observations_consumer(policy, ANY_LANE))
+            (floor,) = await bus.ack_floors([observations_consumer(policy, ANY_LANE)])
+            acked[policy] = floor.ack_floor
 
     async def ask_turns(worker: str) -> None:
         in_work[worker] = frozenset(await lane_status.ask_turns(worker) or ())

@@ -245,9 +245,8 @@ class PolicyClient:
         stored = await self._context.bus.last(subject)
         if stored is None or stored.sequence < self._observation_sequence:
             return True
-        return (
-            await self._context.bus.ack_floor(observations_consumer(observation.policy, ANY_LANE)) >= self._observation_sequence
-        )
+        (floor,) = await self._context.bus.ack_floors([observations_consumer(observation.policy, ANY_LANE)])
+        return floor.ack_floor >= self._observation_sequence
 
     async def _is_stuck(self, lane: str) -> bool:
         """Dead, draining, or alive without having taken the observation for two checks."""
