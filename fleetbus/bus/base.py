@@ -1,6 +1,6 @@
-"""What workers know of the bus: protocols of the log, of work and of calls, implemented over NATS (`fleetbus.bus.nats`) and in memory (`.memory`).
+"""What workers know of the bus: protocols of the log, of work and of calls, over NATS (`fleetbus.bus.nats`) and in memory.
 
-Above it are the workers; below it one connection. The contract suite `tests/contract/test_bus.py` holds both implementations
+Above it are the workers; below it one connection. The contract suite `tests/contract/test_bus_*.py` holds all implementations
 to the promises written here. Anything sent may be delivered again, and an unanswered publish may have been stored: callers
 rely on compare-and-set, never on the duplicate window.
 """
@@ -119,8 +119,8 @@ class LogState(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of the log at one moment.
 
     ``last_sequence`` is that of the last entry ever stored, 0 when there was none; ``entries`` of ``used_bytes`` together are
-    left, and may grow to ``limit_bytes`` (0: no limit). Message ids are remembered for ``duplicate_window_seconds``. ``created``
-    is when the stream was made (RFC 3339): another time means another log. ``unacked`` is how many messages of the durable
+    left, and may grow to ``limit_bytes`` (0: no limit). Message ids are remembered for ``duplicate_window_seconds``.
+    ``created`` is when the stream was made: another time means another log. ``unacked`` is how many messages of the durable
     consumer that was asked about, delivered or not, nobody has acked: 0 without one, and where this user may not ask.
     """
 

@@ -1,7 +1,7 @@
 """The bus in one process, on any anyio backend: for simulations under virtual time, and for tests.
 
-`MemoryServer` is a nats-server's part; each worker gets a `Bus` of its own from `connect`. The same program gives the same trace.
-What may go wrong is `Faults`; what an operator may do is `kill`, `restart` and a bus's `disconnect`.
+`MemoryServer` is a nats-server's part; each worker gets a `Bus` of its own from `connect`. The same program gives the same
+trace. What may go wrong is `Faults`; what an operator may do is `kill`, `restart` and a bus's `disconnect`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a nats-server would hold, in one process: streams, consumers, subscriptions and who is connected.
 
-Above it are the buses that `fleetbus.bus.memory` connects; below it streams and consumers. What an operator may do is `kill` and
-`restart`. Time comes from anyio alone, nothing depends on hashes or addresses, and no task runs in the background.
+Above it are the buses that `fleetbus.bus.memory` connects; below it streams and consumers. What an operator may do is `kill`
+and `restart`. Time comes from anyio alone, nothing depends on hashes or addresses, and no task runs in the background.
 """
 
 from __future__ import annotations
