@@ -134,7 +134,7 @@ class LogState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogBus(Protocol):
-    """The log: what is stored, read back, followed, removed, and its numbers."""
+    """The log: what is stored, read back, followed, removed, its numbers, and large files beside it."""
 
     def now_ns(self) -> int:
         """The server's clock in Unix nanoseconds, as far as it can be known here (monotonic between corrections)."""
@@ -184,6 +184,9 @@ class LogBus(Protocol):
         needs them. It is asked once and never after the connection was down: a server that comes back may hold an older log,
         in which other entries have these sequences. Raises `RequestUnanswered` then, and may have removed them or not."""
 
+    def objects(self, bucket: str) -> ObjectStore | None:
+        """Large files beside the log; None where nothing stores any, as in memory."""
+
 
 class WorkBus(Protocol):
     """Work that is leased from durable consumers of the log until it is acked."""
@@ -216,6 +219,3 @@ class Bus(LogBus, WorkBus, CallBus, Protocol):
     async def declare(self, plan: RunPlan) -> None:
         """Create streams and consumers as planned, or leave them as they are if they exist; repeating is harmless. A
         limit of the log that is planned higher is raised; raises `UserError` for any other difference."""
-
-    def objects(self, bucket: str) -> ObjectStore | None:
-        """Large files beside the log; None where nothing stores any, as in memory."""

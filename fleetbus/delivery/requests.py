@@ -13,7 +13,7 @@ import anyio
 import msgspec
 import structlog
 
-from fleetbus.bus.base import Bus, LogState
+from fleetbus.bus.base import LogBus, LogState
 from fleetbus.bus.streams import tasks_consumer
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.settings import Configuration
@@ -49,7 +49,7 @@ class Requests:
     """Publishes requests and tracks them until they are answered, so that none stays open indefinitely."""
 
     def __init__(
-        self, bus: Bus, subjects: Subjects, *, configuration: Configuration, worker: str, runtime: Runtime | None = None
+        self, bus: LogBus, subjects: Subjects, *, configuration: Configuration, worker: str, runtime: Runtime | None = None
     ) -> None:
         self._bus = bus
         self._subjects = subjects

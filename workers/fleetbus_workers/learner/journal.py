@@ -6,7 +6,7 @@ A learner whose append is refused has been replaced by another and stops.
 import anyio
 import structlog
 
-from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.bus.base import LogBus, StreamEntry
 from fleetbus.core.training.lineage import lineage_number
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict, TakenOver
 from fleetbus.log.episodes import decode_entries, read_entry
@@ -37,7 +37,7 @@ class LearnerReplaced(TakenOver):
 class FencedAppender:
     """One subject that a single author appends to; ``last`` is the sequence of the newest entry."""
 
-    def __init__(self, bus: Bus, subject: str, last: int) -> None:
+    def __init__(self, bus: LogBus, subject: str, last: int) -> None:
         self._bus = bus
         self._subject = subject
         self._unconfirmed = b""

@@ -12,7 +12,7 @@ import anyio
 import msgspec
 import structlog
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import LogBus
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration
@@ -102,7 +102,7 @@ class Book(msgspec.Struct, frozen=True, kw_only=True):
         return not restart or restart in self.restarts
 
 
-async def read_book(bus: Bus, subjects: Subjects, policy: str) -> Book:
+async def read_book(bus: LogBus, subjects: Subjects, policy: str) -> Book:
     """Fold ``train.<policy>``, entry by entry: months of steps would not fit into memory. Its beginning may be missing."""
     lineages: list[LineageStarted] = []
     checkpoints: list[CheckpointStored] = []
@@ -207,7 +207,7 @@ def _list_untold(book: Book, written: Sequence[tuple[int, int, bool]], folder: P
 
 
 async def wait_for_resume_point(
-    bus: Bus, subjects: Subjects, configuration: Configuration, drain: anyio.Event, runtime: Runtime
+    bus: LogBus, subjects: Subjects, configuration: Configuration, drain: anyio.Event, runtime: Runtime
 ) -> ResumePoint | None:
     """Where to begin; None if training is finished, or was drained while a checkpoint was waited for."""
     settings, folder = configuration.learner, run_folder(configuration.run).checkpoints.absolute()
@@ -237,7 +237,7 @@ def _is_lost(book: Book, number: int, step: int) -> bool:
     return number > book.newest_lineage or (number == book.newest_lineage and step > book.reached)
 
 
-async def read_published_versions(bus: Bus, subjects: Subjects, policy: str) -> dict[int, int]:
+async def read_published_versions(bus: LogBus, subjects: Subjects, policy: str) -> dict[int, int]:
     """The step of every version that was published so far; final only once the learner before can publish no more."""
     steps: dict[int, int] = {}
     async for entry in bus.scan([subjects.policy(policy)]):  # one at a time: each holds the manifest of a whole model
@@ -247,7 +247,7 @@ async def read_published_versions(bus: Bus, subjects: Subjects, policy: str) -> 
 
 
 async def read_requests_from_floor(
-    bus: Bus, subjects: Subjects, pool: str, resume_point: ResumePoint
+    bus: LogBus, subjects: Subjects, pool: str, resume_point: ResumePoint
 ) -> list[tuple[int, EpisodeRequested]]:
     """The learners' training requests in the log from the checkpoint's floor on, settled ones among them, with their positions.
 

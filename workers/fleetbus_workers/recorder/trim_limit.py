@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import anyio
 
-from fleetbus.bus.base import Bus, ConsumerFloor
+from fleetbus.bus.base import Bus, ConsumerFloor, LogBus
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 
 PARALLEL_LOOKUPS = 16
@@ -22,7 +22,7 @@ MAX_LOOKUPS = 256
 class _TrimLimitSearch:
     """The lowest floor found so far; consumers whose next message lies above it need not be asked."""
 
-    def __init__(self, bus: Bus, limit: int, is_ignorable: Callable[[str], bool]) -> None:
+    def __init__(self, bus: LogBus, limit: int, is_ignorable: Callable[[str], bool]) -> None:
         self._bus = bus
         self._is_ignorable = is_ignorable
         self.lowest = limit

@@ -19,7 +19,7 @@ from fleetbus_workers.run_access.server_address import generate_worker_name
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fleetbus.bus.base import Bus
+    from fleetbus.bus.base import CallBus
     from fleetbus.bus.nats.runs import RunOnServer
     from fleetbus.config.settings import Configuration
 
@@ -75,7 +75,7 @@ def _server(configuration: Configuration) -> Any:
     )
 
 
-async def _find_live_runs(bus: Bus) -> set[str]:
+async def _find_live_runs(bus: CallBus) -> set[str]:
     """The runs of whose workers a heartbeat was heard."""
     heard: set[str] = set()
     with anyio.move_on_after(LISTEN_SECONDS):

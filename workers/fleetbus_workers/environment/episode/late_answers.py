@@ -13,7 +13,7 @@ import anyio
 import msgspec
 import structlog
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import Bus, WorkBus
 from fleetbus.bus.streams import observations_consumer
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.errors import BusClosed, BusError
@@ -62,7 +62,9 @@ async def check_late_answers(bus: Bus, lane_status: LaneStatus, late: Sequence[P
                 client.apply(standing)
 
 
-async def _ask_around(bus: Bus, lane_status: LaneStatus, acked: dict[str, int], in_work: dict[str, Collection[str]]) -> None:
+async def _ask_around(
+    bus: WorkBus, lane_status: LaneStatus, acked: dict[str, int], in_work: dict[str, Collection[str]]
+) -> None:
     """Fill in what is answered in time; nobody's Action waits for who does not answer."""
 
     async def ask_floor(policy: str) -> None:
