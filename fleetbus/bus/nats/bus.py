@@ -80,6 +80,8 @@ class NatsBus:
         self._lane_prefix = subjects.lanes.removesuffix(">")
         self._positions = Positions()
         self._publisher = Publisher(connection, self._positions)
+        self._created = ""
+        """When the log was made, as of the last answer about it."""
         self._clock = ServerClock()
         self._clock_due = anyio.Event()
         connection.on_reconnect[self] = self._reset_clock
@@ -108,7 +110,9 @@ class NatsBus:
         return open_subscription(self._connection, self._work, consumer, credits)
 
     def read(self, subjects: Sequence[str], *, start: int = 1) -> AbstractAsyncContextManager[Reader]:
-        return open_reader(self._connection, self._stream_of(subjects), subjects, start)
+        stream = self._stream_of(subjects)
+        created = self._created if stream == self._log else ""
+        return open_reader(self._connection, stream, subjects, start, looks_up=not self._narrow, created=created)
 
     async def scan(self, subjects: Sequence[str], *, start: int = 1) -> AsyncIterator[StreamEntry]:
         stream = self._stream_of(subjects)
@@ -118,7 +122,8 @@ class NatsBus:
             return
         async with AsyncExitStack() as stack:
             opened = [
-                open_reader(self._connection, stream, filters, start, beside=leader) for filters in split_filters(subjects)
+                open_reader(self._connection, stream, filters, start, beside=leader, created=info["created"])
+                for filters in split_filters(subjects)
             ]
             readers = [await stack.enter_async_context(each) for each in opened]
             async for entry in await stack.enter_async_context(aclosing(merge_entries(readers, end))):
@@ -226,6 +231,7 @@ class NatsBus:
                 return
             self._clock.learn(sent, time.monotonic_ns(), parse_time_ns(answer["ts"]))
             self._publisher.mark_stream_known(self._log_prefix)
+            self._created = answer["created"]
 
     def _reset_clock(self) -> None:
         self._clock.forget()
