@@ -166,7 +166,9 @@ class Chaos:
                     continue
 
     async def _tell_of_later_segments(self) -> None:
-        async with self._bus.read([self._subjects.observations()], start=await self._bus.last_sequence() + 1) as reader:
+        async with self._bus.read(
+            [self._subjects.observations()], start=(await self._bus.log_state()).last_sequence + 1
+        ) as reader:
             while True:
                 for _, observation in decode_entries(Observation, [await reader.receive()]):
                     if observation.segment:

@@ -66,7 +66,7 @@ async def measure(count: int, held: int) -> str:
                 for _ in range(ROUNDS):
                     for delivery in deliveries:
                         await delivery.extend()
-                    await bus.consumer_floors()  # answered behind them
+                    await bus.ack_floors()  # answered behind them
                 seconds = time.monotonic() - started
                 await anyio.sleep(2)
                 used = read_cpu(processes) - before - idle * (seconds + 2) / 2

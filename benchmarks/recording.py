@@ -100,7 +100,7 @@ async def measure_export(count: int, folder: Path) -> dict[str, Any]:
         with create_recording(file, RecordingHeader(run=RUN, messages=compute_message_schema())) as writer:
             await Export(writer, redactor=Redactor()).copy(bus.scan([Subjects(RUN).log]))
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-        used, _ = await bus.usage()
+        used = (await bus.log_state()).used_bytes
         return {
             "messages": writer.entries,
             "seconds": round(seconds, 3),

@@ -150,8 +150,8 @@ async def measure(bus: Bus, log: LogWriter, state: Path) -> dict[str, Any]:
     log.flush()  # the last entry is of interest to an overview, so that it is known to have read to the end
     return {
         "episodes": log.episodes,
-        "entries": await bus.last_sequence(),
-        "log_mib": round((await bus.usage())[0] / 2**20, 1),
+        "entries": (await bus.log_state()).last_sequence,
+        "log_mib": round((await bus.log_state()).used_bytes / 2**20, 1),
         **await time_reading("learner_book", lambda: read_book(bus, SUBJECTS, "default")),
         **await time_reading("learner_versions", lambda: read_published_versions(bus, SUBJECTS, "default")),
         **await time_reading("learner_requests", lambda: read_requests_from_floor(bus, SUBJECTS, "default", resume_point)),

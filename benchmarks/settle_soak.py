@@ -159,9 +159,10 @@ async def soak(folder: Path, count: int, seconds: float, settle_seconds: float, 
                 while elapsed < seconds and not done:
                     await anyio.sleep(max(seconds / SAMPLES, 1.0))
                     elapsed, done = time.monotonic() - started, min(trainer.episodes, counts["steps"]) >= count
-                    used, _ = await bus.usage()
+                    state = await bus.log_state()
                     sample = {
-                        "seconds": round(elapsed, 1), "log_mib": round(used / 2**20, 2), "entries": await bus.last_sequence(),
+                        "seconds": round(elapsed, 1), "log_mib": round(state.used_bytes / 2**20, 2),
+                        "entries": state.last_sequence,
                         "server_mib": round(read_rss_mib(server.pid), 1), "workers_mib": round(read_rss_mib("self"), 1),
                         "steps": counts["steps"], "episodes": trainer.episodes, "cpu": round(sum(os.times()[:4]), 1),
                     }  # fmt: skip

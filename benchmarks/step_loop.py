@@ -198,7 +198,7 @@ async def _wait_until_started(bus: Bus, subjects: Subjects) -> None:
 
 async def _play(bus: Bus, subjects: Subjects, plan: LoadPlan, prefix: str) -> float:
     """Seconds from the first request to the last result."""
-    start = await bus.last_sequence() + 1
+    start = (await bus.log_state()).last_sequence + 1
     started = time.perf_counter()
     async with bus.read([subjects.episodes], start=start) as reader, anyio.create_task_group() as group:
         for index in range(plan.sessions):

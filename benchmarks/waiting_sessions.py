@@ -157,7 +157,7 @@ async def measure(url: str, *, sessions: int, seconds: float, workers: int = 1) 
 
 async def begin(bus: Bus, subjects: Subjects, sessions: int) -> None:
     """Ask for the episodes and return when the observation of each is in the log."""
-    start = await bus.last_sequence() + 1
+    start = (await bus.log_state()).last_sequence + 1
     async with bus.read([subjects.observations()], start=start) as reader, anyio.create_task_group() as group:
         limiter = anyio.CapacityLimiter(64)
         for index in range(sessions):

@@ -138,7 +138,7 @@ async def measure(bus: Bus, name: str, store: str, model: Path, trainer: FixedTr
         await publication.fence(started)
         publication.version = sampler.version
         fetcher = WeightsFetcher(folder / "copies", get_object_store(bus, RUN))
-        async with bus.read([subjects.policy(policy)], start=await bus.last_sequence() + 1) as reader:
+        async with bus.read([subjects.policy(policy)], start=(await bus.log_state()).last_sequence + 1) as reader:
             for repeat in range(REPEATS[name] + WARM_UP[name]):
                 begun = time.perf_counter()
                 with stages.timed("write_put_announce"):

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from fleetbus.audit.state import LogPosition, read_audit_state, write_audit_state
-from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.bus.base import LogBus, StreamEntry
 from fleetbus.concurrency.runtime import run_in_thread
 from fleetbus.core.audit.books import Audit
 from fleetbus.core.audit.findings import Report
@@ -23,7 +23,7 @@ _MESSAGES = {kind: STORED[kind] for kind in ("task", "obs", "act", "episode", "p
 """What an audit looks into, by the kind of subject."""
 
 
-async def audit_run(bus: Bus, subjects: Subjects, *, archive: Path | None = None, state: Path | None = None) -> Report:
+async def audit_run(bus: LogBus, subjects: Subjects, *, archive: Path | None = None, state: Path | None = None) -> Report:
     """The books of a run as of now. With a file ``state`` only what was stored since the audit that wrote it is read, and the
     file is replaced. Raises `UserError` for a log that was trimmed when no archive is given, and for the state of another."""
     known = await run_in_thread(read_audit_state, state, subjects.run) if state is not None else None
@@ -50,7 +50,7 @@ async def audit_run(bus: Bus, subjects: Subjects, *, archive: Path | None = None
     return audit.report()
 
 
-async def _check_position(bus: Bus, subjects: Subjects, position: LogPosition, archive: Path | None) -> None:
+async def _check_position(bus: LogBus, subjects: Subjects, position: LogPosition, archive: Path | None) -> None:
     """Raise `UserError` unless archive or log has that very entry there."""
     entry = await bus.next_entry(subjects.log, start=position.sequence)
     if archive is not None and (entry is None or entry.sequence > position.sequence):

@@ -1,6 +1,6 @@
-"""The bus as workers see it: one protocol, implemented over NATS (`fleetbus.bus.nats`) and in memory (`.memory`).
+"""What workers know of the bus: protocols of the log, of work and of calls, over NATS (`fleetbus.bus.nats`) and in memory.
 
-Above it are the workers; below it one connection. The contract suite `tests/contract/test_bus.py` holds both implementations
+Above it are the workers; below it one connection. The contract suite `tests/contract/test_bus_*.py` holds all implementations
 to the promises written here. Anything sent may be delivered again, and an unanswered publish may have been stored: callers
 rely on compare-and-set, never on the duplicate window.
 """
@@ -115,25 +115,29 @@ class ConsumerFloor(msgspec.Struct, frozen=True, kw_only=True):
     ack_floor: int
 
 
-class Backlog(msgspec.Struct, frozen=True, kw_only=True):
-    """The size of the log, in ``entries`` of ``used_bytes`` together, its limit (``limit_bytes`` 0: no limit), and how many
-    messages of a durable consumer, delivered or not, nobody has acked: 0 where this user may not ask for that."""
+class LogState(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of the log at one moment.
 
+    ``last_sequence`` is that of the last entry ever stored, 0 when there was none; ``entries`` of ``used_bytes`` together are
+    left, and may grow to ``limit_bytes`` (0: no limit). Message ids are remembered for ``duplicate_window_seconds``.
+    ``created`` is when the stream was made: another time means another log. ``unacked`` is how many messages of the durable
+    consumer that was asked about, delivered or not, nobody has acked: 0 without one, and where this user may not ask.
+    """
+
+    last_sequence: int
     entries: int
     used_bytes: int
     limit_bytes: int
-    unacked: int
+    duplicate_window_seconds: float
+    created: str
+    unacked: int = 0
 
 
-class Bus(Protocol):
-    """One connection of one worker to the streams of one run."""
+class LogBus(Protocol):
+    """The log: what is stored, read back, followed, removed, its numbers, and large files beside it."""
 
     def now_ns(self) -> int:
         """The server's clock in Unix nanoseconds, as far as it can be known here (monotonic between corrections)."""
-
-    async def declare(self, plan: RunPlan) -> None:
-        """Create streams and consumers as planned, or leave them as they are if they exist; repeating is harmless. A
-        limit of the log that is planned higher is raised; raises `UserError` for any other difference."""
 
     async def publish(
         self,
@@ -149,9 +153,6 @@ class Bus(Protocol):
         ``expected_last`` is the sequence that must be the last one on this very subject (0: none yet).
         Raises `SequenceConflict`, `LogFull` or `PublishUnanswered`. After a resend a conflict may be one's own first try.
         """
-
-    def pull(self, consumer: str, *, credits: int) -> AbstractAsyncContextManager[Subscription]:
-        """Pull from the durable consumer of that name, beginning with that many credits."""
 
     def read(self, subjects: Sequence[str], *, start: int = 1) -> AbstractAsyncContextManager[Reader]:
         """Follow the log from sequence ``start`` on, filtered by subjects (wildcards allowed), without acking anything."""
@@ -172,31 +173,33 @@ class Bus(Protocol):
     async def history(self, subjects: Sequence[str]) -> list[StreamEntry]:
         """All entries on the given literal subjects, merged by sequence (batched direct gets)."""
 
-    async def last_sequence(self) -> int:
-        """Sequence of the last entry of the log, 0 when it is empty."""
-
-    async def usage(self) -> tuple[int, int]:
-        """Bytes stored in the log and the limit (0: none)."""
-
-    async def backlog(self, consumer: str) -> Backlog:
-        """`usage`, and what the durable consumer of that name has before it."""
-
-    async def duplicate_window_seconds(self) -> float:
-        """Seconds for which the log remembers message ids."""
-
-    async def consumer_floors(self) -> list[ConsumerFloor]:
-        """The durable consumers of the log, by name."""
-
-    async def ack_floor(self, consumer: str) -> int:
-        """Up to where the durable consumer of that name has acks for everything that it delivered (see `ConsumerFloor`)."""
-
     async def next_entry(self, subject: str, *, start: int) -> StreamEntry | None:
         """The first entry of the log with a sequence of ``start`` or more on a subject (wildcards allowed), or None."""
+
+    async def log_state(self, consumer: str = "") -> LogState:
+        """The numbers of the log, and of the durable consumer of that name how much is before it."""
 
     async def purge(self, subject: str, *, below: int) -> None:
         """Remove the log's entries on a subject (wildcards allowed) with a sequence below this one, even if a consumer still
         needs them. It is asked once and never after the connection was down: a server that comes back may hold an older log,
         in which other entries have these sequences. Raises `RequestUnanswered` then, and may have removed them or not."""
+
+    def objects(self, bucket: str) -> ObjectStore | None:
+        """Large files beside the log; None where nothing stores any, as in memory."""
+
+
+class WorkBus(Protocol):
+    """Work that is leased from durable consumers of the log until it is acked."""
+
+    def pull(self, consumer: str, *, credits: int) -> AbstractAsyncContextManager[Subscription]:
+        """Pull from the durable consumer of that name, beginning with that many credits."""
+
+    async def ack_floors(self, consumers: Sequence[str] = ()) -> list[ConsumerFloor]:
+        """How far these durable consumers got, in their order; without any, all of the log's, by name."""
+
+
+class CallBus(Protocol):
+    """Calls with an answer, and messages to whoever listens: nothing is stored."""
 
     async def request(self, subject: str, payload: bytes, *, timeout: float) -> bytes:
         """Send a request to the server of ``subject``; raises `NoResponders` at once or `RequestUnanswered` after ``timeout``
@@ -209,5 +212,10 @@ class Bus(Protocol):
 
     def listen(self, subject: str, *, limit: int = 1024) -> AbstractAsyncContextManager[Listener]: ...
 
-    def objects(self, bucket: str) -> ObjectStore | None:
-        """Large files beside the log; None where nothing stores any, as in memory."""
+
+class Bus(LogBus, WorkBus, CallBus, Protocol):
+    """One connection of one worker to the streams of one run: all of it, for those who pass it on. Who uses a part names it."""
+
+    async def declare(self, plan: RunPlan) -> None:
+        """Create streams and consumers as planned, or leave them as they are if they exist; repeating is harmless. A
+        limit of the log that is planned higher is raised; raises `UserError` for any other difference."""

@@ -8,25 +8,23 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import anyio
 import anyio.lowlevel
 
-from fleetbus.bus.base import Backlog, ConsumerFloor, Listener, PublishAck, Reader, RequestServer, StreamEntry, Subscription
+from fleetbus.bus.base import ConsumerFloor, Listener, LogState, PublishAck, Reader, RequestServer, StreamEntry, Subscription
 from fleetbus.bus.memory_calls import MemoryListener, MemoryRequestServer, PendingAnswer
 from fleetbus.bus.memory_connection import MemoryConnection
 from fleetbus.bus.memory_consumer import MemoryConsumer
 from fleetbus.bus.memory_pull import MemoryReader, MemoryScan, MemorySubscription
+from fleetbus.bus.memory_server import ServerState
 from fleetbus.bus.memory_stream import MemoryStream
 from fleetbus.bus.memory_subjects import any_matcher, matcher
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import RunPlan, lane_stream, log_stream
 from fleetbus.errors import BusError, NoResponders, PublishUnanswered, RequestUnanswered, SequenceConflict
 from fleetbus_schemas import Subjects
-
-if TYPE_CHECKING:
-    from fleetbus.bus.memory import MemoryServer
 
 MAX_PAYLOAD_BYTES = 1 << 20
 """``max_payload`` of a nats-server by default; it counts the headers of a message, too."""
@@ -42,7 +40,7 @@ API_TIMEOUT_SECONDS = 30.0
 class MemoryBus:
     """See `fleetbus.bus.base.Bus`."""
 
-    def __init__(self, server: MemoryServer, link: MemoryConnection, run: str, worker: str, number: int) -> None:
+    def __init__(self, server: ServerState, link: MemoryConnection, run: str, worker: str, number: int) -> None:
         self._server = server
         self._number = number
         self._link = link
@@ -130,34 +128,23 @@ class MemoryBus:
         entries = [entry for subject in dict.fromkeys(subjects) for entry in self._read_subject(stream, subject)]
         return sorted(entries, key=lambda entry: entry.sequence)
 
-    async def last_sequence(self) -> int:
-        await self._wait_for_leader("last sequence")
-        return self._server.stream(self._log).last_sequence
-
-    async def usage(self) -> tuple[int, int]:
-        await self._wait_for_leader("usage")
+    async def log_state(self, consumer: str = "") -> LogState:
+        await self._wait_for_leader("log state")
         stream = self._server.stream(self._log)
-        return stream.size_bytes, stream.plan.max_bytes
+        return LogState(
+            last_sequence=stream.last_sequence,
+            entries=stream.count,
+            used_bytes=stream.size_bytes,
+            limit_bytes=stream.plan.max_bytes,
+            duplicate_window_seconds=stream.plan.duplicate_window_seconds,
+            created=stream.created,
+            unacked=self._find_consumer(consumer).unacked if consumer else 0,
+        )
 
-    async def backlog(self, consumer: str) -> Backlog:
-        used, limit = await self.usage()
-        entries = self._server.stream(self._log).count
-        return Backlog(entries=entries, used_bytes=used, limit_bytes=limit, unacked=self._find_consumer(consumer).unacked)
-
-    async def duplicate_window_seconds(self) -> float:
-        await self._wait_for_leader("duplicate window")
-        return self._server.stream(self._log).plan.duplicate_window_seconds
-
-    async def consumer_floors(self) -> list[ConsumerFloor]:
-        await self._wait_for_leader("consumer floors")
-        return [
-            ConsumerFloor(name=consumer.plan.name, filter=consumer.plan.filter, ack_floor=consumer.ack_floor)
-            for consumer in self._server.consumers(self._log)
-        ]
-
-    async def ack_floor(self, consumer: str) -> int:
-        await self._wait_for_leader("ack floor")
-        return self._find_consumer(consumer).ack_floor
+    async def ack_floors(self, consumers: Sequence[str] = ()) -> list[ConsumerFloor]:
+        await self._wait_for_leader("ack floors")
+        found = [self._find_consumer(name) for name in consumers] or self._server.consumers(self._log)
+        return [ConsumerFloor(name=each.plan.name, filter=each.plan.filter, ack_floor=each.ack_floor) for each in found]
 
     async def next_entry(self, subject: str, *, start: int) -> StreamEntry | None:
         await self._wait_for_server(subject)

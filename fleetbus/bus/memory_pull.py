@@ -189,12 +189,11 @@ class MemoryReader:
         return self._last is not None and self._link.up and self._stream.last_sequence < self._last.sequence
 
     def _require_kept(self, *, is_truncated: bool) -> None:
-        """Raises `BusError` if another entry that it would read stands where the last one did, or none does."""
+        """Raises `BusError` if another entry stands where the last one did, on whichever subject, or the log ends before it."""
         if self._last is None or not self._link.up:
             return
         found = self._stream.get(self._last.sequence)
-        is_another = found is not None and found != self._last and self._matches(found.subject)
-        if is_another or is_truncated:
+        if is_truncated or (found is not None and found != self._last):
             raise BusError(
                 f"entry {self._last.sequence} of the log was read before, and is not there: the server lost entries, or "
                 "the run was created again: restart this worker"

@@ -28,8 +28,9 @@ class MemoryStream:
     ``on_stored`` are called with each new entry, ``on_matching`` with those whose subject matches.
     """
 
-    def __init__(self, plan: StreamPlan) -> None:
+    def __init__(self, plan: StreamPlan, created: str = "") -> None:
         self.plan = plan
+        self.created = created
         self.matches: Matcher = any_matcher(plan.subjects)
         self.on_stored: dict[object, Callable[[StreamEntry], None]] = {}
         self.on_matching: SubjectIndex[Callable[[StreamEntry], None]] = SubjectIndex()

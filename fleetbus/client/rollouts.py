@@ -23,7 +23,7 @@ import msgspec
 import structlog
 from anyio.streams.memory import MemoryObjectSendStream
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import LogBus
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.config.settings import Configuration
@@ -124,7 +124,7 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 @asynccontextmanager
 async def rollouts(
-    bus: Bus,
+    bus: LogBus,
     configuration: Configuration,
     tasks: Iterable[Task],
     *,
@@ -153,7 +153,7 @@ async def rollouts(
     finished, groups = anyio.create_memory_object_stream[RolloutGroup](groups_at_a_time)
     async with open_first_error_task_group() as working:
         working.start_soon(requests.close_expired, group_runner.enter)
-        working.start_soon(group_runner.follow_results, await bus.last_sequence() + 1)
+        working.start_soon(group_runner.follow_results, (await bus.log_state()).last_sequence + 1)
 
         async def ask() -> None:
             async with finished, anyio.create_task_group() as playing:
@@ -178,7 +178,7 @@ class _GroupRunner:
 
     def __init__(
         self,
-        bus: Bus,
+        bus: LogBus,
         subjects: Subjects,
         requests: Requests,
         group_size: int,

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import anyio
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import CallBus
 from fleetbus.concurrency.notifier import Notifier
 from fleetbus.delivery.heartbeats import LOST_AFTER_SECONDS, follow_heartbeats
 from fleetbus_schemas import Heartbeat, Subjects
@@ -15,7 +15,7 @@ from fleetbus_schemas import Heartbeat, Subjects
 class SessionHosts:
     """The hosts of sessions, from the moment `run` began. `choose` prefers the one with the largest share of free slots."""
 
-    def __init__(self, bus: Bus, subjects: Subjects) -> None:
+    def __init__(self, bus: CallBus, subjects: Subjects) -> None:
         self._bus = bus
         self._subject = subjects.heartbeat("environment", "*")
         self._hosts: dict[str, tuple[float, Heartbeat]] = {}

@@ -135,7 +135,7 @@ class SessionClient:
         """The first log position at which what is made now can stand."""
         while True:
             try:
-                return await self.bus.last_sequence() + 1
+                return (await self.bus.log_state()).last_sequence + 1
             except RequestUnanswered as unanswered:
                 log.warning("log read failed; retrying", reason=str(unanswered))
                 await anyio.sleep(RETRY_SECONDS)

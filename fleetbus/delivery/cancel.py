@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import anyio
 import msgspec
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import Bus, CallBus, LogBus
 from fleetbus.core.episode.claims import EpisodeState, build_result_without_attempt
 from fleetbus.errors import NoResponders, RequestUnanswered
 from fleetbus.log.episodes import decode_episode_entry, read_episode_state, store_result
@@ -84,7 +84,7 @@ async def cancel_episodes(
     return [found[episode] for episode in episodes]
 
 
-async def drain_workers(bus: Bus, subjects: Subjects, workers: Sequence[str]) -> dict[str, str]:
+async def drain_workers(bus: CallBus, subjects: Subjects, workers: Sequence[str]) -> dict[str, str]:
     """Ask workers to drain; the role of each, or ``unknown`` or ``unanswered``."""
     states: dict[str, str] = {}
     for worker in workers:
@@ -95,7 +95,7 @@ async def drain_workers(bus: Bus, subjects: Subjects, workers: Sequence[str]) ->
     return states
 
 
-async def pause_admission(bus: Bus, subjects: Subjects, *, is_paused: bool) -> str | None:
+async def pause_admission(bus: CallBus, subjects: Subjects, *, is_paused: bool) -> str | None:
     """Ask the learner to request no new groups, or to continue; returns its name, None without a learner. Raises
     `RequestUnanswered` if it does not answer, as one of an earlier version."""
     subject = subjects.control("learner", "all")
@@ -107,7 +107,7 @@ async def pause_admission(bus: Bus, subjects: Subjects, *, is_paused: bool) -> s
     return decode(ControlAnswered, answer, subject=subject).worker
 
 
-async def drain_worker(bus: Bus, subjects: Subjects, worker: str) -> WorkerRole | None:
+async def drain_worker(bus: CallBus, subjects: Subjects, worker: str) -> WorkerRole | None:
     """Ask a worker to drain; returns its role, None if no worker has that name. Raises `RequestUnanswered` if it hangs."""
     for role in get_args(WorkerRole):
         try:
@@ -120,7 +120,7 @@ async def drain_worker(bus: Bus, subjects: Subjects, worker: str) -> WorkerRole 
     return None
 
 
-async def _find_request(bus: Bus, subjects: Subjects, episode_id: str) -> tuple[EpisodeRequested, int] | None:
+async def _find_request(bus: LogBus, subjects: Subjects, episode_id: str) -> tuple[EpisodeRequested, int] | None:
     """The episode's request in any pool, and its position."""
     entry = await bus.next_entry(subjects.task("*", episode_id), start=1)
     if entry is None:
@@ -131,7 +131,7 @@ async def _find_request(bus: Bus, subjects: Subjects, episode_id: str) -> tuple[
         return None
 
 
-async def _is_stopping(bus: Bus, subjects: Subjects, episode_state: EpisodeState, episode_id: str) -> bool:
+async def _is_stopping(bus: CallBus, subjects: Subjects, episode_state: EpisodeState, episode_id: str) -> bool:
     """True if the worker that holds the episode says that it has stopped it."""
     newest = episode_state.newest
     if newest is None or episode_state.released:
@@ -146,7 +146,7 @@ async def _is_stopping(bus: Bus, subjects: Subjects, episode_state: EpisodeState
 
 
 async def _wait_for_result(
-    bus: Bus, subjects: Subjects, episode_state: EpisodeState, episode_id: str, seconds: float
+    bus: LogBus, subjects: Subjects, episode_state: EpisodeState, episode_id: str, seconds: float
 ) -> CancelResult:
     """Wait for the result of the worker that is stopping the episode."""
     with anyio.move_on_after(seconds):

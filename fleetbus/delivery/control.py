@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import anyio
 import structlog
 
-from fleetbus.bus.base import Bus, Request
+from fleetbus.bus.base import CallBus, Request
 from fleetbus_schemas import ControlAnswered, ControlRequested, MalformedMessage, Subjects, WorkerRole, decode, encode
 
 log = structlog.get_logger()
@@ -22,7 +22,7 @@ class Control:
 
     def __init__(
         self,
-        bus: Bus,
+        bus: CallBus,
         subjects: Subjects,
         *,
         role: WorkerRole,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import structlog
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import CallBus
 from fleetbus_schemas import Heartbeat, MalformedMessage, decode
 
 log = structlog.get_logger()
@@ -28,7 +28,7 @@ def decode_heartbeat(subject: str, payload: bytes) -> Heartbeat:
     return beat
 
 
-async def follow_heartbeats(bus: Bus, subject: str, on_heartbeat: Callable[[Heartbeat], None]) -> None:
+async def follow_heartbeats(bus: CallBus, subject: str, on_heartbeat: Callable[[Heartbeat], None]) -> None:
     """Tell ``on_heartbeat`` of every heartbeat on ``subject`` (wildcards allowed), until cancelled."""
     async with bus.listen(subject) as listener:
         while True:

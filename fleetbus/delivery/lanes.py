@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import LogBus
 from fleetbus.delivery.heartbeats import LOST_AFTER_SECONDS
 from fleetbus.errors import BusError, FleetbusError, PublishUnanswered, SequenceConflict
 from fleetbus_schemas import LaneLease, MalformedMessage, Subjects, decode, encode
@@ -45,7 +45,7 @@ class Lane(msgspec.Struct, kw_only=True):
     lease: LaneLease
     sequence: int
 
-    async def renew(self, bus: Bus) -> None:
+    async def renew(self, bus: LogBus) -> None:
         """Extend the lease; raises `LaneLost` when another worker holds it, or the log lost what was renewed; returns without
         error while the bus does not answer."""
         try:
@@ -61,7 +61,7 @@ class Lane(msgspec.Struct, kw_only=True):
         except BusError:
             return
 
-    async def _confirm(self, bus: Bus, conflict: SequenceConflict) -> None:
+    async def _confirm(self, bus: LogBus, conflict: SequenceConflict) -> None:
         """A conflict may be one's own unanswered renewal; without an answer the next renewal asks again."""
         try:
             with anyio.fail_after(ANSWER_SECONDS):
@@ -72,7 +72,7 @@ class Lane(msgspec.Struct, kw_only=True):
             raise LaneLost(f"lane {self.name} is held by another worker") from conflict
         self.sequence = stored.sequence
 
-    async def release(self, bus: Bus) -> None:
+    async def release(self, bus: LogBus) -> None:
         """Make the lane free at once; harmless when it is lost already."""
         free = LaneLease(worker="", nonce="", lease_seconds=0)
         try:
@@ -90,7 +90,7 @@ def _is_free(payload: bytes, time_ns: int, now_ns: int, subject: str) -> bool:
 
 
 async def claim_lane(
-    bus: Bus, subjects: Subjects, *, role: str, names: Sequence[str], worker: str, nonce: str, wait_seconds: float = 30.0
+    bus: LogBus, subjects: Subjects, *, role: str, names: Sequence[str], worker: str, nonce: str, wait_seconds: float = 30.0
 ) -> Lane:
     """A free lane of ``names``; waits up to ``wait_seconds`` for one, then raises `NoLaneFree`, or `LanesUnread`.
 
@@ -116,7 +116,7 @@ async def claim_lane(
     raise NoLaneFree(f"all {len(names)} {role} lanes are held: raise nats.lanes, or stop a worker")
 
 
-async def _try_claim(bus: Bus, subject: str, name: str, lease: LaneLease) -> Lane | None:
+async def _try_claim(bus: LogBus, subject: str, name: str, lease: LaneLease) -> Lane | None:
     stored = await bus.last(subject)
     if stored is not None and stored.payload == encode(lease):  # one's own try, whose answer was lost
         return Lane(name=name, subject=subject, lease=lease, sequence=stored.sequence)

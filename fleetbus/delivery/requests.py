@@ -13,7 +13,7 @@ import anyio
 import msgspec
 import structlog
 
-from fleetbus.bus.base import Backlog, Bus
+from fleetbus.bus.base import LogBus, LogState
 from fleetbus.bus.streams import tasks_consumer
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.settings import Configuration
@@ -49,7 +49,7 @@ class Requests:
     """Publishes requests and tracks them until they are answered, so that none stays open indefinitely."""
 
     def __init__(
-        self, bus: Bus, subjects: Subjects, *, configuration: Configuration, worker: str, runtime: Runtime | None = None
+        self, bus: LogBus, subjects: Subjects, *, configuration: Configuration, worker: str, runtime: Runtime | None = None
     ) -> None:
         self._bus = bus
         self._subjects = subjects
@@ -71,19 +71,19 @@ class Requests:
         since = anyio.current_time()
         while True:
             try:
-                backlog = await self._bus.backlog(self._consumer)
-                self._next_sequence = await self._bus.last_sequence() + 1
+                state = await self._bus.log_state(self._consumer)
+                self._next_sequence = state.last_sequence + 1
                 self._measured_from = self._measured_from or self._next_sequence
             except RequestUnanswered as unanswered:
                 log.warning("log read failed; retrying", reason=str(unanswered))
             else:
-                was_full, self.full = self.full, self._is_short(backlog, len(self._open), wanted=episodes)
-                used, limit = backlog.used_bytes, backlog.limit_bytes
+                was_full, self.full = self.full, self._is_short(state, len(self._open), wanted=episodes)
+                used, limit = state.used_bytes, state.limit_bytes
                 if not self.full:
                     return
                 if not was_full:
                     log.warning("log is full; admission waits for room", used_bytes=used, limit_bytes=limit)
-                if not self._open and not backlog.unacked and anyio.current_time() - since > STUCK_SECONDS:
+                if not self._open and not state.unacked and anyio.current_time() - since > STUCK_SECONDS:
                     log.error("log is full, nothing is played and nothing leaves it; raise its limit with "
                               "`fleetbus init --nats-max-bytes`", used_bytes=used, limit_bytes=limit)  # fmt: skip
                     since = anyio.current_time()
@@ -92,20 +92,20 @@ class Requests:
     async def assume_size(self, episodes: int) -> None:
         """The log holds that many episodes, of which it may hold a part: what one takes, until one is measured."""
         with suppress(RequestUnanswered):
-            backlog = await self._bus.backlog(self._consumer)
+            state = await self._bus.log_state(self._consumer)
             most_entries = ENTRIES_PER_EPISODE + ENTRIES_PER_TURN * self._configuration.episode.max_turns
-            self._room.assume(backlog.used_bytes / max(backlog.entries, 1) * most_entries, episodes)
+            self._room.assume(state.used_bytes / max(state.entries, 1) * most_entries, episodes)
 
     async def is_short_of_room(self) -> bool:
         """True if new work would wait for room now; False if the server does not say."""
         try:
-            return self._is_short(await self._bus.backlog(self._consumer), max(len(self._open), 1))
+            return self._is_short(await self._bus.log_state(self._consumer), max(len(self._open), 1))
         except RequestUnanswered:
             return False
 
-    def _is_short(self, backlog: Backlog, admitted: int, *, wanted: int = 0) -> bool:
-        others = max(backlog.unacked - admitted, 0)
-        return self._room.is_short(backlog.used_bytes, backlog.limit_bytes, admitted=admitted, others=others, wanted=wanted)
+    def _is_short(self, state: LogState, admitted: int, *, wanted: int = 0) -> bool:
+        others = max(state.unacked - admitted, 0)
+        return self._room.is_short(state.used_bytes, state.limit_bytes, admitted=admitted, others=others, wanted=wanted)
 
     def build_request(
         self,
@@ -188,7 +188,7 @@ class Requests:
 
     async def _find_next_sequence(self, request: EpisodeRequested) -> int:
         try:
-            return await self._bus.last_sequence() + 1
+            return (await self._bus.log_state()).last_sequence + 1
         except RequestUnanswered:
             return request.earliest_sequence
 

@@ -6,7 +6,7 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from fleetbus.bus.base import Bus, Delivery, Subscription
+from fleetbus.bus.base import Delivery, Subscription, WorkBus
 from fleetbus.concurrency.compact_tasks import CompactTasks
 from fleetbus.concurrency.notifier import Notifier
 from fleetbus.concurrency.task_pool import TaskPool
@@ -20,7 +20,7 @@ class Slots:
     no more are pulled than it says at the moment; call `top_up` when it has risen."""
 
     def __init__(
-        self, bus: Bus, work: Callable[[Delivery], Awaitable[None]], *, demand: Callable[[], int] | None = None
+        self, bus: WorkBus, work: Callable[[Delivery], Awaitable[None]], *, demand: Callable[[], int] | None = None
     ) -> None:
         self._bus = bus
         self._demand = demand

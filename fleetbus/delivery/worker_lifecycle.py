@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import anyio
 import structlog
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import Bus, LogBus
 from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS
 from fleetbus.delivery.lanes import Lane
 from fleetbus.errors import BusError
@@ -92,7 +92,7 @@ class WorkerLifecycle:
 
 
 @asynccontextmanager
-async def run_lifecycle(lifecycle: WorkerLifecycle, bus: Bus, lane: Lane | None, *, slots: int) -> AsyncIterator[None]:
+async def run_lifecycle(lifecycle: WorkerLifecycle, bus: LogBus, lane: Lane | None, *, slots: int) -> AsyncIterator[None]:
     """Publish the start, send heartbeats until the body ends, publish the stop or the failure, release the lane."""
     try:
         await lifecycle.publish_started(slots=slots)

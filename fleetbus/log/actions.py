@@ -11,7 +11,7 @@ from pathlib import Path
 import anyio
 import structlog
 
-from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.bus.base import LogBus, StreamEntry
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.errors import RequestUnanswered, UserError
 from fleetbus.log.archive_reader import read_archived_entries
@@ -44,7 +44,7 @@ class MissingActions(UserError):
 
 
 async def read_actions(
-    bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished], *, archive: Path | None, runtime: Runtime
+    bus: LogBus, subjects: Subjects, results: Sequence[EpisodeFinished], *, archive: Path | None, runtime: Runtime
 ) -> dict[str, list[Action]]:
     """By episode the Actions that its result names, in turn order; an episode may hold others, of attempts that were cut.
 
@@ -57,7 +57,7 @@ async def read_actions(
 
 
 async def find_actions(
-    bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished], *, archive: Path | None, runtime: Runtime
+    bus: LogBus, subjects: Subjects, results: Sequence[EpisodeFinished], *, archive: Path | None, runtime: Runtime
 ) -> tuple[dict[str, list[Action]], list[MissingActions]]:
     """The Actions of those results that name nothing else, as `read_actions`; and what is missing of each of the others."""
     missing = [problem for result in results if (problem := _check_references(result)) is not None]
@@ -97,7 +97,7 @@ def _check_references(result: EpisodeFinished) -> MissingActions | None:
     return None
 
 
-async def _entries_of(bus: Bus, subjects: Subjects, results: Sequence[EpisodeFinished]) -> dict[int, StreamEntry]:
+async def _entries_of(bus: LogBus, subjects: Subjects, results: Sequence[EpisodeFinished]) -> dict[int, StreamEntry]:
     """By position what stands on the subjects of the episodes' Actions."""
     entries: dict[int, StreamEntry] = {}
     limiter = anyio.CapacityLimiter(READS_AT_A_TIME)
@@ -114,7 +114,7 @@ async def _entries_of(bus: Bus, subjects: Subjects, results: Sequence[EpisodeFin
     return entries
 
 
-async def _history(bus: Bus, subjects: list[str]) -> list[StreamEntry]:
+async def _history(bus: LogBus, subjects: list[str]) -> list[StreamEntry]:
     """However long the server is away: the batch is complete, and no other process would train it."""
     while True:
         try:
@@ -149,10 +149,10 @@ def _actions_of(
     return found
 
 
-async def are_lost(bus: Bus, subjects: Subjects, missing: MissingActions) -> bool:
+async def are_lost(bus: LogBus, subjects: Subjects, missing: MissingActions) -> bool:
     """True if the log ends before that position, or gave it to something else: it went back in time, and no archive will ever
     have the Action. One that stands there was read from a server that lags."""
-    if missing.is_replaced or await bus.last_sequence() < missing.sequence:
+    if missing.is_replaced or (await bus.log_state()).last_sequence < missing.sequence:
         return True
     found = await bus.next_entry(subjects.log, start=missing.sequence)
     return found is not None and found.sequence == missing.sequence and found.subject != missing.subject

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from itertools import islice
 from pathlib import Path
 
-from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.bus.base import LogBus, StreamEntry
 from fleetbus.concurrency.runtime import run_in_thread
 from fleetbus.errors import UserError
 from fleetbus.log.archive_format import (
@@ -68,7 +68,7 @@ def find_archived_result(folder: Path, subjects: Subjects, episode_id: str, *, s
 
 
 async def scan_archive_and_log(
-    bus: Bus, subjects: Subjects, folder: Path | None, *, start: int = 1
+    bus: LogBus, subjects: Subjects, folder: Path | None, *, start: int = 1
 ) -> AsyncIterator[StreamEntry]:
     """Archive and log as one, from ``start`` to the end of the log; without a folder the log alone. Of a log that went back in
     time what the archive holds beyond that is left out: `find_lost_entries` has it."""
@@ -85,7 +85,7 @@ async def scan_archive_and_log(
         yield entry
 
 
-async def find_first_lost(bus: Bus, subjects: Subjects, folder: Path) -> int | None:
+async def find_first_lost(bus: LogBus, subjects: Subjects, folder: Path) -> int | None:
     """The first sequence at which the log is not what is archived, because it went back in time: None if it did not.
 
     A server that loses its newest entries gives their positions again. Raises `UserError` when even the first entry is another:
@@ -94,7 +94,7 @@ async def find_first_lost(bus: Bus, subjects: Subjects, folder: Path) -> int | N
     newest = await run_in_thread(_read_newest, folder, subjects.run)
     if newest is None or await bus.next_entry(subjects.log, start=newest.sequence) == newest:
         return None
-    last, first = await bus.last_sequence(), await bus.next_entry(subjects.log, start=1)
+    last, first = (await bus.log_state()).last_sequence, await bus.next_entry(subjects.log, start=1)
     stored_entries = bus.scan([subjects.log])
     stored = await anext(stored_entries, None)
     begin = first.sequence if first is not None else last + 1
@@ -111,7 +111,7 @@ async def find_first_lost(bus: Bus, subjects: Subjects, folder: Path) -> int | N
     return None
 
 
-async def find_lost_entries(bus: Bus, subjects: Subjects, folder: Path) -> list[StreamEntry]:
+async def find_lost_entries(bus: LogBus, subjects: Subjects, folder: Path) -> list[StreamEntry]:
     """Entries that the archive holds and the log had lost before new ones were stored; empty unless it went back in time."""
     lost = await find_first_lost(bus, subjects, folder)
     if lost is None:

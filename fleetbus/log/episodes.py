@@ -7,7 +7,7 @@ from typing import Literal
 import anyio
 import structlog
 
-from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.bus.base import LogBus, StreamEntry
 from fleetbus.core.episode.claims import EpisodeEntry, EpisodeState, build_unstorable_result, fold_episode
 from fleetbus.core.episode.history import Turn, fold_history
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
@@ -49,13 +49,13 @@ def decode_episode_entry(entry: StreamEntry) -> EpisodeEntry | None:
     return message
 
 
-async def read_episode_state(bus: Bus, subjects: Subjects, episode_id: str) -> EpisodeState:
+async def read_episode_state(bus: LogBus, subjects: Subjects, episode_id: str) -> EpisodeState:
     """Read the holder and the state of the episode, as of now."""
     entries = await bus.history([subjects.episode(episode_id)])
     return fold_episode((entry.sequence, decode_episode_entry(entry)) for entry in entries)
 
 
-async def read_turns(bus: Bus, subjects: Subjects, episode_id: str, episode_state: EpisodeState) -> tuple[Turn, ...]:
+async def read_turns(bus: LogBus, subjects: Subjects, episode_id: str, episode_state: EpisodeState) -> tuple[Turn, ...]:
     """The token history that the episode's newest claim stands on."""
     lanes = sorted({claim.lane for claim in episode_state.claims})
     if not lanes:
@@ -69,7 +69,7 @@ async def read_turns(bus: Bus, subjects: Subjects, episode_id: str, episode_stat
 
 
 async def read_answered_observations(
-    bus: Bus, subjects: Subjects, policy: str, episode_id: str, turns: Iterable[Turn]
+    bus: LogBus, subjects: Subjects, policy: str, episode_id: str, turns: Iterable[Turn]
 ) -> dict[int, Observation]:
     """The recorded observations that the given turns answered, by turn."""
     turns = tuple(turns)
@@ -83,7 +83,7 @@ async def read_answered_observations(
     }
 
 
-async def store_message(bus: Bus, subject: str, message: Message) -> int:
+async def store_message(bus: LogBus, subject: str, message: Message) -> int:
     """Store a message however long it takes: full logs and unanswered publishes are waited out under one id, which nobody can
     foresee: who stores an entry under another's id first keeps that one's out of the log.
 
@@ -102,7 +102,7 @@ StoreOutcome = Literal["stored", "finished", "superseded"]
 """``stored``: this result is the episode's; ``finished``: it had one already; ``superseded``: a newer claim stands there."""
 
 
-async def store_result(bus: Bus, subjects: Subjects, result: EpisodeFinished, *, expected_last: int) -> StoreOutcome:
+async def store_result(bus: LogBus, subjects: Subjects, result: EpisodeFinished, *, expected_last: int) -> StoreOutcome:
     """Store an episode's only result, unless another result or a newer claim stands there already.
 
     ``expected_last`` is the author's own claim, or for a poison or timeout result the last entry that it read. Only when a
@@ -141,7 +141,7 @@ def _classify_conflict(episode_state: EpisodeState, result: EpisodeFinished) -> 
     return "stored" if episode_state.result == result else "finished"
 
 
-async def scan_training_results(bus: Bus, subjects: Subjects, *, start: int) -> AsyncIterator[tuple[int, EpisodeFinished]]:
+async def scan_training_results(bus: LogBus, subjects: Subjects, *, start: int) -> AsyncIterator[tuple[int, EpisodeFinished]]:
     """Every result of training that stands in the log from ``start`` on, by now, and its position."""
     async for stored in bus.scan([subjects.episodes], start=start):
         entry = decode_episode_entry(stored)

@@ -7,7 +7,7 @@ cannot tell; the floor can, for it is raised before anything leaves. Above it ar
 import anyio
 import structlog
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import LogBus
 from fleetbus.core.training.floor import NO_FLOOR
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
 from fleetbus.log.episodes import RETRY_SECONDS, read_entry
@@ -17,14 +17,14 @@ from fleetbus_schemas.channels import STORED
 log = structlog.get_logger()
 
 
-async def read_floor(bus: Bus, subjects: Subjects) -> FloorRaised:
+async def read_floor(bus: LogBus, subjects: Subjects) -> FloorRaised:
     """The floor as some replica of the log knows it: it may be higher by now, never lower."""
     stored = await bus.last(subjects.floor)
     floor = read_entry(STORED["floor"], stored) if stored is not None else None
     return floor if isinstance(floor, FloorRaised) else NO_FLOOR
 
 
-async def fence_floor(bus: Bus, subjects: Subjects) -> FloorRaised:
+async def fence_floor(bus: LogBus, subjects: Subjects) -> FloorRaised:
     """The floor, stored once more as it stands: what raises it later has read the log up to here, for it expects that entry.
 
     Without any floor nobody raises one before it has read up to the first. The caller's cancel scope is what ends it.
@@ -43,7 +43,7 @@ async def fence_floor(bus: Bus, subjects: Subjects) -> FloorRaised:
         await anyio.sleep(RETRY_SECONDS)
 
 
-async def read_floor_after(bus: Bus, subjects: Subjects, subject: str, sequence: int) -> FloorRaised:
+async def read_floor_after(bus: LogBus, subjects: Subjects, subject: str, sequence: int) -> FloorRaised:
     """The floor as of the entry at ``sequence``, which stands or stood on ``subject``, or later.
 
     It is read from one state of the log that has that entry; asked again, however long it takes, while a replica answers that

@@ -13,7 +13,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.bus.base import LogBus, StreamEntry
 from fleetbus.errors import BusError
 from fleetbus.recording.objects import References
 from fleetbus.recording.reader import RecordingReader
@@ -63,7 +63,7 @@ class Export:
 
     async def follow(
         self,
-        bus: Bus,
+        bus: LogBus,
         subjects: Subjects,
         stop: anyio.Event,
         *,
@@ -130,11 +130,11 @@ def _find_policy_uris(entry: StreamEntry) -> Iterator[str]:
             return  # a learner's LineageStarted stands beside the versions
 
 
-async def _find_end(bus: Bus) -> int:
+async def _find_end(bus: LogBus) -> int:
     """The last sequence of the log; 0 if no server says in time."""
     try:
         with anyio.fail_after(END_SECONDS):
-            return await bus.last_sequence()
+            return (await bus.log_state()).last_sequence
     except (TimeoutError, BusError):
         return 0
 

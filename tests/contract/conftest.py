@@ -17,7 +17,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import Faults, MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
-from fleetbus.bus.nats import connect
+from fleetbus.bus.nats import connect, nats_py
 from fleetbus.bus.streams import ConsumerPlan, RunPlan, StreamPlan, lane_stream, log_stream
 from fleetbus_schemas import Subjects
 from tests.support.killable_server import KillableServer, killable_server
@@ -163,8 +163,13 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Generator[KillableS
         yield server
 
 
-@pytest.fixture(params=["memory on asyncio", "memory on trio", "nats"])
-def bus_kind(request: pytest.FixtureRequest) -> str:
+NATS_KINDS = ("nats", "nats by public calls")
+
+
+@pytest.fixture(params=["memory on asyncio", "memory on trio", *NATS_KINDS])
+def bus_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "nats by public calls":
+        monkeypatch.setattr(nats_py, "PRIVATE_NAMES", ("_of_another_release",))
     return str(request.param)
 
 
@@ -173,11 +178,11 @@ def bus_backend(bus_kind: str) -> tuple[str, dict[str, Any]]:
     """The anyio backend of this kind of bus; trio runs under virtual time."""
     if bus_kind == "memory on trio":
         return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
-    return "asyncio", {"use_uvloop": bus_kind == "nats"}
+    return "asyncio", {"use_uvloop": bus_kind in NATS_KINDS}
 
 
 @pytest.fixture
 def world(bus_kind: str, request: pytest.FixtureRequest) -> World:
-    if bus_kind == "nats":
+    if bus_kind in NATS_KINDS:
         return NatsWorld(request.getfixturevalue("nats_server"))
     return MemoryWorld()

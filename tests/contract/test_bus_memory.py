@@ -93,7 +93,7 @@ async def test_a_dead_server_refuses_connects_after_a_while() -> None:
 async def test_an_unplanned_run_is_an_error() -> None:
     async with MemoryServer().connect("r") as bus:
         with pytest.raises(BusError, match="fb_r"):
-            await bus.last_sequence()
+            await bus.log_state()
         with pytest.raises(BusError, match="fb_r"):
             async with bus.read([SUBJECTS.log]) as reading:
                 await reading.receive()
@@ -128,7 +128,7 @@ async def test_a_lost_message_is_sent_again_and_a_lost_answer_makes_a_duplicate(
         assert not (await bus.publish(SUBJECTS.episode("e1"), b"x")).duplicate
         faults.publishes = [PublishFault(lost="answer")]
         assert (await bus.publish(SUBJECTS.episode("e2"), b"x")).duplicate
-        assert await bus.last_sequence() == 2
+        assert (await bus.log_state()).last_sequence == 2
 
 
 async def test_without_a_duplicate_window_a_lost_answer_makes_a_conflict_with_oneself() -> None:
@@ -152,10 +152,10 @@ async def test_a_message_under_way_when_the_server_dies_is_not_stored_twice() ->
                 for name in ("before", "after"):
                     tasks.start_soon(bus.publish, SUBJECTS.episode(name), b"x")
                 await anyio.sleep(0.5)
-                assert await bus.last_sequence() == 1
+                assert (await bus.log_state()).last_sequence == 1
                 server.kill()
                 server.restart()
-        assert await bus.last_sequence() == 2
+        assert (await bus.log_state()).last_sequence == 2
 
 
 async def test_deliveries_can_be_late_lost_or_repeated() -> None:
@@ -316,3 +316,20 @@ def test_the_same_seed_gives_the_same_trace_and_no_task_is_lost_or_doubled() -> 
         assert len(subjects) == 40
         assert deliveries > 40
     assert len({_trace(seed)[0] for seed in range(4)}) == 4
+
+
+@pytest.mark.parametrize("subject", [SUBJECTS.episode("new"), SUBJECTS.life("learner", "l")], ids=["its own", "another"])
+async def test_a_reader_whose_last_entry_was_lost_is_told_whatever_stands_there_now(subject: str) -> None:
+    server = ready(MemoryServer())
+    async with server.connect("r") as bus, bus.read([SUBJECTS.episodes]) as reading:
+        await bus.publish(SUBJECTS.episode("kept"), b"x")
+        await reading.receive()
+        files = server.copy_files()
+        await bus.publish(SUBJECTS.episode("lost"), b"x")
+        await reading.receive()
+        server.kill()
+        server.put_back(files)
+        server.restart()
+        await bus.publish(subject, b"x")
+        with anyio.fail_after(30), pytest.raises(BusError, match="entry 2 of the log was read before, and is not there"):
+            await reading.receive()

@@ -19,7 +19,7 @@ def anyio_backend(bus_backend: Any) -> Any:
 async def test_entries_are_numbered_in_order_and_read_back(world: Any) -> None:
     subject = world.subjects.episode("e1")
     async with world.ready() as bus:
-        assert await bus.last_sequence() == 0
+        assert (await bus.log_state()).last_sequence == 0
         assert await bus.last(subject) is None
         before = bus.now_ns()
         first = await bus.publish(subject, b"one")
@@ -28,7 +28,7 @@ async def test_entries_are_numbered_in_order_and_read_back(world: Any) -> None:
         assert (first.sequence, second.sequence) == (1, 2)
         assert (stored.subject, stored.payload, stored.sequence) == (subject, b"two", 2)
         assert before - 50_000_000 <= stored.time_ns <= bus.now_ns() + 50_000_000
-        assert await bus.last_sequence() == 2
+        assert (await bus.log_state()).last_sequence == 2
 
 
 async def test_compare_and_set_stores_once_and_refuses_the_second(world: Any) -> None:
@@ -83,7 +83,7 @@ async def test_messages_without_an_id_are_never_taken_for_duplicates(world: Any)
     async with world.ready() as one, world.connect() as other:
         for bus in (one, one, other, other):
             assert not (await bus.publish(subject, b"same")).duplicate
-        assert await one.last_sequence() == 4
+        assert (await one.log_state()).last_sequence == 4
 
 
 async def test_an_id_is_forgotten_after_the_duplicate_window(world: Any) -> None:
@@ -93,7 +93,7 @@ async def test_an_id_is_forgotten_after_the_duplicate_window(world: Any) -> None
         with anyio.fail_after(30):
             while (await bus.publish(subject, b"one", message_id="m1")).duplicate:  # noqa: ASYNC110  # only time helps
                 await anyio.sleep(0.02)
-        assert await bus.last_sequence() == 2
+        assert (await bus.log_state()).last_sequence == 2
 
 
 async def test_the_id_of_a_refused_message_is_not_remembered(world: Any) -> None:
@@ -122,12 +122,12 @@ async def test_a_full_log_refuses_until_there_is_room(world: Any) -> None:
             for stored in range(100):
                 await bus.publish(subject, bytes(1000), message_id=f"m{stored}")
         assert 10 <= stored <= 20
-        assert await bus.last_sequence() == stored
+        assert (await bus.log_state()).last_sequence == stored
         with pytest.raises(LogFull):
             await bus.publish(subject, bytes(1000), message_id=f"m{stored}")
         assert (await bus.publish(subject, bytes(1000), message_id="m0")).duplicate
-        used, limit = await bus.usage()
-        assert 15_000 < used <= limit == 20_000
+        state = await bus.log_state()
+        assert 15_000 < state.used_bytes <= state.limit_bytes == 20_000
         await world.purge(below=6)
         assert not (await bus.publish(subject, bytes(1000), message_id=f"m{stored}")).duplicate
         assert (await bus.history([subject]))[0].sequence == 6
@@ -143,7 +143,7 @@ async def test_a_full_log_takes_more_once_it_is_declared_with_a_higher_limit_and
         await bus.publish(subject, bytes(1000))
         with pytest.raises(UserError, match="max_bytes"):
             await bus.declare(world.plan(max_bytes=20_000))
-        assert (await bus.usage())[1] == 40_000
+        assert (await bus.log_state()).limit_bytes == 40_000
 
 
 async def test_a_stream_of_last_values_keeps_one_entry_per_subject(world: Any) -> None:
@@ -180,7 +180,7 @@ async def test_more_publishes_than_the_window_are_all_stored_once(world: Any) ->
         async with anyio.create_task_group() as tasks:
             for number in range(700):
                 tasks.start_soon(bus.publish, world.subjects.episode(f"e{number}"), b"x")
-        assert await bus.last_sequence() == 700
+        assert (await bus.log_state()).last_sequence == 700
 
 
 async def test_an_unanswered_publish_says_so_and_can_be_read_back(world: Any) -> None:
@@ -214,7 +214,7 @@ async def test_a_publish_whose_answer_was_lost_is_sent_again_under_the_same_id(w
                 await line.cut()
                 await line.mend()
         assert (results[0].sequence, results[0].duplicate) == (1, True)
-        assert await watching.last_sequence() == 1
+        assert (await watching.log_state()).last_sequence == 1
 
 
 async def test_a_cancelled_publish_ends_at_once_and_the_next_one_works(world: Any) -> None:
@@ -228,7 +228,7 @@ async def test_a_cancelled_publish_ends_at_once_and_the_next_one_works(world: An
         await line.mend()
         with anyio.fail_after(30):
             published = await bus.publish(world.subjects.episode("e2"), b"two")
-        assert published.sequence == await watching.last_sequence() <= 2
+        assert published.sequence == (await watching.log_state()).last_sequence <= 2
 
 
 async def test_the_clock_never_steps_back(world: Any) -> None:

@@ -93,7 +93,7 @@ async def test_a_scan_ends_at_what_was_the_end(world: Any) -> None:
                 seen.append(entry.sequence)
                 await bus.publish(s.episode("late"), b"x")
         assert seen == list(range(1, 21))
-        assert await bus.last_sequence() == 40
+        assert (await bus.log_state()).last_sequence == 40
 
 
 async def test_a_scan_ends_although_the_last_entries_do_not_match(world: Any) -> None:

@@ -22,7 +22,7 @@ async def test_declaring_again_is_harmless(world: Any) -> None:
         await bus.declare(world.plan())
         async with world.connect() as other:
             await other.declare(world.plan())
-        assert await bus.last_sequence() == 1
+        assert (await bus.log_state()).last_sequence == 1
 
 
 async def test_two_who_declare_at_once_agree(world: Any) -> None:
@@ -35,7 +35,7 @@ async def test_what_exists_differently_is_named_and_left_alone(world: Any) -> No
     async with world.ready(max_bytes=1 << 20) as bus:
         with pytest.raises(UserError, match="max_bytes"):
             await bus.declare(world.plan(max_bytes=1 << 19))
-        assert (await bus.usage())[1] == 1 << 20
+        assert (await bus.log_state()).limit_bytes == 1 << 20
         plan = world.plan(max_bytes=1 << 20)
         slower = msgspec.structs.replace(plan.consumers[0], ack_wait_seconds=9.0)
         with pytest.raises(UserError, match=r"consumer short.*ack_wait"):
@@ -91,7 +91,7 @@ async def test_publishes_under_way_at_a_kill_are_stored_once_each(world: Any) ->
             async with anyio.create_task_group() as tasks:
                 for worker in range(8):
                     tasks.start_soon(publish_many, worker)
-                while await bus.last_sequence() < 50:
+                while (await bus.log_state()).last_sequence < 50:
                     await anyio.lowlevel.checkpoint()
                 await world.kill_server()
                 await world.restart_server()

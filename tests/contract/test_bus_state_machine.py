@@ -149,7 +149,7 @@ def machine_on(url: str, portal: Any) -> type[RuleBasedStateMachine]:
                 subjects = [self.subjects.episode(episode) for episode in "abc"]
                 history = [(entry.sequence, entry.subject, entry.payload) for entry in await bus.history(subjects)]
                 last = [entry and entry.sequence for entry in [await bus.last(subject) for subject in subjects]]
-                return history, last, await bus.last_sequence()
+                return history, last, (await bus.log_state()).last_sequence
 
             self.both(ask)
 

@@ -40,7 +40,7 @@ async def test_the_next_entry_is_the_first_match_from_a_sequence_on(world: Any) 
 async def test_the_floor_of_a_consumer_stands_before_what_is_held_and_stands_still_while_idle(world: Any) -> None:
     s = world.subjects
     async with world.ready() as bus:
-        assert {floor.name: (floor.filter, floor.ack_floor) for floor in await bus.consumer_floors()} == {
+        assert {floor.name: (floor.filter, floor.ack_floor) for floor in await bus.ack_floors()} == {
             "short": (s.tasks("short"), 0),
             "long": (s.tasks("long"), 0),
         }
@@ -53,8 +53,11 @@ async def test_the_floor_of_a_consumer_stands_before_what_is_held_and_stands_sti
                 await deliveries[3].ack()
                 floors = {"long": 0}
                 while floors["long"] == 0:  # acks are not confirmed
-                    floors = {floor.name: floor.ack_floor for floor in await bus.consumer_floors()}
-                assert [await bus.ack_floor(name) for name in ("short", "long")] == [0, 1]
+                    floors = {floor.name: floor.ack_floor for floor in await bus.ack_floors()}
+                assert [(each.name, each.ack_floor) for each in await bus.ack_floors(["short", "long"])] == [
+                    ("short", 0),
+                    ("long", 1),
+                ]
         assert floors == {"short": 0, "long": 1}
 
 
@@ -67,16 +70,19 @@ async def test_the_backlog_of_a_consumer_counts_what_nobody_acked_delivered_or_n
         async with bus.pull("long", credits=3) as subscription:
             with anyio.fail_after(30):
                 deliveries = [await subscription.receive() for _ in range(3)]
-                assert (await bus.backlog("long")).unacked == 4
+                assert (await bus.log_state("long")).unacked == 4
                 await deliveries[1].ack()
                 await deliveries[2].nak(60.0)
-                while (found := await bus.backlog("long")).unacked == 4:  # acks are not confirmed
+                while (found := await bus.log_state("long")).unacked == 4:  # acks are not confirmed
                     pass
         assert found.unacked == 3
         assert found.entries == 5
-        assert (found.used_bytes, found.limit_bytes) == await bus.usage()
+        assert found.last_sequence == 5
+        assert found.used_bytes > 5 and found.limit_bytes == 0
+        assert (await bus.log_state()).unacked == 0
+        assert found.created == (await bus.log_state()).created
 
 
 async def test_the_duplicate_window_is_the_one_that_was_declared(world: Any) -> None:
     async with world.ready(duplicate_window_seconds=7.0) as bus:
-        assert await bus.duplicate_window_seconds() == 7.0
+        assert (await bus.log_state()).duplicate_window_seconds == 7.0

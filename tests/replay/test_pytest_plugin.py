@@ -37,7 +37,7 @@ async def test_nats_server_serves_a_run(nats_server: Any) -> None:
     async with connect(nats_server.url, run="plugin", role="test") as bus:
         await bus.declare(plan_run("plugin", lanes=1, max_bytes=0))
         await bus.publish(Subjects("plugin").episode("e"), b"x")
-        assert await bus.last_sequence() == 1
+        assert (await bus.log_state()).last_sequence == 1
 
 
 async def test_memory_bus_is_a_declared_run(memory_bus: Any) -> None:

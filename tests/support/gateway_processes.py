@@ -36,7 +36,7 @@ class ProcessDeployment:
 
     async def start(self, name: str, *command: str) -> None:
         """A role's process; returns when it has said hello."""
-        async with self.bus.read([SUBJECTS.life("*", name)], start=await self.bus.last_sequence() + 1) as reader:
+        async with self.bus.read([SUBJECTS.life("*", name)], start=(await self.bus.log_state()).last_sequence + 1) as reader:
             arguments = [*command, "--nats", self.url, "--run", RUN, "--name", name]
             self.processes[name] = subprocess.Popen([sys.executable, "-m", "fleetbus_workers.cli", *arguments])  # noqa: ASYNC220
             while True:

@@ -345,11 +345,11 @@ class SmallDeployment:
         for member in alive:
             assert self.beats[member.name].in_flight == 0, f"{member.name} has slots in use"
             assert (await self.control(member, "ping")).busy_with == (), f"{member.name} has sessions"
-        end = await self.bus.last_sequence()
-        floors = {floor.name: floor.ack_floor for floor in await self.bus.consumer_floors()}
+        end = (await self.bus.log_state()).last_sequence
+        floors = {floor.name: floor.ack_floor for floor in await self.bus.ack_floors()}
         assert floors[tasks_consumer("default")] >= max(self.requested), "a request is not acked"
         await anyio.sleep(12)
-        assert await self.bus.last_sequence() == end, "something went on after the end"
+        assert (await self.bus.log_state()).last_sequence == end, "something went on after the end"
         assert all(len(results) == 1 for results in self.results.values()), "an episode has more than one result"
 
     async def drain_members(self, members: Sequence[Member] | None = None) -> None:

@@ -60,7 +60,7 @@ class Served:
 
     async def _trim(self) -> None:
         async with connect(self.url, run=RUN) as bus:
-            await bus.purge(SUBJECTS.log, below=await bus.last_sequence())
+            await bus.purge(SUBJECTS.log, below=(await bus.log_state()).last_sequence)
 
 
 @pytest.fixture

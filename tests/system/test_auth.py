@@ -111,7 +111,7 @@ async def test_what_is_forbidden_to_some_works_for_those_whose_work_it_is(secure
             await stored_and_fetched(secured, tmp_path)
         async with secured.connect("recorder") as bus:
             await bus.purge(SUBJECTS.observations(), below=2)
-            floors = {floor.name.rpartition("-")[0]: floor.ack_floor for floor in await bus.consumer_floors()}
+            floors = {floor.name.rpartition("-")[0]: floor.ack_floor for floor in await bus.ack_floors()}
             assert floors["task_default"] > 0 and floors.keys() == {
                 each.name for each in plan_run(TRUST, lanes=LANES).consumers
             }

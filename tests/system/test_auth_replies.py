@@ -201,13 +201,13 @@ async def test_in_one_account_the_same_permissions_do_not_hold(secured: SecuredS
         host = server.url.removeprefix("nats://")
         async with connect(f"nats://admin:a@{host}", run=TRUST) as bus:
             await bus.declare(plan_run(TRUST, lanes=LANES))
-            assert await bus.last_sequence() == 0
+            assert (await bus.log_state()).last_sequence == 0
             attacker = await nats.connect(f"nats://monitor:m@{host}")
             stack.push_async_callback(attacker.close)
             await attacker.publish(f"$JS.API.DIRECT.GET.{LOG}", MISSING, reply=f"$JS.API.STREAM.DELETE.{LOG}")
             with pytest.raises(BusError, match="stream not found"), anyio.fail_after(10):
                 while True:
-                    await bus.last_sequence()
+                    await bus.log_state()
 
 
 def test_names_of_consumers_stand_in_no_file_that_others_may_read(secured: SecuredServer) -> None:

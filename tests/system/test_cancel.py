@@ -134,7 +134,7 @@ async def test_an_episode_that_waits_is_closed_and_whoever_gets_its_request_late
         group.start_soon(play, connections, drain)
         floor = 0
         while floor == 0:  # until the worker has acked the request
-            floor = {each.name: each.ack_floor for each in await bus.consumer_floors()}[tasks_consumer("default")]
+            floor = {each.name: each.ack_floor for each in await bus.ack_floors()}[tasks_consumer("default")]
         episode_state = await read_episode_state(bus, S, "a")
         assert (episode_state.claims, (await result(bus, "a")).outcome) == ((), "cancelled")
         drain.set()
@@ -181,10 +181,10 @@ async def test_cancelling_again_says_that_it_is_over_and_changes_nothing(connect
     async with ready(connections) as bus:
         await request(bus, "a")
         await cancel(bus, "a")
-        before = await bus.last_sequence()
+        before = (await bus.log_state()).last_sequence
         assert await cancel(bus, "a") == CancelResult(episode_id="a", state="over", outcome="cancelled")
         assert (await cancel(bus, "nobody")).state == "unknown"
-        assert await bus.last_sequence() == before
+        assert (await bus.log_state()).last_sequence == before
 
 
 async def test_a_worker_drains_when_it_is_told_to_by_name(connections: Connect) -> None:

@@ -201,7 +201,7 @@ async def lose_power(run: Training, files: Files) -> None:
 
 async def purge(run: Training, *kinds: str) -> None:
     """Remove all entries of these kinds from the log."""
-    end = await run.fleet.bus.last_sequence() + 1
+    end = (await run.fleet.bus.log_state()).last_sequence + 1
     for kind in kinds:
         await run.fleet.bus.purge(getattr(run.fleet.subjects, kind)("default"), below=end)
 

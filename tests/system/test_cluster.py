@@ -79,7 +79,7 @@ async def test_readers_and_pulls_outlive_a_cluster_without_a_quorum(tmp_path: Pa
                 stored = await bus.publish(subjects.task("default", "e"), b"request", timeout=120)
                 assert (await reader.receive()).sequence == stored.sequence
                 assert (await requests.receive()).message.sequence == stored.sequence
-                assert await bus.last_sequence() == stored.sequence
+                assert (await bus.log_state()).last_sequence == stored.sequence
 
 
 async def test_whoever_stored_an_entry_reads_it_back_whichever_replica_answers(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ async def test_what_was_acked_is_read_back(bus: NatsBus, lag: dict[str, int]) ->
 
 
 async def test_what_a_write_was_refused_for_is_read_back(bus: NatsBus, lag: dict[str, int], tmp_path: Path) -> None:
-    async with connect(bus._connection.wire.connected_url.geturl(), run="r") as other:
+    async with connect(bus._connection.wire.client.connected_url.geturl(), run="r") as other:
         await other.publish(EPISODE, b"the claim of another")
     with pytest.raises(SequenceConflict):
         await bus.publish(EPISODE, b"claim", expected_last=0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import anyio
@@ -19,12 +21,9 @@ RUN = "r"
 SUBJECTS = Subjects(RUN)
 
 
-@pytest.mark.parametrize(
-    ("stored", "told"),
-    [(3, "ends at 3, and 20 was read"), (25, f"entry 20 of stream fb_{RUN} is not the one that was read before")],
-)
+@pytest.mark.parametrize("stored", [3, 25])
 async def test_who_reads_a_log_that_was_emptied_and_made_anew_meanwhile_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: int, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: int
 ) -> None:
     monkeypatch.setattr(reader, "_RETRY_SECONDS", 0.05)
     with anyio.fail_after(50):
@@ -44,8 +43,67 @@ async def test_who_reads_a_log_that_was_emptied_and_made_anew_meanwhile_is_told(
                         await quick.declare(plan_run(RUN, lanes=1))
                         for number in range(stored):
                             await quick.publish(SUBJECTS.episode(f"new{number}"), b"x")
+                    with pytest.raises(BusError, match=f"stream fb_{RUN} was created again"):
+                        await entries.receive()
+
+
+@pytest.mark.parametrize(
+    ("stored", "told"),
+    [
+        ([], "ends at 12, and 20 was read before"),
+        (["episode"] * 9, "entry 20 of stream fb_r is not the one that was read before"),
+        (["episode"] * 7 + ["life"] * 3, "entry 20 of stream fb_r is not the one that was read before"),
+    ],
+    ids=["shorter", "longer again", "longer again, and another subject at the position"],
+)
+async def test_who_reads_a_log_whose_tail_was_lost_meanwhile_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: list[str], told: str
+) -> None:
+    """What is stored at lost positions would be passed over: a learner would wait for results that are in the log."""
+    monkeypatch.setattr(reader, "_RETRY_SECONDS", 0.05)
+    store, copy = tmp_path / "store", tmp_path / "copy"
+    with anyio.fail_after(50):
+        async with run_server(store) as server:
+            monkeypatch.setattr(connection, "_RECONNECT_WAIT_SECONDS", (2.0, 2.0))
+            async with connect(server.url, run=RUN) as slow:
+                await slow.declare(plan_run(RUN, lanes=1))
+                async with slow.read([SUBJECTS.episodes]) as entries:
+                    for number in range(20):
+                        await slow.publish(SUBJECTS.episode(f"old{number}"), b"x")
+                        await entries.receive()
+                        if number == 11:
+                            os.kill(server.pid, signal.SIGSTOP)
+                            await anyio.to_thread.run_sync(shutil.copytree, store, copy)
+                            os.kill(server.pid, signal.SIGCONT)
+                    await server.kill()
+                    shutil.rmtree(store)
+                    copy.rename(store)
+                    await server.restart()
+                    async with connect(server.url, run=RUN) as quick:
+                        for number, kind in enumerate(stored):
+                            name = (
+                                SUBJECTS.episode(f"n{number}") if kind == "episode" else SUBJECTS.life("learner", f"n{number}")
+                            )
+                            await quick.publish(name, b"x")
                     with pytest.raises(BusError, match=told):
                         await entries.receive()
+
+
+async def test_who_reads_a_log_that_was_trimmed_behind_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry that it read last is gone, and nothing was lost."""
+    with anyio.fail_after(50):
+        async with run_server(tmp_path) as server, connect(server.url, run=RUN) as bus:
+            await bus.declare(plan_run(RUN, lanes=1))
+            await bus.publish(SUBJECTS.life("learner", "l"), b"x")
+            async with bus.read([SUBJECTS.episodes]) as entries:
+                await bus.publish(SUBJECTS.episode("e0"), b"x")
+                assert (await entries.receive()).sequence == 2
+                await bus.publish(SUBJECTS.life("learner", "m"), b"x")
+                await bus.purge(SUBJECTS.episodes, below=3)
+                await server.kill()
+                await server.restart()
+                await bus.publish(SUBJECTS.episode("e1"), b"x")
+                assert (await entries.receive()).sequence == 4
 
 
 async def test_who_reads_a_log_that_is_only_away_goes_on_where_it_was(tmp_path: Path) -> None:

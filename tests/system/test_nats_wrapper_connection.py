@@ -158,7 +158,7 @@ async def test_a_stopped_server_is_left_and_found_again(server: NatsServerProces
         os.kill(server.pid, signal.SIGSTOP)
         try:
             with anyio.fail_after(50):
-                while bus._connection.wire.is_connected:  # noqa: ASYNC110  # as an outsider sees it
+                while bus._connection.wire.client.is_connected:  # noqa: ASYNC110  # as an outsider sees it
                     await anyio.sleep(0.01)
         finally:
             monkeypatch.undo()
@@ -192,7 +192,7 @@ async def test_a_stream_that_does_not_exist_is_named(server: NatsServerProcess) 
             with pytest.raises(BusError, match="fb_nothing"):
                 await bus.last(subjects.episode("e1"))
             with pytest.raises(BusError, match="fb_nothing"):
-                await bus.last_sequence()
+                await bus.log_state()
 
 
 async def test_expired_pull_requests_give_their_credits_back(
@@ -332,7 +332,7 @@ async def test_an_answer_that_never_comes_is_asked_for_again(
         with anyio.fail_after(50):
             published = await bus.publish(SUBJECTS.episode("e1"), b"x")
         assert (lost, published.duplicate) == (1, True)
-        assert await bus.last_sequence() == 1
+        assert (await bus.log_state()).last_sequence == 1
 
 
 def test_the_clock_trusts_the_shortest_round_trip_and_never_steps_back() -> None:

@@ -48,8 +48,8 @@ async def test_leaving_the_bus_under_cancellation_closes_it(server: KillableServ
             wire = bus._connection.wire  # type: ignore[attr-defined]
             scope.cancel()
             await anyio.sleep_forever()
-    assert wire.is_closed
-    assert wire._reading_task.done()
+    assert wire.client.is_closed
+    assert wire.client._reading_task.done()
 
 
 async def test_leaving_the_bus_is_quick_while_the_server_is_dead(server: KillableServer) -> None:
@@ -61,7 +61,7 @@ async def test_leaving_the_bus_is_quick_while_the_server_is_dead(server: Killabl
         left_at = anyio.current_time()
     try:
         assert anyio.current_time() - left_at < 10
-        assert wire.is_closed
+        assert wire.client.is_closed
     finally:
         await server.restart()
 
@@ -131,11 +131,11 @@ async def test_what_was_not_sent_when_a_connection_broke_is_not_sent_on_the_next
         for _ in range(16):
             wire.send(publish_command("fbhb.stalled", "", bytes(1 << 20)))
         with anyio.fail_after(50):
-            while wire._pending_data_size:  # noqa: ASYNC110  # until nats-py waits for the peer to read on
+            while not wire._transport.socket.is_paused:  # noqa: ASYNC110  # until the socket waits for the peer to read on
                 await anyio.sleep(0.01)
             wire.send(publish_command("fbhb.left", "", b"x"))
             await anyio.sleep(0.05)
-            assert wire._pending_data_size
+            assert wire.unwritten_bytes
             await relay.cut()
             relay.heard.clear()
             relay.reading.set()

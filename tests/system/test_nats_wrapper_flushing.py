@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import anyio
 import nats
@@ -12,7 +13,8 @@ from nats.aio.client import Client
 from nats.errors import TimeoutError as NatsTimeoutError
 
 from fleetbus.bus.nats import connect, connection
-from fleetbus.bus.nats.wire import WireClient
+from fleetbus.bus.nats.message_parser import MessageParser
+from fleetbus.bus.nats.socket_wire import SocketWire
 from tests.support.bare_nats import RUN, SUBJECTS, ignore_error, ready_bus
 from tests.support.killable_server import KillableServer, killable_server
 from tests.support.relay import Relay
@@ -22,22 +24,6 @@ from tests.support.relay import Relay
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KillableServer]:
     with killable_server(tmp_path_factory.mktemp("nats")) as server:
         yield server
-
-
-def test_the_private_members_that_the_wire_replaces_still_exist() -> None:
-    client = Client()
-    for name in (
-        "_process_msg",
-        "_process_pong",
-        "_process_err",
-        "_connect_to_server",
-        "_attempt_reconnect",
-        "_process_op_err",
-    ):
-        assert asyncio.iscoroutinefunction(getattr(client, name)), name
-    for name in ("_pending", "_pending_data_size", "_flush_queue", "_subs", "_sid", "_status", "_pongs", "_transport"):
-        assert hasattr(client, name), name
-    assert issubclass(WireClient, Client)
 
 
 # Trap 1: a cancelled flush ends the read loop, and the client still claims to be connected.
@@ -60,15 +46,18 @@ async def test_a_cancelled_flush_deafens_the_bare_client(server: KillableServer,
         await client.close()
 
 
-async def test_a_cancelled_flush_does_not_deafen_the_bus(server: KillableServer) -> None:
-    async with ready_bus(server.url) as bus:
-        wire = bus._connection.wire
-        reading = wire._reading_task
-        await _cancel_flush(wire)
+async def test_a_cancelled_flush_does_not_deafen_the_bus(server: KillableServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the bus flushes; whoever does ends nats-py's reading of the lines that are no messages, until it pings."""
+    monkeypatch.setattr(connection, "PING_EVERY_SECONDS", 0.1)
+    async with ready_bus(server.url), Relay(server.url).running() as relay, connect(relay.url, run=RUN) as bus:
+        inner = bus._connection  # type: ignore[attr-defined]
+        await _cancel_flush(inner.wire.client)
         for _ in range(3):
-            await bus._connection.round_trip(2)
-        assert wire._reading_task is reading
-        assert not reading.done()
+            await inner.round_trip(2)
+        await relay.cut()
+        await relay.mend()
+        with anyio.fail_after(50):
+            await bus.publish(SUBJECTS.episode("deaf"), b"x")
 
 
 async def _cancel_flush(client: Client) -> None:
@@ -80,17 +69,16 @@ async def _cancel_flush(client: Client) -> None:
 
 
 async def test_a_deaf_connection_is_noticed_and_replaced(server: KillableServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever made it deaf: the read loop is simply ended here."""
+    """Whatever made it deaf: what arrives is simply not looked at."""
     monkeypatch.setattr(connection, "WATCH_EVERY_SECONDS", 0.1)
     monkeypatch.setattr(connection, "ROUND_TRIP_LIMITS_SECONDS", (0.2, 0.1))
     monkeypatch.setattr(connection, "PING_EVERY_SECONDS", 3600)
     async with ready_bus(server.url) as bus:
         wire = bus._connection.wire
-        wire._reading_task.cancel()
-        assert wire.is_connected
+        monkeypatch.setattr(wire._transport.socket, "_parser", MessageParser(lambda *message: None))
         with anyio.fail_after(50):
             await bus.publish(SUBJECTS.episode("deaf"), b"x")
-        assert wire.stats["reconnects"] == 1
+        assert wire.client.stats["reconnects"] == 1
 
 
 # Trap 2: flush is no barrier, its PING overtakes what was queued before it.
@@ -116,31 +104,32 @@ async def test_whoever_serves_on_the_bus_has_its_subscription_at_the_server(serv
             assert b"PUB _INBOX_" in relay.heard  # the round trip behind it, which has come back
 
 
-# What the wire joins: a peer that takes nothing gets no second signal for its flusher.
+# What waits for a peer that takes nothing.
 
 
 class StuckTransport:
-    """Holds what was written before and takes nothing more."""
+    """Holds what was written before."""
 
-    _io_writer = property(lambda self: self)
-    transport = property(lambda self: self)
+    written = 0
 
     def get_write_buffer_size(self) -> int:
         return 100
 
-    def is_closing(self) -> bool:
-        return False
+    def write(self, data: bytes) -> None:
+        self.written += len(data)
 
 
-async def test_a_peer_that_takes_nothing_fills_no_queue_with_signals() -> None:
-    failures: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
-    wire = WireClient(failures.append)
-    wire._transport, wire._status, wire._flush_queue = StuckTransport(), Client.CONNECTED, asyncio.Queue(maxsize=4)
+async def test_a_peer_that_takes_nothing_gets_the_rest_once_it_reads_on() -> None:
+    failures: list[Any] = []
+    wire = SocketWire(failures.append)
+    socket = wire._transport._make_socket()
+    stuck = StuckTransport()
+    socket.transport, socket.is_paused, wire._transport.socket, wire.ready = stuck, True, socket, True  # type: ignore[assignment]
     for _ in range(20):
         wire.send(b"PING\r\n")
         for _ in range(5):
             await asyncio.sleep(0)
-    assert wire._flush_queue.qsize() == 1
-    assert wire.unwritten_bytes == 100 + 20 * 6
+    assert (wire.unwritten_bytes, stuck.written) == (100 + 20 * 6, 0)
+    socket.resume_writing()
+    assert (wire.unwritten_bytes, stuck.written) == (100, 20 * 6)
     assert not failures

@@ -39,6 +39,6 @@ async def test_what_was_routed_again_is_answered_once_and_acked_with_what_it_rep
                 sampler.let_go.set()
                 assert decode(Action, (await answers.receive()).payload).hop == 0
                 await anyio.sleep(3 * OBSERVATION_LEASE_SECONDS)
-                floors = {floor.name: floor.ack_floor for floor in await bus.consumer_floors()}
+                floors = {floor.name: floor.ack_floor for floor in await bus.ack_floors()}
     assert floors[observations_consumer("default", "any")] == again.sequence
     assert sampler.times == 1

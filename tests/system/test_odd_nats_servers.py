@@ -127,7 +127,7 @@ async def test_a_stream_that_is_refused_keeps_its_limit(tmp_path: Path) -> None:
         await bus._connection.api.ask(f"STREAM.CREATE.{PLAN.log.name}", queue)
         with pytest.raises(UserError, match="retention 'workqueue'"):
             await bus.declare(PLAN)
-        assert (await bus.usage())[1] == 1 << 20
+        assert (await bus.log_state()).limit_bytes == 1 << 20
 
 
 async def test_a_worker_whose_lanes_are_away_is_not_refused(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ async def until_all_requested_are_finished(bus: Bus, waits: anyio.Event) -> set[
     requested: set[str] = set()
     finished: set[str] = set()
     async with bus.read([S.tasks(), S.episodes]) as reader:
-        while not waits.is_set() or requested != finished or (await bus.usage())[0] < ADMISSION_SHARE * LOG_BYTES:
+        while not waits.is_set() or requested != finished or (await bus.log_state()).used_bytes < ADMISSION_SHARE * LOG_BYTES:
             with anyio.move_on_after(0.2):
                 entry = await reader.receive()
                 if entry.subject.startswith(S.tasks()[: -len("*.>")]):
@@ -186,8 +186,8 @@ async def test_when_the_log_is_full_new_requests_wait_admitted_work_finishes_and
             fleet.start_workers()
             fleet.start_learner("learner", trained)
             finished = await until_all_requested_are_finished(bus, events.of("log is full; admission waits for room"))
-            used, limit = await bus.usage()
-            assert ADMISSION_SHARE * limit <= used < limit == LOG_BYTES
+            state = await bus.log_state()
+            assert ADMISSION_SHARE * state.limit_bytes <= state.used_bytes < state.limit_bytes == LOG_BYTES
             assert not events.of("request publish failed; retrying").is_set()
             assert not events.of("result publish failed; retrying").is_set()
             assert not trained.is_set()
@@ -282,7 +282,7 @@ async def test_a_recorder_that_goes_on_does_not_read_again_what_it_has_archived(
                     await bus.publish(subject, b"%d" % number)
                 drain, counted = anyio.Event(), CountedReads(bus)
                 drain.set()
-                ended.append(await bus.last_sequence())
+                ended.append((await bus.log_state()).last_sequence)
                 await run_recorder(
                     cast(Bus, counted), configuration=configuration, name=f"r{number}", drain=drain, folder=tmp_path / "archive"
                 )

@@ -49,7 +49,7 @@ async def acked(bus: Bus, consumer: str, count: int) -> None:
             await last.ack()
         floor = 0
         while floor < last.message.sequence:
-            floor = {each.name: each.ack_floor for each in await bus.consumer_floors()}[consumer]
+            floor = {each.name: each.ack_floor for each in await bus.ack_floors()}[consumer]
 
 
 def naive_floor(floors: dict[str, int]) -> int:
@@ -68,7 +68,7 @@ async def test_the_naive_floor_drops_what_an_idle_consumer_has_yet_to_deliver_an
         await acked(bus, tasks_consumer("default"), 1)
         await acked(bus, observations_consumer("default", "any"), 3)
 
-        naive = naive_floor({floor.name: floor.ack_floor for floor in await bus.consumer_floors()})
+        naive = naive_floor({floor.name: floor.ack_floor for floor in await bus.ack_floors()})
         safe = await compute_trim_limit(bus, limit=END, is_ignorable=never)
         assert naive >= 5
         assert safe == 1
@@ -83,7 +83,7 @@ async def test_the_naive_floor_drops_what_an_idle_consumer_has_yet_to_deliver_an
 async def test_the_lowest_ack_floor_of_all_never_moves_while_the_safe_floor_follows_the_log(bus: Bus) -> None:
     with anyio.fail_after(50):
         await publish(bus, S.episode("a"), 20)
-        assert min(floor.ack_floor for floor in await bus.consumer_floors()) == 0
+        assert min(floor.ack_floor for floor in await bus.ack_floors()) == 0
         assert await compute_trim_limit(bus, limit=END, is_ignorable=never) == 20
         assert await compute_trim_limit(bus, limit=7, is_ignorable=never) == 7
 

@@ -46,7 +46,7 @@ async def declare(server: NatsServerProcess, run: str, *, max_bytes: int = 4 * S
     async with connect(server.url, run=run) as bus:
         await bus.declare(plan_run(run, lanes=1, max_bytes=max_bytes))
         await bus.declare(plan_run(run, lanes=1, max_bytes=max_bytes))  # as every later `up` does
-        return (await bus.usage())[1]
+        return (await bus.log_state()).limit_bytes
 
 
 async def test_runs_get_what_is_left_and_the_one_that_gets_nothing_is_told_what_to_do(server: NatsServerProcess) -> None:

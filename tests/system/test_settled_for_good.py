@@ -113,7 +113,7 @@ async def wait_until_gone(bus: Bus, subject: str) -> None:
 
 
 async def wait_until_acked(bus: Bus, consumer: str, sequence: int) -> None:
-    while await bus.ack_floor(consumer) < sequence:  # noqa: ASYNC110  # nor of an ack
+    while (await bus.ack_floors([consumer]))[0].ack_floor < sequence:  # noqa: ASYNC110  # nor of an ack
         await anyio.sleep(0.05)
 
 

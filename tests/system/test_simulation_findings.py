@@ -265,7 +265,7 @@ async def test_an_action_that_stands_where_the_result_says_is_not_lost_however_l
         assert not await is_lost(subject, position)
         assert await is_lost(SUBJECTS.action("e0", "another"), position)
         assert await is_lost(SUBJECTS.action("e1", "e"), position)
-        assert await is_lost(subject, await bus.last_sequence() + 1)
+        assert await is_lost(subject, (await bus.log_state()).last_sequence + 1)
         await bus.purge(SUBJECTS.actions(), below=position + 1)
         assert not await is_lost(subject, position)  # trimmed: an archive may have it
 

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.bus.base import Bus, ConsumerFloor, StreamEntry
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import observations_consumer, plan_run
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
@@ -67,10 +67,10 @@ class CountedBus:
             raise NoResponders(subject)
         return encode(ControlAnswered(worker="i", role="inference", done=True, busy_with=self.in_work))
 
-    async def ack_floor(self, consumer: str) -> int:
+    async def ack_floors(self, consumers: Sequence[str] = ()) -> list[ConsumerFloor]:
         if self.queue_fails:
             await anyio.sleep_forever()
-        return await self._bus.ack_floor(consumer)
+        return await self._bus.ack_floors(consumers)
 
     async def history(self, subjects: Sequence[str]) -> list[StreamEntry]:
         self.own += subjects

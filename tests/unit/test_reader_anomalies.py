@@ -33,7 +33,7 @@ class Api:
     prefix = "$JS.API"
 
     async def ask(self, subject: str, _: Any = None) -> dict[str, Any]:
-        return {"state": {"last_seq": 10}} if subject.startswith("STREAM.INFO") else {"num_pending": 1}
+        return {"created": "2026", "state": {"last_seq": 10}} if subject.startswith("STREAM.INFO") else {"num_pending": 1}
 
 
 @pytest.fixture

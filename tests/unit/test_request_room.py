@@ -10,7 +10,7 @@ import pytest
 
 from fleetbus.bus.nats.api import JetStreamApi
 from fleetbus.bus.nats.request_mux import RequestMux
-from fleetbus.bus.nats.wire import WireClient
+from fleetbus.bus.nats.wire import Wire
 from fleetbus.bus.streams import API
 from fleetbus.errors import RequestUnanswered
 
@@ -47,7 +47,7 @@ class FullWire:
 
 def make_mux() -> tuple[FullWire, RequestMux]:
     wire = FullWire()
-    return wire, RequestMux(cast(WireClient, wire), "_INBOX_x")
+    return wire, RequestMux(cast(Wire, wire), "_INBOX_x")
 
 
 @pytest.mark.parametrize("resend_seconds", [0.0, 2.0])

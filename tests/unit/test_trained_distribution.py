@@ -43,7 +43,7 @@ async def test_a_run_that_trains_refuses_to_sample_from_another_distribution(nam
                 trainer=trainer,
                 curriculum=curriculum,
             )
-        assert await bus.last_sequence() == 0
+        assert (await bus.log_state()).last_sequence == 0
 
 
 def test_temperature_is_the_trained_policy_s_own() -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import anyio
 
 from fleetbus.bus.base import (
-    Backlog,
     Bus,
     ConsumerFloor,
     Listener,
+    LogState,
     PublishAck,
     Reader,
     RequestServer,
@@ -83,6 +83,8 @@ class NatsBus:
         self._lane_prefix = subjects.lanes.removesuffix(">")
         self._positions = Positions()
         self._publisher = Publisher(connection, self._positions)
+        self._created = ""
+        """When the log was made, as of the last answer about it."""
         self._clock = ServerClock()
         self._clock_due = anyio.Event()
         connection.on_reconnect[self] = self._reset_clock
@@ -111,7 +113,9 @@ class NatsBus:
         return open_subscription(self._connection, self._work, consumer, credits)
 
     def read(self, subjects: Sequence[str], *, start: int = 1) -> AbstractAsyncContextManager[Reader]:
-        return open_reader(self._connection, self._stream_of(subjects), subjects, start)
+        stream = self._stream_of(subjects)
+        created = self._created if stream == self._log else ""
+        return open_reader(self._connection, stream, subjects, start, looks_up=not self._narrow, created=created)
 
     async def scan(self, subjects: Sequence[str], *, start: int = 1) -> AsyncIterator[StreamEntry]:
         stream = self._stream_of(subjects)
@@ -121,7 +125,8 @@ class NatsBus:
             return
         async with AsyncExitStack() as stack:
             opened = [
-                open_reader(self._connection, stream, filters, start, beside=leader) for filters in split_filters(subjects)
+                open_reader(self._connection, stream, filters, start, beside=leader, created=info["created"])
+                for filters in split_filters(subjects)
             ]
             readers = [await stack.enter_async_context(each) for each in opened]
             async for entry in await stack.enter_async_context(aclosing(merge_entries(readers, end))):
@@ -154,23 +159,24 @@ class NatsBus:
     async def list_subjects(self, subject: str) -> list[str]:
         return await list_subjects(self._connection.api, self._log, subject)
 
-    async def last_sequence(self) -> int:
-        return int((await self._stream_info(self._log))["state"]["last_seq"])
+    async def log_state(self, consumer: str = "") -> LogState:
+        info = await self._stream_info(self._log)
+        state, config = info["state"], info["config"]
+        may_ask = self._work == self._log  # the answer tells the consumer's name, which accounts keep secret
+        return LogState(
+            last_sequence=int(state["last_seq"]),
+            entries=int(state["messages"]),
+            used_bytes=int(state["bytes"]),
+            limit_bytes=max(int(config["max_bytes"]), 0),
+            duplicate_window_seconds=float(config["duplicate_window"]) / 1e9,
+            created=str(info["created"]),
+            unacked=await count_unacked(self._connection.api, self._log, consumer) if consumer and may_ask else 0,
+        )
 
     async def check_log(self, *, reading: bool = False) -> None:
         """Raise `UserError` if the stream called as the run's log is none; not part of the `Bus` protocol."""
         plan = StreamPlan(name=self._log, subjects=(f"{self._log_prefix}>",))
         check_log(plan, (await self._stream_info(self._log))["config"], reading=reading)
-
-    async def usage(self) -> tuple[int, int]:
-        return _read_usage(await self._stream_info(self._log))
-
-    async def backlog(self, consumer: str) -> Backlog:
-        info = await self._stream_info(self._log)
-        may_ask = self._work == self._log  # the answer contains the consumer's name, which accounts keep secret
-        unacked = await count_unacked(self._connection.api, self._log, consumer) if may_ask else 0
-        used, limit = _read_usage(info)
-        return Backlog(entries=int(info["state"]["messages"]), used_bytes=used, limit_bytes=limit, unacked=unacked)
 
     async def runs(self) -> list[RunOnServer]:
         """All runs that the server keeps, this one and others; not part of the `Bus` protocol."""
@@ -180,14 +186,10 @@ class NatsBus:
         """Remove all of a run: its log, its lanes, its weights. Not part of the `Bus` protocol either."""
         await remove_run(self._connection.api, run)
 
-    async def duplicate_window_seconds(self) -> float:
-        return float((await self._stream_info(self._log))["config"]["duplicate_window"]) / 1e9
-
-    async def consumer_floors(self) -> list[ConsumerFloor]:
-        return await list_floors(self._connection.api, self._log)
-
-    async def ack_floor(self, consumer: str) -> int:
-        return await read_floor(self._connection.api, self._work, consumer)
+    async def ack_floors(self, consumers: Sequence[str] = ()) -> list[ConsumerFloor]:
+        if not consumers:
+            return await list_floors(self._connection.api, self._log)
+        return [await read_floor(self._connection.api, self._work, consumer) for consumer in consumers]
 
     async def next_entry(self, subject: str, *, start: int) -> StreamEntry | None:
         return await get_next(self._connection, self._log, subject, start)
@@ -234,6 +236,7 @@ class NatsBus:
                 return
             self._clock.learn(sent, time.monotonic_ns(), parse_time_ns(answer["ts"]))
             self._publisher.mark_stream_known(self._log_prefix)
+            self._created = answer["created"]
 
     def _reset_clock(self) -> None:
         self._clock.forget()
@@ -248,10 +251,6 @@ class NatsBus:
         if all(subject.startswith(self._lane_prefix) for subject in subjects):
             return self._lanes
         raise BusError(f"no single stream of this run stores {', '.join(subjects)}")
-
-
-def _read_usage(info: dict[str, Any]) -> tuple[int, int]:
-    return int(info["state"]["bytes"]), max(int(info["config"]["max_bytes"]), 0)
 
 
 def inbox_prefix(role: str) -> str:

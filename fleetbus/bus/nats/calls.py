@@ -16,7 +16,7 @@ from fleetbus.bus.base import Request
 from fleetbus.bus.nats.connection import Connection
 from fleetbus.bus.nats.protocol import NO_RESPONDERS, check_subject, publish_command, status_of
 from fleetbus.bus.nats.receive_queue import ReceiveQueue
-from fleetbus.bus.nats.wire import WireClient
+from fleetbus.bus.nats.wire import Wire
 from fleetbus.errors import BusError, NoResponders, RequestUnanswered
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class NatsRequest:
 
     __slots__ = ("_reply", "_wire", "payload", "subject")
 
-    def __init__(self, wire: WireClient, subject: bytes, reply: bytes, payload: bytes) -> None:
+    def __init__(self, wire: Wire, subject: bytes, reply: bytes, payload: bytes) -> None:
         self.subject = subject.decode()
         self.payload = payload
         self._reply = reply.decode()
@@ -58,7 +58,7 @@ class NatsRequest:
 class NatsServer:
     """See `fleetbus.bus.base.RequestServer`."""
 
-    def __init__(self, wire: WireClient, limit: int) -> None:
+    def __init__(self, wire: Wire, limit: int) -> None:
         self._wire = wire
         self._limit = limit
         self._queue: ReceiveQueue[NatsRequest] = ReceiveQueue()

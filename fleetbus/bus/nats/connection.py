@@ -19,9 +19,10 @@ from anyio.abc import TaskGroup
 from nats.errors import Error as NatsError
 
 from fleetbus.bus.nats.api import JetStreamApi
+from fleetbus.bus.nats.choose_wire import connect_wire
 from fleetbus.bus.nats.protocol import publish_command
 from fleetbus.bus.nats.request_mux import RequestMux
-from fleetbus.bus.nats.wire import WireClient
+from fleetbus.bus.nats.wire import Wire
 from fleetbus.bus.streams import API
 from fleetbus.concurrency.task_groups import open_flat_task_group
 from fleetbus.config.load import strip_credentials
@@ -63,7 +64,7 @@ class Connection:
         self._api_prefix = api_prefix
         self._user = inbox_prefix.removeprefix("_INBOX_")
         self.inbox = f"{inbox_prefix}.{secrets.token_hex(8)}"
-        self.wire = WireClient(self._on_crash)
+        self.wire: Wire
         self.on_reconnect: dict[object, Callable[[], None]] = {}
         self._events = anyio.Event()
         self._reconnected = False
@@ -74,9 +75,14 @@ class Connection:
         self._inboxes = 0
         self._opening, self._began = True, anyio.current_time()
         self.first_error: Exception | None = None
+        self.is_checked = False
+        """Connected, to a server that will do."""
         self.open = False
         self.request_mux: RequestMux
         self.api: JetStreamApi
+
+    def set_wire(self, wire: Wire) -> None:
+        self.wire = wire
 
     def start(self) -> None:
         """Begin to answer and to watch; call it once the wire is connected."""
@@ -124,10 +130,10 @@ class Connection:
         self._events.set()
 
     async def on_closed(self) -> None:
-        self._closed = True
+        self._closed = self.open
         self._events.set()
 
-    def _on_crash(self, error: Exception) -> None:
+    def on_crash(self, error: Exception) -> None:
         self._crash = error
         self._events.set()
 
@@ -189,9 +195,7 @@ class Connection:
                 with suppress(TimeoutError):
                     await self.round_trip(CLOSE_LIMIT_SECONDS / 2)
             self.request_mux.close()
-            with anyio.move_on_after(CLOSE_LIMIT_SECONDS / 2):
-                await self.wire.close_gracefully()
-            self.wire.force_close()
+            await self.wire.close()
 
 
 @asynccontextmanager
@@ -214,11 +218,13 @@ async def open_connection(
 
 
 async def _connect(connection: Connection, url: str, **options: object) -> None:
-    wire = connection.wire
     try:
         with anyio.fail_after(max(CONNECT_TIMEOUT_SECONDS, GREETING_LIMIT_SECONDS)):
-            await wire.connect(
-                [each.strip() for each in url.split(",")],
+            await connect_wire(
+                url,
+                connection.tasks,
+                connection.on_crash,
+                connection.set_wire,
                 error_cb=connection.on_error,
                 disconnected_cb=connection.on_disconnected,
                 reconnected_cb=connection.on_reconnected,
@@ -230,7 +236,8 @@ async def _connect(connection: Connection, url: str, **options: object) -> None:
                 max_outstanding_pings=2,
                 **options,
             )
-        _check_server(wire, url)
+        _check_server(connection.wire, url)
+        connection.is_checked = True
     except (TimeoutError, OSError, NatsError, UnicodeError) as error:  # the last one: what can be no host
         reason = connection.first_error or error
         if isinstance(reason, ssl.SSLError):
@@ -238,19 +245,16 @@ async def _connect(connection: Connection, url: str, **options: object) -> None:
         raise UserError(f"no NATS server answers at {strip_credentials(url)}: start one, or check --nats") from reason
     except (ValueError, TypeError, AttributeError) as error:  # nats-py's, about a greeting that is no INFO or has odd fields
         raise UserError(_describe_stranger(url)) from error
-    except UserError:
-        wire.force_close()
-        raise
     finally:
-        if not wire.ready:
-            wire.force_close()
+        if not connection.is_checked:
+            with anyio.CancelScope(shield=True):
+                await connection.wire.close()
 
 
-def _check_server(wire: WireClient, url: str) -> None:
-    found = wire._server_info.get("version", "0.0")
-    if not isinstance(found, str) or not isinstance(wire.max_payload, int):
+def _check_server(wire: Wire, url: str) -> None:
+    version = wire.server_version
+    if not isinstance(wire.max_payload, int):
         raise UserError(_describe_stranger(url))
-    version = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
     if version < MINIMUM_VERSION:
         raise UserError(f"the NATS server at {strip_credentials(url)} is older than 2.11: upgrade it")
     if wire.max_payload < MINIMUM_PAYLOAD_BYTES:  # long episodes alone would be lost, and training would never see them

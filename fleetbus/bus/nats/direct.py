@@ -98,6 +98,12 @@ async def get_next(connection: Connection, stream: str, subject: str, start: int
     return _parse_answer(subject, payload, headers)
 
 
+async def get_entry(connection: Connection, stream: str, sequence: int) -> StreamEntry | None:
+    """The entry at this position, None where the replica that answers has none."""
+    payload, headers = await connection.api.ask_raw(f"DIRECT.GET.{stream}", _encode({"seq": sequence}))
+    return _parse_answer(f"entry {sequence} of {stream}", payload, headers)
+
+
 async def get_history(connection: Connection, stream: str, subject: str) -> list[StreamEntry]:
     """All entries on a literal subject in order, in as many batches as it takes."""
     collector = _Collector(check_subject(subject))

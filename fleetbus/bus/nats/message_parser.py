@@ -1,8 +1,7 @@
-"""Reads what a server sends: messages without a regular expression, a copy of the buffer and a turn of the loop for each.
+"""Reads what a server sends: messages are dispatched at once, all other lines are returned for nats-py to read.
 
-nats-py's parser tries its patterns one after another on a buffer that it shortens after every message. Here messages, which
-are nearly all there is, are found by their line ends and dispatched at once; any other line is left to nats-py. What is
-kept of a server's input is bounded.
+Messages are nearly all there is; they are found by their line ends, without a regular expression, a copy of the buffer or a
+turn of the loop for each. Above it is the socket; below it nothing. Whatever a server sends, what is kept of it is bounded.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nats.errors import ProtocolError
-from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
 
 Dispatch = Callable[[int, bytes, bytes, bytes, bytes | None], None]
 """Called with the subscription's number, subject, reply subject, payload and raw header block."""
@@ -21,43 +19,41 @@ MAX_FRAME_BYTES = 65 << 20
 MAX_LINE_BYTES = 1 << 20
 """The longest line is that of INFO, with the addresses of a whole cluster."""
 
+_FORBIDDEN = b"permissions violation"
+"""The only error of a server that leaves the connection as it is."""
 
-class MessageParser(Parser):  # type: ignore[misc]  # nats-py is untyped
-    """nats-py's parser; ``dispatch`` gets the messages."""
 
-    def __init__(self, client: object, dispatch: Dispatch) -> None:
-        self._resets = 0
-        super().__init__(client)
+class MessageParser:
+    """The parser of one connection; ``dispatch`` gets the messages."""
+
+    def __init__(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
-
-    def reset(self) -> None:
-        """The connection is another one from now on."""
-        super().reset()
+        self._rest = bytearray()
         self._wanted = 0
-        self._resets += 1
+        self._is_over = False
 
-    async def parse(self, data: bytes = b"") -> None:
-        if self.buf:
-            self.buf.extend(data)
-            if len(self.buf) < self._wanted:
-                return
-            data = bytes(self.buf)
-            self.buf.clear()
+    def feed(self, data: bytes) -> list[bytes]:
+        """Dispatch the messages in ``data`` and what was left before it; returns the other whole lines in between, with their
+        ends. Raises `ProtocolError` for what is no protocol. Nothing is read behind an error that ends the connection."""
+        if self._rest:
+            self._rest.extend(data)
+            if len(self._rest) < self._wanted:
+                return []
+            data = bytes(self._rest)
+            self._rest.clear()
+        lines: list[bytes] = []
         start = 0
-        while (start := self._dispatch_messages(data, start)) < len(data):
+        while not self._is_over and (start := self._dispatch_messages(data, start)) < len(data):
             line_end = data.find(b"\r\n", start)
             if self._wanted or line_end < 0:
-                if len(data) - start > max(self._wanted, MAX_LINE_BYTES):
+                if len(data) - start >= max(self._wanted, MAX_LINE_BYTES):
                     raise ProtocolError("nats: endless line")
-                self.buf.extend(memoryview(data)[start:])
-                return
-            resets = self._resets
-            await super().parse(data[start : line_end + 2])
-            if self._resets != resets:  # it led to another connection, which this is not from
-                return
-            if self.buf or self.state != AWAITING_CONTROL_LINE:
-                raise ProtocolError("nats: unknown protocol")
+                self._rest.extend(memoryview(data)[start:])
+                break
+            lines.append(_check_line(data[start : line_end + 2]))
+            self._is_over = is_error(lines[-1]) and not is_forbidden(lines[-1])
             start = line_end + 2
+        return lines
 
     def _dispatch_messages(self, data: bytes, start: int) -> int:
         """Offset at which what is no whole message begins; if it is a part of one, ``_wanted`` says how long that is."""
@@ -94,3 +90,19 @@ class MessageParser(Parser):  # type: ignore[misc]  # nats-py is untyped
             start = following
             self._dispatch(number, fields[1], reply, data[body + head : following - 2], headers)
         return start
+
+
+def is_error(line: bytes) -> bool:
+    """True for a line by which the server says that something is wrong."""
+    return line[:4].upper() == b"-ERR"
+
+
+def is_forbidden(error: bytes) -> bool:
+    """True for an error line about a subject that the user may not use."""
+    return _FORBIDDEN in error.lower()
+
+
+def _check_line(line: bytes) -> bytes:
+    if line.startswith((b"MSG", b"HMSG")):  # nats-py would wait for its payload
+        raise ProtocolError("nats: malformed MSG")
+    return line

@@ -83,6 +83,16 @@ def header_fields(headers: bytes | None) -> dict[str, str]:
     return fields
 
 
+def make_header_block(fields: dict[str, str]) -> bytes:
+    """The header block whose names, values and status nats-py found; what a publisher called ``Status`` beside the position of
+    its entry is none."""
+    rest = dict(fields)
+    status = "" if "Nats-Sequence" in rest else rest.pop("Status", "")
+    words = rest.pop("Description", "") if status else ""
+    first = " ".join(["NATS/1.0", *filter(None, (status, words))])
+    return "\r\n".join([first, *(f"{name}: {value}" for name, value in rest.items()), "", ""]).encode()
+
+
 class Arrival(msgspec.Struct, frozen=True):
     """The facts in a consumer's ack subject about the message it came with."""
 

@@ -17,7 +17,7 @@ from fleetbus.bus.nats.connection import Connection
 from fleetbus.bus.nats.protocol import parse_ack_subject, publish_command
 from fleetbus.bus.nats.pull_requests import PullRequests
 from fleetbus.bus.nats.receive_queue import ReceiveQueue
-from fleetbus.bus.nats.wire import WireClient
+from fleetbus.bus.nats.wire import Wire
 from fleetbus.errors import BusError, RequestUnanswered
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class NatsDelivery:
 
     __slots__ = ("_reply", "_wire", "delivered", "message")
 
-    def __init__(self, wire: WireClient, subject: bytes, reply: bytes, payload: bytes) -> None:
+    def __init__(self, wire: Wire, subject: bytes, reply: bytes, payload: bytes) -> None:
         arrival = parse_ack_subject(reply)
         self.message = StreamEntry(
             subject=subject.decode(), payload=payload, sequence=arrival.stream_sequence, time_ns=arrival.time_ns
@@ -124,7 +124,7 @@ class NatsSubscription:
         self._queue.items.clear()
         self._connection.tasks.start_soon(self._drain_late_messages, wire, route, name="nats late messages")
 
-    async def _drain_late_messages(self, wire: WireClient, route: int) -> None:
+    async def _drain_late_messages(self, wire: Wire, route: int) -> None:
         try:
             await self._connection.round_trip(_DRAIN_SECONDS)
         except TimeoutError:

@@ -19,6 +19,7 @@ import anyio
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.nats.api import STREAM_NOT_FOUND, ApiRefused
 from fleetbus.bus.nats.connection import Connection
+from fleetbus.bus.nats.direct import get_entry
 from fleetbus.bus.nats.protocol import check_subject, parse_ack_subject, publish_command
 from fleetbus.bus.nats.pull_requests import PullRequests
 from fleetbus.bus.nats.receive_queue import ReceiveQueue
@@ -39,6 +40,9 @@ _CHECK_EVERY_SECONDS = 1.0
 _RETRY_SECONDS = 0.5
 _MAX_TRUNCATION_CHECKS = 6
 """So often in a row a log that ends before what was read is looked at again: a new leader may still be taking over."""
+_LAG_PAUSES_SECONDS = (0.0, 0.05, 0.25)
+"""Before a replica is asked for the last entry that was read."""
+
 _NO_END = 1 << 63
 """Beyond every sequence: read until nothing is pending."""
 
@@ -46,8 +50,20 @@ _NO_END = 1 << 63
 class NatsReader:
     """See `fleetbus.bus.base.Reader`."""
 
-    def __init__(self, connection: Connection, stream: str, subjects: Sequence[str], start: int, beside: str = "") -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        stream: str,
+        subjects: Sequence[str],
+        start: int,
+        *,
+        beside: str = "",
+        looks_up: bool = False,
+        created: str = "",
+    ) -> None:
         self._connection = connection
+        self._looks_up = looks_up
+        self._created = created
         self._beside = beside
         self._stream = stream
         self._subjects = [check_subject(subject) for subject in subjects]
@@ -106,7 +122,7 @@ class NatsReader:
 
     async def _attach(self) -> bool:
         try:
-            if self._last_read and await self._is_truncated():
+            if self._last_read and not await self._is_same_log():
                 return False
             name, answer = await self._create_consumer()
         except ApiRefused as refused:
@@ -136,17 +152,34 @@ class NatsReader:
             self._delete(name)
         return name, answer
 
-    async def _is_truncated(self) -> bool:
-        """True while the log ends before what was read. If it stays so, the server lost entries, or another log has this name:
-        what is written at those positions now would be passed over without a word."""
-        last = (await self._connection.api.ask(f"STREAM.INFO.{self._stream}"))["state"]["last_seq"]
-        if last >= self._last_read:
-            self._truncation_checks = 0
+    async def _is_same_log(self) -> bool:
+        """False while the log ends before what was read, and for good if it is another one: made anew, or with another entry
+        where the last one was read. What is written at lost positions now would be passed over without a word."""
+        info = await self._connection.api.ask(f"STREAM.INFO.{self._stream}")
+        self._created = self._created or info["created"]
+        if info["created"] != self._created:
+            self._fail_lost(f"stream {self._stream} was created again at {info['created']}")
             return False
-        self._truncation_checks += 1
-        if self._truncation_checks > _MAX_TRUNCATION_CHECKS:
-            self._fail_lost(f"stream {self._stream} ends at {last}, and {self._last_read} was read before")
+        if (last := info["state"]["last_seq"]) < self._last_read:
+            self._truncation_checks += 1
+            if self._truncation_checks > _MAX_TRUNCATION_CHECKS:
+                self._fail_lost(f"stream {self._stream} ends at {last}, and {self._last_read} was read before")
+            return False
+        self._truncation_checks = 0
+        if self._looks_up and await self._is_replaced(has_replicas=bool((info.get("cluster") or {}).get("replicas"))):
+            self._fail_lost(f"entry {self._last_read} of stream {self._stream} is not the one that was read before")
+            return False
         return True
+
+    async def _is_replaced(self, *, has_replicas: bool) -> bool:
+        """True if another entry stands where the last one was read, on whichever subject. None may stand there: it was trimmed;
+        or the replica that answers lags, so it is asked again."""
+        for pause in _LAG_PAUSES_SECONDS if has_replicas else (0.0,):
+            await anyio.sleep(pause)
+            found = await get_entry(self._connection, self._stream, self._last_read)
+            if found is not None:
+                return found.time_ns != self._last_time_ns
+        return False
 
     def _fail_lost(self, what: str) -> None:
         self._pull_requests.detach()
@@ -234,11 +267,16 @@ class NatsReader:
 
 @asynccontextmanager
 async def open_reader(
-    connection: Connection, stream: str, subjects: Sequence[str], start: int, *, beside: str = ""
+    connection: Connection, stream: str, subjects: Sequence[str], start: int, **options: Any
 ) -> AsyncGenerator[NatsReader]:
-    """Read ``stream`` for the length of the block, if possible on the server named ``beside``: the leader of a replicated
-    stream has all of it, and another replica may lag and take what is missing for the end."""
-    reader = NatsReader(connection, stream, subjects, start, beside)
+    """Read ``stream`` for the length of the block. Options:
+
+    - ``beside``: if possible on the server of this name. The leader of a replicated stream has all of it, and another replica
+      may lag and take what is missing for the end.
+    - ``looks_up``: this user may read entries by their position, so that a reader that comes back can compare.
+    - ``created``: when the stream was made, as far as this connection knows.
+    """
+    reader = NatsReader(connection, stream, subjects, start, **options)
     scope = anyio.CancelScope()
 
     async def follow() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import anyio.lowlevel
 
-from fleetbus.bus.nats.wire import WireClient
+from fleetbus.bus.nats.wire import Wire
 from fleetbus.errors import BusClosed
 
 Answer = tuple[bytes, bytes | None]
@@ -47,7 +47,7 @@ class PendingRequest:
 class RequestMux:
     """The table of what waits for an answer, by the last token of its reply subject."""
 
-    def __init__(self, wire: WireClient, inbox: str) -> None:
+    def __init__(self, wire: Wire, inbox: str) -> None:
         self._wire = wire
         self._loop = asyncio.get_running_loop()
         self._prefix = f"{inbox}."

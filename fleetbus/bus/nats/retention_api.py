@@ -23,16 +23,19 @@ async def list_floors(api: JetStreamApi, stream: str) -> list[ConsumerFloor]:
         seen += len(page)
         if not page or seen >= answer["total"]:
             break
-    return [
-        ConsumerFloor(name=name, filter=info["config"].get("filter_subject", ">"), ack_floor=info["ack_floor"]["stream_seq"])
-        for name, info in sorted(found.items())
-        if info["config"].get("ack_policy", "none") != "none"
-    ]
+    durable = [info for _, info in sorted(found.items()) if info["config"].get("ack_policy", "none") != "none"]
+    return [_build_floor(info["name"], info) for info in durable]
 
 
-async def read_floor(api: JetStreamApi, stream: str, consumer: str) -> int:
-    """The ack floor of one consumer; raises `ApiRefused` when there is none of that name."""
-    return int((await api.ask(f"CONSUMER.INFO.{stream}.{consumer}"))["ack_floor"]["stream_seq"])
+async def read_floor(api: JetStreamApi, stream: str, consumer: str) -> ConsumerFloor:
+    """That of one consumer; raises `ApiRefused` when there is none of that name."""
+    return _build_floor(consumer, await api.ask(f"CONSUMER.INFO.{stream}.{consumer}"))
+
+
+def _build_floor(name: str, info: dict[str, Any]) -> ConsumerFloor:
+    return ConsumerFloor(
+        name=name, filter=info["config"].get("filter_subject", ">"), ack_floor=int(info["ack_floor"]["stream_seq"])
+    )
 
 
 async def count_unacked(api: JetStreamApi, stream: str, consumer: str) -> int:

@@ -23,9 +23,9 @@ class SimulatedObjects:
         await self.put_bytes(name, file.read_bytes())  # noqa: ASYNC240 - virtual time knows no threads
 
     async def put_bytes(self, name: str, content: bytes) -> None:
-        await self._wire.last_sequence()  # as far away as the log is
+        await self._wire.log_state()  # as far away as the log is
         self._contents[check_object_name(name)] = content
-        await self._wire.last_sequence()
+        await self._wire.log_state()
 
     async def get(self, name: str, file: Path) -> None:
         file.write_bytes(await self._read(name))  # noqa: ASYNC240
@@ -37,11 +37,11 @@ class SimulatedObjects:
         return content
 
     async def remove(self, name: str) -> None:
-        await self._wire.last_sequence()
+        await self._wire.log_state()
         self._contents.pop(check_object_name(name), None)
 
     async def _read(self, name: str) -> bytes:
-        await self._wire.last_sequence()
+        await self._wire.log_state()
         if check_object_name(name) not in self._contents:
             raise ObjectMissing(f"object {name} is not in the bucket")
         return self._contents[name]

@@ -13,10 +13,10 @@ from typing import Generic, Protocol, TypeVar
 import anyio
 
 from fleetbus.bus.base import (
-    Backlog,
     ConsumerFloor,
     Delivery,
     Listener,
+    LogState,
     PublishAck,
     Reader,
     RequestServer,
@@ -249,28 +249,13 @@ class SimulatedBus:
         await self._ask(subject)
         return await self._inner.list_subjects(subject)
 
-    async def last_sequence(self) -> int:
+    async def log_state(self, consumer: str = "") -> LogState:
         await self._ask(STREAM)
-        return await self._inner.last_sequence()
+        return await self._inner.log_state(consumer)
 
-    async def usage(self) -> tuple[int, int]:
+    async def ack_floors(self, consumers: Sequence[str] = ()) -> list[ConsumerFloor]:
         await self._ask(STREAM)
-        return await self._inner.usage()
-
-    async def backlog(self, consumer: str) -> Backlog:
-        await self._ask(STREAM)
-        return await self._inner.backlog(consumer)
-
-    async def duplicate_window_seconds(self) -> float:
-        return await self._inner.duplicate_window_seconds()
-
-    async def consumer_floors(self) -> list[ConsumerFloor]:
-        await self._ask(STREAM)
-        return await self._inner.consumer_floors()
-
-    async def ack_floor(self, consumer: str) -> int:
-        await self._ask(STREAM)
-        return await self._inner.ack_floor(consumer)
+        return await self._inner.ack_floors(consumers)
 
     async def next_entry(self, subject: str, *, start: int) -> StreamEntry | None:
         await self._ask(subject)

@@ -16,7 +16,7 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import Bus, CallBus
 from fleetbus.config.settings import Configuration
 from fleetbus.core.training.evaluation_summary import Summary as ResultSummary
 from fleetbus.core.training.evaluation_summary import summarise_by_environment, summarise_results
@@ -111,7 +111,7 @@ async def evaluate_run(
     )
 
 
-async def find_live_roles(bus: Bus, configuration: Configuration) -> set[str]:
+async def find_live_roles(bus: CallBus, configuration: Configuration) -> set[str]:
     """The kinds of `ROLES` that live; recorders and gateways neither play nor train."""
     from fleetbus.delivery.heartbeats import decode_heartbeat
 

@@ -25,7 +25,7 @@ from fleetbus_workers.inference.tinker import TinkerSampler
 from fleetbus_workers.inference.weight_folders import WeightFolders
 
 if TYPE_CHECKING:
-    from fleetbus.bus.base import Bus
+    from fleetbus.bus.base import LogBus
     from fleetbus.config.settings import Configuration, InferenceSettings
     from fleetbus_workers.images.processing import ImageProcessor
     from fleetbus_workers.inference.base import ImageSource, Sampler
@@ -109,7 +109,7 @@ async def launch_engine(configuration: Configuration, worker: str) -> AsyncItera
             yield tinker, template
 
 
-def build_image_source(template: ChatTemplate, bus: Bus, run: str) -> ImageSource | None:
+def build_image_source(template: ChatTemplate, bus: LogBus, run: str) -> ImageSource | None:
     """The source of a run's images for the engine that the template belongs to; None if it reads text only."""
     processor: ImageProcessor | None = getattr(template, "processor", None)
     if processor is None:

@@ -54,7 +54,7 @@ async def _check_declared(bus: Bus, configuration: Configuration, role: str) -> 
     try:
         await bus.check_log()
         if role in consumers:  # they are declared last
-            await bus.ack_floor(consumers[role])
+            await bus.ack_floors([consumers[role]])
     except ApiRefused as refused:
         if refused.code == CONSUMER_NOT_FOUND:
             raise UserError(

@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from fleetbus.auth.access import build_access
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import Bus, LogBus
 from fleetbus.config.settings import Configuration
 from fleetbus.delivery.requests import Requests
 from fleetbus.errors import UserError
@@ -51,7 +51,13 @@ class AgentGatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def run_agent_gateway(
-    bus: Bus, configuration: Configuration, name: str, drain: anyio.Event, *, listener: socket, settings: AgentGatewaySettings
+    bus: Bus,
+    configuration: Configuration,
+    name: str,
+    drain: anyio.Event,
+    *,
+    listener: socket,
+    settings: AgentGatewaySettings,
 ) -> None:
     """Serve until drained: sessions end, or are released to other gateways of the run. Raises `UserError`."""
     check_configuration(configuration)
@@ -143,7 +149,7 @@ def check_configuration(configuration: Configuration) -> None:
         raise UserError(f"an agent decides about its context itself: leave out {', '.join(wrong)}")
 
 
-async def read_trajectory(bus: Bus, subjects: Subjects, pool: str, episode: str) -> dict[str, object] | None:
+async def read_trajectory(bus: LogBus, subjects: Subjects, pool: str, episode: str) -> dict[str, object] | None:
     """None for an episode that nobody asked for, or that has left the log. ``prompt_ids`` are what a turn's messages became,
     ``sampled_ids`` and ``logprobs`` what the policy said; a turn continues the ids of its ``segment``."""
     stored = await bus.last(subjects.task(pool, episode))

@@ -11,7 +11,7 @@ import anyio
 import msgspec
 import structlog
 
-from fleetbus.bus.base import Bus, Delivery
+from fleetbus.bus.base import Delivery, LogBus
 from fleetbus.concurrency.notifier import Notifier
 from fleetbus.errors import RequestUnanswered
 from fleetbus.log.episodes import read_episode_state
@@ -63,7 +63,7 @@ class _Waiter:
 class AgentSessions:
     """Directory of the endpoint, intake of the worker, registry of the environments."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, keys: SessionKeys) -> None:
+    def __init__(self, bus: LogBus, subjects: Subjects, keys: SessionKeys) -> None:
         self._bus = bus
         self._subjects = subjects
         self._keys = keys

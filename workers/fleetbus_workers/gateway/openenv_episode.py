@@ -8,10 +8,10 @@ import hashlib
 import secrets
 from typing import Any
 
+import anyio
 import msgspec
 
 from fleetbus.client.sessions import SessionClient, SessionUnavailable
-from fleetbus.concurrency.quick_lock import QuickLock
 from fleetbus.core.episode.journal import Journal
 from fleetbus.errors import BusError
 from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, Task, ToolCall, ToolSpec
@@ -56,7 +56,7 @@ class OpenEnvEpisode:
         self._capacity_seconds = capacity_seconds
         self._call_seconds = call_seconds
         self._load = load
-        self._lock = QuickLock()
+        self._lock = anyio.Lock(fast_acquire=True)
         self._number = -1  # of the environment in use, or last used
         self._is_live = False
         self._is_over = True

@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 import anyio
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import LogBus
 from fleetbus.bus.objects import InvalidObjectName, ObjectMissing, ObjectStore, check_content_hash, get_content
 from fleetbus.errors import BusError
 from fleetbus_workers.weights.store import get_object_store
@@ -99,6 +99,6 @@ class ImageReader:
             raise ImageNotFetched(f"image {name}: {' '.join(str(error).split())}") from error
 
 
-def image_reader(bus: Bus, run: str) -> ImageReader:
+def image_reader(bus: LogBus, run: str) -> ImageReader:
     """The reader of a run's bucket."""
     return ImageReader(get_object_store(bus, run))

@@ -13,7 +13,7 @@ import anyio
 import msgspec
 import structlog
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import LogBus
 from fleetbus.core.episode.history import Turn, collect_images, shift_images
 from fleetbus.core.episode.segments import (
     Segment,
@@ -89,7 +89,7 @@ class HistoryCache:
 
     def __init__(
         self,
-        bus: Bus,
+        bus: LogBus,
         subjects: Subjects,
         *,
         limit: int = 4096,

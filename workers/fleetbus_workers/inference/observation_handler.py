@@ -12,7 +12,7 @@ import anyio
 import msgspec
 import structlog
 
-from fleetbus.bus.base import Bus, Delivery
+from fleetbus.bus.base import Delivery, LogBus
 from fleetbus.concurrency.deadlines import Deadlines
 from fleetbus.concurrency.loop_clock import get_clock
 from fleetbus.core.episode.history import shift_images
@@ -65,7 +65,7 @@ class ObservationHandler:
 
     def __init__(
         self,
-        bus: Bus,
+        bus: LogBus,
         subjects: Subjects,
         *,
         worker: str,

@@ -2,7 +2,7 @@
 
 import anyio
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import LogBus
 from fleetbus.log.newest_version import find_newest_version
 from fleetbus_workers.inference.base import Sampler
 from fleetbus_workers.inference.history_cache import LONGEST_LAG_SECONDS
@@ -13,7 +13,7 @@ UNPUBLISHED_SECONDS = LONGEST_LAG_SECONDS
 """How long a pinned version is waited for before the log is asked whether there is one: a replica may be behind."""
 
 
-async def wait_for_version(bus: Bus, subject: str, sampler: Sampler, pinned: int | None) -> None:
+async def wait_for_version(bus: LogBus, subject: str, sampler: Sampler, pinned: int | None) -> None:
     """Wait until the version is loaded. Raises `VersionSuperseded` when a later one is, or the log still has none of that
     number or above on ``subject``, the policy's, after a while: whoever pins one has read it there."""
     waited = 0.0

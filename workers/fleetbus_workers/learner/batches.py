@@ -14,7 +14,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import LogBus
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.settings import AlgorithmSettings, Configuration, EpisodeSettings, LearnerSettings
 from fleetbus.core.algorithms.advantages import ADVANTAGES
@@ -68,7 +68,7 @@ class CreditPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def read_sequences(
-    bus: Bus,
+    bus: LogBus,
     subjects: Subjects,
     groups: Sequence[Group],
     *,
@@ -103,7 +103,7 @@ async def read_sequences(
 
 
 async def _read_actions(
-    bus: Bus, subjects: Subjects, groups: Sequence[Group], *, archive: Path | None, runtime: Runtime
+    bus: LogBus, subjects: Subjects, groups: Sequence[Group], *, archive: Path | None, runtime: Runtime
 ) -> dict[str, list[Action]]:
     results = {result.episode_id: result for group in groups for result in group.graded}
     found, missing = await find_actions(bus, subjects, list(results.values()), archive=archive, runtime=runtime)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import anyio
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import LogBus
 from fleetbus.config.settings import Configuration
 from fleetbus.core.episode.claims import EpisodeEntry
 from fleetbus.delivery.requests import UNANSWERED, Requests
@@ -19,7 +19,7 @@ MAX_UNCLAIMED = 8
 """Episodes that are asked for and that no worker has taken up: while they wait, their deadlines come nearer."""
 
 
-async def find_newest_version(bus: Bus, subjects: Subjects, policy: str) -> PolicyPublished:
+async def find_newest_version(bus: LogBus, subjects: Subjects, policy: str) -> PolicyPublished:
     """Find the version that was published last; raises `UserError` when nothing was."""
     newest = await newest_version.find_newest_version(bus, subjects.policy(policy))
     if newest is None:
@@ -28,7 +28,7 @@ async def find_newest_version(bus: Bus, subjects: Subjects, policy: str) -> Poli
 
 
 async def play(
-    bus: Bus,
+    bus: LogBus,
     configuration: Configuration,
     tasks: Sequence[Task],
     *,
@@ -77,7 +77,7 @@ async def play(
             unclaimed.add(request.episode_id)
             await requests.publish(request)
 
-    start = await bus.last_sequence() + 1
+    start = (await bus.log_state()).last_sequence + 1
     async with bus.read([subjects.episodes], start=start) as reader, anyio.create_task_group() as group:
 
         def enter(entry: EpisodeEntry) -> None:

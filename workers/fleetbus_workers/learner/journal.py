@@ -7,7 +7,7 @@ or changed what it had stored: it says what, and ends as a failure.
 import anyio
 import structlog
 
-from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.bus.base import LogBus, StreamEntry
 from fleetbus.core.training.lineage import lineage_number
 from fleetbus.errors import LogFull, LogLost, PublishUnanswered, RequestUnanswered, SequenceConflict, TakenOver
 from fleetbus.log.episodes import read_entry
@@ -46,7 +46,7 @@ class _Refused(Exception):
 class FencedAppender:
     """One subject that a single author appends to; ``last`` is the sequence of the newest entry."""
 
-    def __init__(self, bus: Bus, subject: str, last: int) -> None:
+    def __init__(self, bus: LogBus, subject: str, last: int) -> None:
         self._bus = bus
         self._subject = subject
         self._unconfirmed = b""

@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import structlog
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import LogBus
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.errors import BusError, LogFull, PublishUnanswered, RequestUnanswered
@@ -33,7 +33,7 @@ class Publication:
 
     def __init__(
         self,
-        bus: Bus,
+        bus: LogBus,
         subjects: Subjects,
         trainer: Trainer,
         *,

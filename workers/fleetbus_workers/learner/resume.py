@@ -13,7 +13,7 @@ import anyio
 import msgspec
 import structlog
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import LogBus
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration
@@ -103,7 +103,7 @@ class Book(msgspec.Struct, frozen=True, kw_only=True):
         return not restart or restart in self.restarts
 
 
-async def read_book(bus: Bus, subjects: Subjects, policy: str) -> Book:
+async def read_book(bus: LogBus, subjects: Subjects, policy: str) -> Book:
     """Fold ``train.<policy>``, entry by entry: months of steps would not fit into memory. Its beginning may be missing."""
     lineages: list[LineageStarted] = []
     checkpoints: list[CheckpointStored] = []
@@ -236,7 +236,7 @@ def _find_unrecorded(
 
 
 async def wait_for_resume_point(
-    bus: Bus, subjects: Subjects, configuration: Configuration, drain: anyio.Event, runtime: Runtime
+    bus: LogBus, subjects: Subjects, configuration: Configuration, drain: anyio.Event, runtime: Runtime
 ) -> ResumePoint | None:
     """Wait for the place to begin; None if training is finished, or was drained while a checkpoint was waited for."""
     settings, folder = configuration.learner, run_folder(configuration.run).checkpoints.absolute()
@@ -255,7 +255,7 @@ async def wait_for_resume_point(
                 restart=settings.restart_from,
                 runtime=runtime,
                 first_group=first_group,
-                log_end=await bus.last_sequence(),
+                log_end=(await bus.log_state()).last_sequence,
                 published=await _find_publisher(bus, subjects, configuration.run.policy),
             )
         except CheckpointUnread as unread:
@@ -273,14 +273,14 @@ def _is_lost(book: Book, entry: CheckpointStored) -> bool:
     return number > book.newest_lineage or (number == book.newest_lineage and entry.step > book.reached)
 
 
-async def _find_publisher(bus: Bus, subjects: Subjects, policy: str) -> str:
+async def _find_publisher(bus: LogBus, subjects: Subjects, policy: str) -> str:
     """The lineage of the last entry among the versions; empty if there is none."""
     stored = await bus.last(subjects.policy(policy))
     message = read_entry(STORED["policy"], stored) if stored is not None else None
     return message.lineage if isinstance(message, (LineageStarted, PolicyPublished)) else ""
 
 
-async def read_published_versions(bus: Bus, subjects: Subjects, policy: str) -> dict[int, int]:
+async def read_published_versions(bus: LogBus, subjects: Subjects, policy: str) -> dict[int, int]:
     """The step of every version that was published so far; final only once the learner before can publish no more."""
     steps: dict[int, int] = {}
     async for entry in bus.scan([subjects.policy(policy)]):  # one at a time: each holds the manifest of a whole model
@@ -290,7 +290,7 @@ async def read_published_versions(bus: Bus, subjects: Subjects, policy: str) -> 
 
 
 async def read_requests_from_floor(
-    bus: Bus, subjects: Subjects, pool: str, resume_point: ResumePoint
+    bus: LogBus, subjects: Subjects, pool: str, resume_point: ResumePoint
 ) -> list[tuple[int, EpisodeRequested]]:
     """The learners' training requests in the log from the checkpoint's floor on, settled ones among them, with their positions.
 

@@ -151,13 +151,13 @@ class LogTrimmer:
             log.error("log lost entries that are archived; removing nothing", archived_up_to=self.last_entered)
             return
         if settled or trimmed:
-            used, limit_bytes = await self._bus.usage()
+            state = await self._bus.log_state()
             log.info(
                 "log trimmed",
                 up_to=self.trimmed,
                 settled_up_to=self._retention.floor.sequence - 1,
-                used_bytes=used,
-                limit_bytes=limit_bytes,
+                used_bytes=state.used_bytes,
+                limit_bytes=state.limit_bytes,
                 unsettled=self.unsettled,
                 sessions=len(self._sessions),
             )
@@ -170,7 +170,7 @@ class LogTrimmer:
             return
         found = await self._bus.next_entry(self._subjects.log, start=floor or last)
         if found is None:  # or everything from there on was removed
-            is_lost = await self._bus.last_sequence() < (floor or last)
+            is_lost = (await self._bus.log_state()).last_sequence < (floor or last)
         elif floor:
             is_lost = (found.sequence, found.subject) != (floor, self._subjects.floor)
         else:
@@ -199,8 +199,8 @@ class LogTrimmer:
 
     async def _trim_behind_open(self) -> None:
         """Observations and actions of settled episodes behind one that stays open for long, once the log is short of room."""
-        used, limit_bytes = await self._bus.usage()
-        if used <= limit_bytes * SHORT_SHARE or not limit_bytes:
+        state = await self._bus.log_state()
+        if state.used_bytes <= state.limit_bytes * SHORT_SHARE or not state.limit_bytes:
             return
         position = min(self.last_entered, self._content_ages.find_position(self._bus.now_ns()))
         if not (episodes := self._retention.list_settled(position, MAX_EPISODES_PER_TRIM)):

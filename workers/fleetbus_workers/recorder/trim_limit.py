@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import anyio
 
-from fleetbus.bus.base import Bus, ConsumerFloor
+from fleetbus.bus.base import Bus, ConsumerFloor, LogBus
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 
 PARALLEL_LOOKUPS = 16
@@ -22,7 +22,7 @@ MAX_LOOKUPS = 256
 class _TrimLimitSearch:
     """The lowest floor found so far; consumers whose next message lies above it need not be asked."""
 
-    def __init__(self, bus: Bus, limit: int, is_ignorable: Callable[[str], bool]) -> None:
+    def __init__(self, bus: LogBus, limit: int, is_ignorable: Callable[[str], bool]) -> None:
         self._bus = bus
         self._is_ignorable = is_ignorable
         self.lowest = limit
@@ -49,7 +49,7 @@ async def compute_trim_limit(bus: Bus, *, limit: int, is_ignorable: Callable[[st
     as it was before the first query. Messages on ignorable subjects do not lower the limit: without that, a message that
     a dead worker took along on a lane of its own would stop all trimming until another worker takes the lane over.
     """
-    search = _TrimLimitSearch(bus, min(limit, await bus.last_sequence()), is_ignorable)
+    search = _TrimLimitSearch(bus, min(limit, (await bus.log_state()).last_sequence), is_ignorable)
     limiter = anyio.CapacityLimiter(PARALLEL_LOOKUPS)
 
     async def lower_limit(consumer: ConsumerFloor) -> None:
@@ -57,6 +57,6 @@ async def compute_trim_limit(bus: Bus, *, limit: int, is_ignorable: Callable[[st
             await search.lower_limit(consumer)
 
     async with open_first_error_task_group() as group:
-        for consumer in await bus.consumer_floors():
+        for consumer in await bus.ack_floors():
             group.start_soon(lower_limit, consumer)
     return search.lowest

@@ -10,7 +10,7 @@ import anyio
 import msgspec
 import structlog
 
-from fleetbus.bus.base import Bus, Reader, StreamEntry
+from fleetbus.bus.base import Bus, LogBus, Reader, StreamEntry
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.settings import Configuration
 from fleetbus.delivery.control import Control
@@ -43,7 +43,7 @@ class Recorder:
 
     def __init__(
         self,
-        bus: Bus,
+        bus: LogBus,
         *,
         subjects: Subjects,
         settings: RecorderSettings,
@@ -125,7 +125,7 @@ class Recorder:
                 log.warning("log trim failed; retrying", reason=str(error))
 
     async def _archive_remaining(self) -> None:
-        end = await self._bus.last_sequence()
+        end = (await self._bus.log_state()).last_sequence
         while self._trimmer.last_entered < end:
             await self._advanced.wait()
 
@@ -147,7 +147,7 @@ async def run_recorder(
     with open_archive(folder, subjects.run, segment_bytes=settings.segment_bytes) as archive:
         await _check_same_log(bus, subjects, folder, archive)
         lane = await _claim_lane(bus, subjects, name, runtime)
-        window_seconds = await bus.duplicate_window_seconds()
+        window_seconds = (await bus.log_state()).duplicate_window_seconds
         trimmer = LogTrimmer(
             bus, subjects, archive, window_seconds=window_seconds, runtime=runtime, settle_seconds=settings.settle_seconds
         )
@@ -167,7 +167,7 @@ async def run_recorder(
             group.cancel_scope.cancel()
 
 
-async def _claim_lane(bus: Bus, subjects: Subjects, name: str, runtime: Runtime) -> Lane:
+async def _claim_lane(bus: LogBus, subjects: Subjects, name: str, runtime: Runtime) -> Lane:
     try:
         return await claim_lane(
             bus,
@@ -182,7 +182,7 @@ async def _claim_lane(bus: Bus, subjects: Subjects, name: str, runtime: Runtime)
         raise UserError(f"run {subjects.run} already has a recorder: stop it before you start another") from taken
 
 
-async def _check_same_log(bus: Bus, subjects: Subjects, folder: Path, archive: ArchiveWriter) -> None:
+async def _check_same_log(bus: LogBus, subjects: Subjects, folder: Path, archive: ArchiveWriter) -> None:
     """A run that was removed and made again has the same name and another log, and a log may go back in time: its entries must
     not follow the archived ones."""
     if archive.last is None:

@@ -37,7 +37,7 @@ class Follower:
 
     async def run(self) -> None:
         """Follow the log and the heartbeats until cancelled."""
-        self._shown_from = await self._bus.last_sequence() + 1
+        self._shown_from = (await self._bus.log_state()).last_sequence + 1
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._follow_log)
             tasks.start_soon(self._follow_heartbeats)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import anyio.to_thread
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import LogBus
 from fleetbus.bus.objects import ObjectStore, weights_bucket
 from fleetbus.errors import UserError
 
@@ -111,7 +111,7 @@ def open_filesystem(url: str) -> Any:
         raise UserError(f"{url}: {' '.join(str(error).split())}") from error
 
 
-def open_store(bus: Bus, store: str, *, run: str, public_url: str = "") -> WeightsStore:
+def open_store(bus: LogBus, store: str, *, run: str, public_url: str = "") -> WeightsStore:
     """The store that the setting ``weights.store`` names; raises `UserError`."""
     if store == "folder":
         return FolderStore(public_url)
@@ -125,6 +125,6 @@ def open_store(bus: Bus, store: str, *, run: str, public_url: str = "") -> Weigh
     return FsspecStore(store, public_url)
 
 
-def get_object_store(bus: Bus, run: str) -> ObjectStore | None:
+def get_object_store(bus: LogBus, run: str) -> ObjectStore | None:
     """The object store behind a bus, None if it has none (the bus in memory)."""
     return bus.objects(weights_bucket(run))

@@ -227,7 +227,7 @@ async def _measure_clock_skew(url: str, run: str, auth: str = "") -> float | Non
 
     async with connect(url, run=run, role="doctor", worker="doctor", **build_access("doctor", auth, run)) as bus:
         try:
-            await bus.last_sequence()
+            await bus.log_state()
         except BusError:
             return None
         return (bus.now_ns() - time.time_ns()) / 1e9

@@ -28,8 +28,11 @@ from fleetbus_workers.run_access.server_address import generate_worker_name
 from fleetbus_workers.up.lock import is_held
 
 if TYPE_CHECKING:
-    from fleetbus.bus.base import Bus
+    from collections.abc import Iterable
+
+    from fleetbus.bus.base import CallBus
     from fleetbus.bus.nats.bus import NatsBus
+    from fleetbus.bus.nats.runs import RunOnServer
     from fleetbus.config.settings import Configuration
 
 LISTEN_SECONDS = 2.5
@@ -131,7 +134,7 @@ async def _connect(configuration: Configuration, run: str) -> AsyncGenerator[Nat
         yield bus
 
 
-async def _find_live_runs(bus: Bus) -> set[str]:
+async def _find_live_runs(bus: CallBus) -> set[str]:
     """The runs of whose workers a heartbeat was heard."""
     heard: set[str] = set()
     with anyio.move_on_after(LISTEN_SECONDS):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import CallBus
 from fleetbus.delivery.heartbeats import decode_heartbeat
 from fleetbus.errors import NoResponders, RequestUnanswered
 from fleetbus_schemas import ControlAnswered, ControlRequested, Heartbeat, MalformedMessage, Subjects, decode, encode
@@ -17,7 +17,7 @@ ANSWER_SECONDS = 0.5
 class LaneStatus:
     """``on_draining`` is called with a lane when its worker begins to drain."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, on_draining: Callable[[str], None]) -> None:
+    def __init__(self, bus: CallBus, subjects: Subjects, on_draining: Callable[[str], None]) -> None:
         self._bus = bus
         self._subjects = subjects
         self._on_draining = on_draining

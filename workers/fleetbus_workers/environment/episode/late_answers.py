@@ -13,7 +13,7 @@ import anyio
 import msgspec
 import structlog
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import Bus, WorkBus
 from fleetbus.bus.streams import observations_consumer
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.errors import BusClosed, BusError
@@ -63,13 +63,14 @@ async def check_late_answers(bus: Bus, lane_status: LaneStatus, late: Sequence[P
 
 
 async def _ask_around(
-    bus: Bus, lane_status: LaneStatus, acked: dict[str, int], in_work: dict[str, Collection[str] | None]
+    bus: WorkBus, lane_status: LaneStatus, acked: dict[str, int], in_work: dict[str, Collection[str] | None]
 ) -> None:
     """Fill in what is answered in time; nobody's Action waits for who does not answer."""
 
     async def ask_floor(policy: str) -> None:
         with suppress(BusError):
-            acked[policy] = await bus.ack_floor(observations_consumer(policy, ANY_LANE))
+            (floor,) = await bus.ack_floors([observations_consumer(policy, ANY_LANE)])
+            acked[policy] = floor.ack_floor
 
     async def ask_turns(worker: str) -> None:
         turns = await lane_status.ask_turns(worker)

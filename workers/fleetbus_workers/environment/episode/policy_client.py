@@ -265,9 +265,9 @@ class PolicyClient:
             return facts
         subject = self._context.subjects.observation(self.policy, ANY_LANE, self._request.episode_id)
         stored = await self._context.bus.last(subject)
-        acked = await self._context.bus.ack_floor(observations_consumer(self.policy, ANY_LANE))
+        (floor,) = await self._context.bus.ack_floors([observations_consumer(self.policy, ANY_LANE)])
         return msgspec.structs.replace(
-            facts, queued_sequence=stored.sequence if stored is not None else 0, acked_sequence=acked
+            facts, queued_sequence=stored.sequence if stored is not None else 0, acked_sequence=floor.ack_floor
         )
 
     @property

@@ -6,7 +6,7 @@ Above it are the environments, which are given `build_image_store` as a function
 import hashlib
 from collections import OrderedDict
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import LogBus
 from fleetbus.bus.objects import ObjectStore, put_content
 from fleetbus.config.settings import Configuration
 from fleetbus_schemas import Image
@@ -33,7 +33,7 @@ def build_image_store(objects: ObjectStore) -> StoreImage:
     return store_image
 
 
-def build_run_image_store(bus: Bus, configuration: Configuration) -> StoreImage | None:
+def build_run_image_store(bus: LogBus, configuration: Configuration) -> StoreImage | None:
     """The same for the bucket of a run; None where the bus has no object store."""
     objects = get_object_store(bus, configuration.run.name)
     return None if objects is None else build_image_store(objects)

@@ -3,7 +3,7 @@
 import anyio
 import structlog
 
-from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.bus.base import LogBus, StreamEntry
 from fleetbus.concurrency.loop_clock import get_clock
 from fleetbus.core.episode.journal import Journal, JournalEntry, read_journal
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
@@ -24,7 +24,7 @@ class LogUnavailable(Exception):
     """The log took nothing for too long; the message says why."""
 
 
-async def read_session_journal(bus: Bus, subjects: Subjects, session: str) -> Journal:
+async def read_session_journal(bus: LogBus, subjects: Subjects, session: str) -> Journal:
     """Everything about one session, as of now."""
     entries = await bus.history([subjects.session(session)])
     return read_journal((entry.sequence, message) for entry in entries if (message := decode_journal_entry(entry)) is not None)
@@ -37,7 +37,7 @@ def decode_journal_entry(entry: StreamEntry) -> JournalEntry | None:
     return message
 
 
-async def append(bus: Bus, subjects: Subjects, session: str, journal: Journal, entry: JournalEntry) -> None:
+async def append(bus: LogBus, subjects: Subjects, session: str, journal: Journal, entry: JournalEntry) -> None:
     """Store the next entry and take it into ``journal``; full logs and lost acks are waited out for `STORE_SECONDS`.
 
     Raises `Superseded` when somebody else wrote first, `LogUnavailable` when the time is up.
@@ -61,7 +61,7 @@ async def append(bus: Bus, subjects: Subjects, session: str, journal: Journal, e
             return
 
 
-async def _publish_entry(bus: Bus, subject: str, payload: bytes, expected_last: int, timeout: float) -> int:
+async def _publish_entry(bus: LogBus, subject: str, payload: bytes, expected_last: int, timeout: float) -> int:
     """Publish an entry and return its sequence, stored now or by an earlier try whose answer was lost."""
     try:
         return (await bus.publish(subject, payload, expected_last=expected_last, timeout=timeout)).sequence

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import anyio
 import structlog
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import LogBus
 from fleetbus.config.settings import LimitSettings
 from fleetbus.core.episode.journal import Journal
 from fleetbus.errors import BusClosed, BusError, SequenceConflict
@@ -27,7 +27,7 @@ class OrphanSweep:
 
     def __init__(
         self,
-        bus: Bus,
+        bus: LogBus,
         subjects: Subjects,
         *,
         worker: str,

@@ -11,7 +11,6 @@ import msgspec
 import structlog
 
 from fleetbus.concurrency.deadlines import Deadlines
-from fleetbus.concurrency.quick_lock import QuickLock
 from fleetbus.core.algorithms.reward_components import find_reward_problem
 from fleetbus.core.algorithms.turn_credit import unpaid_reward
 from fleetbus.core.episode.journal import Journal, JournalEntry, build_refusal
@@ -71,11 +70,11 @@ class StepwiseSession:
         self._rewards: list[float] = []
         self._is_episode_over = False
         self._pending: dict[str, _PendingCall] = {}
-        self._call_lock = QuickLock()
+        self._call_lock = anyio.Lock(fast_acquire=True)
         self._started_at = self._idle_since = self._stages.now()
         self._is_closed = False
         self._endings = 0
-        self._close_lock = QuickLock()
+        self._close_lock = anyio.Lock(fast_acquire=True)
 
     @property
     def is_over(self) -> bool:

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import Bus, CallBus
 from fleetbus.delivery.cancel import cancel_episodes, drain_workers, pause_admission
 from fleetbus.errors import FleetbusError, iterate_leaves
 from fleetbus_schemas import Subjects
@@ -85,7 +85,7 @@ class Actions:
     async def drain(self, request: Request) -> Response:
         """The role of each worker, or ``unknown`` or ``unanswered``."""
 
-        async def work(bus: Bus, body: Drain) -> Any:
+        async def work(bus: CallBus, body: Drain) -> Any:
             return await drain_workers(bus, self._subjects, [check_name("worker", name) for name in body.workers])
 
         return await self._answer(request, Drain, work)
@@ -93,7 +93,7 @@ class Actions:
     async def pause(self, request: Request) -> Response:
         """The learner that pauses or resumes; null without one."""
 
-        async def work(bus: Bus, body: Pause) -> Any:
+        async def work(bus: CallBus, body: Pause) -> Any:
             return {"learner": await pause_admission(bus, self._subjects, is_paused=body.paused)}
 
         return await self._answer(request, Pause, work)

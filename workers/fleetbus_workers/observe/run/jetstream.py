@@ -15,7 +15,7 @@ from typing import Any
 import anyio.to_thread
 import msgspec
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import CallBus
 from fleetbus.bus.streams import log_stream
 from fleetbus.errors import BusClosed, BusError, NotPermitted
 from fleetbus_workers.observe.run.nats_http import Client, NatsServer, SlowClientDisconnect, StreamBytes, read_nats_server
@@ -62,7 +62,7 @@ class ServerView(msgspec.Struct, frozen=True, kw_only=True):
         return sum(each.redelivered for each in self.consumers)
 
 
-async def fetch_server_view(bus: Bus, run: str, nats_http: str | None = None) -> ServerView:
+async def fetch_server_view(bus: CallBus, run: str, nats_http: str | None = None) -> ServerView:
     """The server's view of the run, as far as it can be had; ``nats_http`` as `read_nats_server` takes it."""
     stream = log_stream(run)
     info = await _request_api(bus, f"$JS.API.STREAM.INFO.{stream}", {})
@@ -89,7 +89,7 @@ async def fetch_server_view(bus: Bus, run: str, nats_http: str | None = None) ->
     )
 
 
-async def _fetch_consumers(bus: Bus, stream: str) -> tuple[ConsumerPending, ...]:
+async def _fetch_consumers(bus: CallBus, stream: str) -> tuple[ConsumerPending, ...]:
     found: list[dict[str, Any]] = []
     for _ in range(PAGES):
         answer = await _request_api(bus, f"$JS.API.CONSUMER.LIST.{stream}", {"offset": len(found)})
@@ -118,7 +118,7 @@ def _group_by_kind(listed: Iterable[dict[str, Any]]) -> tuple[ConsumerPending, .
     )
 
 
-async def _request_api(bus: Bus, subject: str, question: dict[str, Any]) -> dict[str, Any]:
+async def _request_api(bus: CallBus, subject: str, question: dict[str, Any]) -> dict[str, Any]:
     try:
         answer = json.loads(await bus.request(subject, json.dumps(question).encode(), timeout=ANSWER_SECONDS))
     except BusClosed:

@@ -162,7 +162,7 @@ class RunObserver:
     async def _find_recent(self) -> int:
         """The sequence of the first of the newest entries: the log's first one, if the log is short or cannot be asked."""
         try:
-            return max(await self._bus.last_sequence() - RECENT_ENTRIES, 0) + 1
+            return max((await self._bus.log_state()).last_sequence - RECENT_ENTRIES, 0) + 1
         except RequestUnanswered:
             return 1
 
@@ -194,7 +194,7 @@ class RunObserver:
         """Fold the log from its beginning to its end as of now into ``whole``."""
         while True:
             try:
-                end = await self._bus.last_sequence()
+                end = (await self._bus.log_state()).last_sequence
                 async for entry in self._bus.scan(self._followed, start=self.health.older_read + 1):
                     self._apply_entry(entry, whole)
                     self.health.older_read = entry.sequence
@@ -247,8 +247,8 @@ class RunObserver:
         while True:
             try:
                 with anyio.fail_after(LOOK_SECONDS):
-                    used, limit = await self._bus.usage()
-                    self.health.record_usage(used, limit, await self._bus.last_sequence(), anyio.current_time())
+                    found = await self._bus.log_state()
+                self.health.record_usage(found.used_bytes, found.limit_bytes, found.last_sequence, anyio.current_time())
                 if self._end is None:
                     self._end = self.health.last_sequence
             except BusClosed:

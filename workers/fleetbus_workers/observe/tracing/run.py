@@ -7,7 +7,7 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.bus.base import LogBus, StreamEntry
 from fleetbus.recording.redaction import Redactor
 from fleetbus_schemas import Subjects
 from fleetbus_workers.observe.tracing.fold import LogTraces
@@ -58,7 +58,7 @@ class Tracing:
                 await self._write()
         await self._write()
 
-    async def follow(self, bus: Bus, subjects: Subjects, stop: anyio.Event) -> None:
+    async def follow(self, bus: LogBus, subjects: Subjects, stop: anyio.Event) -> None:
         """The log from its beginning and on, until ``stop`` is set. Once the sinks took something, a failure is tried again."""
         async with bus.read([subjects.log]) as reader, anyio.create_task_group() as group:
             group.start_soon(_cancel_when_set, stop, group.cancel_scope)
