@@ -125,6 +125,18 @@ class Backlog(msgspec.Struct, frozen=True, kw_only=True):
     unacked: int
 
 
+class LogState(msgspec.Struct, frozen=True, kw_only=True):
+    """What the server says of the log as a whole. ``first_sequence`` is behind ``last_sequence`` when it holds nothing;
+    ``created_ns`` (Unix nanoseconds, 0: not known) tells it from another of its name; ``erasing`` are limits by which the
+    server removes entries that nobody has settled."""
+
+    first_sequence: int
+    last_sequence: int
+    entries: int
+    created_ns: int = 0
+    erasing: tuple[str, ...] = ()
+
+
 class Bus(Protocol):
     """One connection of one worker to the streams of one run."""
 
@@ -174,6 +186,9 @@ class Bus(Protocol):
 
     async def last_sequence(self) -> int:
         """Sequence of the last entry of the log, 0 when it is empty."""
+
+    async def log_state(self) -> LogState:
+        """Identity, extent and erasing limits of the log, as of now."""
 
     async def usage(self) -> tuple[int, int]:
         """Bytes stored in the log and the limit (0: none)."""

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import anyio
 import anyio.lowlevel
 
-from fleetbus.bus.base import Backlog, ConsumerFloor, Listener, PublishAck, Reader, RequestServer, StreamEntry, Subscription
+from fleetbus.bus.base import (
+    Backlog,
+    ConsumerFloor,
+    Listener,
+    LogState,
+    PublishAck,
+    Reader,
+    RequestServer,
+    StreamEntry,
+    Subscription,
+)
 from fleetbus.bus.memory_calls import MemoryListener, MemoryRequestServer, PendingAnswer
 from fleetbus.bus.memory_connection import MemoryConnection
 from fleetbus.bus.memory_consumer import MemoryConsumer
@@ -133,6 +143,12 @@ class MemoryBus:
     async def last_sequence(self) -> int:
         await self._wait_for_leader("last sequence")
         return self._server.stream(self._log).last_sequence
+
+    async def log_state(self) -> LogState:
+        await self._wait_for_leader("log state")
+        stream = self._server.stream(self._log)
+        first = next((sequence for sequence in stream.find_matches(lambda subject: True)), stream.last_sequence + 1)
+        return LogState(first_sequence=first, last_sequence=stream.last_sequence, entries=stream.count)
 
     async def usage(self) -> tuple[int, int]:
         await self._wait_for_leader("usage")

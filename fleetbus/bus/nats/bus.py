@@ -17,6 +17,7 @@ from fleetbus.bus.base import (
     Bus,
     ConsumerFloor,
     Listener,
+    LogState,
     PublishAck,
     Reader,
     RequestServer,
@@ -27,7 +28,7 @@ from fleetbus.bus.nats import calls
 from fleetbus.bus.nats.api import ApiRefused, StreamUnavailable
 from fleetbus.bus.nats.clock import ServerClock
 from fleetbus.bus.nats.connection import Connection, open_connection
-from fleetbus.bus.nats.declare import check_log, declare
+from fleetbus.bus.nats.declare import check_log, declare, find_erasing_limits
 from fleetbus.bus.nats.direct import get_histories, get_last, get_last_of_each, get_next
 from fleetbus.bus.nats.objects import NatsObjectStore
 from fleetbus.bus.nats.protocol import parse_time_ns
@@ -153,6 +154,17 @@ class NatsBus:
 
     async def last_sequence(self) -> int:
         return int((await self._stream_info(self._log))["state"]["last_seq"])
+
+    async def log_state(self) -> LogState:
+        info = await self._stream_info(self._log)
+        state = info["state"]
+        return LogState(
+            first_sequence=int(state["first_seq"]),
+            last_sequence=int(state["last_seq"]),
+            entries=int(state["messages"]),
+            created_ns=parse_time_ns(info["created"]),
+            erasing=find_erasing_limits(info["config"]),
+        )
 
     async def check_log(self, *, reading: bool = False) -> None:
         """Raise `UserError` if the stream called as the run's log is none; not part of the `Bus` protocol."""

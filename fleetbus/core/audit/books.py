@@ -132,6 +132,13 @@ class Audit(msgspec.Struct):
         kind, name = subject.split(".")[2], subject.rpartition(".")[2]
         self._findings.add("entries_lost", f"{name}: {LOST[kind]}" if kind in LOST else f"{kind} {name}", sequence)
 
+    def enter_end(self, last_sequence: int, erasing: Iterable[str] = ()) -> None:
+        """The log goes up to there by its server's word, and has these limits that remove entries."""
+        if last_sequence > self._last_sequence:
+            self._findings.add("entries_missing", f"{self._last_sequence + 1}-{last_sequence}", last_sequence)
+        for limit in erasing:
+            self._findings.add("log_erases", limit)
+
     def encode(self) -> bytes:
         """The books as of the last entry; to be asked for before the report, which adds what is only true of this end."""
         return msgspec.msgpack.encode(self)
@@ -148,6 +155,8 @@ class Audit(msgspec.Struct):
         self._check_settled(settled, settled.ids())
         self._check_unsettled(settled, self._episodes.values())
         books = self._build_books(settled)
+        if not self._counts["entries"]:
+            findings.add("nothing_read", "entries 0")
         if books.requested != books.accounted:
             findings.add("books_open", f"{books.requested} requested, {books.accounted} accounted for")
         return Report(
@@ -165,6 +174,7 @@ class Audit(msgspec.Struct):
             versions=sum(map(len, self._versions.values())),
             steps=self._counts["steps"],
             lineages=tuple(lineage for training in self._training.values() for lineage in training.lineages),
+            reached={name: training.reached for name, training in self._training.items()},
             findings=findings.list_found(),
             refused=self._counts["refused"],
         )

@@ -17,6 +17,7 @@ from fleetbus.bus.base import (
     ConsumerFloor,
     Delivery,
     Listener,
+    LogState,
     PublishAck,
     Reader,
     RequestServer,
@@ -252,6 +253,10 @@ class SimulatedBus:
     async def last_sequence(self) -> int:
         await self._ask(STREAM)
         return await self._inner.last_sequence()
+
+    async def log_state(self) -> LogState:
+        await self._ask(STREAM)
+        return await self._inner.log_state()
 
     async def usage(self) -> tuple[int, int]:
         await self._ask(STREAM)
