@@ -76,6 +76,10 @@ class TrainingAudit(msgspec.Struct):
         steps = [each.step for each in self._settlements if each.lineage == newest.lineage]
         return ReachedStep(lineage=newest.lineage, step=max([newest.parent_step, *steps]))
 
+    def find_lineage(self, lineage: str) -> LineageStarted | None:
+        """The beginning of that lineage."""
+        return next((started for started in reversed(self._lineages) if started.lineage == lineage), None)
+
     def is_newest(self, lineage: str) -> bool:
         return bool(self._lineages) and self._lineages[-1].lineage == lineage
 
