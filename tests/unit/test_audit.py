@@ -122,11 +122,10 @@ async def test_reasons_that_results_and_versions_prove_are_no_finding_and_what_n
     log_builder = LogBuilder()
     log_builder.lineage(settings=settings)
     log_builder.version()
-    for episode, changes in {
-        "old": {"policy_versions": (0,)}, "failed": {"outcome": "timeout", "reward": None}, "lonely": {}, "judged": {},
-        "unscored": {},
-    }.items():  # fmt: skip
-        log_builder.play(episode, **changes)
+    log_builder.play("old", policy_versions=(0,))
+    log_builder.play("failed", outcome="timeout", reward=None)
+    for episode in ("lonely", "judged", "unscored"):
+        log_builder.play(episode)
     log_builder.step(1, ["judged"], {"failed": "timeout", "lonely": "group_too_small", "unscored": "judge_failed"},
                      rewards={"judged": 1.4}, scores={"judged": 0.8})  # fmt: skip
     log_builder.step(2, [])
