@@ -17,7 +17,8 @@ from fleetbus_schemas import GRADED, Exclusion, LineageStarted
 OUTCOMES = frozenset({"env_failed", "verifier_unknown", "timeout", "lost", "cancelled"})
 """Reasons that are the outcome of an episode that no verdict grades. An episode may end as stale, too, and a group be it."""
 
-BAD_REWARDS = frozenset({NOT_FINITE, OUT_OF_BOUNDS})
+LEARNERS_OWN = frozenset({NOT_FINITE, OUT_OF_BOUNDS, "lost"})
+"""What a learner may find whatever the outcome: rewards that it does not take, a result that left the log unread."""
 
 
 class Excluding(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +52,7 @@ def _is_founded(excluding: Excluding, reason: str, episode: EpisodeAudit, member
     if episode.outcome is None:
         return False if reason in OUTCOMES else None
     if reason in OUTCOMES or episode.outcome not in GRADED:
-        return reason == episode.outcome or (None if reason in BAD_REWARDS else False)
+        return reason == episode.outcome or (None if reason in LEARNERS_OWN else False)
     learner = excluding.settings.get("learner", {})
     match reason:
         case "training_finished":
