@@ -5,11 +5,11 @@ FleetbusError
 │   └── NotPermitted          the server forbids this user a subject: it has the wrong key, or lacks a right
 ├── RunFailed                 a run that was started from Python ended because one of its workers cannot work
 ├── TakenOver                 another worker has this one's place: stop for good, and do not start again
-├── LogLost                   the log lost or changed what this worker stored: stop, and start again from what is left
 └── BusError                  the bus did not do what it was asked
     ├── SequenceConflict      compare-and-set refused, another writer was first: read the subject back
     ├── PublishUnanswered     no ack within the time limit, outcome unknown: read back or repeat the same id
     ├── LogFull               the log has no room: wait, or archive
+    ├── LogLost               the log lost or changed what this worker stored or read: start again from what is left
     ├── NoResponders          the subject has no responders
     ├── RequestUnanswered     the responder did not answer in time
     └── BusClosed             the connection is gone for good
@@ -56,11 +56,6 @@ class TakenOver(FleetbusError):
     two workers that are kept running would undo each other's work indefinitely. So it ends as if its work were done."""
 
 
-class LogLost(FleetbusError):
-    """The log no longer holds what this worker has stored in it: it went back in time, was cut or is damaged. The message says
-    what is gone. Started again, the worker begins from what the log and the run's folder have."""
-
-
 class BusError(FleetbusError):
     """The bus did not do what it was asked."""
 
@@ -81,6 +76,11 @@ class PublishUnanswered(BusError):
 
 class LogFull(BusError):
     """The log has reached its limit and refuses messages until there is room."""
+
+
+class LogLost(BusError):
+    """The log no longer holds what this worker has stored or read in it: it went back in time, was cut or is damaged. The
+    message says what is gone. Started again, the worker begins from what the log and the run's folder have."""
 
 
 class NoResponders(BusError):

@@ -25,10 +25,11 @@ _MESSAGES = {kind: STORED[kind] for kind in ("task", "obs", "act", "episode", "p
 
 async def audit_run(bus: LogBus, subjects: Subjects, *, archive: Path | None = None, state: Path | None = None) -> Report:
     """The books of a run as of now. With a file ``state`` only what was stored since the audit that wrote it is read, and the
-    file is replaced. Raises `UserError` for a log that was trimmed when no archive is given, and for the state of another."""
+    file is replaced. That nothing was read, or not what the server says that there is, is a finding. Raises `UserError` for a
+    log that was trimmed when no archive is given, and for the state of another."""
     known = await run_in_thread(read_audit_state, state, subjects.run) if state is not None else None
     audit, position = known or (Audit(), None)
-    last = None
+    log_state, last = await bus.log_state(), None
     if position is not None:
         await _check_position(bus, subjects, position, archive)
     lost = await find_lost_entries(bus, subjects, archive) if archive is not None else []
@@ -47,6 +48,7 @@ async def audit_run(bus: LogBus, subjects: Subjects, *, archive: Path | None = N
         await run_in_thread(write_audit_state, state, subjects.run, audit, LogPosition.of(last))
     for entry in lost:
         audit.enter_lost(entry.sequence, entry.subject)
+    audit.enter_end(log_state.last_sequence, log_state.erasing)
     return audit.report()
 
 

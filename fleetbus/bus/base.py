@@ -118,18 +118,22 @@ class ConsumerFloor(msgspec.Struct, frozen=True, kw_only=True):
 class LogState(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of the log at one moment.
 
-    ``last_sequence`` is that of the last entry ever stored, 0 when there was none; ``entries`` of ``used_bytes`` together are
-    left, and may grow to ``limit_bytes`` (0: no limit). Message ids are remembered for ``duplicate_window_seconds``.
-    ``created`` is when the stream was made: another time means another log. ``unacked`` is how many messages of the durable
-    consumer that was asked about, delivered or not, nobody has acked: 0 without one, and where this user may not ask.
+    ``first_sequence`` is behind ``last_sequence`` where the log is empty; that is the sequence of the last entry ever stored,
+    0 when there was none. ``entries`` of ``used_bytes`` together are left, and may grow to ``limit_bytes`` (0: no limit).
+    Message ids are remembered for ``duplicate_window_seconds``. ``created`` is when the stream was made: another time means
+    another log. ``erasing`` are limits by which the server removes entries that nobody has settled. ``unacked`` is how many
+    messages of the durable consumer that was asked about, delivered or not, nobody has acked: 0 without one, and where this
+    user may not ask.
     """
 
+    first_sequence: int
     last_sequence: int
     entries: int
     used_bytes: int
     limit_bytes: int
     duplicate_window_seconds: float
     created: str
+    erasing: tuple[str, ...] = ()
     unacked: int = 0
 
 

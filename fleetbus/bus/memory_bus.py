@@ -131,7 +131,9 @@ class MemoryBus:
     async def log_state(self, consumer: str = "") -> LogState:
         await self._wait_for_leader("log state")
         stream = self._server.stream(self._log)
+        first = next((sequence for sequence in stream.find_matches(lambda subject: True)), stream.last_sequence + 1)
         return LogState(
+            first_sequence=first,
             last_sequence=stream.last_sequence,
             entries=stream.count,
             used_bytes=stream.size_bytes,

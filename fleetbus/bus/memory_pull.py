@@ -19,7 +19,7 @@ from fleetbus.bus.memory_consumer import MemoryConsumer
 from fleetbus.bus.memory_faults import Faults
 from fleetbus.bus.memory_stream import MemoryStream
 from fleetbus.bus.memory_subjects import Matcher
-from fleetbus.errors import BusError
+from fleetbus.errors import BusError, LogLost
 
 
 class MemoryDelivery:
@@ -193,8 +193,9 @@ class MemoryReader:
         if self._last is None or not self._link.up:
             return
         found = self._stream.get(self._last.sequence)
-        if is_truncated or (found is not None and found != self._last):
-            raise BusError(
+        is_another = found is not None and found != self._last and self._matches(found.subject)
+        if is_another or is_truncated:
+            raise LogLost(
                 f"entry {self._last.sequence} of the log was read before, and is not there: the server lost entries, or "
                 "the run was created again: restart this worker"
             )

@@ -26,6 +26,9 @@ MAX_LANES = 512
 LAG_PAUSES_SECONDS = (0.1, 0.5, 2.0)
 """Before Actions that are not there are looked for again: the replica of the log that answered may lag."""
 
+ARCHIVE_PAUSES_SECONDS = (5.0, 10.0, 20.0, 30.0)
+"""The same where an archive may have them: it may be written, or copied to here, later than the log is trimmed."""
+
 log = structlog.get_logger()
 
 
@@ -65,13 +68,18 @@ async def find_actions(
     results = [result for result in results if result.episode_id not in refused]
     wanted = {reference.sequence for result in results for reference in result.actions}
     entries = await _entries_of(bus, subjects, results)
-    for pause in LAG_PAUSES_SECONDS:
+    for pause in LAG_PAUSES_SECONDS + (ARCHIVE_PAUSES_SECONDS if archive is not None else ()):
         absent = wanted - set(entries)
         if absent and archive is not None:
             log.info("actions read from the archive", entries=len(absent))
             entries |= await runtime.offload(read_archived_entries, archive, absent, run=subjects.run)
-        if not wanted - set(entries):
+        absent = wanted - set(entries)
+        if not absent:
             break
+        if pause in ARCHIVE_PAUSES_SECONDS:
+            if await _are_all_lost(bus, subjects, results, absent):
+                break
+            log.warning("actions stand neither in the log nor in its archive yet; waiting", entries=len(absent), seconds=pause)
         await anyio.sleep(pause)
         entries |= await _entries_of(bus, subjects, results)
     decoded = decode_entries(Action, [entries[key] for key in wanted & set(entries)])
@@ -83,6 +91,19 @@ async def find_actions(
         except MissingActions as problem:
             missing.append(problem)
     return found, missing
+
+
+async def _are_all_lost(bus: LogBus, subjects: Subjects, results: Sequence[EpisodeFinished], absent: Set[int]) -> bool:
+    """Whether waiting brings none of those at the positions ``absent``. False if the server does not say."""
+    wanted = [(result.episode_id, each) for result in results for each in result.actions if each.sequence in absent]
+    try:
+        for episode_id, each in wanted:
+            subject = subjects.action(each.lane, episode_id)
+            if not await are_lost(bus, subjects, MissingActions(episode_id, subject, each.sequence, "")):
+                return False
+    except RequestUnanswered:
+        return False
+    return True
 
 
 def _check_references(result: EpisodeFinished) -> MissingActions | None:

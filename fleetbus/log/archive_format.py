@@ -18,6 +18,9 @@ from fleetbus.errors import UserError
 FORMAT = 1
 MAGIC = b"fbarchiv"
 SUFFIX = ".fbarchive"
+LOCK = "lock"
+"""File beside the segments that their one writer holds: an archive that has it is one, though nothing stands in it yet."""
+
 MAX_RECORD_BYTES = 8 << 20
 """A length beyond this is damage: a message has 1 MiB at most."""
 

@@ -15,6 +15,7 @@ from fleetbus.bus.base import LogBus, StreamEntry
 from fleetbus.concurrency.runtime import run_in_thread
 from fleetbus.errors import UserError
 from fleetbus.log.archive_format import (
+    LOCK,
     ArchiveDamaged,
     TornRecord,
     list_segments,
@@ -32,10 +33,11 @@ ENTRIES_AT_A_TIME = 1024
 def read_archive(folder: Path, *, run: str | None = None, start: int = 1) -> Iterator[StreamEntry]:
     """The archived entries from sequence ``start`` on; blocking.
 
-    Raises `UserError` when there is no archive or it is of another run, `ArchiveDamaged` when a segment is not whole.
+    An archive in which nothing stands yet has no entries. Raises `UserError` when there is no archive or it is of another run,
+    `ArchiveDamaged` when a segment is not whole.
     """
     segments = list_segments(folder)
-    if not segments:
+    if not segments and not (folder / LOCK).exists():
         raise UserError(f"{folder} contains no archive: give the folder that `fleetbus recorder --archive` writes to")
     following = [parse_first_sequence(segment) for segment in segments[1:]]
     for index, segment in enumerate(segments):
@@ -47,7 +49,10 @@ def read_archive(folder: Path, *, run: str | None = None, start: int = 1) -> Ite
 
 
 def read_archived_entries(folder: Path, sequences: Collection[int], *, run: str | None = None) -> dict[int, StreamEntry]:
-    """Those of the entries at ``sequences`` that the archive holds; blocking. Reads from the lowest to the highest of them."""
+    """Those of the entries at ``sequences`` that the archive holds; blocking. Reads from the lowest to the highest of them.
+    Where the recorder has yet to begin, there are none."""
+    if not list_segments(folder):
+        return {}
     found: dict[int, StreamEntry] = {}
     last = max(sequences, default=0)
     for entry in read_archive(folder, run=run, start=min(sequences, default=1)):
@@ -59,7 +64,9 @@ def read_archived_entries(folder: Path, sequences: Collection[int], *, run: str 
 
 
 def find_archived_result(folder: Path, subjects: Subjects, episode_id: str, *, start: int) -> EpisodeFinished | None:
-    """The result of an episode whose request stands at ``start``, if the archive holds it; blocking."""
+    """The result of an episode whose request stands at ``start``, if the archive holds it by now; blocking."""
+    if not list_segments(folder):
+        return None
     subject = subjects.episode(episode_id)
     for entry in read_archive(folder, run=subjects.run, start=start):
         if entry.subject == subject and isinstance(message := decode_episode_entry(entry), EpisodeFinished):

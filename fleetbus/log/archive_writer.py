@@ -18,6 +18,7 @@ import structlog
 from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
 from fleetbus.log.archive_format import (
+    LOCK,
     ArchiveDamaged,
     TornRecord,
     build_segment_path,
@@ -31,7 +32,6 @@ from fleetbus.log.archive_format import (
 
 SEGMENT_BYTES = 64 << 20
 GUARD = "trimmed.json"
-LOCK = "lock"
 
 log = structlog.get_logger()
 

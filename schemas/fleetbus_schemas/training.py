@@ -43,6 +43,7 @@ class StepTrained(Message, frozen=True, kw_only=True):
     log-probabilities, versions and advantages; empty from learners that did not publish them.
 
     ``rewards`` are those of episodes that were judged with their group, by episode: these were trained, not their results'.
+    ``scores`` are the judge's of them: each reward is that of the result and the score, weighted.
     """
 
     lineage: str
@@ -53,6 +54,7 @@ class StepTrained(Message, frozen=True, kw_only=True):
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     digests: tuple[bytes, ...] = ()
     rewards: dict[str, float] = msgspec.field(default_factory=dict)
+    scores: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class CheckpointStored(Message, frozen=True, kw_only=True):

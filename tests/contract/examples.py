@@ -281,6 +281,7 @@ _EXAMPLES: tuple[Message, ...] = (
         metrics={"loss": -0.01, "grad_norm": 0.5},
         digests=(bytes(range(16)), bytes(range(16, 32))),
         rewards={"s3-g7-k2": 0.75},
+        scores={"s3-g7-k2": 0.25},
     ),
     CheckpointStored(
         lineage="l0002",

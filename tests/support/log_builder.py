@@ -50,14 +50,16 @@ class LogBuilder:
         self.entries.append((subject, encode(message)))
         return len(self.entries)
 
-    def lineage(self, name: str = "l1", parent: str = "", parent_step: int = 0, restart: str = "") -> int:
-        started = LineageStarted(lineage=name, worker="learner", parent=parent, parent_step=parent_step, restart=restart)
+    def lineage(self, name: str = "l1", parent: str = "", parent_step: int = 0, restart: str = "", settings: Any = None) -> int:
+        started = LineageStarted(
+            lineage=name, worker="learner", parent=parent, parent_step=parent_step, restart=restart, settings=settings or {}
+        )
         self.add(SUBJECTS.train("default"), started)
         return self.add(SUBJECTS.policy("default"), started)
 
-    def version(self, number: int = 0) -> int:
+    def version(self, number: int = 0, *, uri: str = "") -> int:
         published = PolicyPublished(
-            policy="default", version=number, lineage="l1", step=number, uri="", manifest=(), size_bytes=0
+            policy="default", version=number, lineage="l1", step=number, uri=uri, manifest=(), size_bytes=0
         )
         return self.add(SUBJECTS.policy("default"), published)
 
@@ -113,13 +115,15 @@ class LogBuilder:
             actions.append(self.act(episode, turn))
         return self.finish(episode, actions, split=split, **changes)
 
-    def step(self, number: int, episodes: list[str], excluded: dict[str, str] | None = None, lineage: str = "l1") -> int:
+    def step(
+        self, number: int, episodes: list[str], excluded: dict[str, str] | None = None, lineage: str = "l1", **changes: Any
+    ) -> int:
         reasons = tuple(Exclusion(episode_id=episode, reason=reason) for episode, reason in (excluded or {}).items())
         trained = StepTrained(lineage=lineage, step=number, version=number, episodes=tuple(episodes), excluded=reasons)
-        return self.add(SUBJECTS.train("default"), trained)
+        return self.add(SUBJECTS.train("default"), msgspec.structs.replace(trained, **changes))
 
-    def checkpoint(self, step: int, *, floor: int = 1, lineage: str = "l1") -> int:
-        stored = CheckpointStored(lineage=lineage, step=step, version=step, file="", floor=floor)
+    def checkpoint(self, step: int, *, floor: int = 1, lineage: str = "l1", file: str = "") -> int:
+        stored = CheckpointStored(lineage=lineage, step=step, version=step, file=file, floor=floor)
         return self.add(SUBJECTS.train("default"), stored)
 
     def end(self, step: int, excluded: dict[str, str], lineage: str = "l1") -> int:

@@ -66,4 +66,4 @@ async def test_a_reader_that_is_sent_more_than_it_asked_for_acks_nothing_and_mis
             reader._pull_requests.asked = 0
             await learner.publish(subject, b"two")
             assert (await reader.receive()).payload == b"two"
-            (await bus.log_state()).last_sequence  # whatever was sent before has been judged by then
+            await bus.log_state()  # whatever was sent before has been judged by then

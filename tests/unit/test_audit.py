@@ -8,7 +8,7 @@ from fleetbus.audit.run import audit_run
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import UserError
-from tests.support.log_builder import SUBJECTS, audit_log, fold_audit, start_log
+from tests.support.log_builder import SUBJECTS, LogBuilder, audit_log, fold_audit, kinds, start_log
 
 
 async def test_a_valid_log_balances_and_every_request_is_in_one_place() -> None:
@@ -95,6 +95,44 @@ async def test_a_trimmed_log_is_not_judged_without_its_archive() -> None:
         await bus.purge(SUBJECTS.actions(), below=1 << 40)
         with pytest.raises(UserError, match="2 entries of the log of run run were trimmed: give --archive"):
             await audit_run(bus, SUBJECTS)
+
+
+async def test_nothing_is_no_log_that_balances() -> None:
+    async with MemoryServer().connect("run") as bus:
+        await bus.declare(plan_run("run", lanes=1))
+        assert [finding.kind for finding in (await audit_run(bus, SUBJECTS)).findings] == ["nothing_read"]
+
+
+async def test_a_log_is_held_against_the_last_sequence_that_its_server_says() -> None:
+    log_builder = start_log()
+    log_builder.play("a")
+    async with MemoryServer().connect("run") as bus:
+        await bus.declare(plan_run("run", lanes=1))
+        for subject, payload in [*log_builder.entries, (SUBJECTS.life("learner", "l"), b"")]:
+            await bus.publish(subject, payload)
+        end = (await bus.log_state()).last_sequence
+        await bus.purge(SUBJECTS.life("*", "*"), below=1 << 40)
+        assert kinds(await audit_run(bus, SUBJECTS)) == {"entries_missing": (f"{end}-{end}",)}
+        await bus.purge(SUBJECTS.log, below=1 << 40)
+        assert kinds(await audit_run(bus, SUBJECTS)) == {"entries_missing": (f"1-{end}",), "nothing_read": ("entries 0",)}
+
+
+async def test_reasons_that_results_and_versions_prove_are_no_finding_and_what_nothing_proves_is_said() -> None:
+    settings = {"learner": {"max_staleness": 1, "min_group_size": 2}, "group_judge": {"weight": 0.5}}
+    log_builder = LogBuilder()
+    log_builder.lineage(settings=settings)
+    log_builder.version()
+    log_builder.play("old", policy_versions=(0,))
+    log_builder.play("failed", outcome="timeout", reward=None)
+    for episode in ("lonely", "judged", "unscored"):
+        log_builder.play(episode)
+    log_builder.step(1, ["judged"], {"failed": "timeout", "lonely": "group_too_small", "unscored": "judge_failed"},
+                     rewards={"judged": 1.4}, scores={"judged": 0.8})  # fmt: skip
+    log_builder.step(2, [])
+    log_builder.step(3, [], {"old": "stale"})
+    report = await audit_log(log_builder)
+    assert report.findings == ()
+    assert report.unproven == ("1 exclusions are for reasons that the learner alone knows",)
 
 
 def test_an_audit_keeps_nothing_per_message_once_an_episode_has_its_result() -> None:

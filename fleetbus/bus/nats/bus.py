@@ -27,7 +27,7 @@ from fleetbus.bus.nats import calls
 from fleetbus.bus.nats.api import ApiRefused, StreamUnavailable
 from fleetbus.bus.nats.clock import ServerClock
 from fleetbus.bus.nats.connection import Connection, open_connection
-from fleetbus.bus.nats.declare import check_log, declare
+from fleetbus.bus.nats.declare import check_log, declare, find_erasing_limits
 from fleetbus.bus.nats.direct import get_histories, get_last, get_last_of_each, get_next
 from fleetbus.bus.nats.objects import NatsObjectStore
 from fleetbus.bus.nats.protocol import parse_time_ns
@@ -164,12 +164,14 @@ class NatsBus:
         state, config = info["state"], info["config"]
         may_ask = self._work == self._log  # the answer tells the consumer's name, which accounts keep secret
         return LogState(
+            first_sequence=int(state["first_seq"]),
             last_sequence=int(state["last_seq"]),
             entries=int(state["messages"]),
             used_bytes=int(state["bytes"]),
             limit_bytes=max(int(config["max_bytes"]), 0),
             duplicate_window_seconds=float(config["duplicate_window"]) / 1e9,
             created=str(info["created"]),
+            erasing=find_erasing_limits(info["config"]),
             unacked=await count_unacked(self._connection.api, self._log, consumer) if consumer and may_ask else 0,
         )
 

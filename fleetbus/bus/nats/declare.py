@@ -168,6 +168,17 @@ def check_log(plan: StreamPlan, config: dict[str, Any], *, reading: bool = False
         _compare(f"stream {plan.name}", _PLAIN, _PLAIN | {key: value for key, value in config.items() if value})
 
 
+def find_erasing_limits(config: dict[str, Any]) -> tuple[str, ...]:
+    """What in the configuration of a log removes entries by itself, as ``name value``."""
+    limits = {name: config.get(name) or 0 for name in ("max_age", "max_msgs", "max_msgs_per_subject", "max_bytes")}
+    if config.get("discard") == "new":  # what does not fit is refused
+        del limits["max_bytes"], limits["max_msgs"]
+        if config.get("discard_new_per_subject"):
+            del limits["max_msgs_per_subject"]
+    limits["max_age"] = limits["max_age"] // _SECOND_NS
+    return tuple(f"{name} {value}" for name, value in limits.items() if value > 0)
+
+
 def _is_larger(wanted: int, found: int) -> bool:
     """True if a limit in bytes (-1: none) is above another."""
     return found != -1 and (wanted == -1 or wanted > found)

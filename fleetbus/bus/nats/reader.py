@@ -23,7 +23,7 @@ from fleetbus.bus.nats.direct import get_entry
 from fleetbus.bus.nats.protocol import check_subject, parse_ack_subject, publish_command
 from fleetbus.bus.nats.pull_requests import PullRequests
 from fleetbus.bus.nats.receive_queue import ReceiveQueue
-from fleetbus.errors import BusError, RequestUnanswered
+from fleetbus.errors import BusError, LogLost, RequestUnanswered
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class NatsReader:
     def _fail_lost(self, what: str) -> None:
         self._pull_requests.detach()
         self.interrupt()
-        self._queue.fail(BusError(f"{what}: the server lost entries, or the run was created again: restart this worker"))
+        self._queue.fail(LogLost(f"{what}: the server lost entries, or the run was created again: restart this worker"))
 
     def _build_create_subject(self, name: str) -> str:
         """One filter stands in the subject too, where the server's permissions see it; for several there is no such form."""

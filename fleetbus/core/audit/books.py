@@ -8,13 +8,16 @@ reader `fleetbus.audit.run`; it must never believe a message over the position o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from fleetbus.core.audit.addresses import Addresses
 from fleetbus.core.audit.closed import ClosedBooks, count_attempts
 from fleetbus.core.audit.episode import EpisodeAudit
+from fleetbus.core.audit.exclusions import Excluding, judge_exclusions
 from fleetbus.core.audit.findings import Attempts, Books, Findings, Report
+from fleetbus.core.audit.rewards import judge_rewards
 from fleetbus.core.audit.training import Settled, TrainingAudit
 from fleetbus.core.training.floor import NO_FLOOR, merge_floors, parse_group_number, refuses_request
 from fleetbus_schemas import (
@@ -44,9 +47,9 @@ EpisodeMessage = EpisodeRequested | AttemptStarted | AttemptReleased | Observati
 
 
 class _Versions(msgspec.Struct):
-    """Published versions of one policy, of which old ones are known by being below the newest."""
+    """Published versions of one policy with the step that made each; old ones are known by being below the newest."""
 
-    _known: set[int] = set()
+    _known: dict[int, int] = {}
     _oldest: int = 0
     _forgotten: int = 0
 
@@ -56,14 +59,18 @@ class _Versions(msgspec.Struct):
     def __len__(self) -> int:
         return len(self._known) + self._forgotten
 
-    def add(self, version: int) -> None:
-        self._known.add(version)
+    @property
+    def steps(self) -> Mapping[int, int]:
+        return self._known
+
+    def add(self, version: int, step: int) -> None:
+        self._known[version] = step
 
     def forget_old(self) -> None:
         if len(self._known) > 2 * MAX_VERSIONS:
             kept = sorted(self._known)[-MAX_VERSIONS:]
             self._forgotten += len(self._known) - len(kept)
-            self._known, self._oldest = set(kept), kept[0]
+            self._known, self._oldest = {version: self._known[version] for version in kept}, kept[0]
 
 
 class Audit(msgspec.Struct):
@@ -84,6 +91,7 @@ class Audit(msgspec.Struct):
     _refused: set[str] = set()
     _unread: set[str] = set()
     _last_sequence: int = 0
+    _addresses: Addresses = msgspec.field(default_factory=Addresses)
 
     def __len__(self) -> int:
         """Episodes that are known one by one: those that the floor has not passed."""
@@ -113,10 +121,14 @@ class Audit(msgspec.Struct):
             case StepTrained():
                 self._counts["steps"] += 1
                 self._get_training(tokens[-1]).on_step(sequence, message, self._findings)
+                self._prove_step(sequence, tokens[-1], message)
             case CheckpointStored():
                 self._get_training(tokens[-1]).on_checkpoint(sequence, message, self._findings)
+                if not self._addresses.is_checkpoint_right(message):
+                    self._findings.add("checkpoint_elsewhere", f"{message.lineage}/{message.step}", sequence)
             case TrainingFinished():
                 self._get_training(tokens[-1]).on_end(sequence, message, self._findings)
+                self._prove_exclusions(sequence, tokens[-1], message, message.step, is_end=True)
             case FloorRaised():
                 self._raise_floor(sequence, message)
             case EpisodeRequested() | AttemptStarted() | AttemptReleased() | Observation() | Action() | EpisodeFinished():
@@ -131,6 +143,13 @@ class Audit(msgspec.Struct):
         """An entry that was archived and that the log has lost: another may stand at its position by now."""
         kind, name = subject.split(".")[2], subject.rpartition(".")[2]
         self._findings.add("entries_lost", f"{name}: {LOST[kind]}" if kind in LOST else f"{kind} {name}", sequence)
+
+    def enter_end(self, last_sequence: int, erasing: Iterable[str] = ()) -> None:
+        """The log goes up to there by its server's word, and has these limits that remove entries."""
+        if last_sequence > self._last_sequence:
+            self._findings.add("entries_missing", f"{self._last_sequence + 1}-{last_sequence}", last_sequence)
+        for limit in erasing:
+            self._findings.add("log_erases", limit)
 
     def encode(self) -> bytes:
         """The books as of the last entry; to be asked for before the report, which adds what is only true of this end."""
@@ -148,6 +167,8 @@ class Audit(msgspec.Struct):
         self._check_settled(settled, settled.ids())
         self._check_unsettled(settled, self._episodes.values())
         books = self._build_books(settled)
+        if not self._counts["entries"]:
+            findings.add("nothing_read", "entries 0")
         if books.requested != books.accounted:
             findings.add("books_open", f"{books.requested} requested, {books.accounted} accounted for")
         return Report(
@@ -165,10 +186,20 @@ class Audit(msgspec.Struct):
             versions=sum(map(len, self._versions.values())),
             steps=self._counts["steps"],
             lineages=tuple(lineage for training in self._training.values() for lineage in training.lineages),
+            reached={name: training.reached for name, training in self._training.items()},
             findings=findings.list_found(),
+            unproven=self._list_unproven(),
             refused=self._counts["refused"],
             untrained=self._counts["untrained"],
         )
+
+    def _list_unproven(self) -> tuple[str, ...]:
+        """What no entry of the log proves, as far as this one holds it."""
+        counts = {
+            "exclusions_unproven": "exclusions are for reasons that the learner alone knows",
+            "rewards_unproven": "trained rewards that a judge changed are told by the learner alone",
+        }
+        return tuple(f"{self._counts[kind]} {meaning}" for kind, meaning in counts.items() if self._counts[kind])
 
     def _raise_floor(self, sequence: int, raised: FloorRaised) -> None:
         """Everything below it has to be settled, and is counted for good."""
@@ -256,7 +287,29 @@ class Audit(msgspec.Struct):
         versions = self._versions.setdefault(name, _Versions())
         if published.version in versions:
             self._findings.add("version_repeated", f"{name}/{published.version}", sequence)
-        versions.add(published.version)
+        versions.add(published.version, published.step)
+        if not self._addresses.is_version_right(published):
+            self._findings.add("version_elsewhere", f"{name}/{published.version}", sequence)
+
+    def _prove_step(self, sequence: int, name: str, step: StepTrained) -> None:
+        self._prove_exclusions(sequence, name, step, step.step - 1)
+        started = self._get_training(name).find_lineage(step.lineage)
+        for episode_id, is_right in judge_rewards(step, started, self._episodes):
+            if is_right is None:
+                self._counts["rewards_unproven"] += 1
+            elif not is_right:
+                self._findings.add("reward_unjudged", episode_id, sequence)
+
+    def _prove_exclusions(
+        self, sequence: int, name: str, entry: StepTrained | TrainingFinished, step: int, *, is_end: bool = False
+    ) -> None:
+        started, versions = self._get_training(name).find_lineage(entry.lineage), self._versions.get(name, _Versions())
+        excluding = Excluding.of(started, step, versions.steps, is_end=is_end)
+        for episode_id, is_founded in judge_exclusions(excluding, entry.excluded, self._episodes):
+            if is_founded is None:
+                self._counts["exclusions_unproven"] += 1
+            elif not is_founded:
+                self._findings.add("exclusion_unfounded", episode_id, sequence)
 
     def _get_training(self, name: str) -> TrainingAudit:
         return self._training.setdefault(name, TrainingAudit())

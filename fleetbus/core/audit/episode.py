@@ -74,6 +74,10 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
     turns: list[Turn] = []
     hashes: dict[tuple[int, int], bytes] = {}
     actions: dict[int, ActionFacts] = {}
+    reward: float | None = None
+    has_actions: bool = False
+    oldest_version: int = -1
+    """That sampled any of the result's tokens; -1 if none did."""
 
     def on_request(self, sequence: int, request: EpisodeRequested, findings: Findings) -> None:
         if self.requested:
@@ -134,6 +138,9 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
             return
         self.result_sequence = sequence
         self.outcome = result.outcome
+        self.reward = result.reward
+        self.has_actions = bool(result.actions)
+        self.oldest_version = min(result.policy_versions, default=-1)
         if result.attempt != (self.claims[-1].attempt if self.claims else 0):
             findings.add("result_not_newest", self.episode_id, sequence)
         if (result.reward is not None) != (result.outcome in GRADED):

@@ -6,6 +6,9 @@ MAX_IDS = 100
 """Ids that are kept per kind; all are counted."""
 
 KINDS: dict[str, str] = {
+    "nothing_read": "logs of which nothing was read: an empty log proves nothing",
+    "log_erases": "limits of the stream by which the server removes entries that nobody has settled",
+    "checkpoints_ahead": "checkpoints in the run's folder with steps that the log does not have: it lost them",
     "entries_missing": "positions of the log without an entry in the log or the archive",
     "entries_lost": "episodes, and subjects, of which the log lost what was archived: it went back in time",
     "misfiled": "entries whose episode is not that of their subject",
@@ -40,6 +43,10 @@ KINDS: dict[str, str] = {
     "excluded_twice": "episodes excluded more than once",
     "trained_and_excluded": "episodes that were trained and excluded",
     "excluded_without_reason": "episodes excluded without a reason",
+    "exclusion_unfounded": "episodes excluded for a reason that is not so: their outcome, age or group is another",
+    "reward_unjudged": "trained rewards that are not those of results, and that no judge's score explains",
+    "version_elsewhere": "versions whose address has another name, or another place than others of their lineage",
+    "checkpoint_elsewhere": "checkpoints whose folder has another name, or another place than others of their lineage",
     "trained_without_result": "episodes trained without a graded result before",
     "below_floor_unsettled": "episodes below the floor of a checkpoint that were neither trained nor excluded by then",
     "floor_unsettled": "episodes that the floor of the log has passed before they were settled or, without a learner, finished",
@@ -131,6 +138,13 @@ class Attempts(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int = 0
 
 
+class ReachedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """The last step of the newest lineage."""
+
+    lineage: str
+    step: int
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of an audit of the entries up to ``last_sequence``. ``malformed`` entries count and change nothing.
     ``proven`` trained episodes are known to be what was sampled; None unless the audit was a deep one."""
@@ -148,6 +162,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     lineages: tuple[str, ...]
     findings: tuple[Finding, ...]
     proven: int | None = None
+    reached: dict[str, ReachedStep] = msgspec.field(default_factory=dict)
+    """By policy the end of its training."""
+    unproven: tuple[str, ...] = ()
+    """What was not looked at, or cannot be proven from what was read."""
     refused: int = 0
     """Entries below the floor of the log, which change nothing."""
     untrained: int = 0

@@ -13,7 +13,7 @@ from itertools import accumulate
 import msgspec
 
 from fleetbus.core.audit.episode import EpisodeAudit
-from fleetbus.core.audit.findings import Findings
+from fleetbus.core.audit.findings import Findings, ReachedStep
 from fleetbus.core.training.lineage import compute_surviving_steps, is_surviving
 from fleetbus_schemas import CheckpointStored, Exclusion, LineageStarted, StepTrained, TrainingFinished
 
@@ -66,6 +66,19 @@ class TrainingAudit(msgspec.Struct):
     @property
     def lineages(self) -> tuple[str, ...]:
         return tuple(started.lineage for started in self._lineages)
+
+    @property
+    def reached(self) -> ReachedStep:
+        """The last step of the newest lineage."""
+        if not self._lineages:
+            return ReachedStep(lineage="", step=0)
+        newest = self._lineages[-1]
+        steps = [each.step for each in self._settlements if each.lineage == newest.lineage]
+        return ReachedStep(lineage=newest.lineage, step=max([newest.parent_step, *steps]))
+
+    def find_lineage(self, lineage: str) -> LineageStarted | None:
+        """The beginning of that lineage."""
+        return next((started for started in reversed(self._lineages) if started.lineage == lineage), None)
 
     def is_newest(self, lineage: str) -> bool:
         return bool(self._lineages) and self._lineages[-1].lineage == lineage

@@ -17,18 +17,18 @@ from fleetbus_workers.images.reader import image_reader
 from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.batch_metrics import compute_advantage_metrics, measure_groups
 from fleetbus_workers.learner.batches import CreditPlan, read_sequences
-from fleetbus_workers.learner.group_judge import GroupJudge
+from fleetbus_workers.learner.group_judge import GroupJudge, JudgedReward
 from fleetbus_workers.learner.pool import GroupPool
 from fleetbus_workers.learner.training_digest import train_with_digests
 
 
 class TrainedBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """``digests`` and ``rewards`` are by episode; rewards are those that the judge of groups changed."""
+    """``digests`` and ``judged`` are by episode; judged are the rewards that the judge of groups changed."""
 
     groups: list[Group]
     metrics: dict[str, float]
     digests: dict[str, bytes]
-    rewards: dict[str, float]
+    judged: dict[str, JudgedReward]
 
 
 class BatchTraining:
@@ -59,7 +59,7 @@ class BatchTraining:
     async def train(self, groups: list[Group], *, step: int, version: int, waited: float) -> TrainedBatch | None:
         """Train ``groups`` after ``step`` steps with the weights of ``version``; None if none of them can be trained, or when
         drained before. ``waited``: since when a batch was waited for."""
-        rewards = await self._judge.grade(groups, self._drain)
+        judged = await self._judge.grade(groups, self._drain)
         if not (groups := self._pool.discard_ungraded(groups)) or self._drain.is_set():
             return None
         read = anyio.current_time()
@@ -84,7 +84,7 @@ class BatchTraining:
         done = anyio.current_time()
         metrics |= compute_advantage_metrics(sequences) | self._measure(groups, step)
         metrics |= {"seconds_wait": read - waited, "seconds_read": trained - read, "seconds_train": done - trained}
-        return TrainedBatch(groups=groups, metrics=metrics, digests=digests, rewards=rewards)
+        return TrainedBatch(groups=groups, metrics=metrics, digests=digests, judged=judged)
 
     def _measure(self, groups: list[Group], step: int) -> dict[str, float]:
         return measure_groups(

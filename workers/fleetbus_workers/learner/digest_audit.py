@@ -2,9 +2,10 @@
 
 The log is read twice: first for the steps that count, then for what they trained, episode by episode, so that memory holds the
 Actions of open episodes and of each finished one a digest. It only reads; the books are kept by `fleetbus.core.audit.books`.
+Code that a log names is never imported: who audits names the functions that it may call.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -18,6 +19,7 @@ from fleetbus.core.audit.training import TrainingAudit
 from fleetbus.core.episode.history import Turn
 from fleetbus.core.episode.segments import fold_segments, hash_segments
 from fleetbus.core.training.groups import Group
+from fleetbus.errors import UserError
 from fleetbus.log.stored_entries import decode_stored
 from fleetbus_schemas import Action, EpisodeFinished, LineageStarted, MalformedMessage, Message, StepTrained
 from fleetbus_workers.learner.batches import (
@@ -54,9 +56,10 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     leaves: tuple[Leaf, ...]
 
 
-async def audit_digests(scan: Scan, *, last_sequence: int) -> DigestReport:
-    """Prove every step that counts among the entries up to ``last_sequence``."""
-    audit = DigestAudit()
+async def audit_digests(scan: Scan, *, last_sequence: int, trusted: Collection[str] = ()) -> DigestReport:
+    """Prove every step that counts among the entries up to ``last_sequence``. Raises `UserError` for a lineage that was trained
+    with an advantage function of its user's that is not among the ``trusted`` ones (``module:function``)."""
+    audit = DigestAudit(trusted)
     async for entry in scan():
         if entry.sequence <= last_sequence and _get_kind(entry) == "train":
             audit.enter_training(entry)
@@ -70,7 +73,8 @@ async def audit_digests(scan: Scan, *, last_sequence: int) -> DigestReport:
 class DigestAudit:
     """Call `enter_training` with the learners' entries, `count_steps`, and then `enter` with every entry."""
 
-    def __init__(self) -> None:
+    def __init__(self, trusted: Collection[str] = ()) -> None:
+        self._trusted = trusted
         self._findings = Findings()
         self._training: dict[str, TrainingAudit] = {}
         self._plans: dict[tuple[str, str], CreditPlan] = {}
@@ -94,6 +98,11 @@ class DigestAudit:
         for subject, training in self._training.items():
             for step in training.list_settlements(Findings()):
                 plan = self._plans[subject, step.lineage]
+                if plan.advantage and plan.advantage not in self._trusted:
+                    raise UserError(
+                        f"lineage {step.lineage} was trained with the function {plan.advantage!r}, which is code: name it with "
+                        "--advantage to have it imported and called, or audit without --deep"
+                    )
                 self._steps[step.sequence] = plan
                 self._plan_of |= dict.fromkeys(step.episodes, plan)
 

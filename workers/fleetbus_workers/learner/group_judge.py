@@ -28,6 +28,13 @@ class ScoresTranscripts(Protocol):
     async def score(self, transcripts: Sequence[str]) -> list[float]: ...
 
 
+class JudgedReward(msgspec.Struct, frozen=True, kw_only=True):
+    """What is trained of an episode, and the judge's score in it (None: it is not known)."""
+
+    reward: float
+    score: float | None
+
+
 class GroupJudge:
     """``weight`` is that of the judge's score in the reward. Without a ``judge`` rewards stay as they are."""
 
@@ -36,13 +43,18 @@ class GroupJudge:
         self._weight = weight
         self._max_abs_reward = max_abs_reward
 
-    async def grade(self, groups: Sequence[Group], drain: anyio.Event) -> dict[str, float]:
+    @property
+    def weight(self) -> float:
+        """That of the judge's score; 0 without a judge."""
+        return self._weight if self._judge is not None else 0.0
+
+    async def grade(self, groups: Sequence[Group], drain: anyio.Event) -> dict[str, JudgedReward]:
         """Add the score to every graded result of ``groups``, all groups at once; the rewards by episode. What has no score
         becomes unusable in its group. Ends early when ``drain`` is set."""
         if self._judge is None or not self._weight:
             return {}
         await run_until_drained(drain, self._grade_all, self._judge, groups)
-        return {result.episode_id: float(result.reward or 0.0) for group in groups for result in group.graded}
+        return _list_judged(groups)
 
     async def _grade_all(self, judge: ScoresTranscripts, groups: Sequence[Group]) -> None:
         async with anyio.create_task_group() as tasks:
@@ -75,19 +87,30 @@ class GroupJudge:
 
 
 class RecordedGroupJudge(GroupJudge):
-    """Rewards as they are recorded: ``find_reward`` gives that of an episode, None if it was not trained."""
+    """Rewards as they are recorded: ``find_judged`` gives that of an episode, None if it was not trained."""
 
-    def __init__(self, find_reward: Callable[[str], float | None]) -> None:
+    def __init__(self, find_judged: Callable[[str], JudgedReward | None]) -> None:
         super().__init__()
-        self._find_reward = find_reward
+        self._find_judged = find_judged
 
-    async def grade(self, groups: Sequence[Group], drain: anyio.Event) -> dict[str, float]:
+    async def grade(self, groups: Sequence[Group], drain: anyio.Event) -> dict[str, JudgedReward]:
         await anyio.lowlevel.checkpoint()
         for group in groups:
             for result in group.graded:
-                reward = self._find_reward(result.episode_id)
-                if reward is None:
+                judged = self._find_judged(result.episode_id)
+                if judged is None:
                     group.unusable[result.episode_id] = NO_SCORE
                     continue
-                group.results[result.episode_id] = msgspec.structs.replace(result, reward=reward)
-        return {result.episode_id: float(result.reward or 0.0) for group in groups for result in group.graded}
+                components = result.reward_components | ({JUDGE: judged.score} if judged.score is not None else {})
+                group.results[result.episode_id] = msgspec.structs.replace(
+                    result, reward=judged.reward, reward_components=components
+                )
+        return _list_judged(groups)
+
+
+def _list_judged(groups: Sequence[Group]) -> dict[str, JudgedReward]:
+    return {
+        result.episode_id: JudgedReward(reward=float(result.reward or 0.0), score=result.reward_components.get(JUDGE))
+        for group in groups
+        for result in group.graded
+    }

@@ -11,6 +11,7 @@ from fleetbus_schemas import LineageStarted, Subjects
 from fleetbus_workers.learner.admission import Admission
 from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.checkpoint_storage import CheckpointStorage
+from fleetbus_workers.learner.group_judge import GroupJudge
 from fleetbus_workers.learner.journal import FencedAppender
 from fleetbus_workers.learner.pool import GroupPool
 from fleetbus_workers.learner.publication import Publication
@@ -36,6 +37,7 @@ class LineageStart:
         pool: GroupPool,
         requests: Requests,
         admission: Admission,
+        judge: GroupJudge,
     ) -> None:
         self._bus = bus
         self._subjects = subjects
@@ -48,6 +50,7 @@ class LineageStart:
         self._pool = pool
         self._requests = requests
         self._admission = admission
+        self._judge = judge
 
     async def run(self, configuration: Configuration, *, worker: str) -> None:
         """Return when every earlier learner is refused and its open requests are this lineage's."""
@@ -62,7 +65,7 @@ class LineageStart:
             floor=point.floor,
             seed=configuration.run.seed,
             nonce=self._runtime.nonce(),
-            settings=select_lineage_settings(configuration),
+            settings=select_lineage_settings(configuration) | {"group_judge": {"weight": self._judge.weight}},
             restart=point.restart,
         )
         if point.unrecorded and point.checkpoint is not None and point.checkpoint_path is not None:

@@ -112,7 +112,7 @@ def make_parts(
         results=Results(bus, subjects, requests, pool, evaluations, progress.counters),
         start=LineageStart(
             bus, subjects, resume_point, trainer, runtime, appender=appender, publication=publication,
-            checkpoints=checkpoints, pool=pool, requests=requests, admission=admission,
+            checkpoints=checkpoints, pool=pool, requests=requests, admission=admission, judge=judge,
         ),
         batches=BatchTraining(bus, subjects, pool, judge, trainer, runtime, configuration=configuration, drain=drain),
         steps=StepRecord(

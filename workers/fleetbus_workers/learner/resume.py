@@ -20,7 +20,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.core.training.floor import find_group_number, refuses_request
 from fleetbus.core.training.lineage import complete_lineages, compute_surviving_steps, is_surviving, lineage_number
 from fleetbus.errors import UserError
-from fleetbus.log.episodes import decode_entries, read_entry
+from fleetbus.log.episodes import decode_entries
 from fleetbus.log.floor import read_floor
 from fleetbus_schemas import (
     CheckpointStored,
@@ -152,7 +152,8 @@ async def find_resume_point(
 ) -> ResumePoint:
     """Where the next lineage begins; ``folder`` is the run's folder of checkpoints, ``restart`` what a person ordered. Groups
     below ``first_group`` are settled for good. ``log_end`` is the last entry of the log (None: wherever checkpoints say), and
-    ``published`` the lineage that published last.
+    ``published`` the lineage
+    that published last, to be given where the log knows none.
 
     Raises `CheckpointUnread` and `UserError` as `choose_checkpoint` does, and `UserError` when the log has lost all checkpoints
     that the folder holds. No lineage before had the name of the new one, not even one that the log has lost.
@@ -256,7 +257,7 @@ async def wait_for_resume_point(
                 runtime=runtime,
                 first_group=first_group,
                 log_end=(await bus.log_state()).last_sequence,
-                published=await _find_publisher(bus, subjects, configuration.run.policy),
+                published="" if book.lineages else await _find_publisher(bus, subjects, configuration.run.policy),
             )
         except CheckpointUnread as unread:
             if anyio.current_time() >= give_up_at:
@@ -274,10 +275,12 @@ def _is_lost(book: Book, entry: CheckpointStored) -> bool:
 
 
 async def _find_publisher(bus: LogBus, subjects: Subjects, policy: str) -> str:
-    """The lineage of the last entry among the versions; empty if there is none."""
-    stored = await bus.last(subjects.policy(policy))
-    message = read_entry(STORED["policy"], stored) if stored is not None else None
-    return message.lineage if isinstance(message, (LineageStarted, PolicyPublished)) else ""
+    """The newest lineage that began to publish; empty if none did."""
+    found = ""
+    async for entry in bus.scan([subjects.policy(policy)]):
+        for _, started in decode_entries(LineageStarted, [entry], beside=(PolicyPublished,)):
+            found = started.lineage
+    return found
 
 
 async def read_published_versions(bus: LogBus, subjects: Subjects, policy: str) -> dict[int, int]:

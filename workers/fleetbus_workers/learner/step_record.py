@@ -61,6 +61,7 @@ class StepRecord:
         trained, excluded = self._pool.settle(batch.groups)
         self._checkpoints.pending = self._build_checkpoint(version)
         self._ledger.forget_settled()
+        judged = {episode: batch.judged[episode] for episode in trained if episode in batch.judged}
         done = StepTrained(
             lineage=progress.lineage,
             step=progress.step,
@@ -69,7 +70,8 @@ class StepRecord:
             excluded=tuple(excluded),
             metrics={name: float(value) for name, value in batch.metrics.items()},
             digests=tuple(batch.digests[episode] for episode in trained),
-            rewards={episode: batch.rewards[episode] for episode in trained if episode in batch.rewards},
+            rewards={episode: each.reward for episode, each in judged.items()},
+            scores={episode: each.score for episode, each in judged.items() if each.score is not None},
         )
         await self._appender.append(done)
         measured = {name: round(done.metrics[name], 3) for name in ("success", "reward") if name in done.metrics}

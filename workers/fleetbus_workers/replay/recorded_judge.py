@@ -10,7 +10,7 @@ import msgspec
 
 from fleetbus.core.algorithms.reward_components import JUDGE, combine, parse_weights
 from fleetbus_schemas import GRADED, EpisodeFinished, StepTrained
-from fleetbus_workers.learner.group_judge import RecordedGroupJudge
+from fleetbus_workers.learner.group_judge import JudgedReward, RecordedGroupJudge
 from fleetbus_workers.replay.driver import ReplayContext
 
 FAILED = "judge: "
@@ -46,5 +46,9 @@ def take_recorded_score(recorded: EpisodeFinished, replayed: EpisodeFinished, we
 
 def find_recorded_group_judge(steps: Iterable[StepTrained]) -> RecordedGroupJudge | None:
     """The rewards of groups that a judge scored, None if it scored none."""
-    rewards = {episode: reward for step in steps for episode, reward in step.rewards.items()}
-    return RecordedGroupJudge(rewards.get) if rewards else None
+    judged = {
+        episode: JudgedReward(reward=reward, score=step.scores.get(episode))
+        for step in steps
+        for episode, reward in step.rewards.items()
+    }
+    return RecordedGroupJudge(judged.get) if judged else None

@@ -70,7 +70,7 @@ class ResumeState:
         for entry, message in self._find_trained_before():
             if isinstance(message, CheckpointStored):
                 file = self._folder(message) if self._is_own(message) else self._checkpoints / "of-no-use"
-                message = msgspec.structs.replace(message, file=str(file), floor=WHOLE_LOG)
+                message = msgspec.structs.replace(message, file=str(file), floor=WHOLE_LOG, sha256="")  # its index is another
                 environment.store(entry.subject, message, entry)
             else:
                 environment.store_as_recorded(entry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from fleetbus.concurrency.runtime import run_in_thread
 from fleetbus.errors import UserError
 from fleetbus.recording.reader import RecordingReader
 from fleetbus_schemas import Subjects
@@ -33,6 +35,13 @@ SHOWN_IDS = 10
 @archive_option("; without a server it is audited alone")
 @click.option("--deep", is_flag=True, help="Prove that every trained episode is what was sampled; reads the log twice more")
 @click.option(
+    "--advantage",
+    "trusted",
+    multiple=True,
+    metavar="MODULE:FUNCTION",
+    help="With --deep: import and call this function, which training used as algorithm.advantage; no other code is",
+)
+@click.option(
     "--state",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
@@ -40,49 +49,92 @@ SHOWN_IDS = 10
 )
 @json_option("the report")
 @reach_options
-def command(source: str | None, archive: Path | None, deep: bool, state: Path | None, as_json: bool, **values: Any) -> int:
+def command(
+    source: str | None,
+    archive: Path | None,
+    deep: bool,
+    trusted: tuple[str, ...],
+    state: Path | None,
+    as_json: bool,
+    **values: Any,
+) -> int:
     """Check from the log alone, or from a complete recording, that every episode of a run is accounted for.
 
     Requested = trained + excluded by reason + evaluation + in flight; one result per episode; nothing trained twice; no action
-    without an observation. Exit status 0: the audit balances; 1: it does not, with the offending ids.
+    without an observation; the end of the log and the checkpoints beside it are those that were read. Exit status 0: the audit
+    balances; 1: it does not, with the offending ids.
     """
+    if trusted and not deep:
+        raise UserError("--advantage is what --deep calls: add --deep, or leave it out")
     if state is not None and (deep or is_recording(source)):
         why = "--deep reads all of it" if deep else f"{source} is a recording"
         raise UserError(f"--state continues the audit of a log, and {why}: leave it out")
     if is_recording(source):
-        name, report = run_async(_audit_file, Path(str(source)), archive, deep)
+        name, report = run_async(_audit_file, Path(str(source)), archive, deep, trusted)
     else:
         configuration = load_settings({**values, "run__name": source}).configuration
-        name, report = configuration.run.name, run_async(_audit, configuration, archive, deep, state)
+        name, report = configuration.run.name, run_async(_audit, configuration, archive, deep, trusted, state)
+    report = _tell_unproven(report, deep=deep)
     facts = {"balanced": report.balanced, "in_flight": report.books.in_flight} | msgspec.to_builtins(report)
     print_json(facts) if as_json else _print(report, name)
     return BALANCED if report.balanced else UNBALANCED
 
 
-async def _audit(configuration: Configuration, archive: Path | None, deep: bool, state: Path | None) -> Report:
+async def _audit(
+    configuration: Configuration, archive: Path | None, deep: bool, trusted: tuple[str, ...], state: Path | None
+) -> Report:
     from fleetbus.audit.run import audit_archive, audit_run
+    from fleetbus.config.run_folder import run_folder
     from fleetbus.log.archive_reader import scan_archive, scan_archive_and_log
+    from fleetbus_workers.learner.checkpoints import list_checkpoints
 
     subjects = Subjects(configuration.run.name)
     if archive is not None and not is_reachable(configuration):
         if state is not None:
             raise UserError("--state continues the audit of a log, and no server has that of the run: leave it out")
-        report = await audit_archive(subjects, archive)
-        return await _add_proof(report, partial(scan_archive, archive, run=subjects.run)) if deep else report
+        report = _hold_against_checkpoints(await audit_archive(subjects, archive), configuration.run.policy, ())
+        return await _add_proof(report, partial(scan_archive, archive, run=subjects.run), trusted) if deep else report
+    folder = run_folder(configuration.run).checkpoints
+    written = await run_in_thread(list_checkpoints, folder)  # before the log is read, which has the step of each by then
     async with open_run(configuration, "audit", own_server=True) as bus:
         report = await audit_run(bus, subjects, archive=archive, state=state)
-        return await _add_proof(report, partial(scan_archive_and_log, bus, subjects, archive)) if deep else report
+        report = _hold_against_checkpoints(report, configuration.run.policy, written)
+        scan = partial(scan_archive_and_log, bus, subjects, archive)
+        return await _add_proof(report, scan, (*trusted, configuration.algorithm.advantage)) if deep else report
 
 
-async def _add_proof(report: Report, scan: Scan) -> Report:
+def _hold_against_checkpoints(report: Report, policy: str, written: Sequence[tuple[int, int, bool]]) -> Report:
+    """The report with the checkpoints that are ahead of the log; each was written after its step was stored."""
+    from fleetbus.core.audit.findings import Findings
+    from fleetbus.core.training.lineage import lineage_number
+
+    reached, findings = report.reached.get(policy), Findings()
+    last = (lineage_number(reached.lineage), reached.step) if reached is not None else (0, 0)
+    for number, step, is_finished in written:
+        if is_finished and (number, step) > last:
+            findings.add("checkpoints_ahead", f"l{number}-{step:06d}", report.last_sequence)
+    place = () if written else ("that the log did not lose its end: no checkpoints of the run lie here beside it",)
+    return msgspec.structs.replace(
+        report, findings=(*report.findings, *findings.list_found()), unproven=(*report.unproven, *place)
+    )
+
+
+def _tell_unproven(report: Report, *, deep: bool) -> Report:
+    """The report with what no audit of this kind proves."""
+    always = ("that environments and judges graded what they were shown: results and scores are their word",)
+    digests = () if deep else ("that trained episodes are what was sampled: see --deep",)
+    return msgspec.structs.replace(report, unproven=(*report.unproven, *digests, *always))
+
+
+async def _add_proof(report: Report, scan: Scan, trusted: Collection[str]) -> Report:
     """The report with what the deep audit finds in the same entries."""
     from fleetbus_workers.learner.digest_audit import audit_digests
 
-    proof = await audit_digests(scan, last_sequence=report.last_sequence)
+    proof = await audit_digests(scan, last_sequence=report.last_sequence, trusted=trusted)
     return msgspec.structs.replace(report, proven=proof.proven, findings=(*report.findings, *proof.findings))
 
 
-async def _audit_file(file: Path, archive: Path | None, deep: bool) -> tuple[str, Report]:
+async def _audit_file(file: Path, archive: Path | None, deep: bool, trusted: tuple[str, ...]) -> tuple[str, Report]:
     """The run that a recording is of, and its books."""
     from fleetbus.audit.run import audit_recording
     from fleetbus.recording.export import scan_recording
@@ -90,11 +142,11 @@ async def _audit_file(file: Path, archive: Path | None, deep: bool) -> tuple[str
     if archive is not None:
         raise UserError(f"--archive belongs to a run and not to a recording: leave it out to audit {file}")
     reader = RecordingReader(file)
-    report = await audit_recording(reader)
+    report = _hold_against_checkpoints(await audit_recording(reader), "", ())
     if reader.torn:
         click.echo(f"fleetbus: {reader.torn}", err=True)
     if deep:
-        report = await _add_proof(report, lambda: scan_recording(RecordingReader(file)))
+        report = await _add_proof(report, lambda: scan_recording(RecordingReader(file)), trusted)
     return reader.header.run, report
 
 
@@ -124,6 +176,8 @@ def _print(report: Report, run: str) -> None:
         print(f"  {report.refused} late entries of what was settled for good, refused")
     if report.malformed:
         print(f"  {report.malformed} malformed entries")
+    for reason in report.unproven:
+        print(f"  not proven: {reason}")
     for finding in report.findings:
         ids = " ".join(finding.ids[:SHOWN_IDS]) + (" ..." if finding.count > SHOWN_IDS else "")
         print(f"NOT BALANCED {finding.kind}: {finding.count} {finding.meaning}: {ids} (entry {finding.sequence})")

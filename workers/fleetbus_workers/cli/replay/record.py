@@ -27,12 +27,12 @@ from fleetbus_workers.cli.look.run_options import archive_option, reach_options,
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.output import json_option, print_json
 from fleetbus_workers.command.event_loop import call_on_signal, run_async
-from fleetbus_workers.command.exit_status import FINISHED
+from fleetbus_workers.command.exit_status import CRASHED, FINISHED
 from fleetbus_workers.run_access.sources import is_recording, open_source
 from fleetbus_workers.weights.store import get_object_store
 
 if TYPE_CHECKING:
-    from fleetbus.bus.base import StreamEntry
+    from fleetbus.bus.base import LogState, StreamEntry
     from fleetbus.config.settings import Configuration
     from fleetbus.recording.export import Export
     from fleetbus.recording.format import RecordingHeader
@@ -76,7 +76,7 @@ def command(
 
     API keys, passwords and other secrets are replaced by [redacted]; objects that contain one as text are left out, but the
     content of images is not checked. `fleetbus episodes FILE` shows the content, `fleetbus replay FILE` plays it against a
-    worker. Exit status 0: written; 2: bad input, nothing was written.
+    worker. Exit status 0: written; 1: written, and it is not the whole log; 2: bad input, nothing was written.
     """
     choices = {name: values.pop(name) for name in ("episodes", "weights", "keep_secrets", "objects", "max_objects")}
     if follow and is_recording(source):
@@ -88,7 +88,9 @@ def command(
     work = partial(_record, source, configuration, output, archive=archive, follow=follow, overwrite=force, **choices)
     facts = run_async(work)
     _print(facts, output, as_json)
-    return FINISHED
+    for problem in facts["problems"]:
+        click.echo(f"fleetbus: {problem}", err=True)
+    return CRASHED if facts["problems"] else FINISHED
 
 
 def _lower_priority() -> None:
@@ -128,7 +130,9 @@ async def _record(
         with create_recording(output, header, overwrite=overwrite) as writer:
             export = Export(writer, redactor=redactor, selected=frozenset(episodes) if episodes else None)
             last = _SequenceTracker()
+            log_state = await entries_of.bus.log_state() if entries_of.bus is not None else None
             await export.copy(last.track(entries_of.entries()), progress=_build_progress_callback(writer))
+            problems = _find_problems(log_state, last.sequence)
             if follow:
                 await _follow(export, entries_of, writer, last.sequence + 1)
             folder = run_folder(configuration.run).weights
@@ -150,7 +154,22 @@ async def _record(
         "weights_missing": len(export.published) - files if weights else 0,
         "objects": {**msgspec.structs.asdict(added), "named": len(export.references.names)},
         "torn_source": entries_of.torn,
+        "problems": problems,
     }
+
+
+def _find_problems(log_state: LogState | None, last_sequence: int) -> list[str]:
+    """What keeps the recording from being the whole log."""
+    found = []
+    if not last_sequence:
+        found.append("nothing was read: the log is empty")
+    if log_state is not None and last_sequence < log_state.last_sequence:
+        found.append(f"the log goes to entry {log_state.last_sequence} and was read to {last_sequence}: it lost its end")
+    if log_state is not None:
+        found += [
+            f"the stream's limit {limit} removes entries that nobody has settled: remove it" for limit in log_state.erasing
+        ]
+    return found
 
 
 def _build_object_fetch(source: Source) -> Callable[[str], Awaitable[bytes | None]]:

@@ -1,0 +1,34 @@
+"""Where versions and checkpoints are said to be: each is called as it is numbered, beside the others of its lineage. Pure.
+
+A learner keeps its folders and its store as long as it lives. Whether the files hold what they are said to hold is no matter of
+the log: weights are checked by their manifest when they are loaded, checkpoints by the digest of their index.
+"""
+
+import msgspec
+
+from fleetbus_schemas import CheckpointStored, PolicyPublished
+
+_SUFFIXES = (".safetensors", ".delta")
+
+
+class Addresses(msgspec.Struct):
+    """By lineage the place of its first version and of its first checkpoint."""
+
+    _versions: dict[str, str] = {}
+    _checkpoints: dict[str, str] = {}
+
+    def is_version_right(self, published: PolicyPublished) -> bool:
+        """Whether this version is where it may be. One without an address is nowhere."""
+        if not published.uri:
+            return True
+        place, _, name = published.uri.rpartition("/")
+        is_named = name in [f"{published.lineage}-v{published.version:06d}{suffix}" for suffix in _SUFFIXES]
+        return is_named and self._versions.setdefault(published.lineage, place) == place
+
+    def is_checkpoint_right(self, stored: CheckpointStored) -> bool:
+        """Whether this checkpoint is where it may be."""
+        if not stored.file:
+            return True
+        place, _, name = stored.file.rpartition("/")
+        is_named = name == f"{stored.lineage}-{stored.step:06d}"
+        return is_named and self._checkpoints.setdefault(stored.lineage, place) == place
