@@ -1,4 +1,4 @@
-"""Finds where a learner begins: from nothing, or from a checkpoint of the lineage that survives (delivery rules 8 and 11).
+"""Finds where a learner begins: from nothing, or at a checkpoint that counts (docs/concepts/delivery.md, rules 8, 11).
 
 Read from the log alone; nothing is written here.
 """
