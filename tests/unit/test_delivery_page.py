@@ -1,4 +1,4 @@
-"""docs/concepts/delivery.md says by what each rule is proven: all of that exists, and code cites only rules that stand there."""
+"""docs/concepts/delivery.md names what proves each rule: all of that exists, and code cites only rules that stand there."""
 
 from __future__ import annotations
 
