@@ -1,8 +1,8 @@
 """The bus as workers see it: one protocol, implemented over NATS (`fleetbus.bus.nats`) and in memory (`.memory`).
 
 Above it are the workers; below it one connection. The contract suite (``tests/contract/test_bus_*.py``) holds both
-implementations to the promises written here. Anything sent may be delivered again, and an unanswered publish may have been stored: callers
-rely on compare-and-set, never on the duplicate window.
+implementations to the promises written here. Anything sent may be delivered again, and an unanswered publish may have been
+stored: callers rely on compare-and-set, never on the duplicate window.
 """
 
 from __future__ import annotations
