@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CODE = ("schemas", "fleetbus", "workers", "benchmarks", "tests/simulation", "tests/support")
-DOCS = ("*.md", "docs/*.md", "docs/[!d]*/**/*.md")
+DOCS = ("*.md", "docs/*.md", "docs/[!d]*/**/*.md", "docs/decisions/*.md")
 GENERATED = ("docs/reference/",)
 HISTORY = ("CHANGELOG.md",)
 NAME = re.compile(r"\.?[A-Za-z_]\w*(?:\.\w+)*(?:\(\))?")
@@ -26,6 +26,7 @@ MODULE = re.compile(r"(?:fleetbus|fleetbus_workers|fleetbus_schemas)(?:\.[a-z_]\
 FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)+\.(?:py|md|sh|svg|toml|yaml)|[a-z]\w*\.py")
 NO_MODULE = re.compile(r"fleetbus\.(?:toml|segments?|request|session|reward)\b.*")
 """A file, and attributes of spans."""
+FILE_ENDINGS = (".json", ".jsonl", ".md", ".png", ".py", ".toml", ".txt", ".yaml")
 COMMAND = re.compile(r"fleetbus ([a-z]+)\b")
 OURS = ("schemas/", "fleetbus/", "workers/", "benchmarks/", "tests/", "docs/", "deploy/", ".ci/")
 RECORD = re.compile(r"\bdocs/decisions/(\d{4})|\b(?:decisions?|records?|Records?) (\d{4})\b")
@@ -134,6 +135,17 @@ def test_names_in_docstrings_and_comments_exist(folder: str) -> None:
 @pytest.mark.parametrize("page", list_pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_names_in_the_documentation_exist(page: Path) -> None:
     assert not list(find_missing(page.read_text()))
+
+
+@pytest.mark.parametrize("page", list_pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_settings_that_the_documentation_names_exist(page: Path) -> None:
+    from fleetbus.config.fields import list_settings
+
+    settings = {setting.name for setting in list_settings()}
+    tables = {name.split(".")[0] for name in settings} - {"run"}  # `run.evaluate` is a call of the Python API
+    quoted = re.findall(r"`([a-z]+\.[a-z][a-z_0-9]*)(?: = [^`]+)?`", page.read_text())
+    named = [name for name in quoted if name.split(".")[0] in tables and not name.endswith(FILE_ENDINGS)]
+    assert not [name for name in named if name not in settings]
 
 
 def test_commands_that_docstrings_name_exist() -> None:
