@@ -14,9 +14,10 @@ PACKAGES = ("schemas/fleetbus_schemas", "fleetbus", "workers/fleetbus_workers")
 QUESTION = re.compile(r"(What|Which|Whether|Who|Whose|How|Where|When|Why)\b")
 
 
-def find_questions(text: str) -> Iterator[int]:
+def find_questions(text: str, *, modules_only: bool = False) -> Iterator[int]:
     """The lines of docstrings that begin with a question word."""
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    for node in [tree] if modules_only else ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             docstring = ast.get_docstring(node)
             if docstring is not None and QUESTION.match(docstring):
@@ -30,7 +31,14 @@ def test_no_docstring_begins_with_a_question(package: str) -> None:
     assert files and not found, found
 
 
+def test_no_file_of_tests_or_benchmarks_begins_with_a_question() -> None:
+    files = sorted(file for folder in ("tests", "benchmarks") for file in (ROOT / folder).rglob("*.py"))
+    found = [str(file.relative_to(ROOT)) for file in files if list(find_questions(file.read_text(), modules_only=True))]
+    assert files and not found, found
+
+
 def test_a_question_is_found_wherever_a_docstring_stands() -> None:
     text = '"""What it is."""\nclass A:\n    """Whether it is."""\n    async def b(self):\n        """How it is."""\n'
     assert list(find_questions(text)) == [1, 3, 5]
+    assert list(find_questions(text, modules_only=True)) == [1]
     assert not list(find_questions('"""Whatever it is."""\n\nwhat = """What no docstring is."""\n'))
