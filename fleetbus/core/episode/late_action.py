@@ -1,6 +1,6 @@
 """Decides what an attempt does whose Action is late: wait, take it, send the Observation again, or stop. Pure.
 
-Rule 6 of docs/concepts/delivery.md. A worker asks here twice: for many attempts at once with the last entries of their subjects,
+Rule 6 of docs/concepts/delivery.md. A worker asks here twice: for many attempts with the last entries of their subjects,
 and for one attempt with everything that stands on them, before it acts.
 """
 

@@ -71,7 +71,7 @@ async def choose_checkpoint(
 
 
 async def list_orders(entries: Sequence[CheckpointStored], folder: Path, runtime: Runtime) -> tuple[str, ...]:
-    """What ``--restart-from`` can be given: the steps of whole checkpoints, the newest first, and the start."""
+    """Values that ``--restart-from`` can be given: the steps of whole checkpoints, the newest first, and the start."""
     return await _Shelf(folder, entries, runtime).list_orders()
 
 

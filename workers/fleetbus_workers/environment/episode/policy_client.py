@@ -128,7 +128,7 @@ class PolicyClient:
         return watched
 
     def apply(self, standing: Standing) -> None:
-        """What was read for many attempts: this one waits on, or wakes to check for itself."""
+        """Apply what was read for many attempts: this one waits on, or wakes to check for itself."""
         if decide_late_action(self._asked, self._select_facts(standing)) == "wait":
             self._plan_check()
         else:
