@@ -1,4 +1,4 @@
-"""What a model call of an agent costs: through fleetbus's endpoint, of the engine directly, through OpenEnv's capture proxy.
+"""Measures a model call of an agent: through fleetbus's endpoint, of the engine directly, through OpenEnv's capture proxy.
 
     OPENENV_PYTHON=.venv-openenv/bin/python python benchmarks/agent_calls.py --json      # after `just test-openenv`
 

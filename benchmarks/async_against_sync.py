@@ -1,4 +1,4 @@
-"""What asynchrony is worth with tool calls as slow as real ones: synchronous training beside staleness bounds of 1, 2, 4 and 8.
+"""Measures asynchrony with tool calls as slow as real ones: synchronous training beside staleness bounds of 1, 2, 4 and 8.
 
     python benchmarks/async_against_sync.py --json
     python benchmarks/async_against_sync.py --json --train 40      # `fleetbus up` on the default task, to see what it learns

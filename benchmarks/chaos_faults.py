@@ -1,4 +1,4 @@
-"""Which faults strike a fleet and when: a plan that depends on a seed and the length of the run alone. Pure.
+"""Draws the faults that strike a fleet, and their times: a plan that depends on a seed and the length of the run alone. Pure.
 
 Environment and inference workers are struck every `MEAN_SECONDS` on average, the learner and the server at most twice per run,
 the first time by SIGKILL. Members are picked by a number in [0, 1), because who is there is known only when the time has come.

@@ -1,4 +1,4 @@
-"""How long a fleet took to recover from each fault, read from its log: differences of the server's timestamps. Pure.
+"""Reads the time to recover from each fault out of a fleet's log: differences of the server's timestamps. Pure.
 
 An environment worker's episodes have recovered at their next claim or result, an inference worker's turns at their Action, a
 learner at the next step, a server's clients at whatever each of them stored next, or said when it had nothing to do.

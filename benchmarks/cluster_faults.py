@@ -1,4 +1,4 @@
-"""What a run notices of its servers' network: one server and three, an election, a follower that hangs, links of 80 ms.
+"""Measures faults of a run's servers: one server and three, an election, a follower that hangs, links of 80 ms.
 
     python benchmarks/cluster_faults.py --json
 

@@ -1,4 +1,4 @@
-"""How fast the gateways are: real processes, clients over HTTP or WebSocket, an environment that answers at once.
+"""Measures the gateways: real processes, clients over HTTP or WebSocket, an environment that answers at once.
 
     python benchmarks/gateway.py --json
     OPENENV_PYTHON=.venv-openenv/bin/python python benchmarks/gateway.py --json --only openenv      # after `just test-openenv`

@@ -1,4 +1,4 @@
-"""What holding leases costs the servers: CPU per extension of a held request, and of all requests held at once, with one and
+"""Measures the cost of held leases: CPU per extension of a held request, and of all requests held at once, with one and
 three servers.
 
     python benchmarks/lease_cost.py --held 2000

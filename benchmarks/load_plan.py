@@ -1,4 +1,4 @@
-"""What the loop benchmarks share: how many sessions and turns, the figures of a run, a server on a temporary store."""
+"""Shared by the loop benchmarks: numbers of sessions and turns, the figures of a run, a server on a temporary store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What recording costs and how fast it goes: export, replay against real time, the step loop with and without a recorder.
+"""Measures recordings: export, replay against real time, the step loop with and without a recorder.
 
     python benchmarks/recording.py --json                       # export and step loop
     python benchmarks/recording.py --json --recording FILE      # and the replay of a recording, e.g. of a default run

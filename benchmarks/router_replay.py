@@ -1,4 +1,4 @@
-"""What a mixture of experts loses between sampler and trainer, and what replaying the sampler's routing gives back.
+"""Measures the loss of a mixture of experts between sampler and trainer, and what replaying the sampler's routing gives back.
 
     python benchmarks/router_replay.py [--steps 300] [--json]
 

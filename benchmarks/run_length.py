@@ -1,4 +1,4 @@
-"""What grows with the length of a run: how long it takes to start a learner, rebuild an episode, audit, open `top` or the page.
+"""Measures what grows with the length of a run: the time to start a learner, rebuild an episode, audit, open `top` or the page.
 
     python benchmarks/run_length.py --json --episodes 10000,100000,300000
 

@@ -1,4 +1,4 @@
-"""How steps/s grow with the number of worker processes: environments and samplers that wait, so that cores do not decide.
+"""Measures steps/s by the number of worker processes: environments and samplers that wait, so that cores do not decide.
 
     python benchmarks/scaling.py --json --processes 1,2,4,8
 

@@ -1,4 +1,4 @@
-"""What grows with the length of a run: scripted episodes, session steps and a recorder on a real server with a log of 64 MiB.
+"""Measures growth with a run's length: scripted episodes, session steps and a recorder on a real server with a log of 64 MiB.
 
     python benchmarks/settle_soak.py --count 1000000 --seconds 6000 --output docs/settle_soak.svg
 

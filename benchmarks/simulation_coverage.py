@@ -1,4 +1,4 @@
-"""Which branches of the delivery contract simulations reach by themselves, and the few seeds that reach them all.
+"""Lists the branches of the delivery contract that simulations reach, and the few seeds that reach them all.
 
     python benchmarks/simulation_coverage.py                          # the kept seeds: tests/system/simulation_corpus.txt
     python benchmarks/simulation_coverage.py all:1-100 swarm:1-50     # more of them

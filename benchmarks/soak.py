@@ -1,4 +1,4 @@
-"""Whether workers grow with the work that they have done: memory blocks, resident memory, tasks and descriptors of each role.
+"""Measures the growth of workers with their work: memory blocks, resident memory, tasks and descriptors of each role.
 
     python benchmarks/soak.py --seconds 120
 

@@ -1,4 +1,4 @@
-"""How fast the step loop is: a real environment worker and a real inference worker through a real server, beside the floor.
+"""Measures the step loop: a real environment worker and a real inference worker through a real server, beside the floor.
 
     python benchmarks/step_loop.py --json
 

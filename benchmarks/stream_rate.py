@@ -1,4 +1,4 @@
-"""How many entries a second one nats-server stores: in a run's log, and in one or several plain streams.
+"""Measures the entries that one nats-server stores a second: in a run's log, and in one or several plain streams.
 
     python benchmarks/stream_rate.py --json --streams 1,2,4
 

@@ -1,4 +1,4 @@
-"""What each setting of ``nats.sync`` costs: publishes that are waited for one by one, and a hundred at a time.
+"""Measures the cost of each setting of ``nats.sync``: publishes that are waited for one by one, and a hundred at a time.
 
     TMPDIR=DISK python benchmarks/sync_cost.py
 

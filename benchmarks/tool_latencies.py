@@ -1,4 +1,4 @@
-"""How long tool calls of real work take: log-normal with the percentiles of a published trace, and 1 % take ten times as long.
+"""Latencies of tool calls of real work: log-normal with the percentiles of a published trace, and 1 % take ten times as long.
 
 TraceLab (Zhu et al., arXiv:2606.30560; github.com/uw-syfi/TraceLab @ 0b8a262) has 432,510 tool calls of coding agents in daily
 use. Of 110,497 calls of the most frequent tool, ``exec_command``, half took at most 323 ms and nine tenths at most 1,002 ms,

@@ -1,4 +1,4 @@
-"""What an episode costs that only waits: memory per session in one environment worker, and whether its heartbeats still come.
+"""Measures episodes that only wait: memory per session in one environment worker, and if its heartbeats still come.
 
     python benchmarks/waiting_sessions.py --json
     python benchmarks/waiting_sessions.py --json --workers 200 --sessions 20000     # a fleet, as tasks of one process

@@ -142,7 +142,7 @@ def build_subject_reference() -> str:
 
 def build_decision_list() -> str:
     """The records by number, with their titles."""
-    lines = ["# Decisions\n", "Why it is as it is: one record each, with the measurement; never edited, only superseded.\n"]
+    lines = ["# Decisions\n", "Why it is as it is: each record says where it rules, and what was measured.\n"]
     files = sorted((DOCS / "decisions").glob("[0-9]*.md"))
     lines += [f"- [{_read_title(file.read_text(encoding='utf-8'))}]({file.name})" for file in files]
     return "\n".join(lines) + "\n"

@@ -45,7 +45,7 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rights(msgspec.Struct, frozen=True, kw_only=True):
-    """What one user of one run may do, besides talking to itself on its inbox.
+    """The operations that one user of one run may do, besides talking to itself on its inbox.
 
     ``asks``: of the run's account. ``calls`` and ``hears``: (role, subject) of other roles' services and broadcasts. ``serves``
     and ``tells``: its own. ``listens``: a subject with wildcards that it subscribes to in place of those that it hears.
@@ -106,7 +106,7 @@ def _api(*questions: str, streamed: bool = False) -> tuple[Need, ...]:
 
 
 class _GatheredRights:
-    """What one user of one run does on each channel, as the subjects that this takes."""
+    """The operations of one user of one run on each channel, as the subjects that this takes."""
 
     def __init__(self, user: str, plan: RunPlan, names: Mapping[str, str]) -> None:
         self._user = user
@@ -146,7 +146,7 @@ class _GatheredRights:
         return channel.fill(run=self._plan.run, role=self._user)
 
     def _ask(self, channel: Channel, way: Way) -> tuple[Need, ...]:
-        """What is asked of the account with the streams, to use a channel that one of them keeps."""
+        """The questions to the account with the streams, to use a channel that one of them keeps."""
         stream, subject = self._streams[channel.kept], self._subject(channel)
         match way:
             case "send" if channel.kept == "bucket":  # clearing away what was stored in part is part of storing

@@ -1,8 +1,8 @@
-"""What workers know of the bus: protocols of the log, of work and of calls, over NATS (`fleetbus.bus.nats`) and in memory.
+"""The bus as workers see it: protocols of the log, of work and of calls, over NATS (`fleetbus.bus.nats`) and in memory.
 
-Above it are the workers; below it one connection. The contract suite `tests/contract/test_bus_*.py` holds all implementations
-to the promises written here. Anything sent may be delivered again, and an unanswered publish may have been stored: callers
-rely on compare-and-set, never on the duplicate window.
+Above it are the workers; below it one connection. The contract suite (``tests/contract/test_bus_*.py``) holds all
+implementations to the promises written here. Anything sent may be delivered again, and an unanswered publish may have been
+stored: callers rely on compare-and-set, never on the duplicate window.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ class SessionClient:
 
 
 class Session:
-    """One open session. Use it from one task at a time. Its name has to be one token of a subject (`BadName`)."""
+    """One open session. Use it from one task at a time. Its name has to be one token of a subject (`InvalidName`)."""
 
     def __init__(self, client: SessionClient, name: str, *, timeout: float) -> None:
         self._client = client

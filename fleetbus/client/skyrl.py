@@ -4,7 +4,7 @@
 
 ``env_config``: ``nats_url`` (or the variable ``FLEETBUS_NATS_URL``), ``run`` ("default"), ``tasks_file``, ``timeout`` (seconds
 per call, 600); a server that wants a key gets that of ``FLEETBUS_NATS_AUTH``. ``extras``: ``task_key``, ``max_turns`` (50),
-``tasks_file`` where the config has none. Returns what `skyrl_gym` 0.4's `BaseTextEnv` returns; the same calls exist as
+``tasks_file`` where the config has none. Returns what ``skyrl_gym`` 0.4's `BaseTextEnv` returns; the same calls exist as
 coroutines. Needs the extra ``skyrl``.
 """
 

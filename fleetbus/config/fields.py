@@ -75,7 +75,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join([kind, *_describe_bounds(self.limits)])
 
     def convert(self, value: object, *, text: bool) -> Any:
-        """``value`` as this setting's type; ``text`` if it came as a string that spells it. Raises `NotAllowed`."""
+        """``value`` as this setting's type; ``text`` if it came as a string that spells it. Raises `InvalidValue`."""
         if self.is_repeatable and isinstance(value, list | tuple) and value and all(isinstance(item, str) for item in value):
             value = "\n".join(value)
         if self.name in TABLES and isinstance(value, Mapping):

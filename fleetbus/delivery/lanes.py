@@ -1,4 +1,4 @@
-"""Lanes: a worker claims a free one of its role by compare-and-set and renews it (DESIGN §6).
+"""Lanes: a worker claims a free one of its role by compare-and-set and renews it (docs/concepts/lane.md).
 
 A lane whose lease ran out is free. A worker that finds its lane taken has been replaced and stops.
 """

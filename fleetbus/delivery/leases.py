@@ -1,4 +1,4 @@
-"""Extends the ack deadline of deliveries in progress: one timer per worker for all of them (delivery rule 5).
+"""Extends the ack deadline of deliveries in progress: one timer per worker for all of them (docs/concepts/delivery.md, rule 5).
 
 Compute never runs on the event loop, so nothing here can be held up by it.
 """

@@ -206,7 +206,8 @@ class Requests:
         self.mark_answered(episode_id)
 
     async def close_expired(self, found: Callable[[EpisodeFinished], None] = lambda result: None) -> None:
-        """Until cancelled, store a ``timeout`` result for every request whose deadline and grace have passed (rule 9).
+        """Until cancelled, store a ``timeout`` result for every request whose deadline and grace have passed
+        (docs/concepts/delivery.md, rule 9).
 
         ``found`` is given a result that stands there by then: it may be older than where its requester began to read results.
         """

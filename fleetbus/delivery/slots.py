@@ -1,4 +1,4 @@
-"""Slots: every delivery is worked on in a task of its own, and no more are pulled than slots are free (DESIGN §6)."""
+"""Slots: every delivery is worked on in its own task, and no more are pulled than slots are free (docs/concepts/lane.md)."""
 
 from collections.abc import Awaitable, Callable
 

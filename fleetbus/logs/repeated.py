@@ -38,7 +38,7 @@ class RepeatedWarnings:
         self._repetitions: dict[str, _Repetition] = {}
 
     def count(self, event: str) -> int | None:
-        """How often the warning came unsaid since it was said last; None if it is not to be said now."""
+        """Number of times that the warning came unsaid since it was said last; None if it is not to be said now."""
         now = self._clock()
         with self._lock:
             known = self._repetitions.get(event)

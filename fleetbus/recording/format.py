@@ -63,7 +63,7 @@ class RecordingTooLarge(UserError):
 
 
 class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """The origin of a recording. ``messages`` is the `message_schema` of the writer, ``created_ns`` Unix nanoseconds;
+    """The origin of a recording. ``messages`` is the `compute_message_schema` of the writer, ``created_ns`` Unix nanoseconds;
     ``configuration`` has the run's tables without secrets, empty if they were not at hand; ``selected`` are the episodes it was
     reduced to, none for a whole log; ``redacted`` says that secrets were taken out of it."""
 

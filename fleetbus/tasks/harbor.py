@@ -1,6 +1,6 @@
 """Harbor task folders, read as they are (task.toml 1.4, https://harborframework.com/docs/tasks), without importing harbor.
 
-A folder has `task.toml`, `instruction.md`, `environment/`, `tests/test.sh` and `solution/solve.sh`; one with steps has the
+A folder has ``task.toml``, ``instruction.md``, `environment/`, `tests/test.sh` and `solution/solve.sh`; one with steps has the
 instruction, tests and solution of each in `steps/NAME/`. A task travels as its name and the hash of its folder alone: a worker
 finds the folder below the one that its own operator named, so no task chooses a path.
 """
@@ -115,7 +115,7 @@ class Solution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HarborConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `task.toml`; keys that have no meaning here are left alone, as harbor leaves them."""
+    """The content of ``task.toml``; keys that have no meaning here are left alone, as harbor leaves them."""
 
     schema_version: str = "1.4"
     metadata: dict[str, Any] = {}

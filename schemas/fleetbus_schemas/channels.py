@@ -104,7 +104,7 @@ class Channel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def receivers(self) -> tuple[str, ...]:
-        """Who reads its messages, beside those that may read the whole log."""
+        """The roles that read its messages, beside those that may read the whole log."""
         return self.roles("last", "batch", "scan", "work", "serve", "hear")
 
 
@@ -307,7 +307,7 @@ STORED: Mapping[str, tuple[type[Message], ...]] = MappingProxyType(
 
 
 def covers_log(role: str, way: Way) -> bool:
-    """Whether a role may use every channel in the log this way: one ``batch`` reads all, whatever it is meant for."""
+    """True if a role may use every channel in the log this way: one ``batch`` reads all, for any purpose."""
     if way == "last":
         return covers_log(role, "batch")
     channels = [channel for channel in CHANNELS if channel.kept == "log"] if way == "batch" else [BY_NAME["log"]]

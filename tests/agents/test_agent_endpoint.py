@@ -1,4 +1,4 @@
-"""What agents are answered over HTTP: three protocols, streamed and not; repetitions; mistakes."""
+"""Answers to agents over HTTP: three protocols, streamed and not; repetitions; mistakes."""
 
 from __future__ import annotations
 

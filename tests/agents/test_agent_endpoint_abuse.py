@@ -1,4 +1,4 @@
-"""What an agent that means ill, or a client that breaks off, gets from the endpoint: bounds and refusals."""
+"""Bounds and refusals of the endpoint, for an agent that means ill or a client that breaks off."""
 
 from __future__ import annotations
 

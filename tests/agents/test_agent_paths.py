@@ -1,4 +1,4 @@
-"""Which earlier turns a call of an agent continues."""
+"""The earlier turns that a call of an agent continues."""
 
 from __future__ import annotations
 

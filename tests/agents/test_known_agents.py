@@ -1,4 +1,4 @@
-"""What `fleetbus agents` and the documentation say of agents is what a test or a benchmark shows."""
+"""All that `fleetbus agents` and the documentation say of agents is what a test or a benchmark shows."""
 
 from __future__ import annotations
 

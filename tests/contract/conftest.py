@@ -1,4 +1,4 @@
-"""What the bus contract is tested with: the same interface over the in-memory server and over a real nats-server.
+"""Fixtures of the bus contract: the same interface over the in-memory server and over a real nats-server.
 
 A `Line` is one client's connection that a test may cut or whose answers it may hold back; for NATS it is a TCP relay.
 """

@@ -1,4 +1,4 @@
-"""What only the in-memory bus has: faults to order, virtual time, and the same trace every time."""
+"""Features of the in-memory bus alone: faults to order, virtual time, and the same trace every time."""
 
 from __future__ import annotations
 

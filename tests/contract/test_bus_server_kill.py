@@ -1,4 +1,4 @@
-"""What survives a kill -9 of the server, and what `declare` does to what exists."""
+"""Survival of a kill -9 of the server, and `declare` over what exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trimming needs: floors of consumers, the next entry on a subject, and the removal of entries by subject and sequence."""
+"""Trimming: floors of consumers, the next entry on a subject, and the removal of entries by subject and sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What versions of the weights do to a real vLLM engine: adapters under load, experts, keys and values that are kept; and
+"""Versions of the weights in a real vLLM engine: adapters under load, experts, keys and values that are kept; and
 arguments that are passed on. `just test-vllm`; the figures that it prints are those of docs/engines.md."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the remote-gym service refuses, over real HTTP: wrong keys, calls and bodies that are wrong, more than it takes."""
+"""Refusals of the remote-gym service, over real HTTP: wrong keys, calls and bodies that are wrong, more than it takes."""
 
 from __future__ import annotations
 

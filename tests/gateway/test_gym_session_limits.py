@@ -1,4 +1,4 @@
-"""Which sessions hold one of the places that a gym gateway has: those that were answered, until they are closed."""
+"""Sessions that hold one of the places of a gym gateway: those that were answered, until they are closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a remote gym says last - its observation, its info, whether it was a success - comes to results and through gateways."""
+"""The last words of a remote gym - observation, info, success - come to results and through gateways."""
 
 from __future__ import annotations
 

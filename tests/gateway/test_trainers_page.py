@@ -1,4 +1,4 @@
-"""What `docs/trainers.md` shows runs as it stands there."""
+"""Code that `docs/trainers.md` shows runs as it stands there."""
 
 from __future__ import annotations
 

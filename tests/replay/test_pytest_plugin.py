@@ -1,4 +1,4 @@
-"""What the installed pytest plugin gives to tests of others: each fixture does what it says, and loading it costs nothing."""
+"""The installed pytest plugin in tests of others: each fixture does what it says, and loading it costs nothing."""
 
 from __future__ import annotations
 

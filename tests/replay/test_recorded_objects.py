@@ -1,4 +1,4 @@
-"""What messages only refer to is in the recording, within bounds and without secrets that can be read, and a replay has it."""
+"""Objects that messages refer to are in the recording, within bounds and without readable secrets, and replays have them."""
 
 from __future__ import annotations
 

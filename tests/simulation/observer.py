@@ -1,4 +1,4 @@
-"""What the simulation writes down while it runs: violations, the trace and its hash, and every disturbance it caused.
+"""Notes of the simulation while it runs: violations, the trace and its hash, and every disturbance it caused.
 
 The checks above report here; a disturbance is what excuses an outcome that a calm fleet must never have.
 """

@@ -1,4 +1,4 @@
-"""What processes a test started, and when they are gone."""
+"""Processes that a test started, and waiting for their end."""
 
 from __future__ import annotations
 

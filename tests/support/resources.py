@@ -1,4 +1,4 @@
-"""What a test leaves behind in this process: child processes, descriptors."""
+"""Counts what a test leaves behind in this process: child processes, descriptors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every process of a sharded training does when something fails: ``torchrun ... sharded_faults.py FOLDER OUT FAULT``.
+"""Runs one process of a sharded training in which something fails: ``torchrun ... sharded_faults.py FOLDER OUT FAULT``.
 
 Rank 0 leads and writes ``OUT/told``: what it saw. A fault is planted in one process.
 """

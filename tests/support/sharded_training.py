@@ -1,4 +1,4 @@
-"""What every process of a sharded training does: ``torchrun ... sharded_training.py FOLDER OUT``.
+"""Runs one process of a sharded training: ``torchrun ... sharded_training.py FOLDER OUT``.
 
 Rank 0 leads: it trains three batches, stores a checkpoint after the second, and writes what was measured; the others follow.
 ``OUT/settings.json`` are the trainer's settings. With ``OUT/resume`` it goes on from the checkpoint there instead.

@@ -1,4 +1,4 @@
-"""What the tests of vLLM stand on: their marks, the starter policy and versions of it, requests, engines."""
+"""The base of the tests of vLLM: their marks, the starter policy and versions of it, requests, engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `docs/api.md` shows runs as it stands there: with scripted roles in seconds, and for real behind the marker `slow`.
+"""Code that `docs/api.md` shows runs as it stands there: with scripted roles in seconds, and for real behind the marker `slow`.
 
 The real runs train from a script, from pytest and from a notebook, with an environment of the caller's own file.
 """

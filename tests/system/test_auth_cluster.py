@@ -1,4 +1,4 @@
-"""Who may join a cluster: a server with the certificate and the password that `fleetbus auth init --route` writes, no other."""
+"""Only a server may join a cluster that has the certificate and the password that `fleetbus auth init --route` writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What no user of a run may do but the one whose work it is: refused by a real server, and told by name."""
+"""Operations that no user of a run may do but the one whose work it is: refused by a real server, and named."""
 
 from __future__ import annotations
 

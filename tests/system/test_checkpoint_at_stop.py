@@ -1,4 +1,4 @@
-"""What a learner that is told to stop leaves behind: a checkpoint of its last step, or by choice the one before."""
+"""The checkpoint that a stopped learner leaves behind: a checkpoint of its last step, or by choice the one before."""
 
 from __future__ import annotations
 

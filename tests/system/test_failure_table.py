@@ -1,4 +1,4 @@
-"""What happens when workers or their server are killed, cut off, added or removed: a test or more per row of the table of
+"""Workers or their server are killed, cut off, added or removed: a test or more per row of the table of
 failures, on virtual time, with the time to recover measured.
 
 Episodes and weights that are bad themselves are in `test_failure_table_outcomes.py`, the learner's rows in

@@ -1,4 +1,4 @@
-"""What happens when the learner is killed, replaced or cut off: in the lineage that survives nothing is trained twice."""
+"""The learner is killed, replaced or cut off: in the lineage that survives nothing is trained twice."""
 
 from __future__ import annotations
 

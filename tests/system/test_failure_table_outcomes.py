@@ -1,4 +1,4 @@
-"""What happens when episodes, engines, environments or weights are bad: a recorded outcome, and the run goes on."""
+"""Episodes, engines, environments or weights are bad: a recorded outcome, and the run goes on."""
 
 from __future__ import annotations
 

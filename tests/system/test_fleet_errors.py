@@ -1,4 +1,4 @@
-"""What may go wrong on a Fleet-compatible platform, from a refused key to a verifier that fails."""
+"""Errors of a Fleet-compatible platform, from a refused key to a verifier that fails."""
 
 from __future__ import annotations
 

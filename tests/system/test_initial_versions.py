@@ -1,4 +1,4 @@
-"""Which version an episode begins with: one that was published before it was asked for, even while that is being loaded."""
+"""The version that an episode begins with: one that was published before it was asked for, even while that is being loaded."""
 
 from __future__ import annotations
 

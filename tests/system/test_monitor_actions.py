@@ -1,4 +1,4 @@
-"""What the page may do to a run: behind its key alone, as JSON, from its own origin; by the code of the commands."""
+"""Actions of the page upon a run: behind its key alone, as JSON, from its own origin; by the code of the commands."""
 
 from __future__ import annotations
 

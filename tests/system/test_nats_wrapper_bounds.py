@@ -1,4 +1,4 @@
-"""What the NATS wrapper remembers stays small, however long it works."""
+"""The memory of the NATS wrapper stays small, however long it works."""
 
 from __future__ import annotations
 

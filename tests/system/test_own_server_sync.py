@@ -1,4 +1,4 @@
-"""How much of the log a loss of power may take: the server that `up` starts syncs as it is told."""
+"""The part of the log that a loss of power may take: the server that `up` starts syncs as it is told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was pulled and not taken goes to others at once, also what was on its way when the puller left."""
+"""Messages that were pulled and not taken go to others at once, also those on their way when the puller left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the log may be trimmed, on both buses: never over a message that its consumer has not acked."""
+"""Bounds of trimming, on both buses: never over a message that its consumer has not acked."""
 
 from __future__ import annotations
 

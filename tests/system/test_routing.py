@@ -1,4 +1,4 @@
-"""Who gets which observation and which episode: sticky lanes, re-routing, backpressure, and two who answer the same turn.
+"""Routing of observations and episodes: sticky lanes, re-routing, backpressure, and two who answer the same turn.
 
 All on virtual time; the moments at which observations are sent again are measured.
 """

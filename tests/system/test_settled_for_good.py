@@ -1,4 +1,4 @@
-"""What is archived and settled leaves the log, and nothing of it runs again: in memory and on a real nats-server."""
+"""Entries that are archived and settled leave the log, and nothing of them runs again: in memory and on a real nats-server."""
 
 from __future__ import annotations
 

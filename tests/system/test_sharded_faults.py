@@ -1,4 +1,4 @@
-"""What fails in one of several processes that share a model: the others go on in step, or all of them end at once."""
+"""Failures in one of several processes that share a model: the others go on in step, or all of them end at once."""
 
 from __future__ import annotations
 

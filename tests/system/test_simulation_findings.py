@@ -1,4 +1,4 @@
-"""What the simulation found once: each defect as a small test of its own, in the words of what has to hold."""
+"""Findings of the simulation: each defect as a small test of its own, in the words of what has to hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where metrics are kept: JSON lines, TensorBoard and W&B have the same numbers, and Prometheus those of the last step.
+"""Sinks of metrics: JSON lines, TensorBoard and W&B have the same numbers, and Prometheus those of the last step.
 
 TensorBoard and W&B are the real packages; without them their tests are skipped: `just test-sinks`.
 """

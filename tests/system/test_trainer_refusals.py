@@ -1,4 +1,4 @@
-"""What a trainer cannot be given never reaches it: the learner excludes it, says why, and goes on."""
+"""Episodes that a trainer cannot take never reach it: the learner excludes them, says why, and continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in the log when training ends is accounted for, also by a learner that began at the last step."""
+"""All that stands in the log when training ends is accounted for, also by a learner that began at the last step."""
 
 from __future__ import annotations
 

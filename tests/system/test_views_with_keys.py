@@ -1,4 +1,4 @@
-"""What looks on does so with the rights of a monitor alone: the fold, the server's view, the traces."""
+"""Views need the rights of a monitor alone: the fold, the server's view, the traces."""
 
 from __future__ import annotations
 

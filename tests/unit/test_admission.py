@@ -1,4 +1,4 @@
-"""When groups are asked for: as many as staleness allows, and only once the version exists that they are to begin with."""
+"""Admission of groups: as many as staleness allows, and only once the version exists that they are to begin with."""
 
 from __future__ import annotations
 

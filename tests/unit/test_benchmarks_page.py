@@ -1,4 +1,4 @@
-"""What all benchmarks print becomes one file and one page, also where one of them fails."""
+"""The output of all benchmarks becomes one file and one page, also where one of them fails."""
 
 from __future__ import annotations
 

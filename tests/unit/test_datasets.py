@@ -1,4 +1,4 @@
-"""Where tasks come from: files, folders, URLs and versions, and the one line that each mistake gets."""
+"""Sources of tasks: files, folders, URLs and versions, and the one line that each mistake gets."""
 
 from __future__ import annotations
 

@@ -71,6 +71,16 @@ def test_the_references_have_every_command_setting_message_and_subject() -> None
     assert PAGES["decisions/index.md"].count("\n- ") == len(list((DOCS / "decisions").glob("[0-9]*.md")))
 
 
+def test_every_record_has_a_status_and_is_cited_where_it_rules() -> None:
+    pages = [file for file in DOCS.rglob("*.md") if file.parent.name != "decisions"]
+    cited = "\n".join(
+        file.read_text() for file in (*pages, *(ROOT / "fleetbus").rglob("*.py"), *(ROOT / "workers").rglob("*.py"))
+    )
+    records = sorted((DOCS / "decisions").glob("[0-9]*.md"))
+    assert not [file.name for file in records if not re.search(r"^\*\*Status:\*\* [a-z ]+; ", file.read_text(), re.MULTILINE)]
+    assert not [file.name for file in records if f"decisions/{file.name[:4]}" not in cited]
+
+
 def test_commands_in_the_docs_exist_with_their_flags() -> None:
     import click
 

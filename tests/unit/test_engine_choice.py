@@ -1,4 +1,4 @@
-"""What a user asks of an engine is checked before anything starts, each mistake in one line that says what to do."""
+"""Settings of an engine are checked before anything starts, each mistake in one line that says what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What environments return becomes plain data, or a clear refusal."""
+"""Output of environments becomes plain data, or a clear refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When and how an episode's context is cut: decided by turns, messages and settings alone."""
+"""Cuts of an episode's context: decided by turns, messages and settings alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a flag is told by the name that was typed."""
+"""Errors of a flag name it as it was typed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What leaves the log for good, by which numbers it is refused afterwards, and what stays however old it is."""
+"""Entries that leave the log for good, the numbers that refuse them afterwards, and those that stay however old they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a GPU would notice, checked by its structure: tensors that cross processes, threads that choose a device, and
+"""Faults that only a GPU would notice, checked by structure: tensors that cross processes, threads that choose a device, and
 names of experts."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which groups make a batch: too stale ones dropped, kept or waited for, groups without signal replaced, staleness split."""
+"""Groups that make a batch: too stale ones dropped, kept or waited for, groups without signal replaced, staleness split."""
 
 from __future__ import annotations
 

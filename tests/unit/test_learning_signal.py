@@ -1,4 +1,4 @@
-"""Whether there is anything to learn from: a collapse is told from a healthy end, from a start, and from plain bad luck."""
+"""Detection of a missing signal: a collapse is distinguished from a healthy end, from a start, and from plain bad luck."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests are settled, and what a checkpoint has to say so that nothing is trained twice or skipped."""
+"""Settled requests, and what a checkpoint has to say so that nothing is trained twice or skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts what a test leaves behind finds what is left."""
+"""Counting what a test leaves behind finds what is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much the admitted work will still store is measured by the growth of the log."""
+"""The room that admitted work will still need is measured by the growth of the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model needs of each GPU: counted from its configuration, compared with real models, printed and refused."""
+"""Memory that a model needs of each GPU: counted from its configuration, compared with real models, printed and refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the monitor shows is a fold: who is there, how episodes and groups stand, where an episode's time went."""
+"""The monitor's state is a fold: who is there, how episodes and groups stand, where an episode's time went."""
 
 from __future__ import annotations
 

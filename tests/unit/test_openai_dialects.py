@@ -1,4 +1,4 @@
-"""What servers answer, as far as it can be trained on: numbers that are none are refused, however JSON spells them."""
+"""Answers of servers, as far as they can be trained on: numbers that are none are refused, however JSON spells them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who drives an environment step by step has the contexts that the run's own policy would have had."""
+"""Clients that drive an environment step by step have the contexts that the run's own policy would have had."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `up` says of failures, and when it ends a run that cannot progress."""
+"""Lines of `up` about failures, and the end of a run that cannot progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the policy reads: the two system prompts and the texts of observations."""
+"""Texts that the policy reads: the two system prompts and the texts of observations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many publishes are under way at once: never more than there are places, whoever waits, gives up or is cancelled."""
+"""The number of publishes under way at once: never more than there are places, whoever waits, gives up or is cancelled."""
 
 from __future__ import annotations
 

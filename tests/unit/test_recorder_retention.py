@@ -1,4 +1,4 @@
-"""Which content of the log is still needed: of episodes that no checkpoint of the surviving lineage covers."""
+"""Content of the log that is still needed: of episodes that no checkpoint of the surviving lineage covers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a prompt that the template rendered anew agrees with what was sampled, and why it does not."""
+"""Agreement of a prompt that the template rendered anew with what was sampled, and the reason where it ends."""
 
 from __future__ import annotations
 

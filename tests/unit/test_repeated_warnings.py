@@ -1,4 +1,4 @@
-"""What waits for a server that is away says so once, then how often, at growing intervals; whatever else is said stays."""
+"""Waiting for a server that is away is said once, then how often, at growing intervals; all else that is said stays."""
 
 from __future__ import annotations
 

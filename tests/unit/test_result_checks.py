@@ -1,4 +1,4 @@
-"""What a learner does with a result and Actions that do not fit each other: the episode is left out, with a reason."""
+"""A result and Actions that do not fit each other: the episode is left out, with a reason."""
 
 from __future__ import annotations
 

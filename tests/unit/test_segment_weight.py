@@ -1,4 +1,4 @@
-"""How much an episode of several segments weighs in the loss: the closed form of each setting, over random trees."""
+"""The weight of an episode of several segments in the loss: the closed form of each setting, over random trees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which workers host sessions: those heard of lately, the one with most room first, and nobody else is remembered."""
+"""Workers that host sessions: those heard of lately, the one with most room first, and nobody else is remembered."""
 
 from __future__ import annotations
 

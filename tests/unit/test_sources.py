@@ -1,4 +1,4 @@
-"""Where commands read entries from: what is left early is closed, not left to the end of the loop."""
+"""Sources of entries for commands: what is left early is closed, not left to the end of the loop."""
 
 from __future__ import annotations
 

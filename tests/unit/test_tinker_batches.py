@@ -1,4 +1,4 @@
-"""What is sent to a Tinker service and what is read from its answers, without one."""
+"""Requests to a Tinker service and reading of its answers, without one."""
 
 from __future__ import annotations
 

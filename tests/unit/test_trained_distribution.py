@@ -1,4 +1,4 @@
-"""What is sampled in training comes from the distribution that is trained: refused at once where settings say otherwise."""
+"""Samples of training come from the distribution that is trained: refused at once where settings say otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people are told of an episode's segments: which turns belong to which, and what was left out."""
+"""The description of an episode's segments: which turns belong to which, and what was left out."""
 
 from __future__ import annotations
 

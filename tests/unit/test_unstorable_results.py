@@ -1,4 +1,4 @@
-"""What no message can carry ends its episode with a recorded reason; the worker and its other episodes live on."""
+"""A result that no message can carry ends its episode with a recorded reason; the worker and its other episodes live on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `fleetbus up` hands to its roles of paths and addresses: paths absolute, URLs as they are, no password in a file."""
+"""Paths and addresses that `fleetbus up` hands to its roles: paths absolute, URLs as they are, no password in a file."""
 
 from __future__ import annotations
 

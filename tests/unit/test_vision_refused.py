@@ -1,4 +1,4 @@
-"""Who cannot see refuses what shows images, by name, before anything starts."""
+"""Models and trainers that cannot see refuse what shows images, by name, before anything starts."""
 
 from __future__ import annotations
 

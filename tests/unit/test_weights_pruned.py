@@ -1,4 +1,4 @@
-"""Which weights files of a run are kept: the newest versions, whatever lineage made the others."""
+"""Weights files of a run that are kept: the newest versions, whatever lineage made the others."""
 
 from __future__ import annotations
 

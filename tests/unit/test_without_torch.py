@@ -1,4 +1,4 @@
-"""Where torch is not installed, a Tinker service trains and samples: nothing that such a run imports needs torch."""
+"""Without torch installed, a Tinker service trains and samples: nothing that such a run imports needs torch."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ class TrainingAudit(msgspec.Struct):
             self._check_finished(episodes, settled, findings)
 
     def _find_lost_before(self) -> int:
-        """Where the newest lineage began that has lost steps before it; 0 if none has."""
+        """The position at which the newest lineage began that has lost steps before it; 0 if none has."""
         surviving = compute_surviving_steps(self._lineages)
         counted = [each for each in self._settlements if is_surviving(surviving, each.lineage, each.step)]
         return max((self._began[started.lineage] for _, _, started in self._find_lost_steps(counted, surviving)), default=0)

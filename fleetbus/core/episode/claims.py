@@ -1,6 +1,7 @@
-"""A fold of ``episode.<episode>``: holder of the episode, number of losses, outcome (delivery rules 1, 2, 9). Pure.
+"""A fold of ``episode.<episode>``: holder of the episode, number of losses, outcome. Pure.
 
-The newest claim is the fencing token. A claim without a release means that the worker was lost during the episode.
+Rules 1, 2 and 9 of docs/concepts/delivery.md. The newest claim is the fencing token. A claim without a
+release means that the worker was lost during the episode.
 """
 
 from collections.abc import Iterable

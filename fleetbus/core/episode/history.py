@@ -1,4 +1,4 @@
-"""The token history of an episode as a fold of its claims and Actions (delivery rule 3). Pure.
+"""The token history of an episode as a fold of its claims and Actions (docs/concepts/delivery.md, rule 3). Pure.
 
 history(n) is history(n-1) cut at the turn where attempt n resumed, followed by attempt n's own Actions. Only this fold says
 which Actions are trained; every part that needs an episode's tokens - inference, environment, learner, audit - uses it.

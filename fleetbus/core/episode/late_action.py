@@ -1,7 +1,7 @@
-"""Decides what an attempt does whose Action is late: wait, take it, send the Observation again, or stop (rule 6). Pure.
+"""Decides what an attempt does whose Action is late: wait, take it, send the Observation again, or stop. Pure.
 
-A worker asks here twice: for many attempts at once with the last entries of their subjects, and for one attempt with everything
-that stands on them, before it acts.
+Rule 6 of docs/concepts/delivery.md. A worker asks here twice: for many attempts with the last entries of their subjects,
+and for one attempt with everything that stands on them, before it acts.
 """
 
 from typing import Literal
@@ -24,7 +24,7 @@ class AskedTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LateFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What was read about a turn. What was not asked for is given as it is while all is well.
+    """The facts that were read about a turn. What was not asked for is given as it is while all is well.
 
     ``action_sequence`` is the last entry on the subject of the Action, ``queued_sequence`` that on the subject of the
     Observation, if it was sent to any worker, and ``acked_sequence`` up to where the queue of those is acked.
@@ -40,7 +40,7 @@ class LateFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decide_late_action(asked: AskedTurn, facts: LateFacts) -> LateDecision:
-    """What these facts mean for the turn."""
+    """Decide what these facts mean for the turn."""
     if facts.is_superseded:
         return "superseded"
     if facts.is_answered:

@@ -1,4 +1,4 @@
-"""The settled requests, and the floor below which all are settled (delivery rule 8). Pure.
+"""The settled requests, and the floor below which all are settled (docs/concepts/delivery.md, rule 8). Pure.
 
 A request is settled when its episode was trained or excluded with a recorded reason. A checkpoint carries `floor` and
 `settled_above`; a learner that resumes reads the log from the floor and leaves those ids alone.

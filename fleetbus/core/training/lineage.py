@@ -1,4 +1,4 @@
-"""The training that counts: a fold of the `LineageStarted` entries of one ``train.<name>`` (delivery rule 8). Pure.
+"""Training that counts: a fold of the `LineageStarted` entries of ``train.<name>`` (docs/concepts/delivery.md, rule 8). Pure.
 
 Every learner that begins or takes over starts a lineage from a step of an earlier one; what that one trained after the step is
 void. Resume, audit and trimming all ask here, so that they never disagree on what was trained.

@@ -1,7 +1,8 @@
 """Add what is missing here: the bytes of each message's example, and the defaults that the wire relies on. `just golden`.
 
-Nothing that exists is ever changed or removed: old bytes have to decode for ever. `<Name>.bin` is the first shape of a
-message; when the message has gained a field and its example fills it, the new shape is added as `<Name>.2.bin`, and so on.
+0.3.0 is the first release whose recordings and logs stay readable, and `<Name>.bin` the shape that a message has in it. From
+then on nothing that exists is changed or removed: old bytes have to decode for ever. When a message has gained a field and its
+example fills it, the new shape is added as `<Name>.2.bin`, and so on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Books of all episodes, kept from the log alone: each entry is checked when it is stored, against everything before it.
 
-The invariants of delivery rules 1 to 4 and 9. What only the simulation knows (disturbances, what an environment really did) is
-asked of `EpisodeOracle` above.
+The invariants of rules 1 to 4 and 9 of docs/concepts/delivery.md. What only the simulation knows (disturbances,
+what an environment really did) is asked of `EpisodeOracle` above.
 """
 
 from __future__ import annotations

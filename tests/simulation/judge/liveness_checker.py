@@ -1,4 +1,4 @@
-"""What has to happen once nothing goes wrong any more: every kind of wait ends within its bound.
+"""Checks progress once nothing goes wrong any more: every kind of wait ends within its bound.
 
 A fleet that only stays safe may stand still for ever. Waits that began before count from the end of the last fault.
 """

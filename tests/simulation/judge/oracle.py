@@ -134,7 +134,7 @@ class FaultOracle:
             self._superseded[key] = anyio.current_time()
 
     def check_superseded(self) -> None:
-        """A worker that has lost an episode closes its environment (rule 6: who waits reads the log)."""
+        """A worker that has lost an episode closes its environment (docs/concepts/delivery.md, rule 6)."""
         now = anyio.current_time()
         for key, since in tuple(self._superseded.items()):
             environment_record = self.environment_record[key]
@@ -153,7 +153,7 @@ class FaultOracle:
         return now - max(since, self._observer.disturbed_until(worker), reads_until) > bound
 
     def check_replaced(self, replaced: Mapping[str, float]) -> None:
-        """A learner that has been replaced learns of it from the log, also when it has nothing to write (rule 8)."""
+        """A replaced learner learns of it from the log, also with nothing to write (docs/concepts/delivery.md, rule 8)."""
         now = anyio.current_time()
         for name, at in replaced.items():
             process = self.processes[name]
@@ -243,7 +243,7 @@ class FaultOracle:
     # What only a wire sees
 
     def on_ack(self, worker: str, message: StreamEntry) -> None:
-        """An ack follows what it stands for (delivery rule 5)."""
+        """An ack follows what it stands for (docs/concepts/delivery.md, rule 5)."""
         if message.payload == GARBAGE:
             return
         kind, episode = message.subject.split(".")[2], message.subject.rpartition(".")[2]

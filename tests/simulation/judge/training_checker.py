@@ -1,6 +1,6 @@
 """Books of the training, kept from the log alone: which lineage survives, what it trained, what it left out, how stale it was.
 
-The invariants of delivery rule 8 and of the staleness bound; each entry is checked when it is stored.
+The invariants of rule 8 of docs/concepts/delivery.md and of the staleness bound; each entry is checked when it is stored.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What the simulated workers run on: bus, network, storage, processes."""
+"""The platform of the simulated workers: bus, network, storage, processes."""

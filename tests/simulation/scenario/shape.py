@@ -1,4 +1,4 @@
-"""What a scenario of the simulation consists of: size of the deployment, network faults, fault schedule. Drawn in
+"""The shape of a scenario of the simulation: size of the deployment, network faults, fault schedule. Drawn in
 `tests.simulation.scenario.drawing`.
 """
 

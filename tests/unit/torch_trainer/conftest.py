@@ -1,4 +1,4 @@
-"""What the tests of the torch trainer share: one thread of torch, whose sums depend on their number, and a tiny model."""
+"""Fixtures of the torch trainer's tests: one thread of torch, whose sums depend on their number, and a tiny model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one number can do to a step: gaps that overflow, sequences that are not finite, and what counts as clipped."""
+"""Single numbers that would spoil a step: gaps that overflow, sequences that are not finite, and what counts as clipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a batch is cut into forward passes, padded or packed: the gradient is the same."""
+"""Cutting of a batch into forward passes, padded or packed: the gradient is the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the torch trainer can do beyond the plain step: packing, budgets, cuts, adapters, recomputing, lower precision, KL."""
+"""Options of the torch trainer beyond the plain step: packing, budgets, cuts, adapters, recomputing, lower precision, KL."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EnvironmentFailed(Exception):
-    """The outside system failed, not the policy: the episode ends `env_failed` and trains nothing.
+    """The outside system failed, not the policy: the episode ends ``env_failed`` and trains nothing.
 
     ``location`` and ``remote_traceback`` are those of the exception in another process that it stands for.
     """
@@ -94,7 +94,7 @@ class EnvironmentFailed(Exception):
 
 
 class Environment(Protocol):
-    """One episode's world. Any exception from `open`, `reset`, `step` or `state` ends the episode as `env_failed`."""
+    """One episode's world. Any exception from `open`, `reset`, `step` or `state` ends the episode as ``env_failed``."""
 
     replayable: bool
     """True if the same actions on a fresh environment of the same task lead to the same observations."""
@@ -160,4 +160,4 @@ class TaskEnvironmentFactory(Protocol):
     """A factory whose environments depend on the task."""
 
     def for_task(self, task: Task) -> Environment:
-        """The environment of one episode; any exception ends the episode as `env_failed`."""
+        """The environment of one episode; any exception ends the episode as ``env_failed``."""

@@ -62,7 +62,7 @@ def _find_key(specs: Mapping[str, str], task: Task) -> str:
 
 
 def build_keyed_factory(text: str, make_factory: Callable[[str], EnvironmentFactory]) -> EnvironmentFactory:
-    """One factory for all specs in ``text``: that of the only SPEC itself if it has no key, else an `EnvironmentsByTask`."""
+    """One factory for all specs in ``text``: that of the only SPEC itself if it has no key, else a `KeyedEnvironments`."""
     specs = parse_keyed_specs(text)
     if list(specs) == [DEFAULT]:
         return make_factory(specs[DEFAULT])

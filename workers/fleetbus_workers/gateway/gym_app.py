@@ -1,4 +1,4 @@
-"""The remote-gym gateway as an ASGI application: routes, key, admission, size limit, expiry. Methods: `gym_calls`."""
+"""The remote-gym gateway as an ASGI application: routes, key, admission, size limit, expiry. Methods: `gym_methods`."""
 
 import hmac
 import json

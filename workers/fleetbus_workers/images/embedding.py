@@ -77,7 +77,7 @@ def compute_image_features(model: object, images: Sequence[ProcessedImage]) -> d
 
 
 def compute_embeddings(model: Any, ids: torch.Tensor, found: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Embeddings [..., hidden] of coded ids int64 [...]; ``found`` has those of all images in them, by `image_key`."""
+    """Embeddings [..., hidden] of coded ids int64 [...]; ``found`` has those of all images in them, by `compute_image_key`."""
     embeddings: torch.Tensor = model.get_input_embeddings()(ids.clamp(min=0))
     places = ids < 0
     if not bool(places.any()):

@@ -60,7 +60,7 @@ class ImageReader:
         self._fetching = anyio.CapacityLimiter(MAX_CONCURRENT_FETCHES)
 
     async def read(self, name: str) -> bytes:
-        """The bytes whose SHA-256 (hex) is ``name``. Raises `ImageMissing` or `ImageUnread`."""
+        """The bytes whose SHA-256 (hex) is ``name``. Raises `ImageMissing` or `ImageUnreadable`."""
         if (cached := self._get_cached(name)) is not None:
             return cached
         try:

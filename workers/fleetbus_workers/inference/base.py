@@ -177,9 +177,8 @@ class PromptDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImageSource(Protocol):
-    """The images that observations name, for a model that sees. Each call raises `fleetbus_workers.images.reader.ImageFailed`
-    for what
-    will never be seen, and `fleetbus_workers.images.reader.ImageUnread` for what cannot be fetched now."""
+    """The images that observations name, for a model that sees. Each call raises `images.reader.ImageFailed` for what will
+    never be seen, and `images.reader.ImageNotFetched` for what cannot be fetched now."""
 
     async def expand(self, ids: list[int], messages: Sequence[ChatMessage]) -> PromptDelta:
         """``ids`` of ``messages``, with the tokens of each image where the template wrote one image token. Raises `ValueError`

@@ -1,4 +1,4 @@
-"""One Observation becomes one Action: history, template delta, sampling, a stored answer (delivery rules 4, 5, 9).
+"""One Observation becomes one Action: history, template delta, sampling, storing (docs/concepts/delivery.md, rules 4, 5, 9).
 
 The Action expects the sequence that its Observation carries, so the server stores one per turn, that of the first to answer.
 The Observation is acked only when an Action for its turn stands in the log, or when no worker waits for one any more.

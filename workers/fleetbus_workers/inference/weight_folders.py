@@ -30,7 +30,7 @@ NESTINGS = frozenset({"model", "language_model", "vision_model"})
 
 
 class WeightFolders:
-    """Folders of versions below ``place``, for the model in ``model``: `prepare` makes one, `keep_only` removes the others.
+    """Folders of versions below ``place``, for the model in ``model``: `prepare` makes one, `remove_others` removes others.
 
     With ``untie`` the output head of a tied model is a tensor of its own, in the folders as in `base`, the one that an engine
     has to be started with: vLLM on a CPU packs the head when it starts and keeps that copy when the embedding is reloaded

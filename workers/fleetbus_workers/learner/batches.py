@@ -206,7 +206,7 @@ def build_sequence(
 
 
 def count_trained(result: EpisodeFinished, actions: Sequence[Action]) -> tuple[int, ...]:
-    """How many tokens of each turn are trained: those that it sampled, or none."""
+    """Number of tokens of each turn that are trained: those that it sampled, or none."""
     untrained = {each.turn for each in result.untrained}
     return tuple(0 if turn in untrained else len(action.sampled) // 4 for turn, action in enumerate(actions))
 

@@ -1,4 +1,5 @@
-"""Chooses the checkpoint that a lineage begins at: the newest that counts, or the one that a person names (delivery rule 11).
+"""Chooses the checkpoint that a lineage begins at: the newest that counts, or the one that a person names
+(docs/concepts/delivery.md, rule 11).
 
 A run that has a checkpoint never starts over by itself: it waits for a checkpoint that cannot be read, and a person decides.
 Below are the files, of which a log that went back in time names only some.
@@ -70,7 +71,7 @@ async def choose_checkpoint(
 
 
 async def list_orders(entries: Sequence[CheckpointStored], folder: Path, runtime: Runtime) -> tuple[str, ...]:
-    """What ``--restart-from`` can be given: the steps of whole checkpoints, the newest first, and the start."""
+    """Values that ``--restart-from`` can be given: the steps of whole checkpoints, the newest first, and the start."""
     return await _Shelf(folder, entries, runtime).list_orders()
 
 
@@ -81,7 +82,7 @@ async def _choose_ordered(
     stored: Sequence[CheckpointStored],
     shelf: _Shelf,
 ) -> Choice:
-    """What a person names may be of a lineage that was cut, or lost: then it becomes the parent."""
+    """Choose what a person names; a checkpoint of a lineage that was cut, or lost, makes that lineage the parent."""
     order = _ORDER.fullmatch(restart)
     if order is None:
         raise UserError(f"learner.restart_from = {restart}: give a step that has a checkpoint, or `{START}`")

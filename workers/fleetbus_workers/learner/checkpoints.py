@@ -199,7 +199,7 @@ def list_checkpoints(folder: Path) -> list[tuple[int, int, bool]]:
 
 
 def is_whole(path: Path, index_sha256: str = "") -> bool:
-    """Whether a checkpoint can be begun at. Blocking; what has not changed is not read again."""
+    """True if a checkpoint can be begun at. Blocking; what has not changed is not read again."""
     try:
         return _is_whole(path, index_sha256, (path / INDEX).stat().st_mtime_ns)
     except OSError:

@@ -1,4 +1,4 @@
-"""When held-out tasks are played: before training, every so many steps, and at the end. Below is `Evaluations`."""
+"""Schedules held-out tasks: before training, every so many steps, and at the end. Below is `Evaluations`."""
 
 from collections.abc import Iterable
 
@@ -40,7 +40,7 @@ class EvaluationSchedule:
 
     @property
     def is_due(self) -> bool:
-        """Whether an evaluation belongs before the next step and was not played: a learner before may have been killed in it,
+        """True if an evaluation belongs before the next step and was not played: a learner before may have been killed in it,
         and a batch that could not be trained asks again."""
         step = self._progress.step
         wanted = self._settings.every and step % self._settings.every == 0 if step else self._settings.episodes

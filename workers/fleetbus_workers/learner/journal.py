@@ -1,7 +1,7 @@
-"""The learner's entries on ``train.<name>`` and ``policy.<name>``, each expecting the last (delivery rules 8 and 15).
+"""The learner's entries on ``train.<name>`` and ``policy.<name>``, each expecting the last.
 
-A learner whose append is refused has been replaced if a newer lineage stands there, and stops for good. Otherwise the log lost
-or changed what it had stored: it says what, and ends as a failure.
+Rules 8 and 15 of docs/concepts/delivery.md: a learner whose append is refused has been replaced if a newer lineage stands
+there, and stops for good. Otherwise the log lost or changed what it had stored: it says what, and ends as a failure.
 """
 
 import anyio

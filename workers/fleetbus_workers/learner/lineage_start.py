@@ -1,4 +1,4 @@
-"""How a lineage begins: the trainer is restored, the lineage announced, and the requests that are open taken over."""
+"""Begins a lineage: the trainer is restored, the lineage announced, and the requests that are open taken over."""
 
 import structlog
 

@@ -35,7 +35,7 @@ from fleetbus_workers.weights.store import get_object_store, open_store
 
 
 class LearnerParts(NamedTuple):
-    """What a learner works with."""
+    """The parts that a learner works with."""
 
     appender: FencedAppender
     ledger: Ledger

@@ -1,4 +1,4 @@
-"""How far a lineage is: the one thing that admission, steps, evaluations and heartbeats all read. The steps write it."""
+"""The progress of a lineage: the one thing that admission, steps, evaluations and heartbeats all read. The steps write it."""
 
 from collections import defaultdict
 

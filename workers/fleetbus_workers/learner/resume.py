@@ -1,4 +1,4 @@
-"""Finds where a learner begins: from nothing, or from a checkpoint of the lineage that survives (delivery rules 8 and 11).
+"""Finds where a learner begins: from nothing, or at a checkpoint that counts (docs/concepts/delivery.md, rules 8, 11).
 
 Read from the log alone; nothing is written here.
 """
@@ -150,10 +150,9 @@ async def find_resume_point(
     log_end: int | None = None,
     published: str = "",
 ) -> ResumePoint:
-    """Where the next lineage begins; ``folder`` is the run's folder of checkpoints, ``restart`` what a person ordered. Groups
-    below ``first_group`` are settled for good. ``log_end`` is the last entry of the log (None: wherever checkpoints say), and
-    ``published`` the lineage
-    that published last, to be given where the log knows none.
+    """Find where the next lineage begins; ``folder`` is the run's folder of checkpoints, ``restart`` what a person ordered.
+    Groups below ``first_group`` are settled for good. ``log_end`` is the last entry of the log (None: wherever checkpoints
+    say), and ``published`` the lineage that published last, to be given where the log knows none.
 
     Raises `CheckpointUnread` and `UserError` as `choose_checkpoint` does, and `UserError` when the log has lost all checkpoints
     that the folder holds. No lineage before had the name of the new one, not even one that the log has lost.
@@ -223,7 +222,7 @@ def _list_unnamed(book: Book, written: Sequence[tuple[int, int, bool]], folder: 
 def _find_unrecorded(
     book: Book, lineages: Sequence[LineageStarted], unnamed: Sequence[CheckpointStored]
 ) -> list[CheckpointStored]:
-    """Where no checkpoint counts that the log names: those of the newest lineage, as their learner would have named them.
+    """Find checkpoints of the newest lineage, as their learner would have named them, where none that the log names counts.
 
     It was killed before it did, or the log lost those entries; training would start over without them. A log that lost all of
     its training has nothing that they could be ahead of.

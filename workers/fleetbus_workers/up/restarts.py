@@ -21,7 +21,7 @@ GOALS = {"learner": "a new training step", "environment": "a graded episode", "i
 
 
 class Achievements:
-    """What the workers of a run have done since `up` began, counted from its log and their heartbeats. A learner achieves a
+    """The achievements of a run's workers since `up` began, counted from its log and their heartbeats. A learner achieves a
     step that none of its predecessors reached: one that was trained before, and lost, is not counted again."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Achievements:
 
 
 def describe_failure(name: str) -> str:
-    """Why a worker of this name is given up."""
+    """Describe why a worker of this name is given up."""
     return f"{CRASHES_ALLOWED} crashes in a row without {GOALS.get(name.partition('-')[0], 'any progress of the run')}"
 
 

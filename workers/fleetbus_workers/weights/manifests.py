@@ -1,4 +1,4 @@
-"""Manifests that are too long for their message: objects of the run's bucket, named by their hash (DESIGN §4).
+"""Manifests that are too long for their message: objects of the run's bucket, named by their hash (docs/concepts/log.md).
 
 A mixture of experts has tens of thousands of tensors, a manifest 150 bytes for each, and a message 1 MiB in all.
 """

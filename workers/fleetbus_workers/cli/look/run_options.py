@@ -84,7 +84,7 @@ def archive_option(alone: str = "") -> Callable[[Callable[..., Any]], Callable[.
 
 
 def nats_http_option(function: Callable[..., object]) -> Callable[..., Any]:
-    """Decorator: ``--nats-http URL`` as the argument ``nats_http``, for `nats_http_of`."""
+    """Decorator: ``--nats-http URL`` as the argument ``nats_http``, for `read_nats_server`."""
     return click.option(
         "--nats-http",
         "--monitor-url",

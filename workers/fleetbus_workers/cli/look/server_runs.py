@@ -111,7 +111,7 @@ async def _remove(configuration: Configuration, names: tuple[str, ...], yes: boo
 
 
 def _find_left_folder(configuration: Configuration, name: str) -> Path | None:
-    """What the workers of a run on a server left on this machine: checkpoints, weights, the model. A run with a server of its
+    """Files of the workers of a run on a server: checkpoints, weights, the model. A run with a server of its
     own is another one."""
     folder = RunFolder(Path(configuration.run.folder).expanduser() / validate_name("run", name))
     is_of_server = folder.path.is_dir() and not folder.path.is_symlink() and not folder.store.exists()

@@ -34,7 +34,7 @@ class @CLASS@:
     replayable = True  # the same actions lead to the same observations: a lost episode continues elsewhere
 
     @ASYNC@ def open(self, task):
-        """Acquire what the episode needs. An exception here or below ends it as `env_failed`, which trains nothing."""
+        """Acquire what the episode needs. An exception here or below ends it as ``env_failed``, which trains nothing."""
         self.task = task
         self.secret = random.Random(task.seed).randrange(10)
         self.guesses = []

@@ -1,4 +1,4 @@
-"""Handles one delivered request: look, then claim, play and store the result (delivery rules 1, 2, 5, 9).
+"""Handles one delivered request: look, then claim, play and store the result (docs/concepts/delivery.md, rules 1, 2, 5, 9).
 
 Claims on ``episode.<episode>`` alone decide who runs an episode: a delivery is never trusted to be the first or the only one,
 and a request is acked only when a result stands in the log. A superseded attempt lets its lease run out: a nak would take the

@@ -128,7 +128,7 @@ class PolicyClient:
         return watched
 
     def apply(self, standing: Standing) -> None:
-        """What was read for many attempts: this one waits on, or wakes to check for itself."""
+        """Apply what was read for many attempts: this one waits on, or wakes to check for itself."""
         if decide_late_action(self._asked, self._select_facts(standing)) == "wait":
             self._plan_check()
         else:
@@ -142,7 +142,7 @@ class PolicyClient:
         )
 
     def _select_facts(self, standing: Standing) -> LateFacts:
-        """What was read for many attempts, as far as it concerns this one: anything new stands behind what is known."""
+        """Select from what was read for many attempts what concerns this one: anything new stands behind what is known."""
         episode, action, *queued = (standing.last.get(subject, 0) for subject in self.watched_subjects)
         in_work = standing.in_work.get(self._worker)
         is_sticky = self.lane_in_use != ANY_LANE

@@ -33,7 +33,7 @@ class TreeTooDeep(Exception):
 
 
 def find_outside(mounts: Mapping[str, Path], path: str) -> Path | None:
-    """Where a path of the box lies on this machine; None if it is in none of its folders, or leads over a link."""
+    """The place of a path of the box on this machine; None if it is in none of its folders, or leads over a link."""
     pure = PurePosixPath(path)
     if ".." in pure.parts:
         return None

@@ -16,7 +16,7 @@ SECOND_TEMPERATURE = 0.5
 
 
 async def probe(server: ModelServer, *, model: str, ids: Sequence[int], text: str) -> None:
-    """Fill in ``server.state``. ``ids`` and ``text`` are any short prompt. Raises `ServerTrouble`."""
+    """Fill in ``server.state``. ``ids`` and ``text`` are any short prompt. Raises `ServerFailed`."""
     await server.check_health()
     state = server.state
     state.model = model or await server.fetch_model_name()

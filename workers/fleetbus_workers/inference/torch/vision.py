@@ -87,7 +87,7 @@ class VisionRunner(GenericRunner):
         )
 
     def _compute_embeddings(self, prefills: tuple[PrefillTokens, ...]) -> dict[int, torch.Tensor]:
-        """Those of every image in ``prefills``, by `image_key`; what is not kept is computed now."""
+        """Those of every image in ``prefills``, by `compute_image_key`; what is not kept is computed now."""
         wanted = list_image_keys(prefill.ids for prefill in prefills)
         found = {key: self._cached[key] for key in wanted if key in self._cached}
         unknown = {compute_image_key(seen.name): seen for prefill in prefills for seen in prefill.images}

@@ -98,7 +98,7 @@ def start_engine(settings: EngineSettings, recorder: LoadRecorder) -> object:
 
 
 def build_engine_arguments(settings: EngineSettings, *, has_gpu: bool) -> dict[str, Any]:
-    """What ``AsyncEngineArgs`` is called with. Raises `UserError`."""
+    """Build the arguments of ``AsyncEngineArgs``. Raises `UserError`."""
     memory: dict[str, Any] = {"gpu_memory_utilization": 0.9}
     if settings.kv_cache_mib or not has_gpu:
         memory = {"kv_cache_memory_bytes": (settings.kv_cache_mib or CPU_CACHE_MIB) << 20}

@@ -83,7 +83,7 @@ class OtlpSink:
 
 
 def resolve_endpoint(url: str) -> str:
-    """The address that spans are posted to: a base URL gets the protocol's path, as `OTEL_EXPORTER_OTLP_ENDPOINT` would."""
+    """The address that spans are posted to: a base URL gets the protocol's path, as ``OTEL_EXPORTER_OTLP_ENDPOINT`` would."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(f"--otlp {strip_credentials(url)} is not the URL of a receiver such as http://127.0.0.1:4318")

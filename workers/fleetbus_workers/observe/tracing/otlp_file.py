@@ -1,4 +1,4 @@
-"""Spans as lines of OTLP's own JSON, which the OpenTelemetry Collector reads (`otlpjsonfile`). Needs no package.
+"""Spans as lines of OTLP's own JSON, which the OpenTelemetry Collector reads (``otlpjsonfile``). Needs no package.
 
 One line is one `ExportTraceServiceRequest`; ids are hexadecimal and 64-bit integers are texts, as the protocol's JSON wants it
 (opentelemetry.io/docs/specs/otel/protocol/file-exporter).

@@ -91,7 +91,7 @@ class PendingCall:
 
     @property
     def is_lost(self) -> bool:
-        """Whether its client went away without the answer: the same question again is the same call."""
+        """True if its client went away without the answer: the same question again is the same call."""
         return not self.delivered and not self.connected
 
     def takes_first_request(self) -> bool:

@@ -1,7 +1,7 @@
 """Any registered Gymnasium environment with text actions, in this process; its blocking code runs in threads.
 
 Everything is seeded, so the same actions lead to the same episode. Above it is the session of an environment worker, below it
-`gymnasium_text`.
+`adapters.gymnasium.text`.
 
 A task's ``config``: ``id`` (instead of the one in ``gym:ID``), ``kwargs`` (for `gymnasium.make`), ``actions`` (names in order),
 ``frames`` (true: rendered frames as images), ``modules`` (imported first, for ids that a package registers).

@@ -101,7 +101,7 @@ async def _run_tests(box: Box, step: HarborStep, variables: Mapping[str, str], s
 
 
 async def read_reward(box: Box) -> Grade:
-    """`reward.json` if there is one, else `reward.txt`, as harbor reads them; None and why for what is no finite number."""
+    """`reward.json` if there is one, else ``reward.txt``, as harbor reads them; None and why for what is no finite number."""
     content = await box.read(f"{VERIFIER_LOGS}/reward.json", REWARD_BYTES)
     if content is not None:
         return parse_json(content)

@@ -214,7 +214,7 @@ class SandboxBox:
                 session.end("exit")
 
     def _find_excess(self) -> str:
-        """What the files of the box take beyond their limit; empty if they keep it."""
+        """The excess of the files of the box over their limit, in words; empty if they keep it."""
         try:
             used = measure_tree(self.folder)
         except TreeTooDeep as error:

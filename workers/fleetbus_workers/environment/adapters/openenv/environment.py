@@ -1,7 +1,7 @@
 """Environments on an OpenEnv 0.10 server: one session per episode, actions by text, by fields, or by tool calls.
 
 Tools of MCP environments are called through `step`, so that rewards and counts stay right. A session that is gone, an
-environment that raises and a reply that cannot be read end the episode as `env_failed`; an action that the schema refuses is
+environment that raises and a reply that cannot be read end the episode as ``env_failed``; an action that the schema refuses is
 part of the observation. Above it is the session of an environment worker, below it `server`.
 
 A task's ``config``: ``reset`` (arguments of the reset, besides the task's seed), ``action_field`` (the field that takes the

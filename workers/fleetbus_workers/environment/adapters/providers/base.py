@@ -1,6 +1,6 @@
 """Starts the server of an environment: the protocol, its labels, and how long one waits for an answer.
 
-Above it is an environment (`provided`); below it one provider per outside system. All that a provider starts carries labels
+Above it is `ProvisionedEnvironment`; below it one provider per outside system. All that a provider starts carries labels
 that say whose it is and until when it may live, so that a sweep finds what a crash left behind.
 """
 

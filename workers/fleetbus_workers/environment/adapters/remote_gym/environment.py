@@ -1,6 +1,6 @@
 """Environments behind the remote-gym protocol (multipart over HTTP): text actions, text and images as observations.
 
-Until its first step an episode may move to another server; from then on a lost session is a lost episode (`env_failed`). Above
+Until its first step an episode may move to another server; afterwards a lost session is a lost episode (``env_failed``). Above
 it is the session of an environment worker, below it one `RemoteGymSession`.
 """
 

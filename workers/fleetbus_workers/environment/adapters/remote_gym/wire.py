@@ -1,7 +1,7 @@
 """The bytes of the remote-gym protocol: one JSON part and images, as multipart over HTTP, in both generations of its servers.
 
 A request is encoded once and repeated with the same boundary, by which a server can tell a repetition from a new call. Both
-functions that touch image data are slow and belong in a thread. Above it is `remote_gym_client`.
+functions that touch image data are slow and belong in a thread. Above it is `adapters.remote_gym.client`.
 """
 
 import json

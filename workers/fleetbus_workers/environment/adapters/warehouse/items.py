@@ -1,7 +1,7 @@
 """The warehouse of the default tasks, as data: what stands in it, drawn from a seed, and what may be asked. Pure.
 
 One warehouse has `ITEMS_PER_WAREHOUSE` of the twenty items with random ids, and three fields each. A task asks for one
-field of one item; the agent must look the id up (`find_item`), read the field (`get_field`) and answer: three turns.
+field of one item; the agent must look the id up (``find_item``), read the field (``get_field``) and answer: three turns.
 """
 
 import random

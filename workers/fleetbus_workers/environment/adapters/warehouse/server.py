@@ -1,4 +1,4 @@
-"""The MCP server of the default tasks: `find_item` and `get_field` over a warehouse in an in-memory SQLite database.
+"""The MCP server of the default tasks: ``find_item`` and ``get_field`` over a warehouse in an in-memory SQLite database.
 
 Above it is `McpEnvironment`, below it SQLite. One server per episode, made from the task's seed; the policy sees the
 warehouse through the two tools alone, the verifier through read-only `query`.
@@ -47,7 +47,7 @@ class WarehouseServer(Server[dict[str, Any]]):
         _fill(self._database, warehouse)
 
     def query(self, sql: str, params: Sequence[Any] = ()) -> list[list[Any]]:
-        """Rows of a SELECT, at most `MAX_ROWS`; anything else, and what takes too long, raises `sqlite3.DatabaseError`."""
+        """Rows of a SELECT, at most `MAX_ROWS`; anything else, and what takes too long, raises ``sqlite3.DatabaseError``."""
         steps = iter(range(MAX_STEPS // _STEPS_PER_CHECK))
         self._database.set_progress_handler(lambda: next(steps, None) is None, _STEPS_PER_CHECK)
         with closing(self._database.execute(sql, params)) as cursor:

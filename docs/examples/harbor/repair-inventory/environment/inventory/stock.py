@@ -1,4 +1,4 @@
-"""What there is, by name."""
+"""The stock, by name."""
 
 from inventory.records import Record
 

@@ -112,7 +112,7 @@ def execute(source: str, seconds: float, scope: dict[str, Any], name: str) -> di
 
 
 def is_from_last_statement(leaving: SystemExit, source: str, name: str) -> bool:
-    """True if the last statement of the code called what exits (`unittest.main` does), and no function of the code exited."""
+    """True if the last statement of the code called what exits (``unittest.main`` does), and no function of the code exited."""
     frames = [(trace, trace.tb_frame.f_code) for trace in walk_traceback(leaving)]
     frames = [(trace, code) for trace, code in frames if code.co_filename == name]
     if len(frames) != 1:
