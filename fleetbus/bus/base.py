@@ -199,7 +199,7 @@ class WorkBus(Protocol):
         """Pull from the durable consumer of that name, beginning with that many credits."""
 
     async def ack_floors(self, consumers: Sequence[str] = ()) -> list[ConsumerFloor]:
-        """How far these durable consumers got, in their order; without any, all of the log's, by name."""
+        """The positions of these durable consumers, in their order; without any, of all of the log's, by name."""
 
 
 class CallBus(Protocol):

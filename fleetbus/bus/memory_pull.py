@@ -193,8 +193,7 @@ class MemoryReader:
         if self._last is None or not self._link.up:
             return
         found = self._stream.get(self._last.sequence)
-        is_another = found is not None and found != self._last and self._matches(found.subject)
-        if is_another or is_truncated:
+        if is_truncated or (found is not None and found != self._last):
             raise LogLost(
                 f"entry {self._last.sequence} of the log was read before, and is not there: the server lost entries, or "
                 "the run was created again: restart this worker"

@@ -1,4 +1,4 @@
-"""What a nats-server would hold, in one process: streams, consumers, subscriptions and who is connected.
+"""The state of a nats-server in one process: streams, consumers, subscriptions and who is connected.
 
 Above it are the buses that `fleetbus.bus.memory` connects; below it streams and consumers. What an operator may do is `kill`
 and `restart`. Time comes from anyio alone, nothing depends on hashes or addresses, and no task runs in the background.
@@ -68,7 +68,7 @@ class ServerState:
             consumer.forget(forgotten_acks)
 
     def copy_files(self) -> Files:
-        """What a loss of power at this moment would leave of streams and consumers."""
+        """Copy what a loss of power at this moment would leave of streams and consumers."""
         streams = {name: stream.copy_files() for name, stream in self._streams.items()}
         return streams, {key: consumer.list_unacked() for key, consumer in self._consumers.items()}
 

@@ -94,7 +94,7 @@ async def find_actions(
 
 
 async def _are_all_lost(bus: LogBus, subjects: Subjects, results: Sequence[EpisodeFinished], absent: Set[int]) -> bool:
-    """Whether waiting brings none of those at the positions ``absent``. False if the server does not say."""
+    """True if waiting brings none of those at the positions ``absent``. False if the server does not say."""
     wanted = [(result.episode_id, each) for result in results for each in result.actions if each.sequence in absent]
     try:
         for episode_id, each in wanted:

@@ -1,4 +1,4 @@
-"""What a run promises when its log is cut, purged or restored, kept by real processes and a real server.
+"""The promises of a run when its log is cut, purged or restored, kept by real processes and a real server.
 
 `fleetbus up` with the real roles (without a model) on a server that the test owns: it copies the server's files, puts them
 back, removes subjects and changes the stream, as an outage or an operator would.

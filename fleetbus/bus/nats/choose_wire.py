@@ -1,4 +1,4 @@
-"""Which wire a connection goes by: a socket of its own where nats-py allows it, nats-py's public calls elsewhere."""
+"""Chooses the wire of a connection: a socket of its own where nats-py allows it, nats-py's public calls elsewhere."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def check_log(plan: StreamPlan, config: dict[str, Any], *, reading: bool = False
 
 
 def find_erasing_limits(config: dict[str, Any]) -> tuple[str, ...]:
-    """What in the configuration of a log removes entries by itself, as ``name value``."""
+    """The limits in the configuration of a log that remove entries by themselves, as ``name value``."""
     limits = {name: config.get(name) or 0 for name in ("max_age", "max_msgs", "max_msgs_per_subject", "max_bytes")}
     if config.get("discard") == "new":  # what does not fit is refused
         del limits["max_bytes"], limits["max_msgs"]

@@ -28,7 +28,7 @@ _said: set[str] = set()
 
 
 def find_unsupported(url: str) -> str:
-    """Why the bus cannot use a socket of its own here; empty if it can."""
+    """The reason why the bus cannot use a socket of its own here; empty if it can."""
     if any(scheme and scheme not in _FAST_SCHEMES for scheme in _list_schemes(url)):
         return "the URL is not that of a plain socket"
     client = Client()

@@ -1,4 +1,4 @@
-"""What the parts of the bus know of the connection to a server: commands out, messages to plain functions, and its state.
+"""The connection to a server as the parts of the bus know it: commands out, messages to plain functions, and its state.
 
 Two implementations: `SocketWire` writes to a socket of its own, `ClientWire` goes by nats-py's public calls. Sending never
 waits here: a command joins the outgoing buffer and is written soon after, in order, so there is nothing to cancel. nats-py
@@ -59,7 +59,7 @@ class Wire(abc.ABC):
     @property
     @abc.abstractmethod
     def unwritten_bytes(self) -> int:
-        """What waits for the peer to read on."""
+        """Bytes that wait for the peer to read."""
 
     @abc.abstractmethod
     async def connect(

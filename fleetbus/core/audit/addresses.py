@@ -1,4 +1,4 @@
-"""Where versions and checkpoints are said to be: each is called as it is numbered, beside the others of its lineage. Pure.
+"""Checks the addresses of versions and checkpoints: each is called as it is numbered, beside the others of its lineage. Pure.
 
 A learner keeps its folders and its store as long as it lives. Whether the files hold what they are said to hold is no matter of
 the log: weights are checked by their manifest when they are loaded, checkpoints by the digest of their index.
@@ -18,7 +18,7 @@ class Addresses(msgspec.Struct):
     _checkpoints: dict[str, str] = {}
 
     def is_version_right(self, published: PolicyPublished) -> bool:
-        """Whether this version is where it may be. One without an address is nowhere."""
+        """True if this version is where it may be. One without an address is nowhere."""
         if not published.uri:
             return True
         place, _, name = published.uri.rpartition("/")
@@ -26,7 +26,7 @@ class Addresses(msgspec.Struct):
         return is_named and self._versions.setdefault(published.lineage, place) == place
 
     def is_checkpoint_right(self, stored: CheckpointStored) -> bool:
-        """Whether this checkpoint is where it may be."""
+        """True if this checkpoint is where it may be."""
         if not stored.file:
             return True
         place, _, name = stored.file.rpartition("/")

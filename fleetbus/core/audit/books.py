@@ -194,7 +194,7 @@ class Audit(msgspec.Struct):
         )
 
     def _list_unproven(self) -> tuple[str, ...]:
-        """What no entry of the log proves, as far as this one holds it."""
+        """List what no entry of the log proves, as far as this one holds it."""
         counts = {
             "exclusions_unproven": "exclusions are for reasons that the learner alone knows",
             "rewards_unproven": "trained rewards that a judge changed are told by the learner alone",

@@ -29,7 +29,7 @@ class ScoresTranscripts(Protocol):
 
 
 class JudgedReward(msgspec.Struct, frozen=True, kw_only=True):
-    """What is trained of an episode, and the judge's score in it (None: it is not known)."""
+    """The trained part of an episode, and the judge's score in it (None: it is not known)."""
 
     reward: float
     score: float | None

@@ -159,7 +159,7 @@ async def _record(
 
 
 def _find_problems(log_state: LogState | None, last_sequence: int) -> list[str]:
-    """What keeps the recording from being the whole log."""
+    """List what keeps the recording from being the whole log."""
     found = []
     if not last_sequence:
         found.append("nothing was read: the log is empty")
