@@ -1,4 +1,4 @@
-"""The names that the bus uses of nats-py beyond its public calls: one file, few names, and each looked for before it is used."""
+"""The names that the bus uses of nats-py beyond its public calls: one file, few names, each looked for before it is used."""
 
 from __future__ import annotations
 

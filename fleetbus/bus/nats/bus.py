@@ -169,7 +169,7 @@ class NatsBus:
             entries=int(state["messages"]),
             used_bytes=int(state["bytes"]),
             limit_bytes=max(int(config["max_bytes"]), 0),
-            duplicate_window_seconds=float(config["duplicate_window"]) / 1e9,
+            duplicate_window_seconds=float(config.get("duplicate_window", 0)) / 1e9,
             created=str(info["created"]),
             erasing=find_erasing_limits(info["config"]),
             unacked=await count_unacked(self._connection.api, self._log, consumer) if consumer and may_ask else 0,
