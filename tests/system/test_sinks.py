@@ -20,6 +20,7 @@ import pytest
 from fleetbus.errors import UserError
 from fleetbus_schemas import EvaluationFinished, LineageStarted, Message, StepTrained, Subjects, encode
 from fleetbus_workers.observe.metrics.collect import collect, iterate_evaluation_values, iterate_step_values
+from fleetbus_workers.observe.metrics.run_view import RunView
 from fleetbus_workers.observe.metrics.sinks import group_names, open_sinks
 from fleetbus_workers.observe.run.jetstream import ServerView
 from fleetbus_workers.observe.run.run_observer import LogHealth
@@ -118,7 +119,7 @@ def test_json_lines_have_the_numbers_that_prometheus_has(tmp_path: Path) -> None
     assert last["reward"] == METRICS["reward"] * 3 and "kl" not in last
     samples = {
         (sample.name, *sample.labels): sample.value
-        for sample in collect(STATE, LogHealth(), ServerView(), [], now=0.0, now_ns=1)
+        for sample in collect(RunView(STATE, LogHealth(), ServerView(), [], now=0.0, now_ns=1))
     }
     assert samples["fleetbus_train_metric", "reward"] == last["reward"]
     assert samples["fleetbus_train_metric", "loss"] == last["loss"]

@@ -73,6 +73,7 @@ async def _export(
     until_finished: bool,
 ) -> None:
     from fleetbus_workers.observe.metrics.collect import collect, iterate_evaluation_values, iterate_step_values
+    from fleetbus_workers.observe.metrics.run_view import RunView
     from fleetbus_workers.observe.run.run_observer import RunObserver
     from fleetbus_workers.observe.run.state import RunState
     from fleetbus_workers.observe.run.watchdog import find_stalls
@@ -102,7 +103,7 @@ async def _export(
                 ending, may_be_stuck = watch.find_termination(now), watch.may_be_stuck(now)
                 share = configuration.nats.admission
                 stalls = find_stalls(state, watch.health, now=now, now_ns=now_ns, admission=share) if may_be_stuck else []
-                publish(collect(state, watch.health, server, stalls, now=now, now_ns=now_ns, ending=ending))
+                publish(collect(RunView(state, watch.health, server, stalls, now, now_ns, ending)))
                 for step, time_seconds, values in iterate_step_values(state, written):
                     await anyio.to_thread.run_sync(sinks.write, step, time_seconds, values)
                 for evaluation in iterate_evaluation_values(state, evaluated):

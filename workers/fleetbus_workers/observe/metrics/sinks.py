@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from fleetbus.errors import UserError
+from fleetbus_workers.observe.run.formatting import STAGE_PREFIX, STALENESS_PREFIX
 
 
 class Sink(Protocol):
@@ -38,7 +39,7 @@ def group_names(values: Mapping[str, float], evaluation: str = "") -> dict[str, 
 
 
 def _group_name(name: str) -> str:
-    for prefix, group in (("seconds_", "time"), ("staleness_", "staleness")):
+    for prefix, group in ((STAGE_PREFIX, "time"), (STALENESS_PREFIX, "staleness")):
         if name.startswith(prefix):
             return f"{group}/{name.removeprefix(prefix)}"
     return f"train/{name}"
