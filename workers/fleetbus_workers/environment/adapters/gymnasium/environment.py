@@ -23,6 +23,7 @@ import gymnasium
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ChatMessage, Task
+from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.common.action_text import extract_action
 from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions, check_arguments
 from fleetbus_workers.environment.adapters.gymnasium.text import (
@@ -50,17 +51,16 @@ _threads = anyio.CapacityLimiter(MAX_THREADS)
 T = TypeVar("T")
 
 
-def build_gymnasium_factory(
-    spec: str, id: str, *, store_image: StoreImage | None = None, permissions: TaskPermissions = NOTHING
-) -> Callable[[], GymnasiumEnvironment]:
-    """Makes environments of ``id``, or of the task's id if it is empty. Raises `UserError` if it is not registered."""
+def build(context: AdapterContext) -> Factory:
+    """Environments of the spec's id, else of the task's. Raises `UserError` if it is not registered."""
+    id, permissions, store_image = context.rest, context.permissions, context.store_image
     if id:
         try:
             _register(id, ())
             gymnasium.spec(id)
         except (gymnasium.error.Error, ImportError) as error:
-            raise UserError(f"environment {spec!r}: {str(error).splitlines()[0]}") from error
-    return lambda: GymnasiumEnvironment(id, store_image=store_image, permissions=permissions)
+            raise UserError(f"environment {context.spec!r}: {str(error).splitlines()[0]}") from error
+    return Factory(lambda: GymnasiumEnvironment(id, store_image=store_image, permissions=permissions))
 
 
 class GymnasiumEnvironment:
