@@ -18,7 +18,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from fleetbus_workers.serving import connections
-from fleetbus_workers.serving.connections import OTHER_FILES, Bounds, H11BoundedProtocol, reserve_descriptors
+from fleetbus_workers.serving.connections import Bounds
+from fleetbus_workers.serving.protocol_choice import OTHER_FILES, H11BoundedProtocol, reserve_descriptors
 from tests.support.gym_service import Wire, running
 
 LARGE = 64 << 20
