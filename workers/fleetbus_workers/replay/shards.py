@@ -1,9 +1,8 @@
 """One recording replayed by several processes, each with its share of the episodes, and one report of what all of them found.
 
-`python -m fleetbus_workers.replay.share_process` per share gets its job on standard input and writes frames to standard output: a
-length in
-four bytes, then a pickle of its progress, its report or a `UserError`; both ends are the same program. Cancelling kills the
-processes; one whose parent was killed ends when it next reports its progress.
+`python -m fleetbus_workers.replay.share_process` per share gets its job on standard input and writes frames to standard output:
+a length in four bytes, then a pickle of its progress, its report or a `UserError`; both ends are the same program. Cancelling
+kills the processes; one whose parent was killed ends when it next reports its progress.
 """
 
 import gc
