@@ -13,7 +13,6 @@ from PIL import Image as Pillow
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Image, Task, Text
-from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions
 from fleetbus_workers.environment.adapters.remote_gym.client import (
     RemoteEnvironmentError,
     RequestRefused,
@@ -27,6 +26,7 @@ from fleetbus_workers.environment.adapters.remote_gym.wire import WireError, dec
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Verdict
 from fleetbus_workers.environment.images.observation import EncodedImage, insert_images
 from fleetbus_workers.environment.specs import build_environment_factory
+from fleetbus_workers.environment.task_permissions import TaskPermissions
 from tests.support.remote_gym_server import RemoteGymDouble, png, remote_gym_double
 from tests.support.tool_calls import NoGrader, say
 

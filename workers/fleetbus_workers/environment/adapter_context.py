@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 
 from fleetbus.config.settings import Configuration
-from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions, read_permissions
 from fleetbus_workers.environment.base import Environment
+from fleetbus_workers.environment.task_permissions import TaskPermissions, read_permissions
 
 if TYPE_CHECKING:
     from fleetbus_workers.environment.adapters.mcp.environment import PromptStyle

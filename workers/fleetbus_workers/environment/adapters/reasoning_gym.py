@@ -16,8 +16,8 @@ from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ChatMessage, Task
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.common.action_text import extract_action
-from fleetbus_workers.environment.adapters.common.task_permissions import check_arguments
 from fleetbus_workers.environment.base import Start, Step, Verdict
+from fleetbus_workers.environment.task_permissions import check_arguments
 
 ASKED = "Give the answer alone, between <answer> and </answer>."
 

@@ -15,8 +15,8 @@ from textarena.envs.registration import ENV_REGISTRY
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ChatMessage, Task
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
-from fleetbus_workers.environment.adapters.common.task_permissions import check_arguments
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.task_permissions import check_arguments
 
 
 def build(context: AdapterContext) -> Factory:

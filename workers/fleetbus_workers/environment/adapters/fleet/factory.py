@@ -5,13 +5,13 @@ import os
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task, ToolCall
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
-from fleetbus_workers.environment.adapters.common.task_permissions import check_http_address
 from fleetbus_workers.environment.adapters.fleet.api import DEFAULT_BASE_URL
 from fleetbus_workers.environment.adapters.fleet.connection import COMPUTER, SCREEN_MODALITIES, FleetConnection
 from fleetbus_workers.environment.adapters.fleet.grader import PlatformGrader
 from fleetbus_workers.environment.adapters.fleet.host import FleetHost
 from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment
 from fleetbus_workers.environment.base import Environment
+from fleetbus_workers.environment.task_permissions import check_http_address
 
 KEY_VARIABLE = "FLEET_API_KEY"
 URL_VARIABLE = "FLEET_BASE_URL"

@@ -25,7 +25,6 @@ from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ChatMessage, Task
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.common.action_text import extract_action
-from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions, check_arguments
 from fleetbus_workers.environment.adapters.gymnasium.text import (
     LEGENDS,
     UnknownAction,
@@ -35,8 +34,9 @@ from fleetbus_workers.environment.adapters.gymnasium.text import (
     parse_action,
 )
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
-from fleetbus_workers.environment.episode.normalization import INFO_BYTES, clip_values
 from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage, encode_image_file, insert_images
+from fleetbus_workers.environment.normalization import INFO_BYTES, clip_values
+from fleetbus_workers.environment.task_permissions import TaskPermissions, check_arguments
 
 _MODULES = {"MiniGrid": "minigrid", "BabyAI": "minigrid", "ALE": "ale_py"}
 """Packages that register ids, by how these begin."""

@@ -16,13 +16,13 @@ from fleetbus.errors import UserError
 from fleetbus.tasks.harbor import HarborStep, HarborTask, Place, find_task, find_unsupported, hash_files, list_folders
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.adapter_context import AdapterContext, EnvironmentFactory
-from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions, read_permissions
 from fleetbus_workers.environment.adapters.harbor.box import Box, BoxMaker, Recipe
 from fleetbus_workers.environment.adapters.harbor.environment import HarborEnvironment
 from fleetbus_workers.environment.adapters.harbor.grading import Grade, grade_separately, grade_shared, resolve_variables
 from fleetbus_workers.environment.adapters.harbor.sandbox_box import SandboxBoxes
 from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.isolation.sandbox import SandboxLimits, find_isolation
+from fleetbus_workers.environment.task_permissions import TaskPermissions, read_permissions
 
 _log = structlog.get_logger(__name__)
 

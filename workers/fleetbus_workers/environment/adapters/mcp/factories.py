@@ -17,7 +17,6 @@ from fleetbus.errors import UserError
 from fleetbus.user_code import load_callable
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
-from fleetbus_workers.environment.adapters.common.task_permissions import check_http_address
 from fleetbus_workers.environment.adapters.mcp.client import ClientConnection, ConnectionHost, open_command, open_server
 from fleetbus_workers.environment.adapters.mcp.connection import Connection, DirectConnection, has_default_lifespan
 from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment, PromptStyle
@@ -25,6 +24,7 @@ from fleetbus_workers.environment.adapters.mcp.http_connection import http_conne
 from fleetbus_workers.environment.adapters.mcp.merged_connection import MergedConnection
 from fleetbus_workers.environment.adapters.mcp.server_pool import PooledConnection, WarmPool
 from fleetbus_workers.environment.adapters.warehouse.server import serve_task
+from fleetbus_workers.environment.task_permissions import check_http_address
 
 TOKEN_VARIABLE = "MCP_BEARER_TOKEN"
 """Environment variable: sent to every URL as ``Authorization: Bearer``. Specs are shown and stored: no place for a token."""

@@ -17,7 +17,6 @@ import structlog
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ChatMessage, Task
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
-from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions
 from fleetbus_workers.environment.adapters.remote_gym.client import (
     RemoteGymError,
     RemoteGymSession,
@@ -30,6 +29,7 @@ from fleetbus_workers.environment.adapters.remote_gym.config import parse_urls, 
 from fleetbus_workers.environment.adapters.remote_gym.wire import DecodedResponse, WireError, encode_image
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage, insert_images
+from fleetbus_workers.environment.task_permissions import TaskPermissions
 
 NOTHING = TaskPermissions()
 
