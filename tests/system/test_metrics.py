@@ -25,12 +25,12 @@ from fleetbus_workers.observe.metrics.collect import collect, iterate_step_value
 from fleetbus_workers.observe.metrics.metric import Metric, Sample
 from fleetbus_workers.observe.metrics.numbers import build_numbers
 from fleetbus_workers.observe.metrics.run_view import RunView
-from fleetbus_workers.observe.metrics.sinks import open_sinks
 from fleetbus_workers.observe.metrics.table import METRICS, METRICS_BY_NAME
 from fleetbus_workers.observe.run.jetstream import ConsumerPending, ServerView
 from fleetbus_workers.observe.run.run_observer import RunObserver
 from fleetbus_workers.observe.run.state import RunState
 from fleetbus_workers.observe.run.watchdog import Stall
+from fleetbus_workers.observe.sinks.table import open_sinks
 from fleetbus_workers.observe.top import view as view_module
 from fleetbus_workers.observe.top.view import build_facts, screen
 from tests.support.small_deployment import build_configuration, small_deployment
