@@ -133,9 +133,10 @@ bench name *arguments:
 bench-gate base *arguments:
     .venv/bin/python benchmarks/loop_cpu.py --base {{base}} --most 1.1 {{arguments}}
 
-# Add golden bytes and defaults of new messages and fields; existing ones are never changed
+# Add golden bytes and defaults of new messages and fields (existing ones are never changed), and write Grafana's dashboard
 golden:
     .venv/bin/python tests/contract/golden/add.py
+    .venv/bin/python docs/grafana/build.py
 
 # Print the purpose of every source file: `just map fleetbus/core`
 map folder="":

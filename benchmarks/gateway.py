@@ -28,13 +28,11 @@ import argparse
 import json
 import os
 import secrets
-import socket
-import subprocess
 import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,25 +42,16 @@ sys.path.insert(0, str(ROOT))
 
 import anyio
 import httpx
-import psutil
 from PIL import Image
 from websockets.asyncio.client import connect as connect_socket
 
-from benchmarks.load_plan import LoadPlan, parse_plan, summarize_latencies, temporary_server
-from fleetbus.bus.nats import connect
-from fleetbus.bus.streams import plan_run
-from fleetbus_schemas import Subjects
+from benchmarks.gateway_servers import Serving, measure_cpu, serve_bus_environment, serve_in_process, serve_openenv
+from benchmarks.load_plan import LoadPlan, parse_plan, summarize_latencies
 from fleetbus_workers.environment.adapters.remote_gym.wire import build_request_headers, decode_response, encode_request
 from fleetbus_workers.gateway.gym_service import BaseGymHandler, build_gym_service
 
-RUN = "gatewaybench"
 ACTION = "x" * 200
 GO_ON = "0"
-START_SECONDS = 90.0
-END_SECONDS = 5.0
-
-Serving = dict[str, int]
-"""Process ids by name."""
 
 Step = Callable[[], Awaitable[None]]
 Player = Callable[[str], AbstractAsyncContextManager[Step]]
@@ -97,81 +86,6 @@ def serve_painter(port: int) -> None:
     import uvicorn
 
     uvicorn.run(build_gym_service(Painter()), host="127.0.0.1", port=port, log_level="warning")
-
-
-@asynccontextmanager
-async def serve_bus_environment(kind: str, environment: str, *, in_process: bool = False) -> AsyncIterator[tuple[str, Serving]]:
-    """The address of a gateway, and the processes behind it; ``in_process``: the gateway runs the environments itself."""
-    port = free_port()
-    async with temporary_server() as url, connect(url, run=RUN) as bus:
-        await bus.declare(plan_run(RUN))
-        (server,) = (child for child in psutil.Process().children() if "nats-server" in child.name())
-        common = ["--nats", url, "--run", RUN, "--log-level", "warning", "--environment", environment, "--environment-images"]
-        common += ["--environment-task-modules", "benchmarks.image_environment"]
-        serve = ("gateway", kind, "--port", str(port), *(["--in-process"] if in_process else []))
-        with ExitStack() as stack:
-            serving = {"nats": server.pid}
-            for name, command in ({"gateway": serve} | ({} if in_process else {"environment": ("environment",)})).items():
-                started = running("-m", "fleetbus_workers.cli", *command, *common)
-                serving[name] = stack.enter_context(started).pid
-            with anyio.fail_after(START_SECONDS):
-                async with bus.read([Subjects(RUN).life("*", "*")]) as reader:
-                    for _ in range(2):
-                        await reader.receive()
-            yield f"http://127.0.0.1:{port}", serving
-
-
-@asynccontextmanager
-async def serve_openenv(python: str) -> AsyncIterator[tuple[str, Serving]]:
-    """The real OpenEnv server."""
-    port = free_port()
-    with running(str(Path(__file__).with_name("openenv_image_server.py")), str(port), python=python) as process:
-        yield await wait_until_answering(port), {"server": process.pid}
-
-
-@asynccontextmanager
-async def serve_in_process() -> AsyncIterator[tuple[str, Serving]]:
-    """`GymService` around a class."""
-    port = free_port()
-    with running(__file__, "--serve", str(port)) as process:
-        yield await wait_until_answering(port), {"service": process.pid}
-
-
-async def wait_until_answering(port: int) -> str:
-    """The address of a server, once it answers."""
-    url = f"http://127.0.0.1:{port}"
-    with anyio.fail_after(START_SECONDS):
-        async with httpx.AsyncClient() as client:
-            while True:
-                try:
-                    await client.get(f"{url}/health")
-                    return url
-                except httpx.TransportError:
-                    await anyio.sleep(0.1)
-
-
-class running:
-    """A process of this Python, or another one, for the length of a block."""
-
-    def __init__(self, *arguments: str, python: str = sys.executable) -> None:
-        self._process = subprocess.Popen([python, *arguments], cwd=ROOT)
-
-    def __enter__(self) -> subprocess.Popen[bytes]:
-        return self._process
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:  # a worker drains for a minute while its clients' sessions are open
-            self._process.kill()
-            self._process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def build_gym_player(config: dict[str, Any], action: str = ACTION) -> Player:
@@ -253,12 +167,6 @@ async def measure(plan: LoadPlan, url: str, serving: Serving, player: Player) ->
     by_process = {name: round(seconds / steps * 1e6) for name, seconds in spent.items()}
     client_us = round((time.process_time() - own) / steps * 1e6, 1)
     return {"clients": plan.sessions, **fields, "cpu_us_by_process": by_process, "client_cpu_us_per_step": client_us}
-
-
-def measure_cpu(serving: Serving) -> dict[str, float]:
-    """Seconds of CPU by process, those that it started included."""
-    times = {name: psutil.Process(process).cpu_times() for name, process in serving.items()}
-    return {name: each.user + each.system for name, each in times.items()}
 
 
 async def main(plans: list[LoadPlan], only: str) -> None:

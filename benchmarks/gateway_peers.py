@@ -20,7 +20,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from benchmarks.gateway import (
+from benchmarks.gateway_servers import (
     Serving,
     free_port,
     measure_cpu,

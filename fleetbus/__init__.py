@@ -1,56 +1,13 @@
 """Reinforcement learning of LLM agents on remote environments, over one durable NATS log.
 
-Everything that a program of yours imports is here, and nothing is loaded before it is used. Environments: `Environment`, and
-what its calls take and give. Training: `train`, `Run`. Looking at runs: `open_run`. Trainers of your own: `client`. Other
-modules are internal and may change at any time.
+Everything that a program of yours imports is here, and nothing is loaded before it is used; type checkers read `__init__.pyi`.
+Environments: `Environment`, and what its calls take and give. Training: `train`, `Run`. Looking at runs: `open_run`. Trainers
+of your own: `client`. Other modules are internal and may change at any time.
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # as type checkers read it; importing typing takes longer than the rest of this module
-
-if TYPE_CHECKING:
-    from typing import Any, Literal
-
-    from fleetbus import client as client
-    from fleetbus.errors import BusError as BusError
-    from fleetbus.errors import FleetbusError as FleetbusError
-    from fleetbus.errors import NotPermitted as NotPermitted
-    from fleetbus.errors import RunFailed as RunFailed
-    from fleetbus.errors import TakenOver as TakenOver
-    from fleetbus.errors import UserError as UserError
-    from fleetbus.recording.episodes import EpisodeRow as EpisodeRow
-    from fleetbus.recording.episodes import Transcript as Transcript
-    from fleetbus.recording.rows import StepRow as StepRow
-    from fleetbus.recording.rows import TokenRow as TokenRow
-    from fleetbus.tasks.files import load_tasks as load_tasks
-    from fleetbus_schemas import Action as Action
-    from fleetbus_schemas import ChatMessage as ChatMessage
-    from fleetbus_schemas import ContextChange as ContextChange
-    from fleetbus_schemas import Image as Image
-    from fleetbus_schemas import Task as Task
-    from fleetbus_schemas import Text as Text
-    from fleetbus_schemas import ToolCall as ToolCall
-    from fleetbus_schemas import ToolSpec as ToolSpec
-    from fleetbus_workers.api.evaluation import Evaluation as Evaluation
-    from fleetbus_workers.api.events import Event as Event
-    from fleetbus_workers.api.reader import RunReader as RunReader
-    from fleetbus_workers.api.reader import open_run as open_run
-    from fleetbus_workers.api.run import Run as Run
-    from fleetbus_workers.api.run import print_event as print_event
-    from fleetbus_workers.api.run import train as train
-    from fleetbus_workers.environment.base import Environment as Environment
-    from fleetbus_workers.environment.base import EnvironmentFailed as EnvironmentFailed
-    from fleetbus_workers.environment.base import Start as Start
-    from fleetbus_workers.environment.base import Step as Step
-    from fleetbus_workers.environment.base import Verdict as Verdict
-    from fleetbus_workers.up.summary_builder import Summary as Summary
-
-    __version__: str
-
-    Stability = Literal["stable", "provisional"]
-
-_PUBLIC: dict[str, tuple[str, Stability]] = {
+_PUBLIC = {
     "Environment": ("fleetbus_workers.environment.base", "stable"),
     "Start": ("fleetbus_workers.environment.base", "stable"),
     "Step": ("fleetbus_workers.environment.base", "stable"),
@@ -127,7 +84,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     import importlib
 
     if name not in _PUBLIC:

@@ -14,12 +14,12 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version as find_version
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-import fleetbus
 from fleetbus.bus.base import StreamEntry
 from fleetbus.core.audit.books import Audit
 from fleetbus.errors import UserError
@@ -73,8 +73,8 @@ def read_audit_state(file: Path, run: str) -> tuple[Audit, LogPosition] | None:
         raise UserError(f"{file} is damaged: {again}")
     try:
         version = msgspec.msgpack.decode(body, type=_Version).version
-        if version != fleetbus.__version__:
-            raise UserError(f"{file} was written by fleetbus {version}, and this is {fleetbus.__version__}: {again}")
+        if version != (version_here := find_version("fleetbus")):
+            raise UserError(f"{file} was written by fleetbus {version}, and this is {version_here}: {again}")
         state = msgspec.msgpack.decode(body, type=AuditState)
         if state.run != run:
             raise UserError(f"{file} is of run {state.run}: give another --state for run {run}")
@@ -86,7 +86,7 @@ def read_audit_state(file: Path, run: str) -> tuple[Audit, LogPosition] | None:
 
 def write_audit_state(file: Path, run: str, audit: Audit, position: LogPosition) -> None:
     """Replace the state in ``file``, a link to it stays one. Raises `UserError`, and then the file is as it was."""
-    state = AuditState(version=fleetbus.__version__, run=run, position=position, books=audit.encode())
+    state = AuditState(version=find_version("fleetbus"), run=run, position=position, books=audit.encode())
     body = msgspec.msgpack.encode(state)
     try:
         replace_file(file.resolve(), _MAGIC + hashlib.sha256(body).digest() + body)

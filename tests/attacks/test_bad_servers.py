@@ -18,12 +18,12 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import serve as serve_sockets
 
 from fleetbus_schemas import Task
-from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions
 from fleetbus_workers.environment.adapters.openenv.client import open_session
 from fleetbus_workers.environment.adapters.openenv.server import OpenEnvServer
 from fleetbus_workers.environment.adapters.remote_gym.client import ServerPool
 from fleetbus_workers.environment.adapters.remote_gym.environment import RemoteGymEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.task_permissions import TaskPermissions
 from tests.support.processes import children, until
 
 pytestmark = pytest.mark.integration

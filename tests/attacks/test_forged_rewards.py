@@ -13,9 +13,10 @@ import pytest
 
 from fleetbus.core.text.verifier_warnings import find_forgeable
 from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.environment.isolation.sandbox import IsolationUnavailable, find_isolation
 from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits
-from fleetbus_workers.environment.specs import EnvironmentFactory, build_environment_factory
+from fleetbus_workers.environment.specs import build_environment_factory
 from tests.support.processes import children, until
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, Task
-from fleetbus_workers.environment.adapters.common.task_permissions import NotPermitted, TaskPermissions, check_arguments
 from fleetbus_workers.environment.adapters.python_class.environment import ClassEnvironment
 from fleetbus_workers.environment.adapters.remote_gym.config import read_config
 from fleetbus_workers.environment.base import Start, Step, Verdict
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages
+from fleetbus_workers.environment.task_permissions import NotPermitted, TaskPermissions, check_arguments
 
 
 @pytest.fixture

@@ -17,8 +17,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from fleetbus_workers.serving import connections
-from fleetbus_workers.serving.connections import OTHER_FILES, Bounds, H11BoundedProtocol, reserve_descriptors
+from fleetbus_workers.serving import protocol_choice
+from fleetbus_workers.serving.connections import Bounds
+from fleetbus_workers.serving.protocol_choice import OTHER_FILES, H11BoundedProtocol, reserve_descriptors
 from tests.support.gym_service import Wire, running
 
 LARGE = 64 << 20
@@ -28,7 +29,7 @@ PARTIAL = b"GET / HTTP/1.1\r\nHost: x\r\n"
 @pytest.fixture(params=["h11", "httptools"], autouse=True)
 def _parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "h11":
-        monkeypatch.setattr(connections, "find_protocol", lambda: H11BoundedProtocol)
+        monkeypatch.setattr(protocol_choice, "find_protocol", lambda: H11BoundedProtocol)
     else:
         pytest.importorskip("httptools")
 
@@ -218,7 +219,7 @@ async def test_requests_in_one_piece_are_answered_in_order_and_all() -> None:
 
 async def test_no_more_requests_are_read_ahead_than_memory_allows() -> None:
     pytest.importorskip("httptools")
-    if connections.find_protocol() is H11BoundedProtocol:
+    if protocol_choice.find_protocol() is H11BoundedProtocol:
         pytest.skip("h11 reads one request at a time")
     async with server() as here, await here.connect_raw() as stream:
         await stream.send((PARTIAL + b"\r\n") * 4000)

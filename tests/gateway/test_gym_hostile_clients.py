@@ -8,7 +8,7 @@ import anyio
 import psutil
 import pytest
 
-from fleetbus_workers.serving.connections import reserve_descriptors
+from fleetbus_workers.serving.protocol_choice import reserve_descriptors
 from tests.support.gym_service import Handler, Wire, serve_gym
 
 IDLE_CONNECTIONS = 400

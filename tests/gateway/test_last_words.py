@@ -7,12 +7,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fleetbus_schemas import Task
-from fleetbus_workers.environment.adapters.remote_gym.environment import build_remote_gym_factory
+from fleetbus_workers.environment.adapter_context import AdapterContext
+from fleetbus_workers.environment.adapters.remote_gym.environment import build
 from tests.support.openenv_gateway import gateway
 from tests.support.paying import gym_gateway, paying_configuration
 from tests.support.remote_gym_server import RemoteGymDouble, remote_gym_double
 from tests.support.rule_policy import RuleSampler, RuleTemplate
 from tests.support.small_deployment import small_deployment
+from tests.support.tool_calls import NoGrader
 
 
 @asynccontextmanager
@@ -20,9 +22,9 @@ async def climbing() -> AsyncIterator[Any]:
     """Makes environments on a remote gym that is climbed with two steps."""
     double = RemoteGymDouble(goal=2)
     async with remote_gym_double(double):
-        make, running = build_remote_gym_factory(double.url)
-        async with running():
-            yield make
+        factory = build(AdapterContext(spec=f"remote-gym:{double.url}", grader=NoGrader()))
+        async with factory.run():
+            yield factory
 
 
 async def test_in_the_result_of_an_episode() -> None:

@@ -13,9 +13,10 @@ import structlog.testing
 from PIL import Image as Pillow
 
 from fleetbus_schemas import Action, ChatMessage, Task, Text
+from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.environment.adapters.remote_gym.wire import decode_response
 from fleetbus_workers.environment.images.observation import EncodedImage, encode_image_file
-from fleetbus_workers.environment.specs import EnvironmentFactory, build_environment_factory
+from fleetbus_workers.environment.specs import build_environment_factory
 from fleetbus_workers.gateway.images import InMemoryImageStore
 from tests.support.openenv_gateway import gateway
 from tests.support.paying import gym_gateway, paying_configuration

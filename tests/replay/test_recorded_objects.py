@@ -159,12 +159,15 @@ class Overlooked:
 async def pictures_recorded() -> Recording:
     """Two episodes that show pictures, played by a policy that does not look."""
     from fleetbus.bus.memory_objects import MemoryObjectStore
-    from fleetbus_workers.environment.adapters.colours import build_colours_factory
+    from fleetbus_workers.environment.adapter_context import AdapterContext
+    from fleetbus_workers.environment.adapters.colours import build
     from fleetbus_workers.environment.images.store import build_image_store
     from tests.support.small_deployment import Member, build_configuration, small_deployment
+    from tests.support.tool_calls import NoGrader
 
     bucket: dict[str, bytes] = {}
-    make = build_colours_factory("colours", "2", store_image=build_image_store(MemoryObjectStore(bucket)))
+    store_image = build_image_store(MemoryObjectStore(bucket))
+    make = build(AdapterContext(spec="colours:2", grader=NoGrader(), store_image=store_image))
     async with small_deployment(build_configuration()) as fleet:
         fleet.environment("env", make=make)
 

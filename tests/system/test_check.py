@@ -136,9 +136,9 @@ def test_a_call_that_never_returns_ends_the_process_with_its_place(
 def test_the_quick_part_is_given_up_after_a_second() -> None:
     from fleetbus.config.settings import Configuration
     from fleetbus_schemas import Task
+    from fleetbus_workers.environment.adapter_context import Factory
     from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
     from fleetbus_workers.environment.check.quick import QUICK_SECONDS, check_quickly
-    from fleetbus_workers.environment.specs import Factory
 
     class Slow(ScriptedEnvironment):
         async def open(self, task: Task) -> None:

@@ -9,10 +9,11 @@ import pytest
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, Task, ToolCall
+from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.environment.base import Environment, EnvironmentFailed
 from fleetbus_workers.environment.isolation.sandbox import IsolationUnavailable, backends, find_isolation
 from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits
-from fleetbus_workers.environment.specs import EnvironmentFactory, build_environment_factory
+from fleetbus_workers.environment.specs import build_environment_factory
 from tests.support.processes import children, until
 
 VERIFIER = """

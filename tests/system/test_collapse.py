@@ -31,6 +31,7 @@ from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.observe.metrics.collect import collect
+from fleetbus_workers.observe.metrics.run_view import RunView
 from fleetbus_workers.observe.run.jetstream import ServerView
 from fleetbus_workers.observe.run.run_observer import RunObserver
 from fleetbus_workers.observe.run.state import RunState
@@ -96,14 +97,16 @@ class Onlooker:
     def screen(self) -> str:
         now, now_ns = anyio.current_time(), self._bus.now_ns()
         console = Console(width=80, file=io.StringIO())
-        shown = build_facts(self.state, self._watch.health, ServerView(), self.stalls(), run=RUN, now=now, now_ns=now_ns)
+        shown = build_facts(
+            RunView(self.state, self._watch.health, ServerView(), self.stalls(), now=now, now_ns=now_ns), run=RUN
+        )
         console.print(screen(shown))
         return " ".join(str(console.file.getvalue()).split())  # type: ignore[attr-defined]
 
     def stalled(self) -> list[tuple[str, ...]]:
         """The labels of `fleetbus_stalled`."""
         now, now_ns = anyio.current_time(), self._bus.now_ns()
-        samples = collect(self.state, self._watch.health, ServerView(), self.stalls(), now=now, now_ns=now_ns)
+        samples = collect(RunView(self.state, self._watch.health, ServerView(), self.stalls(), now=now, now_ns=now_ns))
         return [sample.labels for sample in samples if sample.name == "fleetbus_stalled"]
 
 

@@ -16,10 +16,11 @@ import pytest
 
 from fleetbus.config.settings import Configuration, EnvironmentSettings
 from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.environment.adapters.python_class.environment import build_class_factory, parse_device_names
 from fleetbus_workers.environment.adapters.python_class.process_pool import ProcessPool
 from fleetbus_workers.environment.base import Environment, EnvironmentFailed
-from fleetbus_workers.environment.specs import EnvironmentFactory, build_environment_factory
+from fleetbus_workers.environment.specs import build_environment_factory
 from tests.support.processes import children, until, wait_for_output
 from tests.support.tool_calls import NoGrader
 
@@ -188,8 +189,8 @@ async def test_devices_go_round_by_episode_in_this_process_and_by_process_in_a_p
 
 
 async def test_blocking_code_in_a_thread_does_not_block_the_worker_and_calls_never_overlap(module: Any) -> None:
-    make, running = build_class_factory(module.Plain, threads=2)
-    async with running():
+    make = build_class_factory(module.Plain, EnvironmentSettings(slots=2))
+    async with make.run():
         blocked, other = await opened(make), await opened(make)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(blocked.step, action("block"))
@@ -268,8 +269,8 @@ async def test_errors_of_a_class_are_told_as_they_are(pool: ProcessPool) -> None
 
 
 async def test_an_answer_of_the_wrong_type_is_an_error(pool: ProcessPool, module: Any) -> None:
-    make, running = build_class_factory(module.Plain)
-    async with running():
+    make = build_class_factory(module.Plain)
+    async with make.run():
         for environment in (await opened(make), await opened(pool)):
             with pytest.raises(Exception, match=r"Step|object"):
                 await environment.step(action("wrong"))

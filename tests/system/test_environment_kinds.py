@@ -29,8 +29,9 @@ from fleetbus.config.settings import (
 )
 from fleetbus.core.audit.findings import Report
 from fleetbus_schemas import EpisodeFinished, Task
+from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.environment.keyed_specs import build_keyed_factory
-from fleetbus_workers.environment.specs import EnvironmentFactory, build_environment_factory
+from fleetbus_workers.environment.specs import build_environment_factory
 from fleetbus_workers.learner.curriculum import load_curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.fleet_platform.platform import KEY, FleetPlatform

@@ -13,7 +13,6 @@ from PIL import Image as Pillow
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Image, Task, Text
-from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions
 from fleetbus_workers.environment.adapters.remote_gym.client import (
     RemoteEnvironmentError,
     RequestRefused,
@@ -22,13 +21,14 @@ from fleetbus_workers.environment.adapters.remote_gym.client import (
     SessionGone,
 )
 from fleetbus_workers.environment.adapters.remote_gym.config import RemoteGymConfig, parse_urls, read_config
-from fleetbus_workers.environment.adapters.remote_gym.environment import RemoteGymEnvironment, build_remote_gym_factory
+from fleetbus_workers.environment.adapters.remote_gym.environment import RemoteGymEnvironment
 from fleetbus_workers.environment.adapters.remote_gym.wire import WireError, decode_response, encode_image, encode_request
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Verdict
 from fleetbus_workers.environment.images.observation import EncodedImage, insert_images
 from fleetbus_workers.environment.specs import build_environment_factory
+from fleetbus_workers.environment.task_permissions import TaskPermissions
 from tests.support.remote_gym_server import RemoteGymDouble, png, remote_gym_double
-from tests.support.tool_calls import say
+from tests.support.tool_calls import NoGrader, say
 
 ANY_SERVER = TaskPermissions(urls=("*",), variables=("MY_KEY",))
 FAST = {"backoff": 0.01, "max_delay": 0.05, "timeout": 20.0}
@@ -335,7 +335,7 @@ async def test_the_spec_names_default_servers() -> None:
             assert len((await environment.reset()).messages) == 2
             await environment.close()
     with pytest.raises(UserError, match="is not the address"):
-        build_remote_gym_factory("nonsense")
+        build_environment_factory("remote-gym:nonsense", verifier=NoGrader())
 
 
 @pytest.mark.parametrize("payload", [b"\r\n", b"--\r\n--", bytes(range(256)), b" \t", b""])

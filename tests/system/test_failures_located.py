@@ -71,9 +71,9 @@ def write_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 
 
 async def play(kind: Any, episodes: int = 1, **settings: Any) -> list[EpisodeFinished]:
-    make, running = build_class_factory(kind)
+    make = build_class_factory(kind)
     with anyio.fail_after(50):
-        async with running(), small_deployment(build_configuration(**settings)) as fleet:
+        async with make.run(), small_deployment(build_configuration(**settings)) as fleet:
             fleet.environment("environment-0", make=make)
             fleet.inference("inference-0")
             for number in range(episodes):

@@ -15,11 +15,10 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import FleetSettings
 from fleetbus_schemas import EpisodeRequested, Subjects, encode
 from fleetbus_workers.environment.adapters.fleet import host as fleet_host
-from fleetbus_workers.environment.adapters.fleet.factory import build_fleet_factory
-from tests.support.fleet_platform.episodes import TASK, begun, environments, platform, prepare, settings
+from tests.support.fleet_platform.episodes import TASK, begun, environments, fleet_environments, platform, prepare, settings
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
 from tests.support.processes import wait_for_output
-from tests.support.tool_calls import NoGrader, call, read_step_text
+from tests.support.tool_calls import call, read_step_text
 
 pytestmark = pytest.mark.integration
 
@@ -80,13 +79,11 @@ async def test_a_deletion_that_fails_for_a_passing_reason_is_repeated() -> None:
 
 async def test_a_worker_that_stops_in_the_middle_of_episodes_deletes_all_of_its_instances() -> None:
     async with platform() as (fleet, server):
-        make, running = build_fleet_factory(
-            "fleet", server.url, configuration=settings(), grader=NoGrader(), prompt="fleet", observation_bytes=32_768
-        )
+        factory = fleet_environments(server, settings())
         with anyio.fail_after(50):
-            async with running():
+            async with factory.run():
                 for _ in range(3):
-                    await make().open(TASK)
+                    await factory().open(TASK)
                 assert len(fleet.running) == 3
         assert not fleet.running
 
@@ -196,13 +193,11 @@ def requested(episode: str, bus: Bus) -> EpisodeRequested:
 async def test_instances_get_heartbeats_while_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
     configuration = settings(heartbeat_seconds=10)
     async with platform() as (fleet, server):
-        make, running = build_fleet_factory(
-            "fleet", server.url, configuration=configuration, grader=NoGrader(), prompt="fleet", observation_bytes=32_768
-        )
+        factory = fleet_environments(server, configuration)
         monkeypatch.setattr(fleet_host, "HEARTBEATS_PER_INTERVAL", 1000)
         with anyio.fail_after(50):
-            async with running():
-                environment = make()
+            async with factory.run():
+                environment = factory()
                 await environment.open(TASK)
                 assert fleet.instances["inst1"].body["heartbeat_interval"] == 10
                 await fleet.until(lambda: fleet.instances["inst1"].beats >= 2)

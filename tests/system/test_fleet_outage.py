@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import anyio
 import msgspec
@@ -12,12 +11,11 @@ import pytest
 from fleetbus.config.settings import Configuration, FleetSettings, InferenceSettings, LimitSettings
 from fleetbus_schemas import EpisodeFinished, Task
 from fleetbus_workers.environment.adapters.fleet import host as fleet_host
-from fleetbus_workers.environment.adapters.fleet.factory import build_fleet_factory
 from fleetbus_workers.inference.scripted import ScriptedTemplate
+from tests.support.fleet_platform.episodes import fleet_environments
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
 from tests.support.http_server import serve_application
 from tests.support.small_deployment import SmallDeployment, build_configuration, small_deployment
-from tests.support.tool_calls import NoGrader
 
 TASK = Task(key="t", env="shop", prompt="Play.", verifier="def verify(env): return 0.5")
 PATIENT = LimitSettings(open=50, reset=50, tool_call=50, step=50, action=50, verify=50, close=50, episode=100, grace=10)
@@ -52,11 +50,9 @@ async def test_the_platform_dies_in_mid_run_and_comes_back(monkeypatch: pytest.M
     lost, waiting = ["a0", "a1", "a2", "a3"], ["b0", "b1", "b2"]
     with anyio.fail_after(150):
         async with small_deployment(patient()) as fleet, serve_application(platform.app) as server:
-            make, running = build_fleet_factory(
-                "fleet", server.url, configuration=patient(), grader=NoGrader(), prompt="fleet", observation_bytes=32_768
-            )
-            async with running():
-                fleet.environment("environment", make=make)
+            factory = fleet_environments(server, patient())
+            async with factory.run():
+                fleet.environment("environment", make=factory)
                 fleet.inference("inference", template=template)
                 for name in lost:
                     await fleet.request(name, task=TASK, max_turns=2)
@@ -86,24 +82,18 @@ async def test_a_worker_that_crashes_leaves_no_instance_and_its_episode_goes_on_
     platform, template = FleetPlatform(), OneTool()
     with anyio.fail_after(150):
         async with small_deployment(patient()) as fleet, serve_application(platform.app) as server:
-
-            def factory() -> Any:
-                return build_fleet_factory(
-                    "fleet", server.url, configuration=patient(), grader=NoGrader(), prompt="fleet", observation_bytes=32_768
-                )
-
-            (make, running), (make_other, running_other) = factory(), factory()
-            async with running_other():
+            own, other = (fleet_environments(server, patient()) for _ in range(2))
+            async with other.run():
                 fleet.inference("inference", template=template)
-                async with running():
-                    crashing = fleet.environment("crashing", make=make)
+                async with own.run():
+                    crashing = fleet.environment("crashing", make=own)
                     await fleet.request("e", task=TASK, max_turns=2)
                     await platform.until(lambda: any(made.shop.calls for made in platform.instances.values()))
                     crashing.kill()
                     await crashing.ended.wait()
                 assert not platform.running
                 template.tool = "price"
-                fleet.environment("other", make=make_other)
+                fleet.environment("other", make=other)
                 result = await fleet.result("e")
                 assert (result.outcome, result.reward, result.attempts) == ("truncated", 0.5, 2)
                 await fleet.drain_members()

@@ -15,10 +15,10 @@ from fleetbus.log.episodes import decode_entries
 from fleetbus.recording import Recording, RecordingHeader
 from fleetbus_schemas import EpisodeFinished, StepTrained, Task
 from fleetbus_schemas.channels import STORED
+from fleetbus_workers.environment.adapter_context import Factory
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import HoldsElsewhere, LivesElsewhere, Verdict
 from fleetbus_workers.environment.composed_reward import ComposedRewardFactory
-from fleetbus_workers.environment.specs import Factory
 from fleetbus_workers.judge.client import Judge
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.digest_audit import audit_digests

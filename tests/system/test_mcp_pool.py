@@ -12,8 +12,9 @@ import pytest
 
 from fleetbus.config.settings import Configuration, LimitSettings
 from fleetbus_schemas import Task
+from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.environment.base import Environment, EnvironmentFailed, Step
-from fleetbus_workers.environment.specs import EnvironmentFactory, build_environment_factory
+from fleetbus_workers.environment.specs import build_environment_factory
 from tests.support.processes import children, until
 from tests.support.tool_calls import NoGrader, call
 

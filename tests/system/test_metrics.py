@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
+import runpy
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -12,17 +14,25 @@ from typing import Any
 import anyio
 import pytest
 import trio.testing
+from rich.console import Console
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import CheckpointStored, EngineLoad, LineageStarted, StepTrained, Task
 from fleetbus_workers.inference.scripted import ScriptedSampler
+from fleetbus_workers.observe.metrics import collect as collect_module
+from fleetbus_workers.observe.metrics import numbers as numbers_module
 from fleetbus_workers.observe.metrics.collect import collect, iterate_step_values
-from fleetbus_workers.observe.metrics.names import METRICS, Sample
-from fleetbus_workers.observe.metrics.sinks import open_sinks
+from fleetbus_workers.observe.metrics.metric import Metric, Sample
+from fleetbus_workers.observe.metrics.numbers import build_numbers
+from fleetbus_workers.observe.metrics.run_view import RunView
+from fleetbus_workers.observe.metrics.table import METRICS, METRICS_BY_NAME
 from fleetbus_workers.observe.run.jetstream import ConsumerPending, ServerView
 from fleetbus_workers.observe.run.run_observer import RunObserver
 from fleetbus_workers.observe.run.state import RunState
 from fleetbus_workers.observe.run.watchdog import Stall
+from fleetbus_workers.observe.sinks.table import open_sinks
+from fleetbus_workers.observe.top import view as view_module
+from fleetbus_workers.observe.top.view import build_facts, screen
 from tests.support.small_deployment import build_configuration, small_deployment
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +76,7 @@ async def collect_samples() -> tuple[list[Sample], RunState]:
         await anyio.sleep(5)
         view = ServerView(consumers=(ConsumerPending(kind="obs", pending=4, redelivered=1),), slow_consumers=2)
         stall = Stall(where="learner", reason="r", seconds=9.0, advice="a")
-        found = collect(state, watch.health, view, [stall, stall], now=anyio.current_time(), now_ns=fleet.bus.now_ns())
+        found = collect(RunView(state, watch.health, view, [stall, stall], now=anyio.current_time(), now_ns=fleet.bus.now_ns()))
         group.cancel_scope.cancel()
     return found, state
 
@@ -75,8 +85,8 @@ async def collect_samples() -> tuple[list[Sample], RunState]:
 async def test_what_a_fleet_did_is_exported_under_declared_names() -> None:
     found, _ = await collect_samples()
     values = {(sample.name, *sample.labels): sample.value for sample in found}
-    assert {sample.name for sample in found} <= set(METRICS)
-    assert all(len(sample.labels) == len(METRICS[sample.name].labels) for sample in found)
+    assert {sample.name for sample in found} <= set(METRICS_BY_NAME)
+    assert all(len(sample.labels) == len(METRICS_BY_NAME[sample.name].labels) for sample in found)
     assert len(values) == len(found), "a sample came twice"
     assert values["fleetbus_episodes_total", "completed"] == 3
     assert values["fleetbus_reward_quantile", "north", "0.9"] == 1.0
@@ -135,13 +145,51 @@ def test_a_sink_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
         raise AssertionError
 
 
+def test_a_row_of_the_table_says_all_that_is_shown_of_its_metric() -> None:
+    suffixes = {"s": "_seconds", "bytes": "_bytes", "ratio": "_ratio", "1/s": "_per_second"}
+    numbers = build_numbers(RunView(RunState(1)))
+    for metric in METRICS:
+        first = METRICS_BY_NAME[metric.name]
+        assert (metric.kind, metric.help, metric.labels) == (first.kind, first.help, first.labels), "one family"
+        assert metric.name.endswith(suffixes.get(metric.unit, "")) and metric.help, metric.name
+        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
+        if metric.page or metric.top:
+            shown = EngineLoad.__struct_fields__ if metric.page == "engine" else numbers
+            assert metric.key in shown, metric.name
+        assert not metric.page or metric.title, metric.name
+        assert not metric.top or metric.text, metric.name
+    keys = [metric.key for metric in METRICS if metric.key and metric.page != "engine"]
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_new_row_is_exported_and_shown_without_another_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Metric(
+        name="fleetbus_new_ratio", help="New", unit="ratio", read=lambda view: 0.25, key="new", page="run", title="new things",
+        top="learning", text="new things {}", panel="Errors: New things",
+    )  # fmt: skip
+    for module in (collect_module, numbers_module, view_module):
+        monkeypatch.setattr(module, "METRICS", (*METRICS, row))
+    view = RunView(RunState(1))
+    assert Sample("fleetbus_new_ratio", 0.25) in collect(view)
+    assert build_numbers(view)["new"] == 0.25
+    console = Console(width=80, file=io.StringIO())
+    console.print(screen(build_facts(view, run="r")))
+    assert "new things 25%" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert row.describe_card()["title"] == "new things"
+
+
+def test_the_dashboard_is_what_the_table_says() -> None:
+    build = runpy.run_path(str(ROOT / "docs" / "grafana" / "build.py"))
+    assert (ROOT / "docs" / "grafana" / "fleetbus.json").read_text() == build["render"](), "run docs/grafana/build.py"
+
+
 def test_the_dashboard_asks_only_for_metrics_that_exist() -> None:
     dashboard = json.loads((ROOT / "docs" / "grafana" / "fleetbus.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     asked = {name for expression in expressions for name in re.findall(r"fleetbus_\w+", expression)}
-    assert asked <= set(METRICS) and len(asked) > 25
+    assert asked <= set(METRICS_BY_NAME) and len(asked) > 25
     for expression in expressions:
         for name, selectors in re.findall(r"(fleetbus_\w+)\{([^}]*)\}", expression):
-            assert set(re.findall(r"(\w+)=~?", selectors)) <= {"run", *METRICS[name].labels}
+            assert set(re.findall(r"(\w+)=~?", selectors)) <= {"run", *METRICS_BY_NAME[name].labels}
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(ids)) == len(ids)

@@ -11,8 +11,9 @@ import pytest
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus_workers.observe.monitor import serve as serving
 from fleetbus_workers.replay.fixtures import memory_bus
-from fleetbus_workers.serving.connections import OTHER_FILES, Bounds
+from fleetbus_workers.serving.connections import Bounds
 from fleetbus_workers.serving.listeners import bind
+from fleetbus_workers.serving.protocol_choice import OTHER_FILES
 
 PLACES = 8
 

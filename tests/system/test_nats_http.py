@@ -21,6 +21,7 @@ from fleetbus_schemas import Subjects
 from fleetbus_workers.cli.look.diagnosis import check_nats_http
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.observe.metrics.collect import collect
+from fleetbus_workers.observe.metrics.run_view import RunView
 from fleetbus_workers.observe.run.jetstream import ServerView, fetch_server_view
 from fleetbus_workers.observe.run.nats_http import HOW, NatsServer, parse_monitoring_address, read_nats_server
 from fleetbus_workers.observe.run.run_observer import LogHealth
@@ -94,7 +95,7 @@ async def test_a_client_that_does_not_read_is_named_with_its_unread_bytes_and_wh
         view = await fetch_server_view(bus, RUN, server.monitor_url)
         assert view.clients[0].worker == "inf-slow"
         assert "inf-slow has" in render(view) and "unread" in render(view)
-        samples = collect(RunState(1), LogHealth(), view, [], now=0.0, now_ns=0)
+        samples = collect(RunView(RunState(1), LogHealth(), view, [], now=0.0, now_ns=0))
         unread = {sample.labels: sample.value for sample in samples if sample.name == "fleetbus_nats_pending_bytes"}
         assert unread["inf-slow",] == view.clients[0].pending_bytes and unread["env-1",] == 0
         await until(lambda: bool(read_nats_server(str(server.monitor_url), RUN).slow_consumers))
@@ -112,7 +113,7 @@ def render(view: ServerView) -> str:
     from rich.console import Console
 
     console = Console(width=80, file=io.StringIO())
-    console.print(screen(build_facts(RunState(1), LogHealth(), view, [], run=RUN, now=0.0, now_ns=0)))
+    console.print(screen(build_facts(RunView(RunState(1), LogHealth(), view, [], now=0.0, now_ns=0), run=RUN)))
     text = str(console.file.getvalue())  # type: ignore[attr-defined]
     assert all(len(line) <= 80 for line in text.splitlines())
     return " ".join(text.split())

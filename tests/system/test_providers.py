@@ -15,11 +15,12 @@ import pytest
 from fleetbus.config.settings import Configuration, LimitSettings, RunSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, Task, ToolCall
+from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.environment.adapters.providers.base import wait_until_ready
 from fleetbus_workers.environment.adapters.providers.process import ProcessProvider
 from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.ownership import build_process_owner, is_abandoned, sanitize_label
-from fleetbus_workers.environment.specs import EnvironmentFactory, build_environment_factory
+from fleetbus_workers.environment.specs import build_environment_factory
 from tests.support.processes import children, until, wait_for_output
 from tests.support.server_labels import GONE, labels
 from tests.support.tool_calls import NoGrader

@@ -20,10 +20,12 @@ import pytest
 from fleetbus.errors import UserError
 from fleetbus_schemas import EvaluationFinished, LineageStarted, Message, StepTrained, Subjects, encode
 from fleetbus_workers.observe.metrics.collect import collect, iterate_evaluation_values, iterate_step_values
-from fleetbus_workers.observe.metrics.sinks import group_names, open_sinks
+from fleetbus_workers.observe.metrics.run_view import RunView
 from fleetbus_workers.observe.run.jetstream import ServerView
 from fleetbus_workers.observe.run.run_observer import LogHealth
 from fleetbus_workers.observe.run.state import RunState
+from fleetbus_workers.observe.sinks.base import group_names
+from fleetbus_workers.observe.sinks.table import open_sinks
 
 SUBJECTS = Subjects("r")
 METRICS = {
@@ -118,7 +120,7 @@ def test_json_lines_have_the_numbers_that_prometheus_has(tmp_path: Path) -> None
     assert last["reward"] == METRICS["reward"] * 3 and "kl" not in last
     samples = {
         (sample.name, *sample.labels): sample.value
-        for sample in collect(STATE, LogHealth(), ServerView(), [], now=0.0, now_ns=1)
+        for sample in collect(RunView(STATE, LogHealth(), ServerView(), [], now=0.0, now_ns=1))
     }
     assert samples["fleetbus_train_metric", "reward"] == last["reward"]
     assert samples["fleetbus_train_metric", "loss"] == last["loss"]
@@ -238,7 +240,7 @@ def leveldb_records(content: bytes) -> Iterator[bytes]:
 
 def test_wandb_without_an_account_is_one_line(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    code = "from fleetbus_workers.observe.metrics.sinks import open_sinks\nopen_sinks(run='r', wandb='p').__enter__()"
+    code = "from fleetbus_workers.observe.sinks.table import open_sinks\nopen_sinks(run='r', wandb='p').__enter__()"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     environment |= {"HOME": str(tmp_path), "WANDB_API_KEY": "short", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", code]

@@ -16,6 +16,7 @@ from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Verdict
 from fleetbus_workers.inference.base import GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler
+from fleetbus_workers.observe.metrics.run_view import RunView
 from fleetbus_workers.observe.run.jetstream import ServerView, fetch_server_view
 from fleetbus_workers.observe.run.run_observer import RunObserver
 from fleetbus_workers.observe.run.state import RunState
@@ -52,9 +53,8 @@ class Onlooker:
 
     def shown(self) -> str:
         now, now_ns = anyio.current_time(), self._fleet.bus.now_ns()
-        content = build_facts(
-            self.state, self.watch.health, ServerView(slow_consumers=2), self.stalls(), run=RUN, now=now, now_ns=now_ns
-        )
+        view = RunView(self.state, self.watch.health, ServerView(slow_consumers=2), self.stalls(), now=now, now_ns=now_ns)
+        content = build_facts(view, run=RUN)
         console = Console(width=80, file=io.StringIO())
         console.print(screen(content))
         return str(console.file.getvalue())  # type: ignore[attr-defined]

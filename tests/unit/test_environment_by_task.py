@@ -13,6 +13,7 @@ from fleetbus.config.load import load_configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task
 from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed, TaskEnvironmentFactory
 from fleetbus_workers.environment.keyed_specs import (
@@ -21,7 +22,7 @@ from fleetbus_workers.environment.keyed_specs import (
     check_tasks_are_served,
     parse_keyed_specs,
 )
-from fleetbus_workers.environment.specs import EnvironmentFactory, build_environment_factory
+from fleetbus_workers.environment.specs import build_environment_factory
 from fleetbus_workers.up.checks import check_environment
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from fleetbus_schemas import ChatMessage, ContextChange, Image, Text, ToolSpec
 from fleetbus_workers.environment.base import Step
-from fleetbus_workers.environment.episode.normalization import clip_messages, to_plain_number, to_plain_values
+from fleetbus_workers.environment.normalization import clip_messages, to_plain_number, to_plain_values
 from fleetbus_workers.environment.validation import InvalidReturn, check_messages, validate_return
 
 

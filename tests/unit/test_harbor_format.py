@@ -11,10 +11,10 @@ import pytest
 from fleetbus.errors import UserError
 from fleetbus.tasks.harbor import build_task, check_harbor, find_task, read_harbor_task
 from fleetbus_schemas import Task
-from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions
 from fleetbus_workers.environment.adapters.harbor.dockerfile import read_dockerfile
 from fleetbus_workers.environment.adapters.harbor.grading import Grade, parse_json, resolve_variables
 from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.task_permissions import TaskPermissions
 
 OURS = Path(__file__).parents[2] / "docs/examples/harbor"
 

@@ -13,6 +13,8 @@ from fleetbus.delivery.heartbeats import follow_heartbeats
 from fleetbus.recording.episodes import EpisodeIndex
 from fleetbus.recording.rows import TranscriptFold
 from fleetbus_schemas import Heartbeat, LineageStarted, Message, Subjects, TrainingFinished, WorkerFailed, encode
+from fleetbus_workers.observe.metrics.numbers import build_numbers
+from fleetbus_workers.observe.metrics.run_view import RunView
 from fleetbus_workers.observe.run.progress import Progress
 from fleetbus_workers.observe.run.run_observer import RunObserver
 from fleetbus_workers.observe.run.state import RunState
@@ -47,7 +49,7 @@ ENDED = TrainingFinished(lineage="l1", step=3, version=1)
 def test_a_message_counts_on_its_own_subject_only(forged: tuple[str, Message]) -> None:
     state = fold(LINEAGE, requested(1), forged)
     assert state.malformed == 1 and not state.training.is_finished and not state.termination_state.is_known
-    numbers = state.numbers(NOW_NS)
+    numbers = build_numbers(RunView(state, now_ns=NOW_NS))
     assert (numbers["waiting"], numbers["running"], numbers["finished_episodes"]) == (1, 0, 0)
     assert state.worker_registry.rows(0.0) == []
     index = EpisodeIndex()

@@ -30,7 +30,9 @@ from fleetbus_schemas import (
     encode,
 )
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs
-from fleetbus_workers.observe.metrics.collect import _collect_progress
+from fleetbus_workers.observe.metrics.collect import collect
+from fleetbus_workers.observe.metrics.numbers import build_numbers
+from fleetbus_workers.observe.metrics.run_view import RunView
 from fleetbus_workers.observe.monitor.timeline import timeline
 from fleetbus_workers.observe.monitor.token_decoder import load_token_decoder
 from fleetbus_workers.observe.run.state import KEPT_EPISODES, RunState
@@ -144,7 +146,7 @@ def test_episodes_wait_run_and_end() -> None:
     log.finish("c", 1.0)
     rows = log.state.episodes.rows
     assert [log.state.describe_state(rows[episode]) for episode in ("a", "b", "c")] == ["waiting", "running", "completed"]
-    numbers = log.state.numbers(now_ns=5 * SECOND)
+    numbers = build_numbers(RunView(log.state, now_ns=5 * SECOND))
     assert (numbers["requested"], numbers["waiting"], numbers["running"]) == (3, 1, 1)
     assert (numbers["oldest_open_seconds"], numbers["reward"]) == (4.0, 1.0)
 
@@ -153,7 +155,9 @@ def test_how_many_turns_extend_a_context_and_why_others_do_not() -> None:
     log = Log()
     log.request("a")
     log.finish("a", 1.0, turns=2)
-    assert log.state.numbers(now_ns=SECOND)["turns_extending"] is None, "nothing is said where every episode is one segment"
+    assert build_numbers(RunView(log.state, now_ns=SECOND))["turns_extending"] is None, (
+        "nothing is said where every episode is one segment"
+    )
     log.request("b")
     origin = SegmentOrigin(parent=NEW_ROOT, kept=0, reason="sub_agent")
     segments = (
@@ -161,10 +165,10 @@ def test_how_many_turns_extend_a_context_and_why_others_do_not() -> None:
         EpisodeSegment(origin=origin, first_turn=6, turns=2, tokens=9),
     )
     log.finish("b", 1.0, turns=8, segments=segments)
-    numbers = log.state.numbers(now_ns=SECOND)
+    numbers = build_numbers(RunView(log.state, now_ns=SECOND))
     assert numbers["segments"] == {"sub_agent": 1}
     assert numbers["turns_extending"] == pytest.approx(0.7), "seven of ten: each segment has one that does not"
-    samples = {(sample.name, sample.labels): sample.value for sample in _collect_progress(log.state, SECOND)}
+    samples = {(sample.name, sample.labels): sample.value for sample in collect(RunView(log.state, now_ns=SECOND))}
     assert samples["fleetbus_segments_total", ("sub_agent",)] == 1.0
     assert samples["fleetbus_turns_extending_ratio", ()] == numbers["turns_extending"]
 

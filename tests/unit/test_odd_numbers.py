@@ -37,6 +37,8 @@ from fleetbus_schemas.session import SessionAnswer, SessionCall, SessionClaimed,
 from fleetbus_schemas.tokens import pack_ids, take_tokens, unpack_ids
 from fleetbus_workers.cli.look.transcript import build_facts as list_facts
 from fleetbus_workers.observe.metrics.collect import collect
+from fleetbus_workers.observe.metrics.numbers import build_numbers
+from fleetbus_workers.observe.metrics.run_view import RunView
 from fleetbus_workers.observe.monitor.episode_table import build_csv, choose_rows
 from fleetbus_workers.observe.monitor.reward_histogram import build_reward_histogram
 from fleetbus_workers.observe.monitor.success_table import build_success_table
@@ -64,7 +66,7 @@ def look_everywhere(state: RunState) -> dict[str, float]:
     """Every view of a run, once; what the exporter says, by name and labels."""
     assert not state.malformed
     health, rows = LogHealth(), state.episodes.rows
-    facts = build_facts(state, health, ServerView(), [], run="r", now=0.0, now_ns=NOW_NS)
+    facts = build_facts(RunView(state, health, ServerView(), [], now=0.0, now_ns=NOW_NS), run="r")
     screen(facts)
     stalls = find_stalls(state, health, now=0.0, now_ns=NOW_NS)
     described: dict[str, Callable[[], Any]] = {
@@ -81,7 +83,7 @@ def look_everywhere(state: RunState) -> dict[str, float]:
     for name, view in described.items():
         json.loads(msgspec.json.encode(view()), parse_constant=lambda constant, name=name: pytest.fail(f"{constant} in {name}"))  # type: ignore[misc]
     build_csv(list(rows.values()), state.describe_state)
-    samples = collect(state, health, ServerView(), stalls, now=0.0, now_ns=NOW_NS)
+    samples = collect(RunView(state, health, ServerView(), stalls, now=0.0, now_ns=NOW_NS))
     return {" ".join((sample.name, *sample.labels)): sample.value for sample in samples}
 
 
@@ -104,7 +106,7 @@ def test_odd_rewards_do_not_hide_the_others(rewards: list[float], mean: float | 
     assert len(state.episodes.rows) == len(rewards)
     (group,) = state.groups()
     assert (group.mean, group.spread) == (mean, spread)
-    assert state.numbers(NOW_NS)["reward"] == mean
+    assert build_numbers(RunView(state, now_ns=NOW_NS))["reward"] == mean
     assert look_everywhere(state).get("fleetbus_reward_mean") == mean
     (row,) = build_success_table(state.episodes.rows.values(), {}, threshold=1.0)
     assert row.mean == mean

@@ -60,14 +60,16 @@ def test_every_public_name_is_there_once_and_typed() -> None:
     assert set(fleetbus.__all__) <= set(dir(fleetbus))
     for name in fleetbus.__all__:
         assert getattr(fleetbus, name) is not None
-    tree = ast.parse((ROOT / "fleetbus" / "__init__.py").read_text())
+    tree = ast.parse((ROOT / "fleetbus" / "__init__.pyi").read_text())
     typed = {alias.asname for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names} - {None}
     assert typed == set(fleetbus.__all__) - {"__version__"}
+    (listed,) = (node for node in tree.body if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node.targets[0]))
+    assert ast.literal_eval(listed.value) == fleetbus.__all__
 
 
 def test_a_name_that_is_not_public_is_refused_as_modules_do() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
-        fleetbus.nonsense  # noqa: B018
+        fleetbus.nonsense  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'nonsense'"):
         exec("from fleetbus import nonsense")
 

@@ -16,8 +16,9 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.errors import RequestUnanswered
 from fleetbus.log.stored_entries import read_stored
 from fleetbus_schemas import Heartbeat, TrainingFinished, WorkerStopped, encode
+from fleetbus_workers.observe.metrics.numbers import build_numbers
+from fleetbus_workers.observe.metrics.run_view import RunView
 from fleetbus_workers.observe.run import run_observer
-from fleetbus_workers.observe.run.jetstream import ServerView
 from fleetbus_workers.observe.run.run_observer import RunObserver
 from fleetbus_workers.observe.run.state import RunState
 from fleetbus_workers.observe.run.termination import Driver
@@ -108,7 +109,7 @@ def fold(log: LogBuilder) -> dict[str, Any]:
 
 
 def count(state: RunState) -> dict[str, Any]:
-    numbers = state.numbers(0)
+    numbers = build_numbers(RunView(state, now_ns=0))
     timeless = {name: value for name, value in numbers.items() if not name.endswith(("seconds", "per_second"))}
     return timeless | {"steps": [point.step for point in state.training.steps], "rows": list(state.episodes.rows)}
 
@@ -119,7 +120,7 @@ async def test_the_newest_entries_are_shown_while_the_older_ones_are_read(monkey
         await wait_until(watch, followed=len(log.entries), whole=False)
         now = anyio.current_time()
         assert watch.health.counted_from == len(log.entries) - SHORT + 1 and not watch.is_behind(now)
-        numbers = watch.state.numbers(0)
+        numbers = build_numbers(RunView(watch.state, now_ns=0))
         assert (numbers["step"], numbers["version"]) == (EPISODES // GROUP,) * 2
         assert 0 < numbers["finished_episodes"] < EPISODES
         steps = [point.step for point in watch.state.training.steps]
@@ -134,7 +135,7 @@ async def test_what_is_shown_says_from_which_entry_on_it_counts(monkeypatch: pyt
     async with watched(log, monkeypatch) as (later, watch):
 
         def show() -> str:
-            facts = build_facts(watch.state, watch.health, ServerView(), [], run="run", now=anyio.current_time(), now_ns=0)
+            facts = build_facts(RunView(watch.state, watch.health, now=anyio.current_time()), run="run")
             shown = io.StringIO()
             Console(width=80, file=shown).print(screen(facts))
             return shown.getvalue()

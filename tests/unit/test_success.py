@@ -9,7 +9,7 @@ import pytest
 from fleetbus.core.training.evaluation_summary import is_success, success_in, summarise_results
 from fleetbus.core.training.groups import Group
 from fleetbus_schemas import ActionReference, ChatMessage, EpisodeFinished, Image, Text
-from fleetbus_workers.environment.episode.normalization import clip_values, format_text
+from fleetbus_workers.environment.normalization import clip_values, format_text
 from fleetbus_workers.learner.batch_metrics import compute_group_metrics
 from fleetbus_workers.replay.compare import first_difference
 

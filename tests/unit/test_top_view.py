@@ -10,13 +10,15 @@ from rich.console import Console
 from fleetbus.core.episode.failure_kinds import FailureKind
 from fleetbus_schemas import EngineLoad, Heartbeat, WorkerRole
 from fleetbus_workers.command.terminal import open_console
+from fleetbus_workers.observe.metrics.run_view import RunView
+from fleetbus_workers.observe.run.formatting import format_bytes
 from fleetbus_workers.observe.run.jetstream import ConsumerPending, ServerView
 from fleetbus_workers.observe.run.nats_http import Client, SlowClientDisconnect
 from fleetbus_workers.observe.run.run_observer import LogHealth
 from fleetbus_workers.observe.run.state import RunState
 from fleetbus_workers.observe.run.termination import Termination
 from fleetbus_workers.observe.run.watchdog import Stall
-from fleetbus_workers.observe.top.view import SLOW_BYTES, build_facts, format_bytes, screen
+from fleetbus_workers.observe.top.view import SLOW_BYTES, build_facts, screen
 
 NOW = 1_000.0
 SERVER = ServerView(
@@ -38,7 +40,7 @@ def render(state: RunState, server: ServerView = SERVER, *, width: int = 80, hei
     console = Console(width=width, height=height, file=io.StringIO())
     health = LogHealth()
     health.record_usage(2_900_000_000, 1 << 32, 12_345, NOW)
-    shown = build_facts(state, health, server, [STALL], run=run, now=NOW, now_ns=int(NOW * 1e9))
+    shown = build_facts(RunView(state, health, server, [STALL], now=NOW, now_ns=int(NOW * 1e9)), run=run)
     console.print(screen(shown, console))
     return str(console.file.getvalue()).splitlines()  # type: ignore[attr-defined]
 
@@ -131,7 +133,9 @@ def test_a_run_that_is_over_is_no_trouble_though_its_server_is_gone() -> None:
     ending = Termination(
         how="stopped", since_ns=1, seconds=60.0, line="over: it was stopped normally; `fleetbus up` resumes it"
     )
-    shown = build_facts(RunState(steps=9), health, SERVER, [], run="r", now=NOW, now_ns=int(NOW * 1e9), ending=ending)
+    shown = build_facts(
+        RunView(RunState(steps=9), health, SERVER, [], now=NOW, now_ns=int(NOW * 1e9), termination=ending), run="r"
+    )
     console = Console(width=80, height=24, file=io.StringIO(), force_terminal=True)
     console.print(screen(shown, console))
     text = str(console.file.getvalue())  # type: ignore[attr-defined]
@@ -145,7 +149,7 @@ def test_square_brackets_in_a_name_are_shown_and_not_obeyed() -> None:
     """Rich takes them for markup, and a closing one without an opening one for an error."""
     state = fleet(0)
     state.worker_registry.record_heartbeat(Heartbeat(role="inference", worker="[/red]:smile:[bold]"), NOW)
-    shown = build_facts(state, LogHealth(), SERVER, [STALL], run="r", now=NOW, now_ns=int(NOW * 1e9))
+    shown = build_facts(RunView(state, LogHealth(), SERVER, [STALL], now=NOW, now_ns=int(NOW * 1e9)), run="r")
     output = io.StringIO()
     open_console(output, width=80).print(screen(shown))
     assert "[/red]:smile:[bold]" in output.getvalue()

@@ -11,8 +11,8 @@ import pytest
 from fleetbus_schemas import Action, ChatMessage
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Step, Verdict
-from fleetbus_workers.environment.episode.normalization import TOO_DEEP, clip_values, to_plain_values
 from fleetbus_workers.environment.failure_location import TRACEBACK_CHARS, clean_traceback
+from fleetbus_workers.environment.normalization import TOO_DEEP, clip_values, to_plain_values
 from tests.support.small_deployment import small_deployment
 from tests.support.virtual_time import virtual_time
 

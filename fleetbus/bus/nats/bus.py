@@ -12,17 +12,7 @@ from typing import Any
 
 import anyio
 
-from fleetbus.bus.base import (
-    Bus,
-    ConsumerFloor,
-    Listener,
-    LogState,
-    PublishAck,
-    Reader,
-    RequestServer,
-    StreamEntry,
-    Subscription,
-)
+from fleetbus.bus.base import ConsumerFloor, Listener, LogState, PublishAck, Reader, RequestServer, StreamEntry, Subscription
 from fleetbus.bus.nats import calls
 from fleetbus.bus.nats.api import ApiRefused, StreamUnavailable
 from fleetbus.bus.nats.clock import ServerClock
@@ -275,7 +265,7 @@ async def connect(
     user: str = "",
     narrow: bool = False,
     plan_on_server: PlanOnServer | None = None,
-) -> AsyncGenerator[Bus]:
+) -> AsyncGenerator[NatsBus]:
     """A bus for the length of the block.
 
     ``url`` may list several servers, separated by commas; ``nkey_seed`` and ``credentials`` are files. With ``tls`` the

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from fleetbus.bus.base import Bus
 from fleetbus.bus.objects import ObjectMissing, ObjectTooLarge, check_object_name
-
-if TYPE_CHECKING:
-    from tests.simulation.platform.bus import SimulatedBus
 
 
 class SimulatedObjects:
     """See `fleetbus.bus.objects.ObjectStore`; ``contents`` are the server's."""
 
-    def __init__(self, contents: MutableMapping[str, bytes], wire: SimulatedBus) -> None:
+    def __init__(self, contents: MutableMapping[str, bytes], wire: Bus) -> None:
         self._contents = contents
         self._wire = wire
 

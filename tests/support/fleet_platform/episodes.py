@@ -11,8 +11,9 @@ import pytest
 
 from fleetbus.config.settings import Configuration, FleetSettings, LimitSettings, RunSettings
 from fleetbus_schemas import Task
+from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.fleet import host as fleet_host
-from fleetbus_workers.environment.adapters.fleet.factory import build_fleet_factory
+from fleetbus_workers.environment.adapters.fleet.factory import build
 from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment
 from fleetbus_workers.environment.base import Start
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
@@ -50,16 +51,21 @@ def settings(*, call_seconds: float = 60.0, **fleet: Any) -> Configuration:
     )
 
 
+def fleet_environments(server: LocalServer, configuration: Configuration, **options: Any) -> Factory:
+    """Environments on the platform that is served."""
+    given: dict[str, Any] = {"grader": NoGrader(), **options}
+    return build(AdapterContext(spec=f"fleet:{server.url}", settings=configuration, **given))
+
+
 @asynccontextmanager
 async def environments(
     server: LocalServer, configuration: Configuration | None = None, **options: Any
 ) -> AsyncIterator[McpEnvironment]:
     """One environment, not yet open, closed at the end."""
-    given: dict[str, Any] = {"grader": NoGrader(), "prompt": "fleet", "observation_bytes": 32_768, **options}
-    make, running = build_fleet_factory("fleet", server.url, configuration=configuration or settings(), **given)
+    factory = fleet_environments(server, configuration or settings(), **options)
     with anyio.fail_after(45):
-        async with running():
-            environment = make()
+        async with factory.run():
+            environment = factory()
             assert isinstance(environment, McpEnvironment)
             try:
                 yield environment

@@ -18,10 +18,10 @@ import structlog
 
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import TakenOver, find_leaf, is_bad_input, iterate_leaves
-from fleetbus_workers.api.environment_object import ObjectFactory
 from fleetbus_workers.assembly.environment_work import work_with
 from fleetbus_workers.assembly.work import serve_role
 from fleetbus_workers.command.exit_status import CRASHED, FINISHED, REFUSED
+from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.up.process_plans import DRAIN_SECONDS, STOP_LIMITS_SECONDS
 
 log = structlog.get_logger()
@@ -104,7 +104,7 @@ async def _start(plan: LocalWorkerPlan, name: str) -> AsyncIterator[LocalWorker]
 
 
 def build_environment_plan(
-    make_factory: Callable[[], ObjectFactory], configuration: Configuration, logs: Path, name: str, url: str
+    make_factory: Callable[[], EnvironmentFactory], configuration: Configuration, logs: Path, name: str, url: str
 ) -> LocalWorkerPlan:
     """The plan of one environment worker that plays in objects of the caller's."""
     limits = msgspec.structs.replace(configuration.limits, drain=min(configuration.limits.drain, DRAIN_SECONDS))
@@ -118,6 +118,6 @@ def build_environment_plan(
 
 
 async def _work(
-    make_factory: Callable[[], ObjectFactory], configuration: Configuration, url: str, name: str, drain: anyio.Event
+    make_factory: Callable[[], EnvironmentFactory], configuration: Configuration, url: str, name: str, drain: anyio.Event
 ) -> None:
     await serve_role("environment", partial(work_with, make_factory()), configuration, name, url, drain)

@@ -19,7 +19,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.errors import RunFailed
 from fleetbus.logs.setup import configure_logs_if_unset
 from fleetbus_workers.api.arguments import RunArguments, write_tasks_file
-from fleetbus_workers.api.environment_object import ObjectFactory
+from fleetbus_workers.api.environment_object import build_object_factory
 from fleetbus_workers.api.events import Event, EventDisplay, EventLog
 from fleetbus_workers.api.local_worker import build_environment_plan
 from fleetbus_workers.assembly.environment_work import work_with
@@ -103,7 +103,7 @@ class RunThread:
         factory, configuration = self.arguments.factory, self.configuration
 
         async def work(bus: Bus, settings: Configuration, name: str, drain: anyio.Event) -> None:
-            await work_with(ObjectFactory(factory, configuration), bus, settings, name, drain)
+            await work_with(build_object_factory(factory, configuration), bus, settings, name, drain)
 
         return work
 
@@ -173,7 +173,7 @@ class RunThread:
     def _build_local_roles(self, configuration: Configuration, folder: RunFolder) -> LocalRoles:
         if self.arguments.factory is None:
             return {}
-        make_factory = partial(ObjectFactory, self.arguments.factory, configuration)
+        make_factory = partial(build_object_factory, self.arguments.factory, configuration)
         return {"environment": partial(build_environment_plan, make_factory, configuration, folder.logs)}
 
     async def _follow_requests(self, run: UpRun) -> None:

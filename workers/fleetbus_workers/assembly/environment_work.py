@@ -9,10 +9,10 @@ import anyio.to_thread
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
 from fleetbus_workers.assembly.environments import compose_rewards, open_environments
+from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.environment.images.observation import StoreImage
 from fleetbus_workers.environment.images.store import build_run_image_store
 from fleetbus_workers.environment.ownership import sweep_abandoned_processes
-from fleetbus_workers.environment.specs import EnvironmentFactory
 from fleetbus_workers.environment.stepwise.host import SessionHost
 from fleetbus_workers.environment.worker import run_environment
 

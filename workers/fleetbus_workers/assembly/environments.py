@@ -6,10 +6,11 @@ from functools import partial
 from typing import Any
 
 from fleetbus.config.settings import Configuration
+from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.environment.composed_reward import AsksJudge, ComposedRewardFactory
 from fleetbus_workers.environment.isolation.verifier import Policy, Verifier, VerifierLimits
 from fleetbus_workers.environment.keyed_specs import build_keyed_factory
-from fleetbus_workers.environment.specs import EnvironmentFactory, build_environment_factory
+from fleetbus_workers.environment.specs import build_environment_factory
 from fleetbus_workers.judge.opening import open_judge, read_weights
 
 

@@ -1,7 +1,7 @@
 """The work of a role: loading it, though packages may be missing, and doing it on a connection of its own."""
 
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -11,6 +11,9 @@ from fleetbus.bus.streams import observations_consumer, tasks_consumer
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import ANY_LANE, Subjects
+
+if TYPE_CHECKING:
+    from fleetbus.bus.nats.bus import NatsBus
 
 Work = Callable[["Bus", "Configuration", str, anyio.Event], Coroutine[Any, Any, None]]
 """A role's loop: returns when it is finished or, once the event is set, drained."""
@@ -44,11 +47,9 @@ async def serve_role(role: str, work: Work, configuration: Configuration, name: 
         services.cancel_scope.cancel()
 
 
-async def _check_declared(bus: Bus, configuration: Configuration, role: str) -> None:
+async def _check_declared(bus: NatsBus, configuration: Configuration, role: str) -> None:
     from fleetbus.bus.nats.api import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiRefused
-    from fleetbus.bus.nats.bus import NatsBus
 
-    assert isinstance(bus, NatsBus)
     run, pool, policy = configuration.run.name, configuration.run.pool, configuration.run.policy
     consumers = {"environment": tasks_consumer(pool), "inference": observations_consumer(policy, ANY_LANE)}
     try:

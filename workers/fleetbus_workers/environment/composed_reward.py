@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from fleetbus.core.algorithms.reward_components import JUDGE, VERIFIER, combine, find_missing
 from fleetbus_schemas import Action, ChatMessage, EpisodeRequested, Task
+from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.environment.base import (
     Environment,
     HoldsElsewhere,
@@ -20,7 +21,6 @@ from fleetbus_workers.environment.base import (
     TaskEnvironmentFactory,
     Verdict,
 )
-from fleetbus_workers.environment.specs import EnvironmentFactory
 from fleetbus_workers.environment.validation import validate_return
 from fleetbus_workers.judge.failure import JudgeFailed
 from fleetbus_workers.judge.prompts import format_transcript

@@ -7,12 +7,10 @@ import inspect
 import os
 import traceback
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
-import fleetbus
-import fleetbus_schemas
-import fleetbus_workers
 from fleetbus.recording.redaction import Redactor, find_environment_secrets
 
 ERROR_CHARS = 1000
@@ -104,8 +102,9 @@ def _choose(frames: list[tuple[CodeType, int]]) -> str:
 
 @cache
 def _our_folders() -> tuple[str, ...]:
-    packages = (fleetbus, fleetbus_workers, fleetbus_schemas)
-    return tuple(str(Path(next(iter(package.__path__))).resolve()) + os.sep for package in packages)
+    specs = map(find_spec, ("fleetbus", "fleetbus_workers", "fleetbus_schemas"))
+    folders = [folder for spec in specs if spec is not None for folder in spec.submodule_search_locations or ()]
+    return tuple(str(Path(folder).resolve()) + os.sep for folder in folders)
 
 
 @cache

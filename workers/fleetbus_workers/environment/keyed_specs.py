@@ -10,8 +10,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task
+from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.environment.base import Environment, EnvironmentFailed
-from fleetbus_workers.environment.specs import EnvironmentFactory, check_task_configs, find_adapter
+from fleetbus_workers.environment.specs import check_task_configs, find_adapter
 
 DEFAULT = ""
 """The key under which a plain SPEC stands."""

@@ -14,8 +14,8 @@ from fleetbus.core.algorithms.reward_components import MAX_COMPONENTS, MAX_NAME_
 from fleetbus_schemas import ChatMessage, ContextChange, ToolSpec
 from fleetbus_schemas.chat import Role
 from fleetbus_workers.environment.base import Start, Step, Verdict
-from fleetbus_workers.environment.episode.normalization import to_plain_number
 from fleetbus_workers.environment.failure_location import locate_method
+from fleetbus_workers.environment.normalization import to_plain_number
 
 T = TypeVar("T")
 ROLES = frozenset(get_args(Role))

@@ -33,8 +33,8 @@ from fleetbus.config.settings import EnvironmentSettings, LimitSettings
 from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS
 from fleetbus_schemas import Action, ChatMessage, Heartbeat, Subjects, Task, encode
 from fleetbus_workers.environment.base import Start, Step, Verdict
-from fleetbus_workers.environment.episode.normalization import to_plain_number
 from fleetbus_workers.environment.images.observation import insert_images
+from fleetbus_workers.environment.normalization import to_plain_number
 from fleetbus_workers.environment.stepwise.host import SessionHost
 from fleetbus_workers.environment.worker_context import WorkerContext
 from fleetbus_workers.gateway.gym_app import GymGateway, GymSettings

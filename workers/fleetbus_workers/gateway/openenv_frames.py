@@ -16,7 +16,7 @@ from fleetbus.bus.objects import ObjectMissing
 from fleetbus.client.contexts import describe_context
 from fleetbus_schemas import ChatMessage, Image, SessionAnswer, ToolCall, ToolSpec
 from fleetbus_schemas.chat import Text
-from fleetbus_workers.environment.episode.normalization import to_plain_values
+from fleetbus_workers.environment.normalization import to_plain_values
 from fleetbus_workers.gateway.images import PLACEHOLDER, LoadImage
 from fleetbus_workers.serving.bounded_json import check_values
 

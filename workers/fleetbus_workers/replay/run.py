@@ -1,48 +1,22 @@
-"""A replay from a file or a recording to its report: the worker under test is built as its own command would build it.
-
-Heavy libraries are imported by the role that needs them, when it is replayed.
-"""
+"""Replays a file or a recording, in this process or in several."""
 
 from __future__ import annotations
 
-import tempfile
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
-import msgspec
 
-from fleetbus.bus.memory_objects import MemoryObjectStore
-from fleetbus.config.settings import Configuration
-from fleetbus.errors import UserError
-from fleetbus.logs.setup import suppress_logs
 from fleetbus.recording import Recording, load_recording
-from fleetbus.recording.export import restore_files
-from fleetbus_workers.assembly.engines import build_image_source, launch_engine
-from fleetbus_workers.assembly.environments import open_environments
-from fleetbus_workers.assembly.model import find_model_folder
-from fleetbus_workers.assembly.trainers import build_trainer_settings
-from fleetbus_workers.environment.images.store import build_image_store
-from fleetbus_workers.replay.driver import ReplayContext
-from fleetbus_workers.replay.options import Replay, read_configuration
+from fleetbus_workers.replay.one_process import replay_here
+from fleetbus_workers.replay.options import Replay
 from fleetbus_workers.replay.progress import Progress
-from fleetbus_workers.replay.recorded_choices import choose_model, find_run_weights, list_files, restrict_recorded_choices
-from fleetbus_workers.replay.replay_environment import WORKER
 from fleetbus_workers.replay.report import Report
-
-if TYPE_CHECKING:
-    from fleetbus_workers.learner.base import Trainer
+from fleetbus_workers.replay.shards import count_jobs, replay_shared
 
 
 async def replay_recording(source: Recording | Path, replay: Replay, progress: Progress | None = None) -> Report:
     """Replay a recording against one worker; raises `UserError` when it cannot be replayed. ``progress`` counts meanwhile."""
-    from fleetbus_workers.replay.shards import (  # a share's process runs that module, which imports this one
-        count_jobs,
-        replay_shared,
-    )
-
     began = anyio.current_time()
     progress = progress or Progress()
     if isinstance(source, Path) and (jobs := count_jobs(source, replay)) > 1:
@@ -52,85 +26,3 @@ async def replay_recording(source: Recording | Path, replay: Replay, progress: P
         report = await replay_here(recording, replay, progress)
     report.seconds = anyio.current_time() - began
     return report
-
-
-async def replay_here(recording: Recording, replay: Replay, progress: Progress) -> Report:
-    """Replay a recording in this process; raises `UserError` when it cannot be replayed."""
-    if not recording.entries:
-        raise UserError(f"{recording.path} contains no entries to replay")
-    configuration = read_configuration(recording)
-    if not replay.trusted:
-        configuration = restrict_recorded_choices(configuration, recording, role=replay.role, environment=replay.environment)
-    context = ReplayContext(recording, replay, configuration=configuration, progress=progress)
-    roles = {"environment": _replay_environment, "inference": _replay_inference, "learner": _replay_learner}
-    with suppress_logs(), tempfile.TemporaryDirectory(prefix="fleetbus-replay-") as place:
-        await roles[replay.role](context, Path(place))
-    return context.report
-
-
-async def _replay_environment(context: ReplayContext, folder: Path) -> None:
-    from fleetbus_workers.replay.environment_driver import replay_environment
-    from fleetbus_workers.replay.recorded_judge import find_recorded_judge
-
-    wanted = context.options.environment
-    if callable(wanted):
-        await replay_environment(context, wanted)
-        return
-    async with open_environments(
-        context.configuration,
-        specs=wanted or "",
-        store_image=build_image_store(MemoryObjectStore({})),
-        sandbox="auto" if context.options.trusted else "required",
-        reuse_verifiers=True,
-        recorded_judge=find_recorded_judge(context),
-    ) as make:
-        await replay_environment(context, make)
-
-
-async def _replay_inference(context: ReplayContext, folder: Path) -> None:
-    from fleetbus_workers.replay.inference_driver import replay_inference
-
-    options, configuration = context.options, context.configuration
-    model = find_model(context)
-    configuration = msgspec.structs.replace(configuration, run=msgspec.structs.replace(configuration.run, model=str(model)))
-    context.configuration = configuration
-    weights = find_run_weights(context.recording) | restore_files(context.recording.files, folder)
-    if options.weights is not None:
-        weights |= list_files(options.weights)
-    async with launch_engine(configuration, WORKER) as (sampler, template):
-        scoring = None
-        if configuration.inference.engine == "torch" and options.speed is None and not options.sample_again:
-            from fleetbus_workers.replay.scoring import make_scoring_sampler
-
-            scoring = await anyio.to_thread.run_sync(make_scoring_sampler, sampler, model, configuration.inference)
-        images = partial(build_image_source, template, run=context.recording.run)
-        await replay_inference(context, scoring or sampler, template, weights=weights, images=images)
-    context.report.checked = "every token was sampled again"
-    if scoring is not None:
-        scoring.describe(context.report)
-
-
-async def _replay_learner(context: ReplayContext, folder: Path) -> None:
-    from fleetbus_workers.replay.learner_driver import replay_learner
-
-    make_trainer = None if context.options.until == "batches" else partial(_make_trainer, context)
-    await replay_learner(context, make_trainer, folder=folder)
-
-
-def _make_trainer(context: ReplayContext, configuration: Configuration) -> Trainer:
-    from fleetbus_workers.learner.torch.trainer import TorchTrainer
-
-    return TorchTrainer(find_model(context), settings=build_trainer_settings(configuration))
-
-
-def find_model(context: ReplayContext) -> Path:
-    """The model folder; raises `UserError` if it is not there, or if only a recording that is not trusted names one."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    recorded = read_configuration(context.recording).run
-    named = choose_model(recorded.model, context.options.model, context.recording, trusted=context.options.trusted)
-    folder = find_model_folder(msgspec.structs.replace(recorded, model=named))
-    if not folder.is_dir():
-        raise UserError(f"model folder {folder} not found: give another with --model")
-    return folder

@@ -1,9 +1,8 @@
 """One recording replayed by several processes, each with its share of the episodes, and one report of what all of them found.
 
-`python -m fleetbus_workers.replay.shards` per share gets its job on standard input and writes frames to standard output: a
-length in
-four bytes, then a pickle of its progress, its report or a `UserError`; both ends are the same program. Cancelling kills the
-processes; one whose parent was killed ends when it next reports its progress.
+`python -m fleetbus_workers.replay.share_process` per share gets its job on standard input and writes frames to standard output:
+a length in four bytes, then a pickle of its progress, its report or a `UserError`; both ends are the same program. Cancelling
+kills the processes; one whose parent was killed ends when it next reports its progress.
 """
 
 import gc
@@ -25,10 +24,10 @@ from fleetbus.errors import UserError
 from fleetbus.python_process import build_module_command
 from fleetbus.recording import Recording, RecordingReader, read_header
 from fleetbus_workers.command.event_loop import run_async
+from fleetbus_workers.replay.one_process import replay_here
 from fleetbus_workers.replay.options import Replay
 from fleetbus_workers.replay.progress import Progress, report_regularly
 from fleetbus_workers.replay.report import UNLOADED, Report
-from fleetbus_workers.replay.run import replay_here
 
 WORTH_SHARING_BYTES = 1 << 20
 """A smaller file is replayed by one process: others would take longer to start than they save."""
@@ -80,7 +79,7 @@ async def replay_shared(file: Path, replay: Replay, jobs: int, progress: Progres
 
 async def _run_share(job: Job, progress: Progress) -> Report:
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # as many processes as CPUs, one thread each
-    command = build_module_command("fleetbus_workers.replay.shards")
+    command = build_module_command("fleetbus_workers.replay.share_process")
     async with await anyio.open_process(command, stderr=None, env={**os.environ, **threads}) as process:
         assert process.stdin is not None and process.stdout is not None
         frames = BufferedByteReceiveStream(process.stdout)
@@ -177,9 +176,3 @@ def main() -> None:
             send(answer)
         except UserError as error:
             send(UserError(str(error)))
-
-
-if __name__ == "__main__":
-    from fleetbus_workers.replay.shards import main as run_share  # under its own name, to which pickles refer
-
-    run_share()

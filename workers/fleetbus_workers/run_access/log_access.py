@@ -15,6 +15,7 @@ from fleetbus_workers.run_access.shared_server import share_server
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
+    from fleetbus.bus.nats.bus import NatsBus
     from fleetbus.config.settings import Configuration
     from fleetbus_workers.observe.run.termination import Driver
 
@@ -56,10 +57,7 @@ def build_driver(configuration: Configuration) -> Driver:
     return Driver(is_driving=is_driving, command=command)
 
 
-async def _check_run(bus: Bus, run: str) -> None:
-    from fleetbus.bus.nats.bus import NatsBus
-
-    assert isinstance(bus, NatsBus)
+async def _check_run(bus: NatsBus, run: str) -> None:
     try:
         await bus.check_log(reading=True)
     except BusClosed:

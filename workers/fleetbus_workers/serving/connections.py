@@ -10,18 +10,10 @@ monitor's page.
 from __future__ import annotations
 
 import asyncio
-import resource
 from collections import OrderedDict
-from importlib.util import find_spec
 from typing import Any, ClassVar, cast
 
-import h11
 import msgspec
-from uvicorn.protocols.http.h11_impl import H11Protocol
-
-OTHER_FILES = 256
-"""Descriptors that are kept for what is no connection of a client: the bus, files, libraries."""
-
 
 JOINED_BYTES = 64 << 10
 """More than this is written at once."""
@@ -161,37 +153,3 @@ class BoundedProtocol(asyncio.Protocol):
         if self._send is not None:
             self._send.cancel()
             self._send = None
-
-
-class H11BoundedProtocol(BoundedProtocol, H11Protocol):
-    """With h11, which is everywhere."""
-
-    def _between_requests(self) -> bool:
-        return self.cycle is not None and self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
-
-
-def find_protocol() -> type[BoundedProtocol]:
-    """The fastest that is installed."""
-    if find_spec("httptools") is None:
-        return H11BoundedProtocol
-    from fleetbus_workers.serving.quick_connections import QuickProtocol
-
-    return QuickProtocol
-
-
-def build_bounded_protocol(bounds: Bounds) -> type[BoundedProtocol]:
-    """The protocol of one server, for `uvicorn.Config(http=...)`; connections are counted per server. Its own ``bounds`` have
-    as many of them as this process can hold."""
-    available_bounds = msgspec.structs.replace(bounds, connections=reserve_descriptors(bounds.connections))
-    members: dict[str, object] = {"bounds": available_bounds, "waiting": OrderedDict()}
-    return cast("type[BoundedProtocol]", type("Bounded", (find_protocol(),), members))
-
-
-def reserve_descriptors(connections: int) -> int:
-    """Number of connections that this process can hold, ``connections`` at most; asks for as many open files as that takes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + OTHER_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return connections if soft == resource.RLIM_INFINITY else max(min(connections, soft - OTHER_FILES), 1)

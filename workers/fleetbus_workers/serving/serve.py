@@ -8,8 +8,9 @@ import anyio
 import structlog
 import uvicorn
 
-from fleetbus_workers.serving.connections import Bounds, build_bounded_protocol
+from fleetbus_workers.serving.connections import Bounds
 from fleetbus_workers.serving.listeners import SignalFreeServer
+from fleetbus_workers.serving.protocol_choice import build_bounded_protocol
 from fleetbus_workers.serving.web_sockets import build_bounded_socket
 
 Message = MutableMapping[str, Any]

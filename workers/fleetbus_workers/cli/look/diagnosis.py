@@ -175,7 +175,8 @@ async def check_bus(url: str, run: str, auth: str = "") -> list[Finding]:
 
 def check_nats_http(url: str | None, run: str) -> list[Finding]:
     """Check the server's own endpoints; say how to turn them on where they are not known; nothing where there is no server."""
-    from fleetbus_workers.observe.top.view import SLOW_BYTES, format_bytes
+    from fleetbus_workers.observe.run.formatting import format_bytes
+    from fleetbus_workers.observe.top.view import SLOW_BYTES
 
     if url is None:
         return []

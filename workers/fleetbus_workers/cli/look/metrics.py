@@ -1,7 +1,7 @@
 """``fleetbus metrics [RUN]``: a run's metrics for Prometheus, and per step to JSON lines, TensorBoard or Weights & Biases."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,9 @@ from fleetbus_workers.cli.look.run_options import nats_http_option, reach_option
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.command.event_loop import call_on_signal, run_async
 from fleetbus_workers.command.exit_status import FINISHED
-from fleetbus_workers.observe.metrics.sinks import Sink, open_sinks
 from fleetbus_workers.observe.run.jetstream import fetch_server_view
+from fleetbus_workers.observe.sinks.base import Sink
+from fleetbus_workers.observe.sinks.table import SINKS, open_sinks
 from fleetbus_workers.run_access.log_access import build_driver, open_run
 from fleetbus_workers.run_access.sources import build_address_resolver
 
@@ -31,15 +32,26 @@ EVERY_SECONDS = 1.0
 CLOSE_SECONDS = 60.0
 
 
+_TAKES: dict[str, Any] = {
+    "file": click.Path(path_type=Path, dir_okay=False),
+    "folder": click.Path(path_type=Path, file_okay=False),
+    "text": str,
+}
+
+
+def _sink_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    for kind in reversed(SINKS):
+        function = click.option(f"--{kind.name}", type=_TAKES[kind.takes], metavar=kind.metavar, help=kind.help)(function)
+    return function
+
+
 @click.command("metrics")
 @run_argument
 @click.option(
     "--port", type=click.IntRange(-1, 65_535), default=DEFAULT_PORT, metavar="N", help="Port; 0: any, -1: none [9464]"
 )
 @click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on")
-@click.option("--jsonl", type=click.Path(path_type=Path, dir_okay=False), help="Append a JSON object per training step")
-@click.option("--tensorboard", type=click.Path(path_type=Path, file_okay=False), help="Write TensorBoard scalars per step")
-@click.option("--wandb", metavar="PROJECT", default="", help="Log to a Weights & Biases project per step")
+@_sink_options
 @click.option("--until-finished", is_flag=True, help="End when the training has finished")
 @nats_http_option
 @reach_options
@@ -48,7 +60,8 @@ def command(run: str | None, port: int, until_finished: bool, **values: Any) -> 
 
     Prometheus scrapes http://127.0.0.1:9464/metrics. Needs `pip install 'fleetbus[metrics]'`.
     """
-    chosen = {name: values.pop(name) for name in ("host", "jsonl", "tensorboard", "wandb", "nats_http")}
+    chosen = {name: values.pop(name) for name in ("host", "nats_http")}
+    chosen["sinks"] = {kind.name: values.pop(kind.name) for kind in SINKS}
     configuration = load_settings({**values, "run__name": run}).configuration
     if port >= 0:
         try:
@@ -66,31 +79,25 @@ async def _export(
     *,
     port: int,
     host: str,
-    jsonl: Path | None,
-    tensorboard: Path | None,
-    wandb: str,
+    sinks: Mapping[str, Any],
     nats_http: Callable[[], str | None],
     until_finished: bool,
 ) -> None:
     from fleetbus_workers.observe.metrics.collect import collect, iterate_evaluation_values, iterate_step_values
+    from fleetbus_workers.observe.metrics.run_view import RunView
     from fleetbus_workers.observe.run.run_observer import RunObserver
     from fleetbus_workers.observe.run.state import RunState
     from fleetbus_workers.observe.run.watchdog import find_stalls
 
     run, state = configuration.run.name, RunState(configuration.learner.steps)
     opening = open_sinks(
-        run=run,
-        jsonl=jsonl,
-        tensorboard=tensorboard,
-        wandb=wandb,
-        configuration=flatten_configuration(configuration),
-        folder=run_folder(configuration.run).path,
+        run=run, configuration=flatten_configuration(configuration), folder=run_folder(configuration.run).path, **sinks
     )
     async with open_run(configuration, "metrics", own_server=True) as bus, anyio.create_task_group() as tasks:
         await tasks.start(call_on_signal, tasks.cancel_scope.cancel)
         with ExitStack() as stack:
             publish = _start_exposition(stack, run, host, port)
-            sinks = await tasks.start(_hold_sinks, opening)
+            kept = await tasks.start(_hold_sinks, opening)
             watch = RunObserver(bus, Subjects(run), state, build_driver(configuration))
             tasks.start_soon(watch.run)
             written: set[tuple[str, int]] = set()
@@ -102,11 +109,11 @@ async def _export(
                 ending, may_be_stuck = watch.find_termination(now), watch.may_be_stuck(now)
                 share = configuration.nats.admission
                 stalls = find_stalls(state, watch.health, now=now, now_ns=now_ns, admission=share) if may_be_stuck else []
-                publish(collect(state, watch.health, server, stalls, now=now, now_ns=now_ns, ending=ending))
+                publish(collect(RunView(state, watch.health, server, stalls, now, now_ns, ending)))
                 for step, time_seconds, values in iterate_step_values(state, written):
-                    await anyio.to_thread.run_sync(sinks.write, step, time_seconds, values)
+                    await anyio.to_thread.run_sync(kept.write, step, time_seconds, values)
                 for evaluation in iterate_evaluation_values(state, evaluated):
-                    await anyio.to_thread.run_sync(sinks.write, *evaluation)
+                    await anyio.to_thread.run_sync(kept.write, *evaluation)
                 if until_finished and state.training.is_finished and not watch.is_behind(now):
                     break
         tasks.cancel_scope.cancel()

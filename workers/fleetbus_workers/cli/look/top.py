@@ -58,6 +58,7 @@ async def _watch(
     configuration: Configuration, *, once: bool, as_json: bool, stall_seconds: float, nats_http: Callable[[], str | None]
 ) -> int:
     from fleetbus.logs.setup import suppress_logs
+    from fleetbus_workers.observe.metrics.run_view import RunView
     from fleetbus_workers.observe.run.run_observer import RunObserver
     from fleetbus_workers.observe.run.state import RunState
     from fleetbus_workers.observe.run.watchdog import find_stalls
@@ -88,18 +89,8 @@ async def _watch(
                         stall_seconds=stall_seconds,
                     )
                 )
-                admission = configuration.nats.admission
-                shown = build_facts(
-                    watch.state,
-                    watch.health,
-                    server,
-                    stalls,
-                    run=run,
-                    now=now,
-                    now_ns=now_ns,
-                    ending=ending,
-                    admission=admission,
-                )
+                view = RunView(watch.state, watch.health, server, stalls, now, now_ns, ending)
+                shown = build_facts(view, run=run, admission=configuration.nats.admission)
                 return {"is_behind": is_behind} | shown
 
             result = await _show_once(look, as_json) if once else await _show(look, as_json)

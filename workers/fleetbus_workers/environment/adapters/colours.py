@@ -11,7 +11,6 @@ import io
 import random
 import re
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -20,6 +19,7 @@ from PIL import Image as Pillow
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ChatMessage, Task
+from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.base import Start, Step, Verdict
 from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage, insert_images
 
@@ -36,12 +36,13 @@ _PLACEHOLDER = "<picture>"
 _WORD = re.compile(r"[a-z]+")
 
 
-def build_colours_factory(spec: str, turns: str, *, store_image: StoreImage | None = None) -> Callable[[], ColoursEnvironment]:
-    """Makes environments of so many ``turns``. Raises `UserError`."""
+def build(context: AdapterContext) -> Factory:
+    """Environments of as many turns as the spec says, else of `TURNS`. Raises `UserError`."""
+    turns = context.rest
     if turns and not (turns.isdecimal() and int(turns) > 0):
-        raise UserError(f"environment {spec!r}: the number of turns must be 1 or more, as in colours:3")
+        raise UserError(f"environment {context.spec!r}: the number of turns must be 1 or more, as in colours:3")
     count = int(turns or TURNS)
-    return lambda: ColoursEnvironment(count, store_image=store_image)
+    return Factory(lambda: ColoursEnvironment(count, store_image=context.store_image))
 
 
 class ColoursEnvironment:

@@ -6,7 +6,6 @@ A task's ``config``: ``dataset`` (instead of the one in ``reasoning-gym:DATASET`
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -15,18 +14,20 @@ from reasoning_gym.factory import DATASETS
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ChatMessage, Task
+from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.common.action_text import extract_action
-from fleetbus_workers.environment.adapters.common.task_permissions import check_arguments
 from fleetbus_workers.environment.base import Start, Step, Verdict
+from fleetbus_workers.environment.task_permissions import check_arguments
 
 ASKED = "Give the answer alone, between <answer> and </answer>."
 
 
-def build_reasoning_gym_factory(spec: str, dataset: str) -> Callable[[], ReasoningGymEnvironment]:
-    """Makes environments of ``dataset``, or of the task's if it is empty. Raises `UserError` if there is no such dataset."""
+def build(context: AdapterContext) -> Factory:
+    """Environments of the spec's dataset, else of the task's. Raises `UserError` if there is no such dataset."""
+    dataset = context.rest
     if dataset and dataset not in DATASETS:
-        raise UserError(f"environment {spec!r}: reasoning-gym has no dataset {dataset!r}")
-    return lambda: ReasoningGymEnvironment(dataset)
+        raise UserError(f"environment {context.spec!r}: reasoning-gym has no dataset {dataset!r}")
+    return Factory(lambda: ReasoningGymEnvironment(dataset))
 
 
 class ReasoningGymEnvironment:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import anyio
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ChatMessage, Task
+from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.base import Start, Step, Verdict
 
 
-def build_scripted_factory(spec: str, turns: str) -> Callable[[], ScriptedEnvironment]:
-    """Makes environments of so many ``turns``, 3 if it is empty. Raises `UserError`."""
+def build(context: AdapterContext) -> Factory:
+    """Environments of as many turns as the spec says, else of 3. Raises `UserError`."""
+    turns = context.rest
     if turns and not (turns.isdecimal() and int(turns) > 0):
-        raise UserError(f"environment {spec!r}: the number of turns must be 1 or more, as in scripted:3")
-    return lambda: ScriptedEnvironment(int(turns or 3))
+        raise UserError(f"environment {context.spec!r}: the number of turns must be 1 or more, as in scripted:3")
+    return Factory(lambda: ScriptedEnvironment(int(turns or 3)))
 
 
 class ScriptedEnvironment:

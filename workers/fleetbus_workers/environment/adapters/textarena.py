@@ -6,7 +6,6 @@ one in ``textarena:ID``), and ``options`` of that game.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -15,15 +14,17 @@ from textarena.envs.registration import ENV_REGISTRY
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ChatMessage, Task
-from fleetbus_workers.environment.adapters.common.task_permissions import check_arguments
+from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.task_permissions import check_arguments
 
 
-def build_textarena_factory(spec: str, id: str) -> Callable[[], TextArenaEnvironment]:
-    """Makes games of ``id``, or of the task's if it is empty. Raises `UserError` if there is no such game."""
+def build(context: AdapterContext) -> Factory:
+    """Games of the spec's id, else of the task's. Raises `UserError` if there is no such game."""
+    id = context.rest
     if id and id not in ENV_REGISTRY:
-        raise UserError(f"environment {spec!r}: TextArena has no game {id!r}")
-    return lambda: TextArenaEnvironment(id)
+        raise UserError(f"environment {context.spec!r}: TextArena has no game {id!r}")
+    return Factory(lambda: TextArenaEnvironment(id))
 
 
 class TextArenaEnvironment:

@@ -5,12 +5,10 @@ Each for itself, 20,000 attempts of 200 workers ask the server up to four questi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import anyio
-import msgspec
 import structlog
 
 from fleetbus.bus.base import Bus, WorkBus
@@ -19,9 +17,7 @@ from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.errors import BusClosed, BusError
 from fleetbus_schemas import ANY_LANE
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
-
-if TYPE_CHECKING:
-    from fleetbus_workers.environment.episode.policy_client import PolicyClient
+from fleetbus_workers.environment.episode.policy_client import PolicyClient, Standing
 
 CHECKS_AT_ONCE = 64
 """So many attempts share one read, of at most three subjects each (a server answers for 1,024). A worker has one under way."""
@@ -30,15 +26,6 @@ ANSWER_SECONDS = 2.0
 """What is asked besides is left to the next check when it is not answered by then."""
 
 log = structlog.get_logger()
-
-
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """The entries read for some attempts: the sequence of the last entry by subject, up to where the queue of a policy is acked
-    (0: not known), and the turns (``episode.attempt.turn``) in work by inference worker (None: not known)."""
-
-    last: Mapping[str, int]
-    acked: Mapping[str, int]
-    in_work: Mapping[str, Collection[str] | None]
 
 
 async def check_late_answers(bus: Bus, lane_status: LaneStatus, late: Sequence[PolicyClient], now: float) -> None:

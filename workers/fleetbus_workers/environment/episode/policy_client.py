@@ -8,7 +8,7 @@ What was sent to any worker waits its turn there, and is sent again when the log
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection, Mapping
 
 import msgspec
 import structlog
@@ -22,7 +22,6 @@ from fleetbus.log.episodes import decode_entries, read_episode_state, store_mess
 from fleetbus_schemas import ANY_LANE, Action, AttemptStarted, ChatMessage, EpisodeRequested, Observation, ToolSpec
 from fleetbus_schemas.tokens import EMPTY_HISTORY
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
-from fleetbus_workers.environment.episode.late_answers import Standing
 from fleetbus_workers.environment.episode.segments import FIRST, Placement
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Superseded
 from fleetbus_workers.environment.worker_context import WorkerContext
@@ -38,6 +37,15 @@ CHECKS_OF_QUEUE = 4
 answers."""
 
 log = structlog.get_logger()
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """What was read for some attempts: the sequence of the last entry by subject, up to where the queue of a policy is acked
+    (0: not known), and the turns (``episode.attempt.turn``) in work by inference worker (None: not known)."""
+
+    last: Mapping[str, int]
+    acked: Mapping[str, int]
+    in_work: Mapping[str, Collection[str] | None]
 
 
 class PolicyClient:

@@ -35,11 +35,11 @@ from fleetbus_schemas.tokens import count_tokens, pack_mask
 from fleetbus_workers.environment.base import Environment, ReportsUntrained, Start, Step, Verdict
 from fleetbus_workers.environment.episode.conclusion import TIMED_OUT, Conclusion
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
-from fleetbus_workers.environment.episode.normalization import INFO_BYTES, clip_messages, clip_text, clip_values, format_text
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
 from fleetbus_workers.environment.episode.segments import FIRST, EpisodeContext, Placement, append_line, find_context_tokens
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, to_printable
 from fleetbus_workers.environment.failure_location import locate_method
+from fleetbus_workers.environment.normalization import INFO_BYTES, clip_messages, clip_text, clip_values, format_text
 from fleetbus_workers.environment.validation import validate_return
 
 LAST_OBSERVATION_BYTES = 2048

@@ -18,8 +18,8 @@ from fleetbus.core.text.tool_calls import parse_tool_calls
 from fleetbus_schemas import Action, MalformedMessage, SessionAnswer, SessionCall, SessionEnded, SessionRecorded, Task
 from fleetbus_schemas.session import SessionEnd
 from fleetbus_workers.environment.base import Environment, HoldsElsewhere, Start, Step, Verdict
-from fleetbus_workers.environment.episode.normalization import clip_messages, to_plain_values
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, Superseded
+from fleetbus_workers.environment.normalization import clip_messages, to_plain_values
 from fleetbus_workers.environment.stepwise.journal_log import LogUnavailable, append
 from fleetbus_workers.environment.validation import validate_return
 from fleetbus_workers.environment.worker_context import WorkerContext

@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from fleetbus.errors import UserError
-from fleetbus_workers.observe.metrics.names import METRICS, Sample
+from fleetbus_workers.observe.metrics.metric import Sample
+from fleetbus_workers.observe.metrics.table import METRICS_BY_NAME
 
 
 class Exposition:
@@ -32,7 +33,7 @@ class Exposition:
         for sample in samples:
             family = families.get(sample.name)
             if family is None:
-                metric = METRICS[sample.name]
+                metric = METRICS_BY_NAME[sample.name]
                 kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
                 family = families[sample.name] = kind(sample.name, metric.help, labels=("run", *metric.labels))
             family.add_metric((self._run, *sample.labels), sample.value)

@@ -25,6 +25,9 @@ from fleetbus.recording.episodes import build_episode_subjects, read_transcript
 from fleetbus_schemas import Action, Subjects
 from fleetbus_schemas.subjects import InvalidName, check_name
 from fleetbus_schemas.tokens import count_tokens, take_tokens, unpack_ids, unpack_logprobs
+from fleetbus_workers.observe.metrics.numbers import build_numbers
+from fleetbus_workers.observe.metrics.run_view import RunView
+from fleetbus_workers.observe.metrics.table import METRICS
 from fleetbus_workers.observe.monitor.access_key import AccessKey
 from fleetbus_workers.observe.monitor.actions import Actions
 from fleetbus_workers.observe.monitor.episode_table import build_csv, choose_rows, find_neighbours
@@ -46,6 +49,8 @@ REJOIN_SECONDS = 15.0
 MAX_TOKENS_SHOWN = 20_000
 
 NOT_SERVED = "the run has ended and its log is no longer served: start `fleetbus monitor` again to read it from its files"
+
+_CARDS = [metric.describe_card() for metric in METRICS if metric.page]
 
 _LOG_FACTS = ("bytes", "limit_bytes", "last_sequence", "followed", "counted_from", "older_read")
 
@@ -144,14 +149,16 @@ class Site:
         if now - self._overview[0] >= TICK_SECONDS / 2:
             state, health, bus = self._watch.state, self._watch.health, self._watch.bus
             ending = self._watch.find_termination(now)
+            view = RunView(state, health, self._watch.server, now=now, now_ns=bus.now_ns(), termination=ending)
             usage = {name: getattr(health, name) for name in _LOG_FACTS}
             facts = {
                 "run": self._subjects.run,
                 "ending": ending,
                 "actions": self._has_actions,
                 "paused": state.worker_registry.is_paused,
-                "numbers": state.numbers(bus.now_ns()),
-                "workers": state.worker_registry.rows(now),
+                "metrics": _CARDS,
+                "numbers": build_numbers(view),
+                "workers": view.workers,
                 "log": usage
                 | {
                     "entries_per_second": health.entries_per_second,

@@ -21,8 +21,9 @@ from fleetbus_workers.observe.run.run_observer import RunObserver
 from fleetbus_workers.observe.run.state import RunState
 from fleetbus_workers.observe.run.termination import Driver
 from fleetbus_workers.serving.browser_guard import build_guard_settings
-from fleetbus_workers.serving.connections import Bounds, build_bounded_protocol
+from fleetbus_workers.serving.connections import Bounds
 from fleetbus_workers.serving.listeners import SignalFreeServer, format_host
+from fleetbus_workers.serving.protocol_choice import build_bounded_protocol
 
 STOP_SECONDS = 3
 

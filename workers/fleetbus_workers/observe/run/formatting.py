@@ -10,6 +10,9 @@ from fleetbus_workers.observe.run.progress import Progress
 STAGE_PREFIX = "seconds_"
 """Metrics of a step that are times of a stage begin like this."""
 
+STALENESS_PREFIX = "staleness_"
+"""Metrics of a step that say how old its samples were begin like this."""
+
 
 def format_step(progress: Progress) -> str:
     """One training step with all that is known of it: ``step 3/50 · success 0.41 · ...``."""
@@ -79,6 +82,14 @@ def format_count(count: float) -> str:
         if count >= size:
             return f"{count / size:.1f}{letter}"
     return f"{count:.0f}"
+
+
+def format_bytes(count: float) -> str:
+    """``6.5 kB`` for 6,512."""
+    for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= bytes_:
+            return f"{count / bytes_:.1f} {unit}"
+    return f"{count:.0f} B"
 
 
 def format_duration(seconds: float) -> str:

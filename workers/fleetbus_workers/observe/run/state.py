@@ -6,10 +6,9 @@ entries that `fleetbus_workers.observe.run.run_observer` reads.
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,8 +27,12 @@ RECENT_EPISODES = 500
 """Outcomes and errors are counted over all episodes, means over this many."""
 
 
-SHOWN_FAILURES = 5
-"""Kinds of failure, the most frequent ones first."""
+class OpenEpisodes(NamedTuple):
+    """Episodes without a result, and when the oldest of them was requested; 0 if there is none."""
+
+    waiting: int
+    running: int
+    oldest_ns: int
 
 
 class GroupRow(msgspec.Struct, kw_only=True):
@@ -64,8 +67,9 @@ class RunState:
         self.errors: Counter[str] = Counter()
         self.segments: Counter[str] = Counter()
         """Segments that finished episodes began beside their first, by reason."""
-        self._turns = 0
-        self._prompts = 0
+        self.turns = 0
+        self.prompts = 0
+        """Contexts that the turns of finished episodes are in; fewer than turns where one continues another."""
         self.lineage_ns = 0
         """When the newest lineage began."""
         self.last_step_ns = 0
@@ -121,8 +125,8 @@ class RunState:
         if message.error_class:
             self.errors[message.error_class] += 1
         self.segments.update(segment.origin.reason for segment in message.segments if segment.origin is not None)
-        self._turns += message.turns
-        self._prompts += max(len(message.segments), min(message.turns, 1))
+        self.turns += message.turns
+        self.prompts += max(len(message.segments), min(message.turns, 1))
 
     def _apply_step(self, message: StepTrained, entry: StreamEntry) -> None:
         self.last_progress_ns = self.last_step_ns = entry.time_ns
@@ -148,61 +152,20 @@ class RunState:
         """The steps and evaluations that count."""
         return self.progress.training
 
-    def compute_last_progress_ns(self, oldest_open_ns: int) -> int:
-        """Since when nothing has progressed: the last progress, the beginning of the lineage, or the request of what has been
-        open the longest, whichever came last; 0 if there is nothing to wait for."""
+    def compute_stuck_seconds(self, now_ns: int, oldest_open_ns: int) -> float:
+        """Since the last progress, the beginning of the lineage, or the request of what has been open the longest, whichever
+        came last; 0 if there is nothing to wait for."""
         if not oldest_open_ns and not self.lineage_ns:
-            return 0
-        return max(self.last_progress_ns, self.lineage_ns, oldest_open_ns)
+            return 0.0
+        since = max(self.last_progress_ns, self.lineage_ns, oldest_open_ns)
+        return max(now_ns - since, 0) / 1e9 if since else 0.0
 
     def describe_state(self, row: EpisodeRow) -> str:
         """Its outcome, or how far it is."""
         return row.outcome or ("running" if row.episode_id in self._claimed else "waiting")
 
-    def numbers(self, now_ns: int) -> dict[str, Any]:
-        """The counters of the overview."""
-        rows = list(self.episodes.rows.values())[-RECENT_EPISODES:]
-        graded = [row for row in rows if row.outcome in GRADED and row.reward is not None]
-        waiting, running, oldest_ns = self._count_open()
-        episodes, tokens = self.progress.rates()
-        quiet = (now_ns - self.last_time_ns) / 1e9 if self.last_time_ns else 0.0
-        if quiet > 15:
-            episodes = tokens = 0.0
-        calls = sum(row.tool_calls for row in rows)
-        return {
-            "step": self.progress.step,
-            "steps": max(self.progress.steps, self.progress.step),
-            "version": self.progress.version,
-            "finished": self.training.is_finished,
-            "checkpoint": self.checkpoint,
-            "requested": self.requested,
-            "finished_episodes": self.progress.episodes,
-            "waiting": waiting,
-            "running": running,
-            "oldest_open_seconds": (now_ns - oldest_ns) / 1e9 if oldest_ns else 0.0,
-            "stuck_seconds": max(now_ns - since, 0) / 1e9 if (since := self.compute_last_progress_ns(oldest_ns)) else 0.0,
-            "episodes_per_second": episodes,
-            "tokens_per_second": tokens,
-            "reward": compute_mean(row.reward for row in graded if row.reward is not None),
-            "turns": statistics.fmean(row.turns for row in graded) if graded else None,
-            "truncated": sum(row.outcome == "truncated" for row in graded) / len(graded) if graded else None,
-            "tool_error_rate": sum(row.tool_errors for row in rows) / calls if calls else None,
-            "turns_extending": 1 - self._prompts / self._turns if self.segments and self._turns > 0 else None,
-            "segments": dict(self.segments),
-            "outcomes": dict(self.progress.outcomes),
-            "excluded": dict(self.training.excluded),
-            "errors": dict(self.errors.most_common(12)),
-            "failures": [
-                {"line": kind.line, "episode_id": kind.episode_id, "traceback": kind.traceback}
-                for kind in sorted(self.episodes.failures.kinds, key=lambda kind: -kind.count)[:SHOWN_FAILURES]
-            ],
-            "takeovers": self.takeovers,
-            "malformed": self.malformed,
-            "quiet_seconds": quiet,
-            "since_progress_seconds": (now_ns - self.last_progress_ns) / 1e9 if self.last_progress_ns else None,
-        }
-
-    def _count_open(self) -> tuple[int, int, int]:
+    def count_open(self) -> OpenEpisodes:
+        """Episodes without a result."""
         waiting = running = oldest = 0
         for row in self.episodes.rows.values():
             if row.outcome:
@@ -213,7 +176,7 @@ class RunState:
                 waiting += 1
             if row.requested_ns and (not oldest or row.requested_ns < oldest):
                 oldest = row.requested_ns
-        return waiting, running, oldest
+        return OpenEpisodes(waiting, running, oldest)
 
     def groups(self, rows: Iterable[EpisodeRow] | None = None) -> list[GroupRow]:
         """Training groups in the order of their requests."""

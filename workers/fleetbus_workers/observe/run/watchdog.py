@@ -96,13 +96,13 @@ class StallDetector:
     """One check per method; an empty list means no problem."""
 
     def __init__(self, state: RunState, health: LogHealth, now: float, now_ns: int, admission: float) -> None:
-        numbers = state.numbers(now_ns)
+        open_episodes = state.count_open()
         self._state = state
         self._health = health
         self._admission = admission
         self._workers = state.worker_registry.rows(now)
-        self.waiting, self.running = int(numbers["waiting"]), int(numbers["running"])
-        self.stuck_seconds: float = numbers["stuck_seconds"]
+        self.waiting, self.running = open_episodes.waiting, open_episodes.running
+        self.stuck_seconds = state.compute_stuck_seconds(now_ns, open_episodes.oldest_ns)
         self._environments = self._find_alive("environment")
         self._inference = self._find_alive("inference")
         self._stages = _stages(state, {row.worker for row in self._environments})

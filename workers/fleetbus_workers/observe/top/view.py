@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fleetbus.config.settings import ADMISSION_SHARE
-from fleetbus_workers.observe.run.formatting import format_count, format_duration, in_flight
+from fleetbus_workers.observe.metrics.numbers import build_numbers
+from fleetbus_workers.observe.metrics.run_view import RunView
+from fleetbus_workers.observe.metrics.table import METRICS
+from fleetbus_workers.observe.run.formatting import format_bytes, format_duration, in_flight
 from fleetbus_workers.observe.run.jetstream import ServerView
-from fleetbus_workers.observe.run.run_observer import LogHealth
-from fleetbus_workers.observe.run.state import RunState
-from fleetbus_workers.observe.run.termination import Termination
-from fleetbus_workers.observe.run.watchdog import Stall, find_notes
+from fleetbus_workers.observe.run.watchdog import find_notes
 from fleetbus_workers.observe.run.worker_registry import WorkerRow
 
 if TYPE_CHECKING:
@@ -34,27 +34,15 @@ _URGENT = {"failed": 0, "silent": 1, "draining": 2, "starting": 3}
 _STYLES = {"silent": "bold red", "failed": "bold red", "stopped": "dim", "draining": "yellow", "starting": "yellow"}
 
 
-def build_facts(
-    state: RunState,
-    health: LogHealth,
-    server: ServerView,
-    stalls: Sequence[Stall],
-    *,
-    run: str,
-    now: float,
-    now_ns: int,
-    ending: Termination | None = None,
-    admission: float = ADMISSION_SHARE,
-) -> dict[str, Any]:
-    """Everything that is shown, as plain data: what ``--json`` prints. ``ending`` is that of a run that is over."""
-    points = state.training.steps
-    metrics = points[-1].metrics if points else {}
+def build_facts(view: RunView, *, run: str, admission: float = ADMISSION_SHARE) -> dict[str, Any]:
+    """Everything that is shown, as plain data: what ``--json`` prints."""
+    health = view.health
     return {
         "run": run,
-        "ending": ending,
-        "numbers": state.numbers(now_ns),
-        "step": metrics,
-        "workers": state.worker_registry.rows(now),
+        "ending": view.termination,
+        "numbers": build_numbers(view),
+        "step": view.step,
+        "workers": view.workers,
         "log": {
             "bytes": health.bytes,
             "limit_bytes": health.limit_bytes,
@@ -65,9 +53,9 @@ def build_facts(
             "entries_per_second": round(health.entries_per_second, 1),
             "problem": health.problem,
         },
-        "server": server,
-        "stalls": list(stalls),
-        "notes": [] if ending else find_notes(state, now_ns=now_ns),
+        "server": view.server,
+        "stalls": list(view.stalls),
+        "notes": [] if view.termination else find_notes(view.state, now_ns=view.now_ns),
     }
 
 
@@ -88,7 +76,7 @@ def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
         lines += _render_server(shown["server"])
     if not is_over and (engines := _format_engines(shown["workers"])):
         lines.append(_Row(engines))
-    if wrong := _format_errors(numbers):
+    if wrong := _format_metrics("problems", numbers):
         lines.append(_Row(wrong, "yellow"))
     if shown.get("is_behind"):
         lines.append(Text("the log is still being read: these numbers are those of earlier", style="bold yellow"))
@@ -135,14 +123,11 @@ def _format_headline(shown: dict[str, Any]) -> list[str]:
         if shown["ending"] is not None
         else f"step {numbers['step']}" + (f"/{numbers['steps']}" if numbers["steps"] > numbers["step"] else "")
     )
-    rates = [f"{numbers['episodes_per_second']:.1f} episodes/s", f"{format_count(numbers['tokens_per_second'])} tokens/s"]
-    return [f"run {shown['run']}", state, f"version {numbers['version']}", *rates]
+    return [f"run {shown['run']}", state, *_format_metrics("headline", numbers)]
 
 
 def _format_learning(numbers: dict[str, Any], step: dict[str, float]) -> list[str]:
-    parts = [f"reward {_format_number(numbers['reward'])}"]
-    if "success" in step:
-        parts.append(f"success {step['success']:.2f}")
+    parts = _format_metrics("learning", numbers) or ["reward -"]
     if "staleness_mean" in step:
         parts.append(f"staleness {step['staleness_mean']:.1f} (max {step.get('staleness_max', 0):.0f})")
     for name, label in (("seconds_wait", "wait"), ("seconds_train", "train"), ("entropy", "entropy")):
@@ -163,18 +148,9 @@ def _format_episodes(numbers: dict[str, Any], is_over: bool) -> list[str]:
 def _format_engines(workers: Sequence[WorkerRow]) -> list[str]:
     """The load of the engines of all inference workers together; of shares the largest and the least."""
     loads = [row.engine for row in workers if row.engine is not None]
-    formats: dict[str, Callable[[list[Any]], str]] = {
-        "running": lambda values: f"{sum(values):,} requests",
-        "waiting": lambda values: f"{sum(values):,} queued",
-        "tokens_per_second": lambda values: f"{format_count(sum(values))} tokens/s",
-        "kv_cache_use": lambda values: f"cache {max(values):.0%} full",
-        "prefix_hits": lambda values: f"prefix hits {min(values):.0%}",
-        "preemptions": lambda values: f"preempted {sum(values):,}",
-    }
-    parts = []
-    for name, form in formats.items():
-        if values := [value for load in loads if (value := getattr(load, name)) is not None]:
-            parts.append(form(values))
+    told = {metric: [getattr(load, metric.key) for load in loads] for metric in METRICS if metric.top == "engines"}
+    known = {metric: [value for value in values if value is not None] for metric, values in told.items()}
+    parts = [metric.format(metric.combine(values)) for metric, values in known.items() if values]
     return [f"engines: {parts[0]}", *parts[1:]] if parts else []
 
 
@@ -227,20 +203,16 @@ def _render_server(server: ServerView) -> list[RenderableType]:
     return lines + ([_Row(slow, "yellow")] if slow else [])
 
 
-def format_bytes(count: float) -> str:
-    """Human-readable size in bytes."""
-    for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= bytes_:
-            return f"{count / bytes_:.1f} {unit}"
-    return f"{count:.0f} B"
-
-
-def _format_errors(numbers: dict[str, Any]) -> list[str]:
-    named = _format_counts("cut short or failed", numbers["errors"]) + _format_counts("not trained", numbers["excluded"])
-    named += _format_counts("segments begun", numbers["segments"])
-    if numbers["turns_extending"] is not None:
-        named.append(f"turns that extend {numbers['turns_extending']:.0%}")
-    return named + ([f"take-overs {numbers['takeovers']}"] if numbers["takeovers"] else [])
+def _format_metrics(line: str, numbers: dict[str, Any]) -> list[str]:
+    """The metrics of a line of which something is known; of problems those that there are."""
+    parts = []
+    for metric in METRICS:
+        value = numbers[metric.key] if metric.top == line else None
+        if isinstance(value, dict):
+            parts += _format_counts(metric.text, value)
+        elif value or (value is not None and line != "problems"):
+            parts.append(metric.format(value))
+    return parts
 
 
 def _format_counts(title: str, found: dict[str, int]) -> list[str]:
@@ -279,7 +251,3 @@ def _build_table(workers: Sequence[WorkerRow]) -> Table:
             row.worker, row.role, Text(row.state, style=style), held, version, f"{row.seconds:.0f} s ago", style=style
         )
     return table
-
-
-def _format_number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

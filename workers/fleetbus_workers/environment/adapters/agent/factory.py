@@ -12,15 +12,15 @@ from fleetbus.config.run_folder import run_folder
 from fleetbus.errors import UserError
 from fleetbus.python_process import build_module_command
 from fleetbus.user_code import load_callable
+from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.agent.environment import AgentEnvironment
 from fleetbus_workers.environment.adapters.agent.host import AgentHost
-from fleetbus_workers.environment.specs import AdapterContext, Factory
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 RUNNER = "fleetbus_workers.environment.adapters.agent.run_function"
 
 
-def build_agent_factory(context: AdapterContext) -> Factory:
+def build(context: AdapterContext) -> Factory:
     """Environments around the agent of ``agent:SPEC``. Raises `UserError` for a command or function that is not there."""
     command = build_command(context.spec, context.rest)
     settings = context.settings

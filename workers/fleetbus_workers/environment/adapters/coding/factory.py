@@ -1,27 +1,22 @@
 """Coding environments of one worker: which isolation they use, and the watch over the memory of all of them."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from weakref import WeakSet
 
+from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.coding.environment import CodingEnvironment
 from fleetbus_workers.environment.isolation.sandbox import SandboxLimits, SandboxSession
 from fleetbus_workers.environment.isolation.sandbox.backends import require_isolation
 from fleetbus_workers.environment.isolation.sandbox.memory import MemoryWatch
-from fleetbus_workers.environment.isolation.verifier.base import Grader
 
 
-def build_coding_factory(
-    *, grader: Grader, prompt: str, observation_bytes: int, seconds: float
-) -> tuple[Callable[[], CodingEnvironment], Callable[[], AbstractAsyncContextManager[None]]]:
-    """A maker of environments, and the context around all of them. ``seconds`` bounds each piece of code.
-
-    Raises `IsolationUnavailable` where code of a model could do harm.
-    """
+def build(context: AdapterContext) -> Factory:
+    """Environments whose sandboxes end with the worker. Raises `IsolationUnavailable` where code of a model could do harm."""
     isolation = require_isolation()
     watch = MemoryWatch()
     sessions: WeakSet[SandboxSession] = WeakSet()
-    limits = SandboxLimits(seconds=seconds, output_bytes=max(2000, observation_bytes // 2))
+    limits = SandboxLimits(seconds=context.call_seconds, output_bytes=max(2000, context.observation_bytes // 2))
 
     @asynccontextmanager
     async def run() -> AsyncIterator[None]:
@@ -38,6 +33,6 @@ def build_coding_factory(
         return session
 
     def make() -> CodingEnvironment:
-        return CodingEnvironment(make_session, grader=grader, prompt=prompt, observation_bytes=observation_bytes)
+        return CodingEnvironment(make_session, **context.grading_arguments("compact"))
 
-    return make, run
+    return Factory(make, run)

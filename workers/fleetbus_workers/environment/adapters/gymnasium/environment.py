@@ -23,8 +23,8 @@ import gymnasium
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ChatMessage, Task
+from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.common.action_text import extract_action
-from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions, check_arguments
 from fleetbus_workers.environment.adapters.gymnasium.text import (
     LEGENDS,
     UnknownAction,
@@ -34,8 +34,9 @@ from fleetbus_workers.environment.adapters.gymnasium.text import (
     parse_action,
 )
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
-from fleetbus_workers.environment.episode.normalization import INFO_BYTES, clip_values
 from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage, encode_image_file, insert_images
+from fleetbus_workers.environment.normalization import INFO_BYTES, clip_values
+from fleetbus_workers.environment.task_permissions import TaskPermissions, check_arguments
 
 _MODULES = {"MiniGrid": "minigrid", "BabyAI": "minigrid", "ALE": "ale_py"}
 """Packages that register ids, by how these begin."""
@@ -50,17 +51,16 @@ _threads = anyio.CapacityLimiter(MAX_THREADS)
 T = TypeVar("T")
 
 
-def build_gymnasium_factory(
-    spec: str, id: str, *, store_image: StoreImage | None = None, permissions: TaskPermissions = NOTHING
-) -> Callable[[], GymnasiumEnvironment]:
-    """Makes environments of ``id``, or of the task's id if it is empty. Raises `UserError` if it is not registered."""
+def build(context: AdapterContext) -> Factory:
+    """Environments of the spec's id, else of the task's. Raises `UserError` if it is not registered."""
+    id, permissions, store_image = context.rest, context.permissions, context.store_image
     if id:
         try:
             _register(id, ())
             gymnasium.spec(id)
         except (gymnasium.error.Error, ImportError) as error:
-            raise UserError(f"environment {spec!r}: {str(error).splitlines()[0]}") from error
-    return lambda: GymnasiumEnvironment(id, store_image=store_image, permissions=permissions)
+            raise UserError(f"environment {context.spec!r}: {str(error).splitlines()[0]}") from error
+    return Factory(lambda: GymnasiumEnvironment(id, store_image=store_image, permissions=permissions))
 
 
 class GymnasiumEnvironment:

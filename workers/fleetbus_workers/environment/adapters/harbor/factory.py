@@ -15,14 +15,14 @@ from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus.tasks.harbor import HarborStep, HarborTask, Place, find_task, find_unsupported, hash_files, list_folders
 from fleetbus_schemas import Task
-from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions, read_permissions
+from fleetbus_workers.environment.adapter_context import AdapterContext, EnvironmentFactory
 from fleetbus_workers.environment.adapters.harbor.box import Box, BoxMaker, Recipe
 from fleetbus_workers.environment.adapters.harbor.environment import HarborEnvironment
 from fleetbus_workers.environment.adapters.harbor.grading import Grade, grade_separately, grade_shared, resolve_variables
 from fleetbus_workers.environment.adapters.harbor.sandbox_box import SandboxBoxes
 from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.isolation.sandbox import SandboxLimits, find_isolation
-from fleetbus_workers.environment.specs import AdapterContext, EnvironmentFactory
+from fleetbus_workers.environment.task_permissions import TaskPermissions, read_permissions
 
 _log = structlog.get_logger(__name__)
 
@@ -151,7 +151,7 @@ class HarborEnvironments:
             await verifier.stop()
 
 
-def build_harbor_factory(context: AdapterContext) -> EnvironmentFactory:
+def build(context: AdapterContext) -> EnvironmentFactory:
     """Environments of the tasks at ``harbor:DIR``. Raises `UserError` for a folder without tasks."""
     arguments = context.grading_arguments("compact")
     return HarborEnvironments(

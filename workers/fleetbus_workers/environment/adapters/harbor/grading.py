@@ -13,9 +13,9 @@ import anyio.to_thread
 import msgspec
 
 from fleetbus.tasks.harbor import VERIFIER_SECONDS, HarborStep
-from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions
 from fleetbus_workers.environment.adapters.harbor.box import ARTIFACTS, TESTS, VERIFIER_LOGS, Box
 from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.task_permissions import TaskPermissions
 
 REWARD_BYTES = 64 << 10
 REASON_CHARACTERS = 500

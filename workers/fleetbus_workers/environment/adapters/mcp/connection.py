@@ -29,8 +29,8 @@ from pydantic import ValidationError
 from fleetbus.core.text.prompts import find_result_error, truncate_text
 from fleetbus_schemas import ToolOutput, ToolSpec
 from fleetbus_workers.environment.base import EnvironmentFailed
-from fleetbus_workers.environment.episode.normalization import to_plain_values
 from fleetbus_workers.environment.images.observation import EncodedImage
+from fleetbus_workers.environment.normalization import to_plain_values
 from fleetbus_workers.images.image_formats import find_media_type
 
 MAX_TOOL_PAGES = 100

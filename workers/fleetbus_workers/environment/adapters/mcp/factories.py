@@ -16,7 +16,7 @@ from fleetbus.config.load import strip_credentials
 from fleetbus.errors import UserError
 from fleetbus.user_code import load_callable
 from fleetbus_schemas import Task
-from fleetbus_workers.environment.adapters.common.task_permissions import check_http_address
+from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.mcp.client import ClientConnection, ConnectionHost, open_command, open_server
 from fleetbus_workers.environment.adapters.mcp.connection import Connection, DirectConnection, has_default_lifespan
 from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment, PromptStyle
@@ -24,18 +24,18 @@ from fleetbus_workers.environment.adapters.mcp.http_connection import http_conne
 from fleetbus_workers.environment.adapters.mcp.merged_connection import MergedConnection
 from fleetbus_workers.environment.adapters.mcp.server_pool import PooledConnection, WarmPool
 from fleetbus_workers.environment.adapters.warehouse.server import serve_task
-from fleetbus_workers.environment.specs import AdapterContext, Factory
+from fleetbus_workers.environment.task_permissions import check_http_address
 
 TOKEN_VARIABLE = "MCP_BEARER_TOKEN"
 """Environment variable: sent to every URL as ``Authorization: Bearer``. Specs are shown and stored: no place for a token."""
 
 
-def build_warehouse_factory(context: AdapterContext) -> Factory:
+def build_warehouse(context: AdapterContext) -> Factory:
     """The environment that ships, in this process."""
     return _build_in_process_factory(context, serve_task, "compact", replayable=True)
 
 
-def build_object_factory(context: AdapterContext) -> Factory:
+def build_object(context: AdapterContext) -> Factory:
     """Environments over the server object that a user's function makes for each task."""
     serve = load_callable(f"environment {context.spec!r}", context.rest)
     # A tool that raises is answered to the policy. The SDK logs a traceback of each as well, up to a second of its event loop.
@@ -59,7 +59,7 @@ def _build_in_process_factory(
     return Factory(partial(McpEnvironment, connect, replayable=replayable, **context.mcp_arguments(style)), host.run)
 
 
-def build_http_factory(context: AdapterContext) -> Factory:
+def build_http(context: AdapterContext) -> Factory:
     """Environments over the MCP servers at comma separated URLs, or a URL alone. Raises `UserError` for no HTTP address."""
     addresses = _split_urls(context.spec, context.spec if context.rest.startswith("//") else context.rest)
     token = os.environ.get(TOKEN_VARIABLE, "")
@@ -76,7 +76,7 @@ def build_http_factory(context: AdapterContext) -> Factory:
     return Factory(partial(McpEnvironment, connect, **context.mcp_arguments("fleet")), host.run)
 
 
-def build_command_factory(context: AdapterContext) -> Factory:
+def build_command(context: AdapterContext) -> Factory:
     """Environments over a process each, or over processes that are reset with a tool of theirs between episodes."""
     options = context.form.partition("+")[2]
     key, _, reset_tool = options.partition("=")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from datetime import date
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from fleetbus.core.text.prompts import (
 )
 from fleetbus.core.text.tool_calls import final_answer, is_done, parse_tool_calls
 from fleetbus_schemas import Action, ChatMessage, Task, ToolCall, ToolOutput, ToolSpec
+from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.common.action_text import extract_action
 from fleetbus_workers.environment.adapters.common.tool_results import (
     answer_first_call,
@@ -52,13 +52,10 @@ METHOD_NOT_FOUND, NO_MCP = -32601, "does not support MCP"
 _HIDDEN_FIELDS = frozenset({"metadata", "done", "reward"})
 
 
-def build_openenv_factory(
-    url: str, *, grader: Grader, prompt: PromptStyle, observation_bytes: int
-) -> tuple[Callable[[], OpenEnvEnvironment], Callable[[], AbstractAsyncContextManager[None]]]:
-    """Makes environments on the server at ``url``, and what runs around all of them. Raises `UserError` if that is no URL."""
-    server = OpenEnvServer(url)
-    make = partial(OpenEnvEnvironment, server, grader=grader, prompt=prompt, observation_bytes=observation_bytes)
-    return make, server.run
+def build(context: AdapterContext) -> Factory:
+    """Environments on the server at the spec's URL. Raises `UserError` if that is none."""
+    server = OpenEnvServer(context.rest)
+    return Factory(partial(OpenEnvEnvironment, server, **context.grading_arguments("fleet")), server.run)
 
 
 class OpenEnvEnvironment:

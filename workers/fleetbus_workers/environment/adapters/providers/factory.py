@@ -4,36 +4,31 @@ KIND is a kind of environment that takes a URL. The server is started for each e
 """
 
 import shlex
-from collections.abc import Callable
 
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
+from fleetbus_workers.environment.adapter_context import AdapterContext
 from fleetbus_workers.environment.adapters.providers.base import Provider
 from fleetbus_workers.environment.adapters.providers.docker import DockerProvider, check_docker_installed
 from fleetbus_workers.environment.adapters.providers.kubernetes import KubernetesProvider, check_kubernetes_installed
 from fleetbus_workers.environment.adapters.providers.process import ProcessProvider
 from fleetbus_workers.environment.adapters.providers.provisioned_environment import ServerHost
-from fleetbus_workers.environment.specs import EnvironmentFactory
 
 KINDS = {"openenv": "openenv:{url}", "remote-gym": "remote-gym:{url}", "http": "http:{url}/mcp"}
 """Kinds of environments on a server, and their specs."""
 
 
-def build_server_host(
-    spec: str, form: str, rest: str, build_factory: Callable[[str], EnvironmentFactory], settings: Configuration
-) -> ServerHost:
-    """The servers that a spec asks for. ``build_factory`` makes the factory for the spec of an environment on one of them.
-
-    Raises `UserError` when the spec names no kind, or what its provider needs is not there.
-    """
-    kind, _, target = rest.partition(":")
+def build(context: AdapterContext) -> ServerHost:
+    """The servers that a spec asks for. Raises `UserError` when it names no kind, or what its provider needs is not there."""
+    spec, form, settings = context.spec, context.form, context.settings
+    kind, _, target = context.rest.partition(":")
     if kind not in KINDS or not target.strip():
         example = "process:openenv:uvicorn module:app --port {port}" if form == "process" else f"{form}:openenv:IMAGE"
         raise UserError(f"environment {spec!r} must name a kind ({', '.join(KINDS)}) and what to start, as in {example}")
-    build_factory(KINDS[kind].format(url="http://127.0.0.1:9"))  # so that a missing package is reported now
+    context.build_factory(KINDS[kind].format(url="http://127.0.0.1:9"))  # so that a missing package is reported now
     return ServerHost(
         _build_provider(spec, form, target, settings),
-        lambda url: build_factory(KINDS[kind].format(url=url)),
+        lambda url: context.build_factory(KINDS[kind].format(url=url)),
         run=settings.run.name,
         ready_seconds=settings.limits.open,
         episode_seconds=settings.limits.episode,

@@ -12,10 +12,10 @@ import structlog
 from anyio.abc import TaskGroup, TaskStatus
 
 from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.environment.adapters.providers.base import ProvidedServer, Provider, wait_until_ready
 from fleetbus_workers.environment.base import Environment, EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.ownership import Labels, build_process_owner
-from fleetbus_workers.environment.specs import EnvironmentFactory
 
 READY_PATH = "/health"
 STOP_SECONDS = 60.0

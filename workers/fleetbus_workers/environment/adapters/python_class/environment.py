@@ -7,8 +7,8 @@ runs on in its thread, and the next call of that episode waits until it has ende
 import inspect
 import itertools
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -19,7 +19,9 @@ from fleetbus.config.settings import EnvironmentSettings
 from fleetbus.errors import UserError
 from fleetbus.user_code import load_callable
 from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
+from fleetbus_workers.environment.own_images import ImageStoringFactory
 from fleetbus_workers.environment.validation import validate_return
 
 CALLS = ("open", "reset", "step", "state", "verify", "close")
@@ -44,13 +46,25 @@ def is_asynchronous(kind: object) -> bool:
     return all(inspect.iscoroutinefunction(getattr(kind, call)) for call in CALLS)
 
 
-def build_class_factory(
-    kind: Callable[[], Any], *, devices: Sequence[str] = (), threads: int = 64
-) -> tuple[Callable[[], Environment], Callable[[], AbstractAsyncContextManager[None]]]:
-    """A maker of environments of a class that `check_class` has seen, and the context around all of them.
+def build(context: AdapterContext) -> Factory:
+    """Environments of the class that the spec, MODULE:CLASS, names. Raises `UserError`."""
+    return build_from_kind(context, load_callable(f"environment {context.spec!r}", context.spec))
 
-    The n-th environment finds the n-th of ``devices`` as ``device`` in its task's config, and round again.
+
+def build_from_kind(context: AdapterContext, kind: Callable[[], Any]) -> Factory:
+    """Environments of a class, whose images are stored. Raises `UserError` if it is none of environments."""
+    check_class(context.spec, kind)
+    factory = build_class_factory(kind, context.settings.environment)
+    return Factory(ImageStoringFactory(factory, context.store_image), factory.run)
+
+
+def build_class_factory(kind: Callable[[], Any], settings: EnvironmentSettings | None = None) -> Factory:
+    """Environments of a class that `check_class` has seen.
+
+    The n-th environment finds the n-th of the settings' devices as ``device`` in its task's config, and round again.
     """
+    settings = settings or EnvironmentSettings()
+    devices, threads = parse_device_names(settings.devices), settings.slots
     device = itertools.cycle(devices) if devices else None
     is_used_directly = is_asynchronous(kind) and device is None
     limiter: list[anyio.CapacityLimiter] = []
@@ -67,16 +81,7 @@ def build_class_factory(
         await anyio.lowlevel.checkpoint()
         yield
 
-    return make, run
-
-
-def build_named_class_factory(
-    spec: str, settings: EnvironmentSettings
-) -> tuple[Callable[[], Environment], Callable[[], AbstractAsyncContextManager[None]]]:
-    """The same for the class that ``spec``, MODULE:CLASS, names. Raises `UserError`."""
-    kind = load_callable(f"environment {spec!r}", spec)
-    check_class(spec, kind)
-    return build_class_factory(kind, devices=parse_device_names(settings.devices), threads=settings.slots)
+    return Factory(make, run)
 
 
 def assign_device(task: Task, device: str) -> Task:

@@ -19,14 +19,15 @@ import anyio
 import msgspec
 from anyio.abc import Process
 
-from fleetbus.config.settings import EnvironmentSettings
 from fleetbus.python_process import build_module_command
 from fleetbus.user_code import load_callable
 from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.python_class.environment import assign_device, check_class, parse_device_names
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.images.observation import EncodedImage
 from fleetbus_workers.environment.isolation.sandbox.channel import Channel, ChannelBroken
+from fleetbus_workers.environment.own_images import ImageStoringFactory
 
 S = TypeVar("S", Start, Step)
 
@@ -36,16 +37,18 @@ MAX_ANSWER_BYTES = 16 << 20
 """Of one call of the class; its observations may have images in them."""
 
 
-def build_process_pool(spec: str, path: str, settings: EnvironmentSettings) -> ProcessPool:
-    """The pool for the class at ``path``, MODULE:CLASS. Raises `UserError`."""
-    kind = load_callable(f"environment {spec!r}", path)
-    check_class(spec, kind)
-    return ProcessPool(
+def build(context: AdapterContext) -> Factory:
+    """Environments of the class at pool:MODULE:CLASS, in processes; images are stored. Raises `UserError`."""
+    path, settings = context.rest, context.settings.environment
+    kind = load_callable(f"environment {context.spec!r}", path)
+    check_class(context.spec, kind)
+    pool = ProcessPool(
         path,
         processes=settings.processes or settings.slots,
         devices=parse_device_names(settings.devices),
         replayable=bool(getattr(kind, "replayable", False)),
     )
+    return Factory(ImageStoringFactory(pool, context.store_image), pool.run)
 
 
 class ProcessPool:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from fleetbus.errors import UserError
-from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions
+from fleetbus_workers.environment.task_permissions import TaskPermissions
 
 TOKEN_VARIABLE = "GYM_API_KEY"
 

@@ -7,8 +7,7 @@ it is the session of an environment worker, below it one `RemoteGymSession`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ import structlog
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ChatMessage, Task
-from fleetbus_workers.environment.adapters.common.task_permissions import TaskPermissions
+from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.remote_gym.client import (
     RemoteGymError,
     RemoteGymSession,
@@ -30,6 +29,7 @@ from fleetbus_workers.environment.adapters.remote_gym.config import parse_urls, 
 from fleetbus_workers.environment.adapters.remote_gym.wire import DecodedResponse, WireError, encode_image
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage, insert_images
+from fleetbus_workers.environment.task_permissions import TaskPermissions
 
 NOTHING = TaskPermissions()
 
@@ -39,15 +39,14 @@ PLACEHOLDER = "<image>"
 _log = structlog.get_logger(__name__)
 
 
-def build_remote_gym_factory(
-    urls: str, *, store_image: StoreImage | None = None, permissions: TaskPermissions = NOTHING
-) -> tuple[Callable[[], RemoteGymEnvironment], Callable[[], AbstractAsyncContextManager[None]]]:
-    """Makes environments on these servers, and what runs around all of them. Raises `UserError` for what is no URL."""
-    pool, default_urls = ServerPool(), parse_urls(urls)
-    if urls and not default_urls:
-        raise UserError(f"{urls!r} is not the address of a remote-gym server, as in http://127.0.0.1:8000")
+def build(context: AdapterContext) -> Factory:
+    """Environments on the spec's servers, else on the task's. Raises `UserError` for what is no URL."""
+    pool, default_urls = ServerPool(), parse_urls(context.rest)
+    if context.rest and not default_urls:
+        raise UserError(f"{context.rest!r} is not the address of a remote-gym server, as in http://127.0.0.1:8000")
+    permissions, store_image = context.permissions, context.store_image
     make = partial(RemoteGymEnvironment, pool, default_urls, store_image=store_image, permissions=permissions)
-    return make, pool.run
+    return Factory(make, pool.run)
 
 
 class RemoteGymEnvironment:

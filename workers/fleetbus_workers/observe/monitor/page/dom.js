@@ -35,6 +35,9 @@ export function bytes(value) {
 
 export const percent = (value) => (value === null || value === undefined ? "–" : `${(value * 100).toFixed(0)} %`);
 
+/** A value of a metric in its unit. */
+export const quantity = (value, { unit, digits }) => unit === "ratio" ? percent(value) : unit === "s" ? seconds(value) : unit === "bytes" ? bytes(value) : number(value, digits);
+
 /** A table of `rows`; columns are `[title, cell(row), class, field]`. `open(row)` makes rows reachable by keyboard; `sort` is
  *  `{by, go(by)}`: columns with a field are then sorted by a click, the second time from the largest on. */
 export function table(caption, columns, rows, open, sort) {

@@ -1,15 +1,15 @@
 // The first view: counters, workers, failures, and the state of the log.
 import { drainButton, pauseButton } from "./actions.js";
 import { rewardChart } from "./curves.js";
-import { bytes, el, number, percent, seconds, section, table } from "./dom.js";
+import { bytes, el, number, percent, quantity, seconds, section, table } from "./dom.js";
 
 const MOST_WORKERS = 200;
 const STATES = { working: "good", draining: "warn", starting: "dim", silent: "bad", stopped: "dim", failed: "bad" };
 
 export function overview(shown, points, evaluations) {
-  const { numbers, workers, log, server, stalls, notes, ending } = shown;
+  const { metrics, numbers, workers, log, server, stalls, notes, ending } = shown;
   const acts = shown.actions && !ending;
-  return [over(ending), stuck(stalls), worthKnowing(notes), failures(numbers.failures), el("div", { class: "grid" }, section("Reward and success", rewardChart(points, evaluations)), cards(numbers, stalls, acts && !numbers.finished ? pauseButton(shown.paused) : null)), workerTable(workers, ending, acts), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, numbers, ending)), ending && log.problem ? null : natsServer(server)].filter(Boolean);
+  return [over(ending), stuck(stalls), worthKnowing(notes), failures(numbers.failures), el("div", { class: "grid" }, section("Reward and success", rewardChart(points, evaluations)), cards(metrics, numbers, stalls, acts && !numbers.finished ? pauseButton(shown.paused) : null)), workerTable(workers, metrics, ending, acts), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, metrics, numbers, ending)), ending && log.problem ? null : natsServer(server)].filter(Boolean);
 }
 
 /** For a run that has ended: when and how it ended, and how to resume it. */
@@ -24,26 +24,29 @@ const worthKnowing = (notes) => notes.length ? el("section", { "aria-label": "No
 /** Why episodes have no grade: each kind with its count, its place and its first traceback. */
 const failures = (kinds) => kinds.length ? section("Failures", ...kinds.map((kind) => el("div", { class: "failure" }, el("p", { class: "bad" }, kind.line, " · ", el("a", { href: `#/episode/${encodeURIComponent(kind.episode_id)}` }, kind.episode_id)), kind.traceback ? el("details", {}, el("summary", {}, "traceback"), el("pre", {}, kind.traceback)) : null))) : null;
 
-function cards(numbers, stalls, button) {
+/** The cards of a section, as the table of metrics has them; one for each label of those that are counted by one. */
+function derived(metrics, page, numbers) {
+  const card = (metric, title, value) => [title, metric.warns ? el("span", { class: value ? "bad" : "" }, quantity(value, metric)) : quantity(value, metric)];
+  return metrics.filter((metric) => metric.page === page).flatMap((metric) => {
+    const value = numbers[metric.key];
+    if (value === null && metric.optional) return [];
+    if (value === null || typeof value !== "object") return [card(metric, metric.title, value)];
+    return Object.entries(value).map(([label, count]) => card(metric, `${metric.title}: ${label.replaceAll("_", " ")}`, count));
+  });
+}
+
+function cards(metrics, numbers, stalls, button) {
   const facts = [
     ["step", `${numbers.step}/${numbers.steps}${numbers.finished ? " · finished" : ""}`],
-    ["policy version", numbers.version],
     ["episodes finished", number(numbers.finished_episodes)],
     ["running · waiting", `${number(numbers.running)} · ${number(numbers.waiting)}`],
-    ["reward, last 500", number(numbers.reward, 2)],
-    ["episodes/s", number(numbers.episodes_per_second, 1)],
-    ["tokens/s", number(numbers.tokens_per_second)],
-    ["turns per episode", number(numbers.turns, 1)],
-    ["truncated", percent(numbers.truncated)],
-    ["tool errors", percent(numbers.tool_error_rate)],
-    ...(numbers.turns_extending === null ? [] : [["turns that extend", percent(numbers.turns_extending)], ...Object.entries(numbers.segments).map(([reason, count]) => [`segments: ${reason.replaceAll("_", " ")}`, number(count)])]),
-    ["oldest open episode", seconds(numbers.oldest_open_seconds || null)],
+    ...derived(metrics, "run", numbers),
     ["last progress", numbers.since_progress_seconds === null ? "–" : el("span", { class: stalls.length ? "bad" : "" }, `${seconds(numbers.since_progress_seconds)} ago`)],
   ];
   return el("section", { "aria-label": "Run" }, el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))), button);
 }
 
-function workerTable(workers, ending, acts) {
+function workerTable(workers, metrics, ending, acts) {
   if (!workers.length) return section("Workers", el("p", { class: "empty" }, ending ? "none any more" : "no heartbeat received yet"));
   const columns = [
     ["worker", (row) => row.worker],
@@ -52,7 +55,7 @@ function workerTable(workers, ending, acts) {
     ["in flight", (row) => (row.role === "learner" ? `${row.in_flight} groups` : row.slots ? el("span", {}, el("span", { class: "bar", role: "img", "aria-label": `${row.in_flight} of ${row.slots}`, style: { display: "inline-block", width: "80px" } }, el("i", { style: { width: `${Math.min(100, (100 * row.in_flight) / row.slots)}%` } })), ` ${row.in_flight}/${row.slots}`) : "")],
     ["version", (row) => (row.policy_version < 0 ? "" : row.policy_version), "number"],
     ["lane", (row) => row.lane],
-    ...(workers.some((row) => row.engine) ? [["engine", (row) => (row.engine ? engineLoad(row.engine) : "")]] : []),
+    ...(workers.some((row) => row.engine) ? [["engine", (row) => (row.engine ? engineLoad(row.engine, metrics) : "")]] : []),
     ["last heartbeat", (row) => `${seconds(row.seconds)} ago`, "number"],
     ["note", (row) => row.note, "wide"],
     ...(acts ? [["", (row) => (row.state === "working" ? drainButton(row.worker) : "")]] : []),
@@ -65,16 +68,9 @@ function workerTable(workers, ending, acts) {
 }
 
 /** What an engine says of itself, as far as it does. */
-function engineLoad(load) {
-  const parts = [
-    [load.running, (value) => `${number(value)} running`],
-    [load.waiting, (value) => `${number(value)} queued`],
-    [load.tokens_per_second, (value) => `${number(value)} tokens/s`],
-    [load.kv_cache_use, (value) => `cache ${percent(value)}`],
-    [load.prefix_hits, (value) => `prefix hits ${percent(value)}`],
-    [load.preemptions, (value) => `${number(value)} preempted`],
-  ];
-  return parts.filter(([value]) => value !== null && value !== undefined).map(([value, format]) => format(value)).join(" · ");
+function engineLoad(load, metrics) {
+  const told = metrics.filter((metric) => metric.page === "engine" && load[metric.key] !== null && load[metric.key] !== undefined);
+  return told.map((metric) => metric.unit === "ratio" ? `${metric.title} ${percent(load[metric.key])}` : `${number(load[metric.key], metric.digits)} ${metric.title}`).join(" · ");
 }
 
 function outcomes(numbers) {
@@ -88,7 +84,7 @@ function outcomes(numbers) {
   return section("Outcomes", table("Episodes by outcome, reason for exclusion, and error", [["", (row) => row[0]], ["name", (row) => el("span", { class: row[3] }, row[1].replaceAll("_", " "))], ["episodes", (row) => number(row[2]), "number"]], rows));
 }
 
-function logHealth(log, numbers, ending) {
+function logHealth(log, metrics, numbers, ending) {
   const share = log.limit_bytes ? log.bytes / log.limit_bytes : 0;
   const kind = share > 0.9 ? "bad" : share > 0.7 ? "warn" : "";
   const facts = [
@@ -97,8 +93,7 @@ function logHealth(log, numbers, ending) {
     ["entries/s", number(log.entries_per_second, 1)],
     ["read up to entry", number(log.followed)],
     ["newest entry read", `${seconds(numbers.quiet_seconds)} ago`],
-    ["take-overs", number(numbers.takeovers)],
-    ["malformed entries", el("span", { class: numbers.malformed ? "bad" : "" }, number(numbers.malformed))],
+    ...derived(metrics, "log", numbers),
     ["checkpoint at step", numbers.checkpoint || "–"],
   ];
   return section("Log", log.problem ? (ending ? el("p", { class: "empty" }, "no longer served") : el("p", { class: "bad", role: "alert" }, log.problem)) : null, el("div", { class: "bar", role: "img", "aria-label": `the log is ${percent(share)} full` }, el("i", { class: kind, style: { width: `${Math.max(share * 100, 0.5)}%` } })), el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))));
