@@ -9,8 +9,6 @@ import anyio
 import pytest
 
 from fleetbus.bus.base import Bus
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import FleetSettings
 from fleetbus_schemas import EpisodeRequested, Subjects, encode
@@ -19,6 +17,7 @@ from fleetbus_workers.environment.adapters.fleet.factory import build_fleet_fact
 from tests.support.fleet_platform.episodes import TASK, begun, environments, platform, prepare, settings
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
 from tests.support.processes import wait_for_output
+from tests.support.servers import connect, run_server
 from tests.support.tool_calls import NoGrader, call, read_step_text
 
 pytestmark = pytest.mark.integration
