@@ -2,7 +2,7 @@
 
 Subjects (`fleetbus_schemas.subjects`), the AsyncAPI document, the streams of a run (`fleetbus.bus.streams`) and the rights of
 every role (`fleetbus.auth.permissions`) are derived from it. A new channel or a new right is a change of this table and of the
-code that uses it, and of nothing else (decision 0161).
+code that uses it, and of nothing else (docs/decisions/0161-one-table-of-channels.md).
 """
 
 from __future__ import annotations

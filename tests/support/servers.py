@@ -6,7 +6,7 @@ Each worker connects with the key of its role, so a right that is missing fails 
 
 `run_server` and `connect` take the place of fleetbus's own in tests: the same calls, against a server of that form. A run is
 let in when somebody first connects to it. Tests about a server of a certain form (odd ones, wrappers, accounts) import
-fleetbus's own (decision 0162).
+fleetbus's own (docs/decisions/0162-tests-run-with-keys.md).
 """
 
 from __future__ import annotations
