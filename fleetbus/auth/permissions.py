@@ -1,5 +1,5 @@
 """The rights that each user of a run needs on the bus, and nothing else: accounts derive from this, and this from the table of
-channels. Pure.
+channels (docs/decisions/0161-one-table-of-channels.md). Pure.
 
 A run has an account that holds its streams, and an account per role. JetStream's API is a set of subjects, so a need is a
 subject: a role's account imports those of its needs that the run's account serves, and what other roles serve or tell. A

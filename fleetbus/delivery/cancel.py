@@ -7,7 +7,7 @@ worker is asked. In all races meanwhile compare-and-set leaves an episode with o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import anyio
 import msgspec
@@ -27,6 +27,7 @@ from fleetbus_schemas import (
     decode,
     encode,
 )
+from fleetbus_schemas.channels import WORKERS
 
 ANSWER_SECONDS = 2.5
 TRIES = 8
@@ -109,14 +110,13 @@ async def pause_admission(bus: CallBus, subjects: Subjects, *, is_paused: bool) 
 
 async def drain_worker(bus: CallBus, subjects: Subjects, worker: str) -> WorkerRole | None:
     """Ask a worker to drain; returns its role, None if no worker has that name. Raises `RequestUnanswered` if it hangs."""
-    for role in get_args(WorkerRole):
+    for role in WORKERS:
         try:
             question = encode(ControlRequested(command="drain"))
             await bus.request(subjects.control(role, worker), question, timeout=ANSWER_SECONDS)
         except NoResponders:
             continue
-        found: WorkerRole = role
-        return found
+        return role
     return None
 
 

@@ -1,7 +1,8 @@
 """Says a warning that comes again and again once, and then how often it came, at growing intervals.
 
 While a server is away, everything that waits for it retries and warns: 64 episodes for 18 minutes are 2,000 lines that say the
-same. Above it is the set-up of logs. Counted are warnings that say that something is retried, by their event alone.
+same. Above it is the set-up of logs. Counted are warnings that say that something is retried, by their event alone
+(docs/decisions/0163-retries-are-said-once.md).
 """
 
 import logging

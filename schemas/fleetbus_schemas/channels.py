@@ -2,7 +2,7 @@
 
 Subjects (`fleetbus_schemas.subjects`), the AsyncAPI document, the streams of a run (`fleetbus.bus.streams`) and the rights of
 every role (`fleetbus.auth.permissions`) are derived from it. A new channel or a new right is a change of this table and of the
-code that uses it, and of nothing else.
+code that uses it, and of nothing else (docs/decisions/0161-one-table-of-channels.md).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fleetbus_schemas.lifecycle import (
     LaneLease,
     WorkerDraining,
     WorkerFailed,
+    WorkerRole,
     WorkerStarted,
     WorkerStopped,
 )
@@ -33,10 +34,10 @@ from fleetbus_schemas.retention import FloorRaised
 from fleetbus_schemas.session import SessionAnswer, SessionCall, SessionClaimed, SessionEnded, SessionRecorded
 from fleetbus_schemas.training import CheckpointStored, EvaluationFinished, LineageStarted, StepTrained, TrainingFinished
 
-WORKERS = ("environment", "inference", "learner", "recorder", "gateway")
+WORKERS: tuple[WorkerRole, ...] = ("environment", "inference", "learner", "recorder", "gateway")
 """Roles that say of themselves that they live, and take control requests."""
 
-ROLES = ("admin", "operator", *WORKERS, "monitor")
+ROLES: tuple[str, ...] = ("admin", "operator", *WORKERS, "monitor")
 """All users of a run. The admin declares it and may do everything; the operator requests, cancels, drains and pauses; the
 monitor only reads."""
 
@@ -52,11 +53,11 @@ Way = Literal["send", "last", "batch", "scan", "work", "progress", "serve", "cal
 | ``last`` | `last`, by a direct get that names its subject |
 | ``batch`` | `history`, `last_of_each`, `next_entry`: the server does not see which subjects they read, so they may read all |
 | ``scan`` | `read`, `scan`, by a consumer with this filter; `history` of a role that may not ``batch`` |
-| ``work``, ``progress`` | `pull` and `ack_floor` of the durable consumers; `ack_floor` of those alone that everybody shares |
+| ``work``, ``progress`` | `pull` and `ack_floors` of the durable consumers; `ack_floors` of those alone that everybody shares |
 | ``serve``, ``call``, ``hear`` | `serve`; `request`; `listen` |
 | ``fetch`` | `get` of objects |
-| ``floors``, ``purge`` | `consumer_floors`, `purge`: of the whole log alone |
-| ``info`` | `last_sequence`, `usage`, `backlog`, `list_subjects`, and the server's clock |
+| ``floors``, ``purge`` | `ack_floors` of all durable consumers, `purge`: of the whole log alone |
+| ``info`` | `log_state`, `list_subjects`, and the server's clock |
 """
 
 _PARAMETER = re.compile(r"\{(\w+)\}")

@@ -16,9 +16,9 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from fleetbus.bus.nats import connect
 from fleetbus.config.settings import Configuration
 from fleetbus.tasks.files import load_dataset
+from tests.support.servers import connect
 
 
 def choose_command(configuration_file: Path) -> Callable[[str, str], Sequence[str]]:

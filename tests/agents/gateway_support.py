@@ -14,8 +14,6 @@ import anyio
 import httpx
 
 from fleetbus.bus.base import Bus
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, InferenceSettings, RunSettings
 from fleetbus.log.episodes import read_episode_state
@@ -23,6 +21,7 @@ from fleetbus_schemas import EpisodeFinished, EpisodeRequested, PolicyPublished,
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from fleetbus_workers.inference.worker import run_inference
 from fleetbus_workers.serving.listeners import bind
+from tests.support.servers import connect, run_server
 
 RUN = "outside"
 SUBJECTS = Subjects(RUN)

@@ -17,8 +17,6 @@ import pytest
 
 from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import Bus
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.log.episodes import decode_episode_entry
 from fleetbus_schemas import (
@@ -34,6 +32,7 @@ from fleetbus_schemas import (
 )
 from tests.agents.gateway_support import find_port
 from tests.support.processes import children
+from tests.support.servers import connect, run_server
 
 RUN = "kills"
 AGENT = Path(__file__).with_name("impatient_agent.py")
@@ -42,7 +41,6 @@ SUBJECTS = Subjects(RUN)
 
 WORKER = """
 import sys, anyio, structlog
-from fleetbus.bus.nats import connect
 from fleetbus.config.settings import Configuration, EnvironmentSettings, InferenceSettings, LimitSettings, RunSettings
 from fleetbus_workers.environment.specs import build_environment_factory
 from fleetbus_workers.environment.worker import run_environment

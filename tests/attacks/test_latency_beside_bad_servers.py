@@ -13,7 +13,6 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import NatsServerProcess
 from fleetbus.config.settings import EnvironmentSettings, RunSettings
 from fleetbus_schemas import Action, Task
@@ -22,6 +21,7 @@ from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Environment, Start, Step
 from fleetbus_workers.environment.specs import build_environment_factory
 from tests.attacks.test_bad_servers import BAD, LINES, OBSERVATIONS
+from tests.support.servers import connect
 from tests.support.small_deployment import build_configuration, small_deployment
 from tests.support.tool_calls import NoGrader
 

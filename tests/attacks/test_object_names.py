@@ -9,16 +9,15 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.bus.nats import connect
 from fleetbus.bus.nats import objects as nats_objects
 from fleetbus.bus.nats.bus import NatsBus
-from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.objects import InvalidObjectName, ObjectMissing, ObjectTooLarge, check_object_name, get_content
 from fleetbus_schemas import Image, PolicyPublished
 from fleetbus_workers.gateway.images import build_image_loader
 from fleetbus_workers.images.reader import ImageMissing, ImageReader
 from fleetbus_workers.weights.fetch import WeightsFetcher
 from fleetbus_workers.weights.file import WeightsRejected
+from tests.support.servers import connect, run_server
 
 
 @pytest.fixture

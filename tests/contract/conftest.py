@@ -138,11 +138,14 @@ class NatsWorld(World):
         self._server = server
 
     def connect(self) -> AbstractAsyncContextManager[Bus]:
-        return connect(self._server.url, run=self.run, role="test")
+        return connect(self._server.url, run=self.run, role="test", **self._server.access)
 
     @asynccontextmanager
     async def connect_by_line(self) -> AsyncGenerator[tuple[Bus, Line]]:
-        async with Relay(self._server.url).running() as relay, connect(relay.url, run=self.run, role="test") as bus:
+        async with (
+            Relay(self._server.url).running() as relay,
+            connect(relay.url, run=self.run, role="test", **self._server.access) as bus,
+        ):
             yield bus, relay
 
     async def kill_server(self) -> None:
@@ -152,7 +155,7 @@ class NatsWorld(World):
         await self._server.restart()
 
     async def purge(self, below: int) -> None:
-        async with connect(self._server.url, run=self.run, role="test") as bus:
+        async with connect(self._server.url, run=self.run, role="test", **self._server.access) as bus:
             await bus._connection.api.ask(f"STREAM.PURGE.{log_stream(self.run)}", {"seq": below})  # type: ignore[attr-defined]
 
 

@@ -16,7 +16,11 @@ CLIENTS = 8
 
 async def test_whoever_takes_over_from_a_killed_worker_closes_its_sessions_upstream(tmp_path: Path) -> None:
     double = RemoteGymDouble(goal=5)
-    async with remote_gym_double(double), start_processes(tmp_path / "store") as fleet, sessions(fleet.bus, SUBJECTS) as client:
+    async with (
+        remote_gym_double(double),
+        start_processes(tmp_path / "store") as fleet,
+        sessions(fleet.operator, SUBJECTS) as client,
+    ):
         worker = ("environment", "--environment", f"remote-gym:{double.url}", "--environment-session-slots", str(CLIENTS))
         await fleet.start("e1", *worker)
         opened = [client.session() for _ in range(CLIENTS)]

@@ -16,11 +16,10 @@ import skyrl_gym
 from anyio.from_thread import start_blocking_portal
 from skyrl_gym.envs.registration import deregister
 
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.client.skyrl import FleetbusEnv
 from fleetbus_schemas import Subjects
+from tests.support.servers import connect, run_server
 
 RUN = "skyrl"
 

@@ -25,7 +25,7 @@ _WAYS: dict[str, tuple[Way, ...]] = {
     "serve": ("serve",),
     "listen": ("hear",),
     "pull": ("work",),
-    "ack_floor": ("work", "progress"),
+    "ack_floors": ("work", "progress"),
     "last": ("last",),
     "history": ("batch",),
     "last_of_each": ("batch",),
@@ -34,17 +34,13 @@ _WAYS: dict[str, tuple[Way, ...]] = {
     "scan": ("scan",),
     "purge": ("purge",),
     "objects": ("send", "fetch"),
-    "consumer_floors": ("floors",),
-    "last_sequence": ("info",),
-    "usage": ("info",),
-    "backlog": ("info",),
-    "duplicate_window_seconds": ("info",),
     "list_subjects": ("info",),
     "log_state": ("info",),
 }
 """By call of the bus; one of them is enough."""
 
 _ABOUT_THE_LOG = ("info", "floors", "purge")
+"""These name no channel, or all of them."""
 
 
 class CheckedBus:
@@ -64,6 +60,8 @@ class CheckedBus:
         return found if ways is None else partial(self._checked, found, name, ways)
 
     def _checked(self, call: Any, name: str, ways: tuple[Way, ...], *args: Any, **options: Any) -> Any:
+        if name == "ack_floors" and not args:
+            ways = ("floors",)
         if ways[0] in _ABOUT_THE_LOG:
             check(self._user, name, ways, "fb.RUN.>")
         else:
@@ -85,7 +83,7 @@ def check(user: str, name: str, ways: tuple[Way, ...], subject: str) -> None:
 
 
 def find_channel(name: str, subject: str) -> Channel | None:
-    if name in ("pull", "ack_floor"):
+    if name in ("pull", "ack_floors") and not subject.startswith("fb."):
         return _find_by_consumer(subject.partition("_")[0])
     if name == "objects":
         return next(channel for channel in CHANNELS if channel.kept == "bucket")

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
+from tests.support.servers import connect, run_server
 
 Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
 """Connects the worker of that name."""

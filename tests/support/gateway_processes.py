@@ -15,23 +15,23 @@ import anyio
 import httpx
 
 from fleetbus.bus.base import Bus
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus_schemas import Subjects, WorkerStarted
 from fleetbus_schemas.message import decode_any
 from tests.support.gym_service import Wire, new_boundary
+from tests.support.servers import connect, run_server
 
 RUN = "gateway"
 SUBJECTS = Subjects(RUN)
 
 
 class ProcessDeployment:
-    """Processes of one run; killed at the end whatever happened."""
+    """Processes of one run, killed at the end whatever happened. ``bus`` is an admin's, ``operator`` an operator's."""
 
-    def __init__(self, url: str, bus: Bus) -> None:
+    def __init__(self, url: str, bus: Bus, operator: Bus) -> None:
         self.url = url
         self.bus = bus
+        self.operator = operator
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     async def start(self, name: str, *command: str) -> None:
@@ -61,12 +61,13 @@ class ProcessDeployment:
 async def start_processes(folder: Path, *, seconds: float = 55) -> AsyncIterator[ProcessDeployment]:
     async with run_server(folder, monitor_port=None) as server, connect(server.url, run=RUN) as bus:
         await bus.declare(plan_run(RUN))
-        fleet = ProcessDeployment(server.url, bus)
-        try:
-            with anyio.fail_after(seconds):
-                yield fleet
-        finally:
-            fleet.kill_all()
+        async with connect(server.url, run=RUN, role="operator") as operator:
+            fleet = ProcessDeployment(server.url, bus, operator)
+            try:
+                with anyio.fail_after(seconds):
+                    yield fleet
+            finally:
+                fleet.kill_all()
 
 
 def free_port() -> int:

@@ -37,6 +37,7 @@ FOLDERS = (
 
 RETRIES = frozenset(
     {
+        "fleetbus.bus.nats.client_wire:_open",
         "fleetbus.bus.nats.publisher:_send",
         "fleetbus.bus.nats.server:_wait_until_jetstream",
         "fleetbus.client.sessions:call",

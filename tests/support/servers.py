@@ -3,27 +3,41 @@
 ``keyed`` is one server with the keys, rights and TLS that `fleetbus auth init` writes; ``cluster`` is three such servers with
 routes between them and three copies of each stream; ``open`` lets everybody do everything, as a server of `fleetbus up` does.
 Each worker connects with the key of its role, so a right that is missing fails the test.
+
+`run_server` and `connect` take the place of fleetbus's own in tests: the same calls, against a server of that form. A run is
+let in when somebody first connects to it. Tests about a server of a certain form (odd ones, wrappers, accounts) import
+fleetbus's own (docs/decisions/0162-tests-run-with-keys.md).
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import AsyncIterator, Sequence
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from fleetbus.auth.access import Access, build_access
 from fleetbus.auth.folder import AuthFolder, write_folder
+from fleetbus.bus import nats
 from fleetbus.bus.base import Bus
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import NatsServerProcess, run_server
+from fleetbus.bus.nats.server import NatsServerProcess
+from fleetbus.bus.nats.server import run_server as run_one_server
 from fleetbus.bus.streams import RunPlan, plan_run
+from fleetbus.client.blocking import AUTH_VARIABLE
 from fleetbus.errors import BusError, UserError
-from fleetbus_schemas.channels import ROLES, WORKERS
+from fleetbus_schemas.channels import ROLES
 from tests.support.ports import free_ports
 
 FORMS = ("keyed", "open", "cluster")
@@ -36,13 +50,27 @@ DECLARE_SECONDS = 60.0
 _VIOLATION = re.compile(r"(Publish|Subscription) Violation.*", re.IGNORECASE)
 
 
+LANES = 16
+"""As many as a run has by default: its rights are for so many."""
+
+RELOADED = "Reloaded server configuration"
+
+RELOADS = 2
+"""The first one makes the account of a further run; what its workers import of that account works after the second."""
+
+_running: dict[str, RunningServers] = {}
+"""By URL, what `connect` needs to know of the servers that run."""
+
+
 class RunningServers:
     """Servers of a test. ``url`` lists them; ``auth`` is the folder with their keys, None where they are open."""
 
-    def __init__(self, processes: Sequence[NatsServerProcess], auth: AuthFolder | None, replicas: int) -> None:
+    def __init__(self, processes: Sequence[NatsServerProcess], auth: AuthFolder | None, plans: Sequence[RunPlan]) -> None:
         self.processes = processes
         self.auth = auth
-        self.replicas = replicas
+        self.replicas = len(processes)
+        self._plans = {plan.run: plan for plan in plans}
+        self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
@@ -51,10 +79,26 @@ class RunningServers:
     def connect(self, run: str, worker: str, role: str = "") -> AbstractAsyncContextManager[Bus]:
         """With the key of ``role``, by default that of the worker's name (``learner-0``), and of the admin for any other."""
         role = role or guess_role(worker)
-        return connect(self.url, run=run, role=role, worker=worker, **self.access(run, role))
+        return nats.connect(self.url, run=run, role=role, worker=worker, **self.access(run, role))
 
     def access(self, run: str, role: str) -> Access:
-        return build_access(role, str(self.auth.path) if self.auth else "", run)
+        access = build_access(role, str(self.auth.path) if self.auth else "", run)
+        if self.replicas > 1 and "plan_on_server" in access:
+            access["plan_on_server"] = partial(_plan_copies, access["plan_on_server"], self.replicas)
+        return access
+
+    def let_in(self, run: str) -> None:
+        """Write the configuration with one more run, and have the servers read it; blocks until they did."""
+        with self._lock:
+            if self.auth is None or run in self._plans:
+                return
+            self._plans[run] = plan_run(run, lanes=LANES)
+            routes = _read_routes(self.auth)
+            write_folder(self.auth, list(self._plans.values()), hosts=["127.0.0.1"], days=1, routes=routes)
+            _write_configs(self.auth, routes)
+            for _ in range(RELOADS):
+                for process in self.processes:
+                    _reload(process)
 
     async def declare(self, plan: RunPlan) -> None:
         """Declare a run; servers of a cluster take a moment to find each other."""
@@ -77,21 +121,28 @@ class RunningServers:
         return await anyio.to_thread.run_sync(read)
 
 
+def _reload(process: NatsServerProcess) -> None:
+    before = process.log_file.read_text().count(RELOADED)
+    os.kill(process.pid, signal.SIGHUP)
+    while process.log_file.read_text().count(RELOADED) == before:
+        time.sleep(0.01)
+
+
 def guess_role(worker: str) -> str:
     """The role that the worker's name begins with, the admin's for any other."""
     return next((role for role in ROLES if worker.startswith(role)), "admin")
 
 
-def is_worker(name: str) -> bool:
-    return guess_role(name) in WORKERS
-
-
 @asynccontextmanager
-async def running_servers(folder: Path, plans: Sequence[RunPlan], *, form: str = FORM) -> AsyncIterator[RunningServers]:
-    """Servers on which these runs may be declared, with stores and keys in ``folder``."""
+async def running_servers(
+    folder: Path, plans: Sequence[RunPlan], *, form: str = FORM, store: Path | None = None, **options: Any
+) -> AsyncIterator[RunningServers]:
+    """Servers on which these runs may be declared, with keys and, but for ``store``, their stores in ``folder``; ``options`` as
+    `run_one_server`."""
+    store = store or folder / "nats"
     if form == "open":
-        async with run_server(folder / "nats") as server:
-            yield RunningServers([server], None, 1)
+        async with run_one_server(store, **options) as server:
+            yield RunningServers([server], None, plans)
         return
     auth = AuthFolder(folder / "keys")
     routes = [f"127.0.0.1:{port}" for port in free_ports(3)] if form == "cluster" else []
@@ -99,8 +150,9 @@ async def running_servers(folder: Path, plans: Sequence[RunPlan], *, form: str =
     async with AsyncExitStack() as stack:
         processes = []
         for index, config in enumerate(_write_configs(auth, routes)):
-            processes.append(await stack.enter_async_context(run_server(folder / f"nats{index}", config=config)))
-        yield RunningServers(processes, auth, len(routes) or 1)
+            own = store if index == 0 else folder / f"nats{index}"
+            processes.append(await stack.enter_async_context(run_one_server(own, config=config, **options)))
+        yield RunningServers(processes, auth, plans)
 
 
 def _write_configs(auth: AuthFolder, routes: Sequence[str]) -> list[Path]:
@@ -115,6 +167,87 @@ def _write_configs(auth: AuthFolder, routes: Sequence[str]) -> list[Path]:
         config.write_text(f"server_name: n{index}\n{text}")
         configs.append(config)
     return configs
+
+
+def _read_routes(auth: AuthFolder) -> list[str]:
+    return re.findall(r"@([\d.]+:\d+)", auth.cluster_config.read_text()) if auth.cluster_config.is_file() else []
+
+
+def _plan_copies(rename: Callable[[RunPlan], RunPlan], replicas: int, plan: RunPlan) -> RunPlan:
+    """The plan as it is declared on several servers: streams that say nothing else have a copy on each."""
+    log, lanes = (
+        stream if stream.replicas else msgspec.structs.replace(stream, replicas=replicas) for stream in (plan.log, plan.lanes)
+    )
+    return rename(msgspec.structs.replace(plan, log=log, lanes=lanes))
+
+
+class ServerGroup:
+    """Several servers as if they were one: killed and started together; all else is asked of the first."""
+
+    def __init__(self, servers: RunningServers) -> None:
+        self._servers = servers
+        self.url = servers.url
+
+    async def kill(self) -> None:
+        for process in self._servers.processes:
+            await process.kill()
+
+    async def stop(self) -> None:
+        for process in self._servers.processes:
+            await process.stop()
+
+    async def restart(self) -> None:
+        async with anyio.create_task_group() as tasks:  # none is ready before it has found the others
+            for process in self._servers.processes:
+                tasks.start_soon(process.restart)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._servers.processes[0], name)
+
+
+@asynccontextmanager
+async def run_server(store: Path, **options: Any) -> AsyncIterator[Any]:
+    """As `fleetbus.bus.nats.server.run_server`. While a server with keys runs, commands find them by their variable. One with
+    a configuration of its own is open."""
+    if FORM == "open" or "config" in options:
+        async with run_one_server(store, **options) as server:
+            yield server
+        return
+    folder = Path(await anyio.to_thread.run_sync(partial(tempfile.mkdtemp, prefix="servers")))
+    before = os.environ.get(AUTH_VARIABLE)
+    try:
+        async with running_servers(folder, [plan_run("unused", lanes=1)], store=store, **options) as servers:
+            assert servers.auth is not None
+            _running[servers.url], os.environ[AUTH_VARIABLE] = servers, str(servers.auth.path)
+            yield servers.processes[0] if servers.replicas == 1 else ServerGroup(servers)
+            del _running[servers.url]
+    finally:
+        os.environ.pop(AUTH_VARIABLE, None)
+        if before is not None:
+            os.environ[AUTH_VARIABLE] = before
+        await anyio.to_thread.run_sync(partial(shutil.rmtree, folder, ignore_errors=True))
+
+
+@asynccontextmanager
+async def connect(url: str, *, run: str, role: str = "worker", worker: str = "", **options: Any) -> AsyncIterator[Any]:
+    """As `fleetbus.bus.nats.connect`, with the key of the role where `run_server` started the server with keys."""
+    servers = _running.get(url)
+    if servers is not None:
+        user = guess_role(worker) if role in ("worker", "test", "") else role
+        await anyio.to_thread.run_sync(servers.let_in, run)
+        options = {**servers.access(run, user), **options}
+    give_up_at = anyio.current_time() + DECLARE_SECONDS
+    async with AsyncExitStack() as stack:
+        while True:
+            try:
+                opened = nats.connect(url, run=run, role=role, worker=worker, **options)
+                bus = await stack.enter_async_context(opened)
+                break
+            except UserError:  # of a cluster that has not chosen its leaders yet
+                if servers is None or servers.replicas == 1 or anyio.current_time() > give_up_at:
+                    raise
+                await anyio.sleep(0.25)
+        yield bus
 
 
 @asynccontextmanager

@@ -19,7 +19,7 @@ from anyio.abc import TaskGroup
 from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import Faults, MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
-from fleetbus.bus.streams import plan_run, tasks_consumer
+from fleetbus.bus.streams import plan_run
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.settings import (
     Configuration,
@@ -124,15 +124,17 @@ class Member:
 
 
 class SmallDeployment:
-    """Workers on one bus. ``results`` has every stored EpisodeFinished by episode, ``beats`` the newest heartbeat by worker."""
+    """Workers on one server, where ``bus`` is an admin's and ``operator`` an operator's. ``results`` has every stored
+    EpisodeFinished by episode, ``beats`` the newest heartbeat by worker."""
 
     def __init__(
-        self, server: MemoryServer, connect: Connect, configuration: Configuration, bus: Bus, group: TaskGroup
+        self, server: MemoryServer, connect: Connect, configuration: Configuration, bus: Bus, operator: Bus, group: TaskGroup
     ) -> None:
         self.server = server
         self.connect = connect
         self.configuration = configuration
         self.bus = bus
+        self.operator = operator
         self.subjects = Subjects(configuration.run.name)
         self.members: dict[str, Member] = {}
         self.results: defaultdict[str, list[EpisodeFinished]] = defaultdict(list)
@@ -241,7 +243,7 @@ class SmallDeployment:
     async def control(self, member: Member, command: str, *episodes: str) -> ControlAnswered:
         payload = encode(ControlRequested(command=command, episodes=episodes))  # type: ignore[arg-type]
         subject = self.subjects.control(member.role, member.name)
-        return decode(ControlAnswered, await self.bus.request(subject, payload, timeout=30))
+        return decode(ControlAnswered, await self.operator.request(subject, payload, timeout=30))
 
     # Episodes
 
@@ -346,8 +348,8 @@ class SmallDeployment:
             assert self.beats[member.name].in_flight == 0, f"{member.name} has slots in use"
             assert (await self.control(member, "ping")).busy_with == (), f"{member.name} has sessions"
         end = (await self.bus.log_state()).last_sequence
-        floors = {floor.name: floor.ack_floor for floor in await self.bus.ack_floors()}
-        assert floors[tasks_consumer("default")] >= max(self.requested), "a request is not acked"
+        floors = {floor.filter: floor.ack_floor for floor in await self.bus.ack_floors()}
+        assert floors[self.subjects.tasks("default")] >= max(self.requested), "a request is not acked"
         await anyio.sleep(12)
         assert (await self.bus.log_state()).last_sequence == end, "something went on after the end"
         assert all(len(results) == 1 for results in self.results.values()), "an episode has more than one result"
@@ -376,13 +378,13 @@ async def small_deployment(
     configuration = configuration or build_configuration()
     connect = connect or (lambda name: server.connect(configuration.run.name, worker=name))
     with nothing_left_behind():
-        async with connect("test") as bus:
+        async with connect("test") as bus, connect("operator") as operator:
             if not declared:
                 await bus.declare(
                     plan_run(configuration.run.name, lanes=configuration.nats.lanes, max_bytes=configuration.nats.max_bytes)
                 )
             async with anyio.create_task_group() as group:
-                fleet = SmallDeployment(server, connect, configuration, bus, group)
+                fleet = SmallDeployment(server, connect, configuration, bus, operator, group)
                 group.start_soon(fleet.follow_results)
                 group.start_soon(fleet.follow_heartbeats)
                 if published:

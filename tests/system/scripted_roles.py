@@ -17,7 +17,6 @@ from pathlib import Path
 import anyio
 
 from fleetbus.bus.base import Bus
-from fleetbus.bus.nats import connect
 from fleetbus_schemas import (
     EpisodeFinished,
     EvaluationFinished,
@@ -32,6 +31,7 @@ from fleetbus_schemas import (
     WorkerStarted,
     encode,
 )
+from tests.support.servers import connect
 
 EPISODES_PER_STEP = 4
 

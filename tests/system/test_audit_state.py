@@ -15,11 +15,11 @@ import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from fleetbus.audit import state as audit_state
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import NatsServerProcess, run_server
+from fleetbus.bus.nats.server import NatsServerProcess
 from fleetbus.bus.streams import plan_run
 from fleetbus_workers.cli.program import run_program
 from tests.support.log_builder import SUBJECTS, LogBuilder, start_log
+from tests.support.servers import connect, run_server
 
 RUN = SUBJECTS.run
 NO_TEXT = b"\x81\xa7version\xa2\xff\xff"

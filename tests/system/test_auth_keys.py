@@ -198,5 +198,16 @@ async def test_a_further_run_is_let_in_by_a_reload_and_the_first_one_works_on(tm
                             break
                         except UserError:  # not reloaded yet
                             await anyio.sleep(0.05)
+                    with pytest.raises(UserError, match="reload once more"):
+                        async with connected("learner", "b"):
+                            raise AssertionError("one reload is enough for nats-server by now: say so in docs/cluster.md")
+                    os.kill(server.pid, signal.SIGHUP)
+                    while True:
+                        try:
+                            async with connected("learner", "b") as other:
+                                await other.publish(Subjects("b").task("default", "e0"), b"its workers, too")
+                            break
+                        except UserError:
+                            await anyio.sleep(0.05)
                     await learner.publish(Subjects("a").task("default", "e1"), b"after")
                     assert (await tasks.receive()).message.payload == b"after"

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from fleetbus.bus.base import Bus
-from fleetbus.bus.streams import plan_run, tasks_consumer
+from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, LimitSettings, NatsSettings, RunSettings
 from fleetbus.delivery.cancel import CancelResult, cancel_episode, drain_worker
 from fleetbus.log.episodes import read_episode_state
@@ -35,6 +35,7 @@ async def ready(connections: Connect) -> AsyncIterator[Bus]:
     with anyio.fail_after(50):
         async with connections("test") as bus:
             await bus.declare(plan_run("run", lanes=2))
+        async with connections("operator") as bus:
             yield bus
 
 
@@ -132,9 +133,11 @@ async def test_an_episode_that_waits_is_closed_and_whoever_gets_its_request_late
         done = await cancel(bus, "a")
         assert (done.state, done.worker) == ("cancelled", "operator")
         group.start_soon(play, connections, drain)
-        floor = 0
-        while floor == 0:  # until the worker has acked the request
-            floor = {each.name: each.ack_floor for each in await bus.ack_floors()}[tasks_consumer("default")]
+        async with connections("recorder") as recorder:
+            floor = 0
+            while floor == 0:  # until the worker has acked the request
+                floors = {each.filter: each.ack_floor for each in await recorder.ack_floors()}
+                floor = floors[S.tasks("default")]
         episode_state = await read_episode_state(bus, S, "a")
         assert (episode_state.claims, (await result(bus, "a")).outcome) == ((), "cancelled")
         drain.set()

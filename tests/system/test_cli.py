@@ -13,10 +13,10 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import find_server, run_server
+from fleetbus.bus.nats.server import find_server
 from fleetbus_schemas import Subjects, WorkerStarted, decode
 from fleetbus_workers.cli.program import COMMANDS
+from tests.support.servers import connect, run_server
 
 pytestmark = pytest.mark.integration
 

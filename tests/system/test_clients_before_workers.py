@@ -6,11 +6,10 @@ from pathlib import Path
 
 import anyio
 
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
 from fleetbus.client.sessions import sessions
 from fleetbus.config.settings import EnvironmentSettings
 from fleetbus_workers.environment.stepwise.host import SessionHost
+from tests.support.servers import connect, run_server
 from tests.support.small_deployment import RUN, build_configuration, small_deployment
 from tests.support.stepwise_fixtures import TASK, World
 

@@ -13,8 +13,6 @@ import pytest
 
 from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, NatsSettings, RunSettings
 from fleetbus.log.episodes import decode_entries, decode_episode_entry
@@ -26,6 +24,7 @@ from fleetbus_workers.inference.worker import run_inference
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.learner.worker import run_learner
+from tests.support.servers import connect, run_server
 
 Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
 

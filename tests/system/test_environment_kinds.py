@@ -14,8 +14,6 @@ import anyio
 import pytest
 
 from fleetbus.audit.run import audit_run
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
 from fleetbus.config.settings import (
     Configuration,
     EnvironmentSettings,
@@ -39,6 +37,7 @@ from tests.support.http_server import serve_application
 from tests.support.openenv_server import OpenEnvDouble, openenv_double
 from tests.support.remote_gym_server import RemoteGymDouble, remote_gym_double
 from tests.support.rule_policy import RuleSampler, RuleTemplate
+from tests.support.servers import connect, run_server
 from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 from tests.support.tool_calls import ConstantGrader
 

@@ -14,14 +14,15 @@ import pytest
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryBus, MemoryServer
-from fleetbus.bus.nats import connect, direct, objects
+from fleetbus.bus.nats import direct, objects
 from fleetbus.bus.nats.api import JetStreamApi
 from fleetbus.bus.nats.bus import NatsBus
-from fleetbus.bus.nats.server import NatsServerProcess, run_server
+from fleetbus.bus.nats.server import NatsServerProcess
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered
 from fleetbus_schemas import Subjects
 from fleetbus_workers.recorder.trim_limit import compute_trim_limit
+from tests.support.servers import connect, run_server
 
 RUN = "r"
 SUBJECTS = Subjects(RUN)

@@ -10,12 +10,12 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import NatsServerProcess, run_server
+from fleetbus.bus.nats.server import NatsServerProcess
 from fleetbus.config.settings import LimitSettings
 from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import Observation, Task
 from fleetbus_workers.inference.scripted import ScriptedSampler
+from tests.support.servers import connect, run_server
 from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 
 pytestmark = pytest.mark.integration

@@ -9,8 +9,6 @@ import anyio
 import pytest
 
 from fleetbus.bus.base import Bus
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import FleetSettings
 from fleetbus_schemas import EpisodeRequested, Subjects, encode
@@ -18,6 +16,7 @@ from fleetbus_workers.environment.adapters.fleet import host as fleet_host
 from tests.support.fleet_platform.episodes import TASK, begun, environments, fleet_environments, platform, prepare, settings
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
 from tests.support.processes import wait_for_output
+from tests.support.servers import connect, run_server
 from tests.support.tool_calls import call, read_step_text
 
 pytestmark = pytest.mark.integration

@@ -9,8 +9,6 @@ import anyio
 import pytest
 
 from fleetbus.bus.memory_objects import MemoryObjectStore
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus_schemas import Action, Image, Task
 from fleetbus_workers.environment.images.observation import EncodedImage
@@ -20,6 +18,7 @@ from fleetbus_workers.weights.store import get_object_store
 from tests.support.fleet_platform.instance import png
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
 from tests.support.http_server import serve_application
+from tests.support.servers import connect, run_server
 from tests.support.tool_calls import NoGrader
 
 TASK = Task(key="click", env="shop", prompt="Click.", modality="computer_use")

@@ -10,8 +10,6 @@ import anyio
 import pytest
 
 from fleetbus.bus.base import Bus
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, InferenceSettings, NatsSettings, RunSettings
 from fleetbus.core.training.groups import Group
@@ -43,6 +41,7 @@ from fleetbus_workers.learner.batches import CreditPlan, read_sequences
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
 from fleetbus_workers.starter.build import find_starter_folder
 from fleetbus_workers.weights.store import get_object_store
+from tests.support.servers import connect, run_server
 from tests.support.trainer_settings import trainer_settings
 from tests.support.vision_models import write_vision_model
 

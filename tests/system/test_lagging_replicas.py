@@ -11,14 +11,13 @@ import anyio.lowlevel
 import pytest
 
 from fleetbus.bus.nats import bus as nats_bus
-from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.bus.nats.direct import get_histories, get_last
 from fleetbus.bus.nats.publisher import REMEMBERED, Positions
-from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import SequenceConflict
 from fleetbus_schemas import Subjects
+from tests.support.servers import connect, run_server
 
 SUBJECTS = Subjects("r")
 EPISODE = SUBJECTS.episode("e")

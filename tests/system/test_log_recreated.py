@@ -10,12 +10,12 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.bus.nats import connect, connection, reader
+from fleetbus.bus.nats import connection, reader
 from fleetbus.bus.nats.bus import NatsBus
-from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import BusError, PublishUnanswered, UserError
 from fleetbus_schemas import Subjects
+from tests.support.servers import connect, run_server
 
 RUN = "r"
 SUBJECTS = Subjects(RUN)

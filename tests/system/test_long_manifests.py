@@ -10,8 +10,6 @@ import anyio
 import pytest
 
 from fleetbus.bus.base import Bus
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.objects import ObjectMissing
 from fleetbus.bus.streams import plan_run
 from fleetbus.concurrency.runtime import Runtime
@@ -23,6 +21,7 @@ from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.weights.fetch import WeightsFetcher
 from fleetbus_workers.weights.file import WeightsRejected
 from fleetbus_workers.weights.store import get_object_store
+from tests.support.servers import connect, run_server
 
 RUN = "experts"
 SUBJECTS = Subjects(RUN)
@@ -43,7 +42,7 @@ class Experts(ScriptedTrainer):
 
 @pytest.fixture
 async def bus(tmp_path: Path) -> AsyncIterator[Bus]:
-    async with run_server(tmp_path / "nats") as server, connect(server.url, run=RUN, role="learner") as bus:
+    async with run_server(tmp_path / "nats") as server, connect(server.url, run=RUN) as bus:
         await bus.declare(plan_run(RUN, lanes=1))
         yield bus
 

@@ -8,10 +8,10 @@ from typing import Any
 import anyio
 import nats
 
-from fleetbus.bus.nats import connect
 from fleetbus.delivery.service_api import Microservice
 from fleetbus.errors import NoResponders, RequestUnanswered
 from fleetbus_schemas import Subjects
+from tests.support.servers import connect
 
 RUN = "micro"
 WORKERS = (("environment", "env-1"), ("environment", "env-2"), ("inference", "inf-1"))

@@ -21,8 +21,6 @@ import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from fleetbus.bus.memory import MemoryServer
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import UserError
 from fleetbus.log.episodes import decode_episode_entry
@@ -45,6 +43,7 @@ from fleetbus_workers.environment.base import Environment, Step
 from fleetbus_workers.environment.worker import run_environment
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from fleetbus_workers.inference.worker import run_inference
+from tests.support.servers import connect, run_server
 from tests.support.small_deployment import LANES, RUN, build_configuration
 
 pytest.importorskip("starlette")

@@ -10,8 +10,6 @@ import anyio
 import pytest
 
 from fleetbus.bus.base import Bus
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, LimitSettings, NatsSettings, RunSettings
 from fleetbus.log.episodes import decode_entries, decode_episode_entry
@@ -32,6 +30,7 @@ from fleetbus_workers.inference.openai import OpenAISampler, pool
 from fleetbus_workers.inference.scripted import ScriptedTemplate
 from fleetbus_workers.inference.worker import run_inference
 from tests.support.model_server import ByteCodec, ModelServer, answer
+from tests.support.servers import connect, run_server
 
 RUN = "served"
 EPISODES = 12

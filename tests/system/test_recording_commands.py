@@ -15,13 +15,13 @@ import anyio
 import msgspec
 import pytest
 
-from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.recording import load_recording
 from fleetbus.recording.writer import create_recording
 from fleetbus_schemas import PolicyPublished, Subjects, encode
 from fleetbus_workers.cli.program import run_program
 from tests.support.processes import wait_for_output
+from tests.support.servers import connect
 
 HERE = Path(__file__).parents[1] / "replay"
 GUESSING = HERE / "recordings" / "guessing.fbrec"

@@ -10,15 +10,14 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.bus.nats.declare import SMALLEST_LOG
-from fleetbus.bus.nats.server import NatsServerProcess, run_server
+from fleetbus.bus.nats.server import NatsServerProcess
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import UserError
 from fleetbus_schemas import Heartbeat, Subjects, encode
 from fleetbus_workers.cli.program import run_program
-from tests.support.servers import running_servers
+from tests.support.servers import connect, run_server, running_servers
 
 pytestmark = pytest.mark.integration
 

@@ -14,8 +14,6 @@ import anyio
 import pytest
 
 from fleetbus.audit.run import audit_run
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
 from fleetbus.core.training.groups import Group
 from fleetbus_schemas import Action, ContextChange, EpisodeFinished, Task
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
@@ -24,6 +22,7 @@ from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from fleetbus_workers.learner.batches import CreditPlan, read_sequences
 from tests.support.interrupted_deployment import PATIENT, check_one_action_per_turn
+from tests.support.servers import connect, run_server
 from tests.support.small_deployment import RUN, Connect, SmallDeployment, build_configuration, small_deployment
 from tests.support.virtual_time import virtual_time
 

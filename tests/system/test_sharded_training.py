@@ -20,9 +20,10 @@ from anyio.from_thread import start_blocking_portal
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fleetbus.bus.nats.server import NatsServerProcess, run_server
+from fleetbus.bus.nats.server import NatsServerProcess
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
+from tests.support.servers import run_server
 from tests.support.trainable_model import make_model
 from tests.support.trainer_settings import trainer_settings
 

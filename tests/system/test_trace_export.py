@@ -16,8 +16,6 @@ import pytest
 
 from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.recording import load_recording
 from fleetbus_schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, Subjects, Task, encode
@@ -28,6 +26,7 @@ from fleetbus_workers.observe.tracing.run import Tracing
 from fleetbus_workers.observe.tracing.span import SpansRefused
 from tests.support.otlp_receiver import Receiver, spans_in_file
 from tests.support.processes import until, wait_for_output
+from tests.support.servers import connect, run_server
 
 pytestmark = pytest.mark.integration
 

@@ -10,14 +10,13 @@ import anyio
 import pytest
 
 from fleetbus.bus.base import Bus
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration
 from fleetbus_schemas import LineageStarted, Subjects, encode
 from fleetbus_workers.cli.roles.role import run_role
 from fleetbus_workers.command.exit_status import CRASHED, FINISHED
 from fleetbus_workers.learner.journal import FencedAppender
+from tests.support.servers import connect, run_server
 
 
 async def replaced(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.recording import load_recording
 from fleetbus_workers.cli.program import run_program
+from tests.support.servers import connect
 
 GUESSING = Path(__file__).parents[1] / "replay" / "recordings" / "guessing.fbrec"
 RUN = "small"

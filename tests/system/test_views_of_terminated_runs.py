@@ -17,8 +17,6 @@ from anyio import to_thread
 
 from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
-from fleetbus.bus.nats import connect
-from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.load import dump_configuration, load_configuration
 from fleetbus.config.run_folder import RunFolder
@@ -31,6 +29,7 @@ from fleetbus_workers.observe.run.termination import Driver
 from fleetbus_workers.run_access.log_access import build_driver
 from fleetbus_workers.run_access.sources import build_address_resolver
 from fleetbus_workers.up.lock import lock_run
+from tests.support.servers import connect, run_server
 
 pytestmark = pytest.mark.integration
 

@@ -301,6 +301,7 @@ async def connect(
             await bus.measure_clock()
         except StreamUnavailable as error:  # a server with JetStream says of a stream that is not there that it is not there
             where = strip_credentials(url)
-            raise UserError(f"the NATS server at {where} runs without JetStream: start it with `nats-server -js`") from error
+            remedy = "if a reload let this run in, reload once more (SIGHUP)" if imports else "start it with `nats-server -js`"
+            raise UserError(f"the NATS server at {where} runs without JetStream: {remedy}") from error
         connection.tasks.start_soon(bus.run_clock, name="nats clock")
         yield bus
