@@ -10,11 +10,6 @@ import pytest
 from fleetbus.errors import NoResponders, PublishUnanswered, RequestUnanswered
 
 
-@pytest.fixture
-def anyio_backend(bus_backend: Any) -> Any:
-    return bus_backend
-
-
 async def test_a_request_gets_the_answer_of_who_serves(world: Any) -> None:
     subject = world.subjects.rpc("w", "s")
 

@@ -7,7 +7,6 @@ import math
 import re
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
@@ -29,11 +28,6 @@ ROOT = Path(__file__).parents[2]
 VIRTUAL = pytest.mark.parametrize(
     "anyio_backend", [pytest.param(("trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}), id="virtual time")]
 )
-
-
-@pytest.fixture
-def anyio_backend(request: pytest.FixtureRequest) -> Any:
-    return request.param
 
 
 class Telling(ScriptedSampler):

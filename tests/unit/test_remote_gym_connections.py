@@ -11,15 +11,13 @@ import pytest
 
 from fleetbus_workers.environment.adapters.remote_gym import connections
 from fleetbus_workers.environment.adapters.remote_gym.connections import Answer, Connections, NoAnswer, NotConnected, find_proxy
+from tests.support.backends import asyncio_alone
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 2\r\n\r\nok"
 
 pytestmark = pytest.mark.anyio
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 class Server:
