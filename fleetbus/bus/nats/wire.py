@@ -191,7 +191,7 @@ class WireClient(Client):  # type: ignore[misc]  # nats-py is untyped
             return
         try:
             handler(subject, reply, data, headers)
-        except Exception as error:  # nats-py would log it and stop reading for good; the supervisor raises it instead
+        except Exception as error:  # noqa: BLE001 - nats-py would log it and stop reading for good; the supervisor raises it instead
             self._on_crash(error)
 
     async def _process_pong(self) -> None:
