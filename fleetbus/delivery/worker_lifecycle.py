@@ -100,7 +100,7 @@ async def run_lifecycle(lifecycle: WorkerLifecycle, bus: LogBus, lane: Lane | No
             group.start_soon(lifecycle.run)
             yield
             group.cancel_scope.cancel()
-    except Exception as error:
+    except Exception as error:  # published, then raised again
         with anyio.move_on_after(5, shield=True):
             await lifecycle.publish_failed(error)
         raise

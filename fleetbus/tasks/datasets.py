@@ -162,7 +162,7 @@ class _Store:
                 data: bytes = file.read(MAX_BYTES + 1)
         except FileNotFoundError:
             raise
-        except Exception as error:
+        except Exception as error:  # every store has its own errors
             raise UserError(f"{redact_location(path)}: cannot be read: {_summarise_error(error)}") from error
         if len(data) > MAX_BYTES:
             raise UserError(f"{redact_location(path)}: is larger than {MAX_BYTES} bytes; split it")

@@ -28,6 +28,7 @@ from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.isolation.sandbox import IsolationUnavailable
 from fleetbus_workers.environment.isolation.sandbox.backends import require_isolation
 from fleetbus_workers.environment.specs import build_environment_factory
+from tests.support.backends import asyncio_alone
 from tests.support.processes import until, wait_for_output
 
 AGENT = Path(__file__).with_name("hostile_agent.py")
@@ -40,10 +41,7 @@ pytestmark = [
     pytest.mark.integration,
 ]
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from fleetbus_workers.environment.adapters.remote_gym.client import ServerPool
 from fleetbus_workers.environment.adapters.remote_gym.environment import RemoteGymEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.task_permissions import TaskPermissions
+from tests.support.backends import asyncio_alone
 from tests.support.processes import children, until
 
 pytestmark = pytest.mark.integration
@@ -31,10 +32,7 @@ pytestmark = pytest.mark.integration
 OTHERS = 32
 P99_SECONDS = 1.0
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 class Others:

@@ -17,12 +17,10 @@ from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.environment.isolation.sandbox import IsolationUnavailable, find_isolation
 from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits
 from fleetbus_workers.environment.specs import build_environment_factory
+from tests.support.backends import asyncio_and_slow_trio
 from tests.support.processes import children, until
 
-
-@pytest.fixture(params=["asyncio", pytest.param("trio", marks=pytest.mark.slow)])  # every test starts processes
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+anyio_backend = asyncio_and_slow_trio
 
 
 TESTS = "assert add(1, 2) == 3\\nassert add(-1, 1) == 0\\n"

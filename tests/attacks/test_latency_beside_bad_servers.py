@@ -21,6 +21,7 @@ from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Environment, Start, Step
 from fleetbus_workers.environment.specs import build_environment_factory
 from tests.attacks.test_bad_servers import BAD, LINES, OBSERVATIONS
+from tests.support.backends import asyncio_alone
 from tests.support.servers import connect
 from tests.support.small_deployment import build_configuration, small_deployment
 from tests.support.tool_calls import NoGrader
@@ -59,10 +60,7 @@ CASES = {
     **{f"stdio, {name}": ("stdio", "", name) for name in LINES},
 }
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 class Measured(ScriptedEnvironment):

@@ -17,12 +17,10 @@ from fleetbus_workers.gateway.images import build_image_loader
 from fleetbus_workers.images.reader import ImageMissing, ImageReader
 from fleetbus_workers.weights.fetch import WeightsFetcher
 from fleetbus_workers.weights.file import WeightsRejected
+from tests.support.backends import asyncio_alone
 from tests.support.servers import connect, run_server
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 @pytest.fixture

@@ -16,11 +16,9 @@ from fleetbus_workers.environment.adapters.remote_gym.config import read_config
 from fleetbus_workers.environment.base import Start, Step, Verdict
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages
 from fleetbus_workers.environment.task_permissions import NotPermitted, TaskPermissions, check_arguments
+from tests.support.backends import asyncio_alone
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"  # where a SystemExit in a task would end the whole loop
+anyio_backend = asyncio_alone
 
 
 OPERATOR = ("http://gym:8000/base",)

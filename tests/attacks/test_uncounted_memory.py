@@ -11,6 +11,7 @@ import pytest
 from fleetbus_workers.environment.isolation.sandbox import IsolationUnavailable, SandboxLimits, SandboxSession, find_isolation
 from fleetbus_workers.environment.isolation.sandbox.backends import KINDS
 from fleetbus_workers.environment.isolation.sandbox.memory import MemoryWatch
+from tests.support.backends import asyncio_alone
 from tests.support.processes import children, until
 
 LIMITS = SandboxLimits(
@@ -29,11 +30,7 @@ ZEROS = "memory = mmap.mmap(os.open('/dev/zero', os.O_RDWR), 160 << 20)"
 FILE = "file = open('/dev/shm/f', 'w+b'); file.truncate(100 << 20); memory = mmap.mmap(file.fileno(), 100 << 20)"
 DROPPED = "memory.madvise(mmap.MADV_DONTNEED)"
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """Processes belong to workers, and those run on asyncio."""
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 @pytest.fixture(params=KINDS)

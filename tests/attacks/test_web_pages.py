@@ -12,16 +12,14 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from fleetbus_workers.serving.browser_guard import GuardSettings, is_allowed_host
+from tests.support.backends import asyncio_alone
 from tests.support.gym_service import Handler, serve_gym
 from tests.support.monitor_page import open_empty_run
 from tests.support.openenv_gateway import gateway
 
 FOREIGN = "https://evil.example"
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 @pytest.mark.parametrize("route", ["/ws", "/mcp"])

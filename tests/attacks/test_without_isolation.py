@@ -13,14 +13,12 @@ from fleetbus_workers.environment.isolation.sandbox import IsolationUnavailable,
 from fleetbus_workers.environment.isolation.verifier import Policy, Verifier, VerifierLimits
 from fleetbus_workers.environment.isolation.verifier.own import is_own_verifier
 from fleetbus_workers.environment.specs import build_environment_factory
+from tests.support.backends import asyncio_alone
 
 MARK = "def verify(): return 1.0"
 OWN = build_warehouse_task(1).verifier or ""
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 @pytest.fixture

@@ -177,7 +177,7 @@ def bus_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def bus_backend(bus_kind: str) -> tuple[str, dict[str, Any]]:
+def anyio_backend(bus_kind: str) -> tuple[str, dict[str, Any]]:
     """The anyio backend of this kind of bus; trio runs under virtual time."""
     if bus_kind == "memory on trio":
         return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}

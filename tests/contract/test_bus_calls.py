@@ -13,11 +13,6 @@ from tests.support.servers import FORM
 ONE_SERVER = pytest.mark.skipif(FORM == "cluster", reason="the client goes on with another server, or asks there too early")
 
 
-@pytest.fixture
-def anyio_backend(bus_backend: Any) -> Any:
-    return bus_backend
-
-
 async def test_a_request_gets_the_answer_of_who_serves(world: Any) -> None:
     subject = world.subjects.rpc("w", "s")
 

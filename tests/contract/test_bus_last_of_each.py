@@ -5,12 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
-import pytest
-
-
-@pytest.fixture
-def anyio_backend(bus_backend: Any) -> Any:
-    return bus_backend
 
 
 async def test_the_last_of_each_subject_is_given_and_subjects_without_entries_are_missing(world: Any) -> None:

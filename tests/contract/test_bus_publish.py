@@ -11,11 +11,6 @@ from fleetbus.errors import BusError, LogFull, PublishUnanswered, SequenceConfli
 from fleetbus_schemas import MAX_MESSAGE_BYTES
 
 
-@pytest.fixture
-def anyio_backend(bus_backend: Any) -> Any:
-    return bus_backend
-
-
 async def test_entries_are_numbered_in_order_and_read_back(world: Any) -> None:
     subject = world.subjects.episode("e1")
     async with world.ready() as bus:

@@ -12,11 +12,6 @@ from fleetbus.errors import BusError
 LEASE_SECONDS = 1.0
 
 
-@pytest.fixture
-def anyio_backend(bus_backend: Any) -> Any:
-    return bus_backend
-
-
 async def fill(bus: Any, world: Any, count: int, pool: str = "long") -> None:
     async with anyio.create_task_group() as tasks:
         for number in range(count):

@@ -5,12 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
-import pytest
-
-
-@pytest.fixture
-def anyio_backend(bus_backend: Any) -> Any:
-    return bus_backend
 
 
 async def fill(bus: Any, subjects: list[str], count: int) -> None:

@@ -11,11 +11,6 @@ import pytest
 from fleetbus.errors import PublishUnanswered, RequestUnanswered, UserError
 
 
-@pytest.fixture
-def anyio_backend(bus_backend: Any) -> Any:
-    return bus_backend
-
-
 async def test_declaring_again_is_harmless(world: Any) -> None:
     async with world.ready() as bus:
         await bus.publish(world.subjects.episode("e1"), b"x")

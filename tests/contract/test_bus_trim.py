@@ -5,12 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
-import pytest
-
-
-@pytest.fixture
-def anyio_backend(bus_backend: Any) -> Any:
-    return bus_backend
 
 
 async def test_a_purge_removes_its_subject_below_its_sequence_and_nothing_else(world: Any) -> None:

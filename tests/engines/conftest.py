@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
+from tests.support.backends import asyncio_alone
 
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = asyncio_alone

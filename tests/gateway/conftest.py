@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fleetbus.delivery import worker_lifecycle
+from tests.support.backends import asyncio_alone
 
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 @pytest.fixture(autouse=True)

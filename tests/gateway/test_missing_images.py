@@ -16,11 +16,6 @@ from tests.support.openenv_gateway import gateway
 Pillow = pytest.importorskip("PIL.Image")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Gallery(Handler):
     async def create_env(self, env_config: dict[str, Any]) -> Any:
         return Painted()

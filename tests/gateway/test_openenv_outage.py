@@ -10,11 +10,6 @@ from fleetbus.bus import memory_bus
 from tests.support.openenv_gateway import gateway
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def test_a_socket_for_a_session_that_cannot_be_looked_up_gets_an_error_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_bus, "API_TIMEOUT_SECONDS", 0.3)
     async with gateway() as here:

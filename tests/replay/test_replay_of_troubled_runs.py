@@ -8,7 +8,6 @@ from typing import Any
 
 import anyio
 import pytest
-import trio.testing
 
 from fleetbus.recording import Recording, RecordingHeader
 from fleetbus_schemas import Task
@@ -22,15 +21,9 @@ from fleetbus_workers.replay.inference_driver import replay_inference
 from fleetbus_workers.replay.options import Replay
 from fleetbus_workers.replay.report import Report
 from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
+from tests.support.virtual_time import virtual_time
 
-pytestmark = pytest.mark.parametrize(
-    "anyio_backend", [pytest.param(("trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}), id="virtual time")]
-)
-
-
-@pytest.fixture
-def anyio_backend(request: pytest.FixtureRequest) -> Any:
-    return request.param
+anyio_backend = virtual_time
 
 
 def slow(request: GenerationRequest) -> float:

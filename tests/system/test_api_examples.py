@@ -27,11 +27,6 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (DOCS / "api.md").read_text(), re.DO
 pytestmark = [pytest.mark.timeout(600), pytest.mark.integration]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)

@@ -20,6 +20,7 @@ import pytest
 import fleetbus
 from fleetbus_workers.api import run_thread
 from fleetbus_workers.up.run import Run as UpRun
+from tests.support.backends import asyncio_and_trio
 from tests.system.scripted_roles import scripted_command
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.integration]
@@ -56,9 +57,7 @@ class Needy(Echo):
         self.number = number
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+anyio_backend = asyncio_and_trio
 
 
 @pytest.fixture(autouse=True)

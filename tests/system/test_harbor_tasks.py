@@ -37,11 +37,6 @@ SECONDS = 100
 pytestmark = [pytest.mark.timeout(150), pytest.mark.integration]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(params=["sandbox", pytest.param("docker", marks=pytest.mark.docker)])
 async def boxes(request: pytest.FixtureRequest) -> AsyncIterator[str]:
     if request.param == "sandbox":

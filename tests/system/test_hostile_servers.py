@@ -36,11 +36,6 @@ Answer = bytes | None
 """Of a raw server; None: it says nothing more."""
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @asynccontextmanager
 async def raw_server(answer: Callable[[bytes, bytes], Answer]) -> AsyncIterator[str]:
     """An HTTP server whose answers are bytes: ``answer`` is given the head and the body of each request."""

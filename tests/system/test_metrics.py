@@ -9,7 +9,6 @@ import re
 import runpy
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
@@ -39,11 +38,6 @@ ROOT = Path(__file__).parents[2]
 VIRTUAL = pytest.mark.parametrize(
     "anyio_backend", [pytest.param(("trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}), id="virtual time")]
 )
-
-
-@pytest.fixture
-def anyio_backend(request: pytest.FixtureRequest) -> Any:
-    return request.param
 
 
 class Telling(ScriptedSampler):

@@ -18,11 +18,6 @@ from fleetbus_workers.serving.protocol_choice import OTHER_FILES
 PLACES = 8
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def test_the_page_answers_however_many_connections_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (OTHER_FILES + PLACES, OTHER_FILES + PLACES))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)

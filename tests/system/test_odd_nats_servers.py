@@ -25,11 +25,6 @@ RUN = "odd"
 PLAN = plan_run(RUN, lanes=1)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @asynccontextmanager
 async def connected(store: Path, *, config: Path | None = None) -> AsyncIterator[tuple[str, NatsBus]]:
     with anyio.fail_after(50):

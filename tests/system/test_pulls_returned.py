@@ -8,7 +8,6 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 import msgspec
-import pytest
 
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.bus import NatsBus
@@ -19,11 +18,6 @@ from fleetbus_schemas import Subjects
 
 SUBJECTS = Subjects("r")
 COUNT = 5
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 async def test_what_arrives_after_a_puller_has_left_is_handed_back(tmp_path: Path) -> None:

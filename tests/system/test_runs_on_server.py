@@ -27,11 +27,6 @@ Said = Callable[..., str]
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[NatsServerProcess]:
     """A server with little storage."""
     config = tmp_path / "nats.conf"

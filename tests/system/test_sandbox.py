@@ -47,12 +47,6 @@ LIMITS = SandboxLimits(
 )
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """Processes belong to workers, and those run on asyncio."""
-    return "asyncio"
-
-
 async def available(kind: Kind) -> Isolation:
     try:
         return await find_isolation((kind,))

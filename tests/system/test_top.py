@@ -7,8 +7,6 @@ from typing import Any
 
 import anyio
 import msgspec
-import pytest
-import trio.testing
 from rich.console import Console
 
 from fleetbus_schemas import Task
@@ -23,15 +21,9 @@ from fleetbus_workers.observe.run.state import RunState
 from fleetbus_workers.observe.run.watchdog import find_stalls
 from fleetbus_workers.observe.top.view import build_facts, screen
 from tests.support.small_deployment import LIMITS, RUN, SmallDeployment, build_configuration, small_deployment
+from tests.support.virtual_time import virtual_time
 
-pytestmark = pytest.mark.parametrize(
-    "anyio_backend", [pytest.param(("trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}), id="virtual time")]
-)
-
-
-@pytest.fixture
-def anyio_backend(request: pytest.FixtureRequest) -> Any:
-    return request.param
+anyio_backend = virtual_time
 
 
 class Onlooker:

@@ -14,12 +14,10 @@ import pytest
 
 from fleetbus_workers.environment.isolation.sandbox.backends import IsolationUnavailable, Kind, find_isolation
 from fleetbus_workers.environment.isolation.verifier import Verifier
+from tests.support.backends import asyncio_and_slow_trio
 from tests.support.grading import LIMITS, Tools, grade
 
-
-@pytest.fixture(params=["asyncio", pytest.param("trio", marks=pytest.mark.slow)])  # every test starts processes
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+anyio_backend = asyncio_and_slow_trio
 
 
 @pytest.fixture

@@ -15,15 +15,13 @@ import pytest
 from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits
 from fleetbus_workers.environment.isolation.verifier.own import WAREHOUSE
 from fleetbus_workers.environment.isolation.verifier.sandbox import MAX_STARTS
+from tests.support.backends import asyncio_and_trio
 from tests.support.grading import LIMITS, Tools, grade
 from tests.support.processes import children, until, wait_for_output
 
 pytestmark = pytest.mark.integration
 
-
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+anyio_backend = asyncio_and_trio
 
 
 @pytest.fixture

@@ -15,16 +15,14 @@ from fleetbus_workers.environment.adapters.warehouse.server import make_server
 from fleetbus_workers.environment.adapters.warehouse.tasks import build_warehouse_task
 from fleetbus_workers.environment.isolation.verifier import Verifier
 from fleetbus_workers.environment.specs import build_environment_factory
+from tests.support.backends import asyncio_and_trio
 from tests.support.tool_calls import say, tool_call
 
 SEED = 7
 WAREHOUSE = draw_warehouse(SEED)
 ITEM = WAREHOUSE.items[0]
 
-
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+anyio_backend = asyncio_and_trio
 
 
 async def call(tool: str, arguments: dict[str, Any]) -> ToolResult:

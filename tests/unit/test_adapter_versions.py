@@ -23,13 +23,11 @@ from fleetbus_workers.inference.weight_folders import WeightFolders
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
 from fleetbus_workers.weights.adapters import CONFIGURATION, DOWN, UP, WEIGHTS_NAME, read_version
 from fleetbus_workers.weights.file import WeightsRejected, write_weights
+from tests.support.backends import asyncio_alone
 from tests.support.trainable_model import make_model, make_sequence
 from tests.support.trainer_settings import trainer_settings
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 @pytest.fixture(scope="module")

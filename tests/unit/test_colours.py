@@ -13,13 +13,11 @@ from fleetbus_schemas import Action, ChatMessage, Image, Task, Text
 from fleetbus_workers.environment.adapters.colours import COLOURS, PLACES, SIZE, ColoursEnvironment, draw
 from fleetbus_workers.environment.images.observation import EncodedImage
 from fleetbus_workers.environment.specs import build_environment_factory
+from tests.support.backends import asyncio_alone
 from tests.support.tool_calls import NoGrader
 from tests.support.vision_models import hash_name
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 class Kept:

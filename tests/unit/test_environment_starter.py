@@ -25,6 +25,7 @@ from fleetbus_workers.starter.environment_starter import (
 )
 from fleetbus_workers.starter.guessing_player import build_guessing_player
 from fleetbus_workers.starter.tokenizer import encode, train_tokenizer
+from tests.support.backends import asyncio_alone
 
 SCHEMA = {
     "type": "object",
@@ -134,10 +135,7 @@ class Broken(Echo):
 
 TASKS = [Task(key=f"t{number}", prompt="tea, milk, juice") for number in range(3)]
 
-
-@pytest.fixture
-def anyio_backend():
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 @pytest.mark.anyio

@@ -23,16 +23,13 @@ from fleetbus_workers.images.reader import ImageMismatch, ImageMissing, ImageRea
 from fleetbus_workers.inference.image_prompts import ImagePrompts
 from fleetbus_workers.inference.image_template import ImageTemplate
 from fleetbus_workers.starter.build import find_starter_folder
+from tests.support.backends import asyncio_alone
 from tests.support.bucket import Bucket
 from tests.support.vision_models import FAMILIES, Opened, hash_name, make_picture, open_families, show
 
 pytestmark = pytest.mark.timeout(300)
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """One is enough: what is tried here computes, and waits for little."""
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from fleetbus_workers.learner.torch.batches import truncate_sequence
 from fleetbus_workers.learner.torch.images import TrainingImages
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
 from fleetbus_workers.starter.build import find_starter_folder
+from tests.support.backends import asyncio_alone
 from tests.support.checkpoints import store
 from tests.support.trainer_settings import trainer_settings
 from tests.support.vision_models import FAMILIES, Opened, ask, make_picture, open_families, play, show
@@ -31,11 +32,7 @@ pytestmark = pytest.mark.timeout(300)
 CLOSE = 1e-4
 EPISODES = 4
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """One is enough: what is tried here computes, and waits for little."""
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,9 @@ from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus_workers.assembly import engines
 from fleetbus_workers.assembly.inference_work import work
 from fleetbus_workers.replay.fixtures import memory_bus
+from tests.support.backends import asyncio_alone
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 @pytest.mark.anyio

@@ -11,6 +11,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from fleetbus_workers.observe.monitor.access_key import AccessKey, generate_key
+from tests.support.backends import asyncio_alone
 
 KEY = "aKeyThatOnePageHas0123"
 
@@ -21,10 +22,7 @@ async def answer(_: Request) -> PlainTextResponse:
 
 APP = AccessKey(Starlette(routes=[Route("/{rest:path}", answer)]), KEY)
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 def client(port: int = 8450) -> httpx.AsyncClient:

@@ -6,11 +6,9 @@ import anyio
 import pytest
 
 from fleetbus.bus.nats.publisher import PublishWindow
+from tests.support.backends import asyncio_alone
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 class Publishes:

@@ -11,6 +11,7 @@ import pytest
 
 from fleetbus.bus.nats.reader import NatsReader
 from fleetbus.errors import BusError
+from tests.support.backends import asyncio_alone
 
 
 class Wire:
@@ -36,10 +37,7 @@ class Api:
         return {"created": "2026", "state": {"last_seq": 10}} if subject.startswith("STREAM.INFO") else {"num_pending": 1}
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """That of the NATS bus."""
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 @pytest.fixture

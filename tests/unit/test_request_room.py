@@ -13,11 +13,9 @@ from fleetbus.bus.nats.request_mux import RequestMux
 from fleetbus.bus.nats.wire import Wire
 from fleetbus.bus.streams import API
 from fleetbus.errors import RequestUnanswered
+from tests.support.backends import asyncio_alone
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 class FullWire:

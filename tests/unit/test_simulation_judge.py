@@ -8,7 +8,6 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-import trio.testing
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import EPOCH_NS
@@ -39,14 +38,12 @@ from tests.simulation.observer import ALL_WORKERS, Observer
 from tests.simulation.platform.bus import STREAM
 from tests.simulation.platform.process import RUN, Process
 from tests.simulation.scenario.shape import Scenario
+from tests.support.virtual_time import virtual_time
 
 SUBJECTS = Subjects(RUN)
 TASK = Task(key="t", config={"turns": 3})
 
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 class Judge:

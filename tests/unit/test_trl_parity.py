@@ -156,21 +156,21 @@ def ours(plan: LossPlan, numbers: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("plan", "attributes"),
     [
-        (LossPlan(), {"loss_type": "dapo"}),
-        (LossPlan(clip=Clip(low=0.2, high=0.2)), {"loss_type": "bnpo", "epsilon_high": 0.2}),
+        (LossPlan(reduction="token_mean"), {"loss_type": "dapo"}),
+        (LossPlan(reduction="token_mean", clip=Clip(low=0.2, high=0.2)), {"loss_type": "bnpo", "epsilon_high": 0.2}),
         (LossPlan(reduction="sequence_mean"), {"loss_type": "grpo"}),
         (LossPlan(reduction="constant_mean", loss_scale_factor=LENGTH), {"loss_type": "dr_grpo"}),
         (LossPlan(reduction="sequence_sum"), {"loss_type": "luspo"}),
-        (LossPlan(clip=Clip(low=0.2, high=0.28, dual=1.5)), {"loss_type": "dapo", "delta": 1.5}),
+        (LossPlan(reduction="token_mean", clip=Clip(low=0.2, high=0.28, dual=1.5)), {"loss_type": "dapo", "delta": 1.5}),
         (
             LossPlan(objective="gspo", reduction="sequence_mean"),
             {"loss_type": "grpo", "importance_sampling_level": "sequence"},
         ),
         (
-            LossPlan(objective="cispo", clip=Clip(low=1.0, high=0.5)),
+            LossPlan(objective="cispo", reduction="token_mean", clip=Clip(low=1.0, high=0.5)),
             {"loss_type": "cispo", "epsilon_high": 1.5},
         ),
-        (LossPlan(kl_coefficient=0.04), {"loss_type": "dapo", "beta": 0.04}),
+        (LossPlan(reduction="token_mean", kl_coefficient=0.04), {"loss_type": "dapo", "beta": 0.04}),
     ],
     ids=["dapo", "bnpo", "grpo", "dr_grpo", "luspo", "dual clip", "gspo", "cispo", "kl k3"],
 )
@@ -189,7 +189,12 @@ def test_corrected_losses_are_trls(trainer: Any, numbers: Any, rollout_correctio
     bounded = (
         ratio.clamp(max=2.0) if rollout_correction.startswith("tis") else ratio.masked_fill((ratio < 0.5) | (ratio > 2.0), 0.0)
     )
-    plan = LossPlan(rollout_correction=rollout_correction, rollout_correction_low=0.5, rollout_correction_high=2.0)  # type: ignore[arg-type]
+    plan = LossPlan(
+        reduction="token_mean",
+        rollout_correction=rollout_correction,  # type: ignore[arg-type]
+        rollout_correction_low=0.5,
+        rollout_correction_high=2.0,
+    )
 
     found = theirs(trainer, numbers, use_vllm=True, vllm_importance_sampling_correction=True, ratio=bounded)
 

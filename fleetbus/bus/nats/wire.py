@@ -145,5 +145,5 @@ class Wire(abc.ABC):
             return
         try:
             handler(subject, reply, data, headers)
-        except Exception as error:  # a bug here: the reading task would end without a word; the supervisor raises it instead
+        except Exception as error:  # noqa: BLE001 - a bug here: the reading task would end; the supervisor raises it instead
             self._on_crash(error)

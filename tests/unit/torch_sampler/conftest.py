@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.backends import asyncio_alone
 from tests.support.torch_engine import write_model
 
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,7 @@ class LocalWorker:
     async def _work(self) -> int:
         try:
             await self._plan.work(self._name, self._drain)
-        except Exception as error:  # supervised: it is started again, as a process would be
+        except Exception as error:  # noqa: BLE001 - supervised: it is started again, as a process would be
             if find_leaf(error, TakenOver) is not None:
                 return FINISHED
             bad_input = is_bad_input(error)

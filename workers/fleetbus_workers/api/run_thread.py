@@ -115,7 +115,7 @@ class RunThread:
     def _main(self) -> None:
         try:
             self._run()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             self.failure = error
         finally:
             if not self._started.done():

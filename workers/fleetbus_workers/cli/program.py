@@ -137,7 +137,7 @@ def _run(arguments: Sequence[str]) -> int:
         return _report_refusal(error.format_message())
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the outermost: reported as a refusal or a crash
         return _report(error)
     return result if isinstance(result, int) else FINISHED
 

@@ -42,7 +42,7 @@ class BlockedLoopReport:
         )
         try:
             anyio.run(self._send, problem)
-        except Exception as error:  # a report must not end the thread that makes the next one
+        except Exception as error:  # noqa: BLE001 - a report must not end the thread that makes the next one
             log.warning("the blocked event loop was not reported", reason=str(error))
 
     async def _send(self, problem: str) -> None:

@@ -56,7 +56,7 @@ def clip_values(values: Mapping[str, Any], limit: int) -> dict[str, Any]:
             name = str(key)
             plain[name] = to_plain_values(value)
             sizes[name] = len(msgspec.msgpack.encode((name, plain[name])))
-        except Exception:  # numbers over 64 bits, text without bytes, objects of others that fail to describe themselves
+        except Exception:  # noqa: BLE001 - numbers over 64 bits, text without bytes, objects of others that fail to describe themselves
             continue
     total = sum(sizes.values())
     for name in sorted(sizes, key=lambda name: sizes[name], reverse=True):

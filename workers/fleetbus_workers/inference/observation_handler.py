@@ -215,7 +215,7 @@ class ObservationHandler:
                 delta = await self._encode_prompt_delta(observation, history, repeated)
         except (HistoryMismatch, ImageFailed, ImageNotFetched, RequestRefused):
             raise
-        except Exception as error:  # a template is a model's own code, and may fail in any way on what it is shown
+        except Exception as error:  # noqa: BLE001 - a template is a model's own code, and may fail in any way on what it is shown
             return self._build_failed_action(observation, "template_failed", f"{type(error).__name__}: {error}")
         ids = history.ids
         images = (*history.images, *shift_images(delta.images, len(ids)))

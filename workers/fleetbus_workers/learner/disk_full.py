@@ -40,7 +40,7 @@ def detect_full_disk(folder: Path) -> Iterator[None]:
         yield
     except OSError:
         raise
-    except Exception as error:
+    except Exception as error:  # torch raises RuntimeError and others; all but a full disk go on as they are
         if shutil.disk_usage(folder).free < _MIN_FREE_BYTES:
             raise OSError(errno.ENOSPC, f"no space left below {folder}: {error}") from error
         raise

@@ -95,7 +95,7 @@ def _raise_os_error(url: str) -> Iterator[None]:
         yield
     except (OSError, UserError):
         raise
-    except Exception as error:
+    except Exception as error:  # each store has errors of its own
         raise OSError(f"{url}: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 

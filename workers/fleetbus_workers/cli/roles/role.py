@@ -65,7 +65,7 @@ def run_role(
         if role == "inference" and values.get("supervised"):
             _exit_at_once(status)
         return status
-    except Exception as error:
+    except Exception as error:  # sorted by cause; what is none of them is raised again
         if is_bad_input(error):
             raise
         if taken_over := find_leaf(error, TakenOver):

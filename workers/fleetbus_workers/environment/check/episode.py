@@ -89,7 +89,7 @@ class _Player:
     async def play(self, make: Callable[[], Environment]) -> None:
         try:
             environment = make()
-        except Exception as error:  # a user's class: all that it raises is to be shown
+        except Exception as error:  # noqa: BLE001 - a user's class: all that it raises is to be shown
             self._fail(f"the environment cannot be made: {type(error).__name__}: {error}", locate_error(error), error)
             return
         async with anyio.create_task_group() as tasks:
@@ -196,7 +196,7 @@ class _Player:
     def _check_encodable(self, value: object, call: str, environment: Environment) -> None:
         try:
             msgspec.msgpack.encode(value)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever an encoder makes of a foreign object is what is to be shown
             self._warn(f"{call}: {error}; only JSON-like values reach the log", locate_method(environment, call))
 
     async def _close(self, environment: Environment) -> None:

@@ -102,7 +102,7 @@ class _TimeLimit:
             try:
                 if self._scope.__exit__(kind, error, trace):
                     error = None
-            except BaseException as remaining:  # of a group with a cancellation
+            except BaseException as remaining:  # noqa: BLE001 - of a group with a cancellation
                 error = remaining
         elif self._deadline is not None:
             self._deadline.clear()
@@ -154,7 +154,7 @@ def describe_error(error: BaseException) -> str:
     """Its text; foreign exceptions may fail to give one."""
     try:
         return str(error)
-    except Exception as unreadable:
+    except Exception as unreadable:  # noqa: BLE001 - foreign exceptions may fail in any way
         return f"its text cannot be read ({type(unreadable).__name__})"
 
 

@@ -342,7 +342,7 @@ async def release_held(context: WorkerContext, journal: Journal) -> None:
             environment = context.make(journal.claim.task)
             if isinstance(environment, HoldsElsewhere):
                 await environment.release(journal.claim.task, held)
-    except Exception as error:  # an environment may fail in any way
+    except Exception as error:  # noqa: BLE001 - an environment may fail in any way
         log.warning("release of a dead worker's resources failed; continuing", session=journal.claim.session, reason=str(error))
 
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from fleetbus_workers.inference.torch.batch import Batch
-from fleetbus_workers.inference.torch.kernel import Layer, Tokens, Weights, run_compiled_step
+from fleetbus_workers.inference.torch.kernel import Layer, Tokens, Weights, compute_logits
 from fleetbus_workers.inference.torch.slots import SlotCache
 from fleetbus_workers.weights.file import unique_tensors
 
@@ -36,6 +36,7 @@ class FusedRunner:
         self.size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         roots = [(width * config.rms_norm_eps) ** 0.5 for width in (config.hidden_size, self.size)]
         self._epsilons = [torch.tensor(root, device=model.device) for root in roots]
+        self._group_numbers = np.arange(self.groups)
         self.depth: int = config.num_hidden_layers
         self.vocabulary: int = config.vocab_size
         self.device = model.device
@@ -60,7 +61,7 @@ class FusedRunner:
         self.weights = prepared
 
     def step(self, batch: Batch) -> torch.Tensor:
-        return run_compiled_step(self.weights, self._build_tokens(batch), self._keys.tensor, self._values.tensor)
+        return compute_logits(self.weights, self._build_tokens(batch), self._keys.tensor, self._values.tensor)
 
     def _build_tokens(self, batch: Batch) -> Tokens:
         counts = [len(prefill.ids) for prefill in batch.prefills]
@@ -73,7 +74,7 @@ class FusedRunner:
             positions = np.concatenate((positions, *spans))
         return Tokens(
             ids=self._to_device(ids),
-            rows=self._to_device(rows),
+            lanes=self._to_device(rows[:, None] * self.groups + self._group_numbers),
             positions=self._to_device(positions),
             row_count=len(batch.tokens),
             longest=batch.longest,

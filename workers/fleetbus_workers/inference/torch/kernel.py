@@ -1,15 +1,14 @@
-"""One step of the compact decoder as functions of tensors, kept to what TorchScript understands: see `compile_function`.
+"""One step of the compact decoder as functions of tensors.
 
-Hence no postponed annotations here, no keyword-only arguments, and no constants of the module. Nothing here knows of
-requests or versions; `fleetbus_workers.inference.torch.fused_decoder` arranges weights and indices for it.
+A step of a small model is a hundred short calls, each of which costs a microsecond or two before it computes: views of the
+cache are taken of slots and groups joined, and what exists is written into. Nothing here knows of requests or versions;
+`fleetbus_workers.inference.torch.fused_decoder` arranges weights and indices for it.
 """
 
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-
-from fleetbus_workers.inference.torch.torchscript import compile_function
 
 
 class Layer(NamedTuple):
@@ -44,15 +43,15 @@ class Weights(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """All tokens of a step, one per row first, then the extras. ``ids``, ``rows``, ``positions`` int64 [tokens].
+    """All tokens of a step, one per row first, then the extras. ``ids``, ``positions`` int64 [tokens].
 
-    The extras of row ``prefill_rows[i]`` are ``prefill_counts[i]`` tokens from position ``prefill_starts[i]`` on. ``longest``
-    is the
-    largest position plus one; the first ``shared`` positions hold the same in all rows, if that is worth using, or else 0.
+    A lane is one group of keys and values of one row: ``lanes`` int64 [tokens, groups] is row * groups + group. The extras of
+    row ``prefill_rows[i]`` are ``prefill_counts[i]`` tokens from position ``prefill_starts[i]`` on. ``longest`` is the largest
+    position plus one; the first ``shared`` positions hold the same in all rows, if that is worth using, or else 0.
     """
 
     ids: torch.Tensor
-    rows: torch.Tensor
+    lanes: torch.Tensor
     positions: torch.Tensor
     row_count: int
     longest: int
@@ -62,67 +61,69 @@ class Tokens(NamedTuple):
     prefill_counts: list[int]
 
 
-def step(weights: Weights, tokens: Tokens, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def compute_logits(weights: Weights, tokens: Tokens, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Logits [rows, vocabulary] after each row's token. ``keys`` [depth, slots, groups, size, capacity] and ``values``
     [depth, slots, groups, capacity, size] are written on the way. In the last layer extras leave only those behind."""
+    rows, longest = tokens.row_count, tokens.longest
     rotation = weights.rotation[tokens.positions].unsqueeze(1)
-    mask = _build_row_mask(tokens, keys.shape[2])
+    mask = _build_lane_mask(tokens)
+    places = tokens.lanes, tokens.positions[:, None]
     hidden = F.embedding(tokens.ids, weights.embedding)
-    for index, layer in enumerate(weights.layers):
-        wanted = tokens.row_count if index == len(weights.layers) - 1 else hidden.shape[0]
-        queries = _write_keys_values(
-            layer, hidden, tokens, rotation, keys[index], values[index], weights.epsilon, weights.head_epsilon
-        )
-        seen = _attend_rows(queries[: tokens.row_count], keys[index], values[index], mask, tokens.shared, tokens.longest)
-        if wanted > tokens.row_count:
-            seen = torch.cat((seen, _attend_prefills(queries[tokens.row_count :], tokens, keys[index], values[index])))
-        hidden = torch.addmm(hidden[:wanted], seen.reshape(wanted, -1), layer.out)
-        out_bias = layer.out_bias
-        if out_bias is not None:
-            hidden.add_(out_bias)
+    layers = zip(weights.layers, keys.flatten(1, 2).unbind(), values.flatten(1, 2).unbind(), strict=True)
+    for index, (layer, lane_keys, lane_values) in enumerate(layers):
+        queries = _write_keys_values(weights, layer, hidden, rotation, places, lane_keys, lane_values)
+        seen = _attend_rows(queries[:rows], lane_keys, lane_values, mask, tokens.shared, longest)
+        if index == len(weights.layers) - 1:
+            hidden = hidden[:rows]
+        elif tokens.prefill_rows:
+            seen = torch.cat((seen, _attend_prefills(queries[rows:], tokens, keys[index], values[index])))
+        hidden = torch.addmm(hidden, seen.flatten(1), layer.out)
+        if layer.out_bias is not None:
+            hidden.add_(layer.out_bias)
         normed = _normalize(hidden, weights.epsilon)
-        hidden.addmm_(F.silu(normed @ layer.gate).mul_(normed @ layer.up), layer.down)
-    return _normalize(hidden, weights.epsilon) @ weights.head
+        hidden.addmm_(F.silu(normed.mm(layer.gate), inplace=True).mul_(normed.mm(layer.up)), layer.down)
+    return _normalize(hidden, weights.epsilon).mm(weights.head)
 
 
 def _normalize(hidden: torch.Tensor, epsilon: torch.Tensor) -> torch.Tensor:
     """Divide by the root of (sum of squares + width times epsilon); the factor root of width is in the weights after it."""
-    return hidden / torch.hypot(torch.linalg.vector_norm(hidden, 2.0, [-1], True), epsilon)
+    norms: torch.Tensor = torch.linalg.vector_norm(hidden, 2.0, -1, True).hypot_(epsilon)
+    return hidden / norms
 
 
-def _build_row_mask(tokens: Tokens, groups: int) -> torch.Tensor:
+def _build_lane_mask(tokens: Tokens) -> torch.Tensor:
     """Additive, [rows * groups, 1, longest - shared]: hides positions behind each row's own."""
-    last = tokens.positions[: tokens.row_count].repeat_interleave(groups)
+    last = tokens.positions[: tokens.row_count, None, None]
+    if (groups := tokens.lanes.shape[1]) > 1:
+        last = last.repeat_interleave(groups, 0)
     times = torch.arange(tokens.shared, tokens.longest, device=last.device)
-    return torch.where(times > last[:, None, None], -1e30, 0.0)
+    return torch.where(times > last, -1e30, 0.0)
 
 
 def _write_keys_values(
+    weights: Weights,
     layer: Layer,
     hidden: torch.Tensor,
-    tokens: Tokens,
     rotation: torch.Tensor,
+    places: tuple[torch.Tensor, torch.Tensor],
     keys: torch.Tensor,
     values: torch.Tensor,
-    epsilon: torch.Tensor,
-    head_epsilon: torch.Tensor,
 ) -> torch.Tensor:
-    """Write keys and values of all tokens and return their queries, [tokens, groups, queries, size]."""
-    count, groups, size = hidden.shape[0], values.shape[1], values.shape[3]
-    joined = _normalize(hidden, epsilon) @ layer.qkv
-    qkv_bias = layer.qkv_bias
-    if qkv_bias is not None:
-        joined.add_(qkv_bias)
+    """Write keys [lanes, size, capacity] and values [lanes, capacity, size] of all tokens to ``places``, which are lanes and
+    positions, and return their queries, [tokens, groups, queries, size]."""
+    count, groups, size = hidden.shape[0], places[0].shape[1], values.shape[2]
+    joined = _normalize(hidden, weights.epsilon).mm(layer.qkv)
+    if layer.qkv_bias is not None:
+        joined.add_(layer.qkv_bias)
     parts = joined.view(count, -1, size)
     heads = parts.shape[1] - groups
     unrotated = parts[:, :heads]
-    head_norm = layer.head_norm
-    if head_norm is not None:
-        unrotated = _normalize(unrotated, head_epsilon).mul_(head_norm)
+    if layer.head_norm is not None:
+        unrotated = _normalize(unrotated, weights.head_epsilon).mul_(layer.head_norm)
     pairs = torch.view_as_complex(unrotated.view(count, heads, size // 2, 2))
     rotated = torch.view_as_real(pairs * rotation).view(count, heads, size)
-    keys.permute(0, 3, 1, 2).index_put_((tokens.rows, tokens.positions), rotated[:, heads - groups :])
-    values.transpose(1, 2).index_put_((tokens.rows, tokens.positions), parts[:, heads:])
+    keys.transpose(1, 2).index_put_(places, rotated[:, heads - groups :])
+    values.index_put_(places, parts[:, heads:])
     return rotated[:, : heads - groups].view(count, groups, -1, size)
 
 
@@ -131,25 +132,25 @@ def _attend_rows(
 ) -> torch.Tensor:
     """One query per row, [rows, groups, queries, size], over its history; the shared part is one product for all rows."""
     rows, groups, queries, size = query.shape
-    own_keys = keys[:rows, :, :, shared:longest].flatten(0, 1)
-    own_values = values[:rows, :, shared:longest].flatten(0, 1)
-    own = torch.baddbmm(mask, query.reshape(rows * groups, queries, size), own_keys)
+    lanes = rows * groups
+    own_values = values[:lanes, shared:longest]
+    own = torch.baddbmm(mask, query.reshape(lanes, queries, size), keys[:lanes, :, shared:longest])
     if shared == 0:
         return torch.bmm(own.softmax(-1), own_values).view(rows, groups, queries, size)
     by_group = query.transpose(0, 1).reshape(groups, rows * queries, size)
-    common = torch.bmm(by_group, keys[0, :, :, :shared]).view(groups, rows, queries, shared)
+    common = torch.bmm(by_group, keys[:groups, :, :shared]).view(groups, rows, queries, shared)
     weights = torch.cat((common, own.view(rows, groups, queries, -1).transpose(0, 1)), -1).softmax(-1)
-    of_own = weights[..., shared:].transpose(0, 1).reshape(rows * groups, queries, -1)
+    of_own = weights[..., shared:].transpose(0, 1).reshape(lanes, queries, -1)
     seen_of_own = torch.bmm(of_own, own_values).view(rows, groups, queries, size)
-    seen_of_common = torch.bmm(weights[..., :shared].flatten(1, 2), values[0, :, :shared])
-    return seen_of_own + seen_of_common.view(groups, rows, queries, size).transpose(0, 1)
+    seen_of_common = torch.bmm(weights[..., :shared].flatten(1, 2), values[:groups, :shared])
+    return seen_of_own.add_(seen_of_common.view(groups, rows, queries, size).transpose(0, 1))
 
 
 def _attend_prefills(query: torch.Tensor, tokens: Tokens, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Causal attention of each joining row's extra tokens, in blocks that bound the memory of their scores."""
     seen: list[torch.Tensor] = []
     at = 0
-    for row, start, count in zip(tokens.prefill_rows, tokens.prefill_starts, tokens.prefill_counts):  # noqa: B905
+    for row, start, count in zip(tokens.prefill_rows, tokens.prefill_starts, tokens.prefill_counts, strict=True):
         for first in range(0, count, 256):
             stop = min(first + 256, count)
             seen.append(_attend_block(query[at + first : at + stop], keys[row], values[row], start + first))
@@ -167,7 +168,3 @@ def _attend_block(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     scores[..., start:].add_(later)
     weights = scores.softmax(-1).view(groups, queries * count, stop)
     return torch.bmm(weights, values[:, :stop]).view(groups, queries, count, size).permute(2, 0, 1, 3)
-
-
-run_compiled_step = compile_function(step)
-"""`step` as one call that does not hold the interpreter lock."""

@@ -215,7 +215,7 @@ class TorchSampler:
 async def _run_engine(engine: Engine) -> None:
     try:
         await anyio.to_thread.run_sync(engine.run, limiter=anyio.CapacityLimiter(1))
-    except Exception as error:
+    except Exception as error:  # supervised: the sampler restarts what failed
         raise EngineFailed(f"{type(error).__name__}: {error}") from error
 
 

@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 
 from fleetbus_schemas import SamplingSettings
-from fleetbus_workers.inference.torch.torchscript import compile_function
 
 UNIFORM_BITS = 23
 """Bits of a uniform number. One fewer than float32 holds, so that a number times a sum stays below the sum."""
@@ -33,7 +32,7 @@ def sample_tokens(
     if any(row.temperature not in (0.0, 1.0) for row in settings):
         scales = [1.0 / (row.temperature or 1.0) for row in settings]
         logits = logits * torch.tensor(scales, device=logits.device)[:, None]
-    ids, logprobs = _compiled_draw(logits, numbers)
+    ids, logprobs = _draw(logits, numbers)
     for row, chosen in enumerate(settings):
         if chosen.temperature == 0.0:
             ids[row] = logits[row].argmax()
@@ -68,6 +67,3 @@ def _sample_likely(probabilities: torch.Tensor, draw_uniform: torch.Tensor, sett
     nucleus = torch.where(before < share, ordered, 0.0) if settings.top_p < 1.0 else ordered
     nucleus[0] = ordered[0]
     return indices[_invert_cdf(nucleus[None], draw_uniform[None])[0]]
-
-
-_compiled_draw = compile_function(_draw)

@@ -188,7 +188,7 @@ class VllmSampler:
             raise
         except (_get_dead_error(), RequestRefused):
             raise
-        except Exception as error:
+        except Exception as error:  # vLLM raises errors of every kind
             raise EngineFailed(f"vllm failed this request: {_format_error(error)}") from error
         finally:
             if adapter is not None:
@@ -224,7 +224,7 @@ class VllmSampler:
     async def _replace_weights(self, engine: object, folder: Path, policy: PolicyPublished) -> None:
         try:
             await self._swap(engine, folder, policy.version)
-        except Exception as error:
+        except Exception as error:  # vLLM raises errors of every kind
             await self._restore_weights(engine)
             raise WeightsRejected(f"{policy.uri}: vllm did not load it: {_format_error(error)}") from error
 
@@ -237,7 +237,7 @@ class VllmSampler:
         try:
             with anyio.fail_after(LOAD_SECONDS):
                 await engine.add_lora(adapter)
-        except Exception as error:
+        except Exception as error:  # vLLM raises errors of every kind
             if isinstance(error, _get_dead_error()):
                 self._mark_dead(engine)
                 await self._alive.wait()
@@ -266,7 +266,7 @@ class VllmSampler:
         """After a failed load nothing is sampled before good weights are in: the old ones, or a restarted engine."""
         try:
             await self._swap(engine, self._folder, self.version)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - vLLM raises errors of every kind
             log.error("engine refuses its previous weights; restarting it", reason=_format_error(error))
             self._mark_dead(engine)
             await self._alive.wait()

@@ -99,7 +99,9 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     """Gradient checkpointing per layer. Layers look at their own training flag; what is inside them stays without dropout."""
     if not model.supports_gradient_checkpointing:
         raise UserError(f"trainer.gradient_checkpointing: {type(model).__name__} does not support it")
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    # transformers 5.20, the newest that vLLM 0.33 takes, has the older name alone
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True

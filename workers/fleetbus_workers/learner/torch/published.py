@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightConverter, apply_converters, revert_weight_conversion
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
 from fleetbus_workers.learner.torch.sharding import Shards
 
@@ -54,6 +54,7 @@ def group_names(model: PreTrainedModel, names: Sequence[str]) -> list[list[str]]
     ]
     groups: dict[str, list[str]] = {}
     for name in names:
-        renamed, pattern = apply_converters(name, converters)
-        groups.setdefault(renamed if pattern is not None else f"={name}", []).append(name)
+        renamings = (converter.rename_source_key(name) for converter in converters)
+        renamed = next((renamed for renamed, pattern in renamings if pattern is not None), f"={name}")
+        groups.setdefault(renamed, []).append(name)
     return list(groups.values())

@@ -39,6 +39,6 @@ def load_token_decoder(model: Path) -> TokenDecoder:
         return TokenDecoder()
     try:
         return TokenDecoder(Tokenizer.from_file(str(file)))
-    except Exception as error:  # tokenizers has no narrower one
+    except Exception as error:  # noqa: BLE001 - tokenizers has no narrower one
         log.warning("tokenizer is unreadable; showing token ids only", tokenizer=str(file), reason=str(error))
         return TokenDecoder()

@@ -115,7 +115,7 @@ class ClientConnection:
                 async with self._open_client(self._allow_abort) as self._client:
                     self._ready.set()
                     await self._stop.wait()
-        except Exception as error:  # an episode's server must not end the others': the episode learns of it
+        except Exception as error:  # noqa: BLE001 - an episode's server must not end the others': the episode learns of it
             self._failure = describe_root_cause(error)
             self._kind = type(error) if isinstance(error, EnvironmentFailed) else EnvironmentFailed
             if self._client is not None:  # otherwise `open` raises it
@@ -217,7 +217,7 @@ async def open_command(command: Sequence[str], spawned: Callable[[], None]) -> A
         try:
             async with Client(open_stdio(command, errors, spawned), cache=None) as client:
                 yield client
-        except Exception as error:
+        except Exception as error:  # a server may end in any way; its cause is the episode's
             raise EnvironmentFailed(f"{describe_root_cause(error)}{_read_stderr_tail(errors)}") from error
 
 

@@ -145,7 +145,7 @@ class DirectConnection:
             return ToolResult(content=error.error.message, failed=True)
         except ValidationError:
             return ToolResult(content="invalid request", failed=True)
-        except Exception as error:  # a handler that raises is a tool that failed: what the SDK makes of it on a wire
+        except Exception as error:  # noqa: BLE001 - a handler that raises is a tool that failed: what the SDK makes of it on a wire
             _log.warning("tool raised an exception; returning an error to the policy", tool=name, error=repr(error))
             return ToolResult(content=f"the tool failed ({type(error).__name__})", failed=True)
 

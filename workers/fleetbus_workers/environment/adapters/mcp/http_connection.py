@@ -90,7 +90,7 @@ async def _open_url(
         ):
             opened = True
             yield client
-    except Exception as error:
+    except Exception as error:  # a server may answer in any way; its cause is the episode's
         reason = f"{strip_credentials(url)}: {describe_root_cause(error)}"
         if not opened and answer.status in ABSENT:
             raise EndpointAbsent(f"{reason} (HTTP {answer.status})") from error

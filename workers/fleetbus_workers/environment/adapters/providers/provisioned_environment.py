@@ -91,7 +91,7 @@ class ServerHost:
                     task_status.started(factory())
                     has_started = True
                     await done.wait()
-        except Exception as error:  # it belongs to the episode that asked
+        except Exception as error:  # noqa: BLE001 - it belongs to the episode that asked
             if has_started:
                 _log.warning("environment server failed at its end; stopping it", reason=str(error))
             else:

@@ -44,7 +44,7 @@ class EnvironmentProcess:
             if kind := _RETURNS.get(request["call"]):
                 result = validate_return(kind, result, request["call"], self._object)
             return {"result": msgspec.to_builtins(result, enc_hook=_encode_plain)}
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # the class's: the worker's signals are ignored here
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the class's: the worker's signals are ignored here
             name = type(error).__name__
             return {
                 "error": str(error),

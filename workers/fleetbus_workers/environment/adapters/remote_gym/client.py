@@ -11,23 +11,15 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import anyio
-import httpx
+import msgspec
 import structlog
 
 from fleetbus_workers.environment.adapters.remote_gym.config import RemoteGymConfig
-from fleetbus_workers.environment.adapters.remote_gym.connections import (
-    KEEP_ALIVE_SECONDS,
-    Answer,
-    Connections,
-    NoAnswer,
-    NotConnected,
-)
+from fleetbus_workers.environment.adapters.remote_gym.connections import Connections, NoAnswer, NotConnected
 from fleetbus_workers.environment.adapters.remote_gym.wire import (
     MAX_BODY_BYTES,
     DecodedResponse,
@@ -38,7 +30,7 @@ from fleetbus_workers.environment.adapters.remote_gym.wire import (
 )
 from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.failure_location import clean_error
-from fleetbus_workers.serving.bounded_http import bound
+from fleetbus_workers.serving.bounded_json import check_values
 
 HEALTH_SECONDS = 5.0
 IN_THREAD_BYTES = 64 << 10
@@ -49,7 +41,6 @@ _SESSION_ID = re.compile(f"[!-~]{{1,{MAX_ID_CHARACTERS}}}")
 """It is kept in the journal of a session after each of its calls, before its server's address."""
 
 _REPEATABLE = frozenset({"connect", "system_prompt", "reset", "close"})
-_NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 _log = structlog.get_logger(__name__)
 
 
@@ -86,8 +77,7 @@ class ServerPool:
 
     def __init__(self, *, draw: Callable[[], float] = random.random) -> None:
         self.draw = draw
-        self._http: httpx.AsyncClient | None = None
-        self._connections = Connections(max_bytes=MAX_BODY_BYTES)
+        self.connections = Connections(max_bytes=MAX_BODY_BYTES)
         self._sessions: dict[str, int] = {}
         self._failed_at: dict[str, float] = {}
         self.idempotent: dict[str, bool] = {}
@@ -97,31 +87,8 @@ class ServerPool:
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEP_ALIVE_SECONDS)
-        async with httpx.AsyncClient(limits=limits, event_hooks=bound(httpx, max_bytes=MAX_BODY_BYTES)) as self._http:
-            try:
-                yield
-            finally:
-                self._http = None
-                await self._connections.close()
-
-    @property
-    def http(self) -> httpx.AsyncClient:
-        if self._http is None:
-            raise RuntimeError("enter run() of the environment factory before the first episode")
-        return self._http
-
-    async def post(self, url: str, body: bytes, headers: dict[str, str], *, timeout: float) -> Answer:
-        """Raises `NotConnected`, `NoAnswer`, and `ValueError` for headers that cannot be sent."""
-        if not has_proxy(url):
-            return await self._connections.post(url, body, headers, timeout=timeout)
-        try:
-            answer = await self.http.post(url, content=body, headers=headers, timeout=timeout)
-        except _NOT_SENT as error:
-            raise NotConnected(_describe_error(error)) from error
-        except httpx.TransportError as error:
-            raise NoAnswer(_describe_error(error)) from error
-        return Answer(answer.status_code, answer.headers.get("content-type", ""), answer.content)
+        async with self.connections.run():
+            yield
 
     def choose(self, urls: Sequence[str]) -> str:
         """The server with the fewest sessions of ours, any of those; one that failed lately only if all did."""
@@ -152,14 +119,10 @@ class ServerPool:
         """True if the server says at ``/health`` that it answers repetitions from memory; asked once per server."""
         if url not in self.idempotent:
             try:
-                with anyio.fail_after(HEALTH_SECONDS):  # httpx bounds each read, not all of them
-                    answer = await self.http.get(f"{url}/health", timeout=HEALTH_SECONDS)
-            except (httpx.HTTPError, TimeoutError):
+                answer = await self.connections.ask("GET", f"{url}/health", {}, timeout=HEALTH_SECONDS)
+            except (NotConnected, NoAnswer):
                 return False
-            try:
-                self.idempotent[url] = answer.json().get("idempotent") is True
-            except (ValueError, AttributeError, RecursionError):
-                self.idempotent[url] = False  # what says nothing of it is not asked before every step
+            self.idempotent[url] = _says_idempotent(answer.content)  # what says nothing of it is not asked before every step
         return self.idempotent[url]
 
 
@@ -280,7 +243,7 @@ async def _post(pool: ServerPool, config: RemoteGymConfig, url: str, body: bytes
     if config.token:
         headers["X-API-Key"] = config.token
     try:
-        answer = await pool.post(url, body, headers, timeout=config.timeout)
+        answer = await pool.connections.ask("POST", url, headers, body=body, timeout=config.timeout)
     except NotConnected as error:
         raise ServerUnreachable(f"{url} cannot be reached: {error}", may_have_acted=False) from error
     except NoAnswer as error:
@@ -296,11 +259,13 @@ async def _post(pool: ServerPool, config: RemoteGymConfig, url: str, body: bytes
     raise _build_error(url, answer.status, answer.content)
 
 
-@lru_cache(maxsize=1024)
-def has_proxy(url: str) -> bool:
-    """True if this process is to reach the server through a proxy, by ``HTTP_PROXY`` and its like."""
-    parts, proxies = urlsplit(url), getproxies()
-    return bool(proxies.get(parts.scheme) or proxies.get("all")) and not proxy_bypass(parts.hostname or "")
+def _says_idempotent(content: bytes) -> bool:
+    try:
+        check_values(content)
+        said = msgspec.json.decode(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(said, dict) and said.get("idempotent") is True
 
 
 def _build_error(url: str, status: int, content: bytes) -> RemoteGymError:
@@ -309,7 +274,3 @@ def _build_error(url: str, status: int, content: bytes) -> RemoteGymError:
     if status in (502, 504):
         return ServerUnreachable(f"{url}: {status} {detail}", may_have_acted=True)
     return kinds.get(status, RequestRefused)(f"{url}: {status} {detail}")
-
-
-def _describe_error(error: Exception) -> str:
-    return str(error) or type(error).__name__

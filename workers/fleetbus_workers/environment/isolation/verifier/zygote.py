@@ -197,7 +197,7 @@ def run_child(channel: int, limits: dict[str, int]) -> NoReturn:
                 drop_rights(zygote)
                 has_rights = False
             answer: dict[str, Any] = {"reward": verifier_call.call_verifier(code, request, connection)}
-        except BaseException as error:  # raised by the code: the verdict is that there is none
+        except BaseException as error:  # noqa: BLE001 - raised by the code: the verdict is that there is none
             answer = {"error": f"{type(error).__name__}: {error}"[:OUTPUT_CHARACTERS]}
         connection.send(answer | {"output": output.tail()})
         if not reuse or "error" in answer:

@@ -78,7 +78,7 @@ def main() -> NoReturn:
         for stream in (sys.stdout, sys.stderr, *output):
             try:
                 stream.flush()
-            except Exception:
+            except Exception:  # noqa: BLE001 - the code may have put anything in their place
                 pass  # the code closed or replaced it, or the file is full
         if os.getpid() != own:
             os._exit(answer["exit_code"])  # forked by the code, which has ended here
@@ -105,7 +105,7 @@ def execute(source: str, seconds: float, scope: dict[str, Any], name: str) -> di
     except TimeUp:
         write_error(f"TimeoutError: the code took longer than {seconds:g} s and was stopped; its variables are kept\n")
         return {"exit_code": 124, "ended": "time"}
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever ends the code is its result
         write_error(format_error(error, name))
         return {"exit_code": 1}
     return {"exit_code": 0}
@@ -142,10 +142,10 @@ def call(function: str, arguments: list[Any], seconds: float, scope: dict[str, A
             raise ValueError(f"the value takes {len(value)} bytes as JSON, more than {VALUE_BYTES}")
     except TimeUp:
         return {"exit_code": 124, "error": f"TimeoutError: the call took longer than {seconds:g} s"}
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever ends the code is its result
         try:
             return {"exit_code": 1, "error": f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]}
-        except Exception:  # an exception whose text cannot be made
+        except Exception:  # noqa: BLE001 - an exception whose text cannot be made
             return {"exit_code": 1, "error": type(error).__name__}
     return {"exit_code": 0, "value": value}
 
@@ -157,7 +157,7 @@ def format_error(error: BaseException, name: str) -> str:
         frames = frames.tb_next
     try:
         return "".join(traceback.format_exception(type(error), error, frames))
-    except Exception:  # an exception whose text cannot be made
+    except Exception:  # noqa: BLE001 - an exception whose text cannot be made
         return f"{type(error).__name__}\n"
 
 
@@ -165,7 +165,7 @@ def write_error(text: str) -> None:
     """Write to the code's standard error."""
     try:
         sys.stderr.write(text)
-    except Exception:
+    except Exception:  # noqa: BLE001 - the code may have put anything in its place
         pass  # the code closed or replaced it
 
 
