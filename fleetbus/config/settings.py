@@ -39,6 +39,13 @@ class RunSettings(Settings, frozen=True, kw_only=True):
             "the tasks of one environment key; repeatable"
         ),
     ] = "warehouse"
+    profile: Annotated[
+        Literal["auto", "laptop", "gpu"],
+        Meta(
+            description="Settings by default: gpu, for a model of yours (docs/gpu.md), also for roles of its run that have no "
+            "GPU; auto: gpu where GPUs are visible"
+        ),
+    ] = "auto"
     policy: Annotated[str, Meta(description="Name of the policy")] = "default"
     pool: Annotated[str, Meta(description="Name of the pool of environment workers")] = "default"
 

@@ -28,7 +28,7 @@ class LearnerSettings(Settings, frozen=True, kw_only=True):
     stale_groups: Annotated[
         Literal["drop", "keep", "wait"],
         Meta(description="Groups that are too stale: drop them, train them with a warning, or wait before they become stale"),
-    ] = "drop"
+    ] = "wait"
     learning_rate: Annotated[float, Meta(gt=0, description="Peak learning rate")] = 3e-4
     min_lr_ratio: Annotated[float, Meta(ge=0, description="Learning rate of the last step as a share of the peak")] = 0.2
     clip_ratio_low: Annotated[float, Meta(gt=0, description="Lower clipping range of the ratio")] = 0.2
