@@ -74,18 +74,18 @@ def print_of_role(
     for name in variables:
         monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", EIGHT)
-    (line,) = re.findall(r"profile gpu: [^\n\"]*[^\n\" ]", capsys.readouterr().err)
-    return split(line.partition("  ")[0])
+    first = json.loads(capsys.readouterr().err.splitlines()[0])
+    return split(first["event"])
 
 
 def read_compose(service: str) -> dict[str, str]:
     """The variables of a service where PROFILE=gpu was set."""
     found = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"][service]["environment"]
-    chosen = {"PROFILE": "gpu"}
-    return {
-        name: re.sub(r"\$\{(\w+):-(.*?)\}", lambda match: chosen.get(match[1], match[2]), value)
-        for name, value in found.items()
-    }
+    return {name: re.sub(r"\$\{(\w+):-(.*?)\}", _substitute, value) for name, value in found.items()}
+
+
+def _substitute(match: re.Match[str]) -> str:
+    return "gpu" if match[1] == "PROFILE" else match[2]
 
 
 def read_pod(objects: dict[tuple[str, str], dict[str, Any]], container: str) -> dict[str, str]:
@@ -122,8 +122,8 @@ def test_every_way_of_starting_prints_the_settings_that_up_prints(
     started = list_ways()[way]
     found = set()
     for role in ROLES:
-        variables = started[role] | {"FLEETBUS_RUN_MODEL": str(folder), "FLEETBUS_LOG_FORMAT": "console"}
-        variables |= {"FLEETBUS_RUN_FOLDER": str(folder / "runs"), "NO_COLOR": "1"}
+        variables = started[role] | {"FLEETBUS_RUN_MODEL": str(folder), "FLEETBUS_LOG_FORMAT": "json"}
+        variables |= {"FLEETBUS_RUN_FOLDER": str(folder / "runs")}
         found |= print_of_role(role, monkeypatch, capsys, variables)
     assert found == wanted
     assert {"learner.learning_rate = 1e-06", "episode.max_tokens = 1024", "inference.max_model_len = 8192"} < found
