@@ -76,6 +76,11 @@ class GroupPool:
         return self._groups.setdefault(group_id, Group(group_id=group_id, size=size))
 
     @property
+    def open_episodes(self) -> int:
+        """Episodes that were asked for and have no result."""
+        return sum(max(group.size - len(group.results), 0) for group in self._groups.values())
+
+    @property
     def group_ids(self) -> tuple[str, ...]:
         """Groups that are requested or ready."""
         return tuple(self._groups)
@@ -87,7 +92,7 @@ class GroupPool:
     def record_version(self, version: int, step: int) -> None:
         """A version is the weights after ``step`` steps; versions of a lineage that was cut keep theirs."""
         self._step_of[version] = self.published_step = step
-        self._notify()
+        self.notify()
 
     def lag(self, group: Group, step: int) -> int:
         """Steps between the oldest weights that sampled the group and those of ``step``."""
@@ -132,7 +137,7 @@ class GroupPool:
         if group.complete:
             self._completion_steps.setdefault(group.group_id, self.published_step)
             self._discard_if_useless(group)
-        self._notify()
+        self.notify()
 
     def pause_seconds(self, round_size: int) -> float:
         """Seconds to wait before the next group is asked for: 0 unless one round after the other of ``round_size`` groups
@@ -186,7 +191,7 @@ class GroupPool:
         for group in groups:
             self._remove(group)
         self._replaced_count = 0
-        self._notify()
+        self.notify()
         return trained, excluded
 
     def discard_ungraded(self, groups: list[Group]) -> list[Group]:
@@ -217,7 +222,7 @@ class GroupPool:
     def _discard(self, group: Group, reason: str) -> None:
         self._excluded.append(group.discard(reason))
         self._remove(group)
-        self._notify()
+        self.notify()
 
     def _remove(self, group: Group) -> None:
         del self._groups[group.group_id]
@@ -228,7 +233,8 @@ class GroupPool:
         self._ledger.settle(episode_id)
         self._group_of.pop(episode_id, None)
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Wake whoever waits for a change."""
         self.changed.set()
         self.changed = anyio.Event()
 

@@ -67,7 +67,7 @@ class StepRecord:
             version=version,
             episodes=tuple(trained),
             excluded=tuple(excluded),
-            metrics={name: float(value) for name, value in batch.metrics.items()},
+            metrics={name: float(value) for name, value in (batch.metrics | self._admission.metrics).items()},
             digests=tuple(batch.digests[episode] for episode in trained),
             rewards={episode: batch.rewards[episode] for episode in trained if episode in batch.rewards},
         )
