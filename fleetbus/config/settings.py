@@ -81,6 +81,14 @@ class EpisodeSettings(Settings, frozen=True, kw_only=True):
     repetition_penalty: Annotated[
         float, Meta(gt=0, le=10, description="Divisor of the logits of tokens that occurred; training: 1")
     ] = 1.0
+    timeout_reward: Annotated[
+        str,
+        Meta(
+            pattern=r"^(-?\d+(\.\d+)?)?$",
+            title="a number, or nothing",
+            description="Reward in training of an episode whose time is up after its first turn; empty: it is not trained",
+        ),
+    ] = ""
     max_tokens: Annotated[int, Meta(ge=1, description="Maximum number of tokens per turn")] = 64
     max_turns: Annotated[int, Meta(ge=1, description="Maximum number of turns per episode")] = 5
     max_episode_tokens: Annotated[int, Meta(ge=1, description="Maximum number of tokens per episode, including the prompt")] = (

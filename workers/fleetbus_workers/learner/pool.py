@@ -18,6 +18,7 @@ from fleetbus.core.algorithms.shaping import has_zero_variance
 from fleetbus.core.training.capacity import lag
 from fleetbus.core.training.groups import Group
 from fleetbus.core.training.ledger import Ledger
+from fleetbus.core.training.task_losses import TaskLosses
 from fleetbus_schemas import EpisodeFinished, Exclusion
 
 EXCLUSIONS_PER_ENTRY = 16_384
@@ -56,6 +57,7 @@ class GroupPool:
         self._replace_flat = replace_flat
         self._replaced_count = 0
         self._failures = 0
+        self.losses = TaskLosses()
         self._start_steps: dict[str, int] = {}
         self._completion_steps: dict[str, int] = {}
         self._groups: dict[str, Group] = {}
@@ -128,6 +130,7 @@ class GroupPool:
             return
         requested = self._ledger.register_result(result.episode_id, result.request_sequence, sequence)
         group.add(msgspec.structs.replace(result, request_sequence=requested))
+        self.losses.record_result(result)
         rewards = (*result.turn_rewards, 0.0 if result.reward is None else result.reward)
         if problem := find_reward_problem(rewards, self._max_abs_reward):  # of any author: one would spoil the whole batch
             group.unusable[result.episode_id] = problem
@@ -188,6 +191,7 @@ class GroupPool:
         for episode_id in trained:
             self._settle(episode_id)
         excluded = self.take_exclusions()
+        self.losses.record_step(trained, excluded)
         for group in groups:
             self._remove(group)
         self._replaced_count = 0

@@ -61,20 +61,21 @@ class StepRecord:
         trained, excluded = self._pool.settle(batch.groups)
         self._checkpoints.pending = self._build_checkpoint(version)
         self._ledger.forget_settled()
+        metrics = batch.metrics | self._admission.metrics | self._pool.losses.metrics
         done = StepTrained(
             lineage=progress.lineage,
             step=progress.step,
             version=version,
             episodes=tuple(trained),
             excluded=tuple(excluded),
-            metrics={name: float(value) for name, value in (batch.metrics | self._admission.metrics).items()},
+            metrics={name: float(value) for name, value in metrics.items()},
             digests=tuple(batch.digests[episode] for episode in trained),
             rewards={episode: batch.rewards[episode] for episode in trained if episode in batch.rewards},
         )
         await self._appender.append(done)
         measured = {name: round(done.metrics[name], 3) for name in ("success", "reward") if name in done.metrics}
         log.info("trained", step=done.step, of=self._settings.steps, **measured)
-        self._signal.record_step(done, self._bus.now_ns())
+        self._signal.record_step(done, self._bus.now_ns(), self._pool.losses)
         await self.publish_version()
         progress.counters["steps"] += 1
         due = done.step % self._settings.checkpoint_every == 0 or done.step == self._settings.steps
