@@ -97,7 +97,7 @@ def build_summary(progress: Progress, *, run: str, seed: int, wall_seconds: floa
         steps=[step.step for step in steps],
         reward_by_step=[step.metrics.get("reward") for step in steps],
         success_by_step=[step.metrics.get("success") for step in steps],
-        success_of_all={each.name: each.success_of_all for each in measured if each.successes >= 0},
+        success_of_all={each.name: each.success_of_all for each in measured if math.isfinite(each.success_of_all)},
         success_error={each.name: math.sqrt(each.success * (1 - each.success) / each.graded) for each in measured},
     )
 
