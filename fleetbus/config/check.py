@@ -152,6 +152,15 @@ def check_training(algorithm: AlgorithmSettings, trainer: TrainerSettings) -> No
     """The same for a trainer alone, however it was configured."""
     if trainer.packing and not trainer.token_budget:
         raise UserError("trainer.packing needs trainer.token_budget: the tokens of one packed row")
+    if (
+        algorithm.kl_coefficient
+        and (algorithm.kl_place, algorithm.kl_estimator) == ("loss", "k1")
+        and not algorithm.kl_ratio_weight
+    ):
+        raise UserError(
+            "algorithm.kl_estimator = k1 in the loss pulls nowhere: its gradient is 0 on average; set k2 or k3, or "
+            "algorithm.kl_place = reward, or algorithm.kl_ratio_weight = true"
+        )
     low, high = algorithm.rollout_correction_low, algorithm.rollout_correction_high
     if low > high:
         raise UserError(

@@ -71,6 +71,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         """The values that it takes, in words: ``a whole number, at least 1``."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
+        if self.limits.title:
+            return self.limits.title
         kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[self.base]
         return ", ".join([kind, *_describe_bounds(self.limits)])
 

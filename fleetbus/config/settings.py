@@ -39,6 +39,13 @@ class RunSettings(Settings, frozen=True, kw_only=True):
             "the tasks of one environment key; repeatable"
         ),
     ] = "warehouse"
+    profile: Annotated[
+        Literal["auto", "laptop", "gpu"],
+        Meta(
+            description="Settings by default: gpu, for a model of yours (docs/gpu.md), also for roles of its run that have no "
+            "GPU; auto: gpu where GPUs are visible"
+        ),
+    ] = "auto"
     policy: Annotated[str, Meta(description="Name of the policy")] = "default"
     pool: Annotated[str, Meta(description="Name of the pool of environment workers")] = "default"
 
@@ -74,6 +81,14 @@ class EpisodeSettings(Settings, frozen=True, kw_only=True):
     repetition_penalty: Annotated[
         float, Meta(gt=0, le=10, description="Divisor of the logits of tokens that occurred; training: 1")
     ] = 1.0
+    timeout_reward: Annotated[
+        str,
+        Meta(
+            pattern=r"^(-?\d+(\.\d+)?)?$",
+            title="a number, or nothing",
+            description="Reward in training of an episode whose time is up after its first turn; empty: it is not trained",
+        ),
+    ] = ""
     max_tokens: Annotated[int, Meta(ge=1, description="Maximum number of tokens per turn")] = 64
     max_turns: Annotated[int, Meta(ge=1, description="Maximum number of turns per episode")] = 5
     max_episode_tokens: Annotated[int, Meta(ge=1, description="Maximum number of tokens per episode, including the prompt")] = (

@@ -28,7 +28,7 @@ class LearnerSettings(Settings, frozen=True, kw_only=True):
     stale_groups: Annotated[
         Literal["drop", "keep", "wait"],
         Meta(description="Groups that are too stale: drop them, train them with a warning, or wait before they become stale"),
-    ] = "drop"
+    ] = "wait"
     learning_rate: Annotated[float, Meta(gt=0, description="Peak learning rate")] = 3e-4
     min_lr_ratio: Annotated[float, Meta(ge=0, description="Learning rate of the last step as a share of the peak")] = 0.2
     clip_ratio_low: Annotated[float, Meta(gt=0, description="Lower clipping range of the ratio")] = 0.2
@@ -101,8 +101,16 @@ class AlgorithmSettings(Settings, frozen=True, kw_only=True):
     kl_coefficient: Annotated[float, Meta(ge=0, description="Weight of the KL; 0: none")] = 0.0
     kl_estimator: Annotated[Literal["k1", "k2", "k3"], Meta(description="KL estimator")] = "k3"
     kl_place: Annotated[Literal["loss", "reward"], Meta(description="Where the KL enters")] = "loss"
+    kl_ratio_weight: Annotated[
+        bool,
+        Meta(description="Multiply the KL in the loss by the ratio, as TRL does: its gradient is then that of the KL"),
+    ] = False
     kl_reference: Annotated[
-        Literal["sampler", "start"], Meta(description="Reference policy of the KL: the sampler, or the initial model")
+        Literal["sampler", "start"],
+        Meta(
+            description="What the KL pulls to: sampler, the policy that sampled the tokens (bounds a step); start, the model "
+            "of the run's start, as with TRL, verl and SkyRL (bounds the run; a second model in memory)"
+        ),
     ] = "sampler"
     credit_assignment: Annotated[Literal["episode", "turn"], Meta(description="One advantage per episode, or one per turn")] = (
         "episode"

@@ -150,6 +150,7 @@ class Requests:
             policy_version=version,
             group_size=group_size,
             earliest_sequence=self._next_sequence,
+            timeout_reward=float(episode.timeout_reward) if episode.timeout_reward and split == "train" else None,
         )
 
     async def publish(self, request: EpisodeRequested) -> tuple[int, EpisodeFinished | None]:

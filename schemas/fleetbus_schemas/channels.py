@@ -246,6 +246,7 @@ CHANNELS: tuple[Channel, ...] = (
             *_all_workers("send"),
             Use("environment", ("hear",), of=("inference",)),
             Use("gateway", ("hear",), of=("environment",)),
+            Use("learner", ("hear",), of=("inference",)),
             Use("operator", ("hear",), of=WORKERS),
             Use("monitor", ("hear",), of=WORKERS),
             Use("admin", ("hear",), of=WORKERS),

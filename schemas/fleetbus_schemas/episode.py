@@ -70,6 +70,7 @@ class EpisodeRequested(Message, frozen=True, kw_only=True):
     ``group_size`` episodes share the group id (0: unknown). ``deadline_ns`` is server time (Unix nanoseconds): the episode
     has an outcome by then in every case. ``max_tokens`` bounds what all turns add, in all segments.
     ``earliest_sequence`` is the first log position at which it can stand, as its author knew when it was made (0: unknown).
+    ``timeout_reward`` is what an episode gets that has sampled tokens when its time is up; None: no grade.
     """
 
     grown: ClassVar[bool] = True
@@ -89,6 +90,7 @@ class EpisodeRequested(Message, frozen=True, kw_only=True):
     policy_version: int = 0
     group_size: int = 0
     earliest_sequence: int = 0
+    timeout_reward: float | None = None
 
 
 ClaimReason = Literal["fresh", "handed_back", "taken_over"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from fleetbus_schemas.message import Message
@@ -77,7 +79,8 @@ class CheckpointStored(Message, frozen=True, kw_only=True):
 
 class EvaluationFinished(Message, frozen=True, kw_only=True):
     """Held-out tasks played with one policy version. ``success`` is the share of graded episodes that are one by
-    their environment's word, or by a reward of 1 or more."""
+    their environment's word, or by a reward of 1 or more; ``successes`` is how many (-1: not said), so that the share of all
+    episodes can be told too."""
 
     lineage: str
     step: int
@@ -88,6 +91,12 @@ class EvaluationFinished(Message, frozen=True, kw_only=True):
     success: float
     mean_reward: float
     temperature: float
+    successes: int = -1
+
+    @property
+    def success_of_all(self) -> float:
+        """The share of all episodes that are a success: one without a grade is none. NaN if unknown."""
+        return self.successes / max(self.episodes, 1) if self.successes >= 0 else math.nan
 
 
 class TrainingFinished(Message, frozen=True, kw_only=True):

@@ -143,6 +143,7 @@ _EXAMPLES: tuple[Message, ...] = (
         policy_version=13,
         group_size=8,
         earliest_sequence=99,
+        timeout_reward=-0.5,
     ),
     AttemptStarted(
         episode_id="s3-g7-k2",
@@ -303,6 +304,7 @@ _EXAMPLES: tuple[Message, ...] = (
         success=0.75,
         mean_reward=0.8,
         temperature=0.5,
+        successes=46,
     ),
     TrainingFinished(
         lineage="l0002",

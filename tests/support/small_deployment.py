@@ -262,6 +262,7 @@ class SmallDeployment:
         deadline_seconds: float = 300.0,
         max_turns: int = 50,
         sampling: SamplingSettings | None = None,
+        timeout_reward: float | None = None,
     ) -> int:
         request = EpisodeRequested(
             episode_id=episode_id,
@@ -273,6 +274,7 @@ class SmallDeployment:
             sampling=sampling or SamplingSettings(),
             max_turns=max_turns,
             deadline_ns=self.bus.now_ns() + int(deadline_seconds * 1e9),
+            timeout_reward=timeout_reward,
         )
         published = await self.bus.publish(self.subjects.task("default", episode_id), encode(request), expected_last=0)
         self.requested.append(published.sequence)

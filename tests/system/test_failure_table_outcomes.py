@@ -171,6 +171,27 @@ async def test_whatever_an_environment_does_there_is_an_outcome_and_the_fleet_go
         assert all((result.reward is None) == (result.outcome not in ("completed", "truncated")) for result in results)
 
 
+async def test_a_time_out_that_was_given_a_reward_is_trained_if_anything_was_sampled() -> None:
+    """The episode as a whole counts as well as one of its stages; what never began has nothing to train."""
+
+    class Unopened(Trouble):
+        async def open(self, task: Task) -> None:
+            await super().open(task)
+            if task.prompt == "closed":
+                await anyio.sleep_forever()
+
+    async with start_deployment(make=Unopened, environments=1) as fleet:
+        await fleet.request("stage", task=Task(key="hangs", prompt="play"), timeout_reward=-0.5)
+        await fleet.request("whole", task=Task(key="hangs", prompt="play"), timeout_reward=-0.5, deadline_seconds=4.0)
+        await fleet.request("unopened", task=Task(key="nothing", prompt="closed"), timeout_reward=-0.5)
+        results = {result.episode_id: result for result in await fleet.all_results(3)}
+        for name, error_class in (("stage", "step_timeout"), ("whole", "episode_timeout")):
+            result = results[name]
+            assert (result.outcome, result.reward, result.error_class) == ("truncated", -0.5, error_class)
+            assert result.actions and result.note and not result.error
+        assert (results["unopened"].outcome, results["unopened"].reward) == ("timeout", None)
+
+
 # model emits garbage, engine dies, weights corrupt or of the wrong shape: version unchanged until good (see also *_engine.py)
 
 

@@ -2,13 +2,17 @@
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+from fleetbus.config.check import check_training
+from fleetbus.config.settings import AlgorithmSettings, TrainerSettings
 from fleetbus.core.algorithms.corrections import CORRECTIONS, KL_ESTIMATORS, geometric_mask, kl_penalty, mask_sequence, plain
 from fleetbus.core.algorithms.losses import REDUCTIONS, LossPlan, compute_token_losses, reduce_losses
 from fleetbus.core.algorithms.objectives import OBJECTIVES, Clip, dppo_tv, ppo_clip, sequence_sum
+from fleetbus.errors import UserError
 
 
 def drawn(seed: int = 0, rows: int = 4, width: int = 6) -> dict[str, np.ndarray]:
@@ -193,3 +197,47 @@ def test_numpy_and_torch_agree_on_every_combination(objective: str, rollout_corr
 
 def test_the_plain_weight_is_the_ratio_itself() -> None:
     np.testing.assert_allclose(plain(np.log([[0.1, 30.0]]), np.ones((1, 2)), low=0.5, high=2.0), [[0.1, 30.0]])
+
+
+# The KL in the loss
+
+
+@pytest.mark.parametrize(("estimator", "weighted", "wanted"), [("k3", False, 0.0), ("k3", True, 1.0), ("k1", True, 1.0)])
+def test_the_kl_has_its_own_gradient_once_it_is_weighed_by_the_ratio(estimator: str, weighted: bool, wanted: float) -> None:
+    """On policy, over all tokens of a vocabulary: the mean gradient of the estimate beside that of KL(pi || reference). Without
+    it k3 has the gradient of the other direction, KL(reference || pi)."""
+    logits = torch.tensor([0.5, -1.0, 0.2, 1.5], dtype=torch.float64, requires_grad=True)
+    reference = torch.log_softmax(torch.tensor([1.5, 0.1, -0.3, 0.4], dtype=torch.float64), -1)
+    logprobs = torch.log_softmax(logits, -1)
+    exact = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)[0]
+    other = torch.autograd.grad((reference.exp() * (reference - logprobs)).sum(), logits, retain_graph=True)[0]
+    plan = LossPlan(kl_coefficient=1.0, kl_estimator=estimator, kl_ratio_weight=weighted)
+    one = torch.ones((1, 4), dtype=torch.float64)
+    sampler = logprobs.detach()[None]
+
+    losses = compute_token_losses(
+        plan,
+        logprobs=logprobs[None],
+        sampler=sampler,
+        proximal=sampler,
+        advantages=0.0 * one,
+        mask=one,
+        reference=reference[None],
+    )
+
+    found = torch.autograd.grad((losses[0] * sampler[0].exp()).sum(), logits)[0]
+    torch.testing.assert_close(found, exact if wanted else other)
+
+
+def test_k1_in_the_loss_has_no_gradient_and_is_refused_with_what_to_take() -> None:
+    logits = torch.tensor([0.5, -1.0, 0.2], dtype=torch.float64, requires_grad=True)
+    logprobs = torch.log_softmax(logits, -1)
+    k1 = KL_ESTIMATORS["k1"](logprobs, torch.zeros(3, dtype=torch.float64))
+    torch.testing.assert_close(
+        torch.autograd.grad((k1 * logprobs.detach().exp()).sum(), logits)[0], torch.zeros(3, dtype=torch.float64)
+    )
+    plain = AlgorithmSettings(kl_coefficient=0.1, kl_estimator="k1")
+    with pytest.raises(UserError, match=r"set k2 or k3, or .*kl_place = reward, or .*kl_ratio_weight = true"):
+        check_training(plain, TrainerSettings())
+    for accepted in ({"kl_place": "reward"}, {"kl_ratio_weight": True}, {"kl_coefficient": 0.0}):
+        check_training(msgspec.structs.replace(plain, **accepted), TrainerSettings())

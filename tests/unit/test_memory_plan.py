@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from fleetbus.config.engine_arguments import count_engine_gpus
+from fleetbus.config.profile import replace_settings
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.errors import UserError
 from fleetbus_workers.cli.train.plan import command
@@ -82,9 +83,7 @@ def test_shards_of_more_processes_are_smaller_and_adapters_have_little_to_optimi
 
 
 def fit(configuration: Configuration, given: dict[str, str], **values: Any) -> Configuration:
-    from fleetbus_workers.up.profile import _replace
-
-    return _replace(configuration, values)
+    return replace_settings(configuration, values)
 
 
 def test_what_no_configuration_says_is_named() -> None:
@@ -102,7 +101,6 @@ def run_plan(folder: Path, *arguments: str) -> Any:
         ("Qwen/Qwen3-8B", 8, []),
         ("Qwen/Qwen3-32B", 16, []),
         ("Qwen/Qwen3-30B-A3B", 8, []),
-        ("Qwen/Qwen3-30B-A3B", 8, ["--trainer-offload-optimizer"]),
         ("Qwen/Qwen3-30B-A3B", 8, ["--trainer-lora-rank", "32"]),
     ],
 )
@@ -113,14 +111,15 @@ def test_the_documentation_shows_what_the_command_prints(tmp_path: Path, name: s
 
     printed = result.output.replace(str(tmp_path), name).splitlines()
     shown = DOCS.read_text()
-    assert all(line in shown for line in printed if not line.startswith("chosen")), result.output
+    assert all(line in shown for line in printed if not line.startswith(("chosen", "profile"))), result.output
     assert f"fleetbus plan --model {name} --gpus {gpus}{''.join(f' {each}' for each in more)}\n" in shown
     assert result.return_value == (1 if "DOES NOT FIT" in result.output else 0)
 
 
 def test_a_plan_follows_settings_that_are_given(folder: Path) -> None:
     printed = run_plan(folder, "--gpus", "8", "--inference-workers", "2", "--trainer-token-budget", "9000").output
-    assert "6 processes" in printed and "9,000 tokens at a time" in printed and "trainer.token_budget =" not in printed
+    assert "6 processes" in printed and "9,000 tokens at a time" in printed
+    assert "trainer.token_budget = 9000" in printed and "chosen for 8 GPU(s) of 86 GB" in printed
 
 
 def test_a_machine_with_gpus_gets_settings_of_a_real_model_and_says_so(folder: Path) -> None:
@@ -131,23 +130,64 @@ def test_a_machine_with_gpus_gets_settings_of_a_real_model_and_says_so(folder: P
 
     assert (fitted.inference.engine, fitted.inference.dtype, fitted.trainer.precision) == ("vllm", "bfloat16", "bfloat16")
     assert fitted.learner.learning_rate == configuration.learner.learning_rate, "it was given"
-    assert (configuration.algorithm.reduction, fitted.algorithm.reduction) == ("sequence_mean", "token_mean")
+    assert fitted.algorithm == configuration.algorithm, "one objective on every machine"
     assert fitted.inference.workers == 4 and "\n" not in chosen
     assert "learning_rate" not in chosen and "8 GPU(s) of 80 GB" in chosen and "8.2 B" in chosen
 
 
 def test_the_starter_policy_and_machines_without_gpus_keep_the_defaults(folder: Path) -> None:
-    assert fit_machine(Configuration(), {}, EIGHT, GB80, None) == (Configuration(), "")
     mine = Configuration(run=RunSettings(model=str(folder)))
-    assert fit_machine(mine, {}, (), 0, None) == (mine, "")
+    for configuration, gpus in ((Configuration(), EIGHT), (mine, ())):
+        fitted, chosen = fit_machine(configuration, {}, gpus, GB80, None)
+        assert fitted == fit(configuration, {}, **{"run.profile": "laptop"}) and not chosen
 
 
 def test_the_learner_gets_more_gpus_than_half_when_it_needs_them() -> None:
     mine = Configuration(run=RunSettings(model="m"))
-    sixteen = tuple(map(str, range(16)))
+    shape = read_shape(MODELS["Qwen/Qwen3-32B"])
+    fitted, _ = fit_machine(mine, {}, EIGHT, GB80, shape, starts=False)
+    assert fitted.inference.workers == 1 and count_engine_gpus(fitted.inference.vllm) == 2
+    assert not build_plan(shape, fitted, place_roles(fitted, EIGHT), GB80).shortages
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("Qwen/Qwen3-8B", 8), ("Qwen/Qwen3-32B", 16), ("Qwen/Qwen3-30B-A3B", 8)])
+def test_the_plan_that_up_would_take_is_one_that_trains_and_leaves_room_for_fragments(
+    tmp_path: Path, name: str, gpus: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
+    result = run_plan(tmp_path, "--gpus", str(gpus))
+    assert result.return_value == 0 and "a step takes the longer" in result.output
+    totals = [float(line.partition(" = ")[2].partition(" of ")[0]) for line in result.output.splitlines() if ": fits" in line]
+    assert len(totals) == 2 and max(totals) <= 0.95 * (81_559 << 20) / 1e9
+
+
+def test_of_several_machines_the_learner_gets_whole_ones() -> None:
+    mine, sixteen = Configuration(run=RunSettings(model="m")), tuple(map(str, range(16)))
     fitted, _ = fit_machine(mine, {}, sixteen, GB80, read_shape(MODELS["Qwen/Qwen3-32B"]), starts=False)
-    assert fitted.inference.workers == 2 and count_engine_gpus(fitted.inference.vllm) == 2
-    assert not build_plan(read_shape(MODELS["Qwen/Qwen3-32B"]), fitted, place_roles(fitted, sixteen), GB80).shortages
+    assert place_roles(fitted, sixteen).machines == (1,)
+    assert place_roles(fit(fitted, {}, **{"inference.workers": 2}), sixteen).machines == (0, 1)
+
+
+def test_the_optimizer_goes_to_the_cpu_only_where_the_machine_has_that_memory() -> None:
+    mine, shape = Configuration(run=RunSettings(model="m")), read_shape(MODELS["Qwen/Qwen3-30B-A3B"])
+
+    def choose(**more: Any) -> bool:
+        return fit_machine(mine, more.pop("given", {}), EIGHT, GB80, shape, starts=False, **more)[0].trainer.offload_optimizer
+
+    assert choose() and choose(cpu_memory=700 << 30)
+    assert not choose(cpu_memory=500 << 30)
+    assert not choose(given={"trainer.offload_optimizer": "fleetbus.toml"})
+
+
+def test_as_many_episodes_are_played_as_the_engines_decode_and_staleness_allows() -> None:
+    mine, shape = Configuration(run=RunSettings(model="m")), read_shape(MODELS["Qwen/Qwen3-8B"])
+    mine = fit(mine, {}, **{"inference.max_model_len": 8192, "episode.max_episode_tokens": 8192})
+    fitted, _ = fit_machine(mine, {}, EIGHT, GB80, shape, starts=False)
+    assert (fitted.inference.max_num_seqs, fitted.inference.slots, fitted.environment.slots) == (80, 160, 256)
+    few, _ = fit_machine(fit(mine, {}, **{"learner.groups": 8}), {}, EIGHT, GB80, shape, starts=False)
+    assert few.environment.slots == 8 * 8 * 2
+    shared = fit(mine, {}, **{"environment.workers": 3})
+    assert fit_machine(shared, {}, EIGHT, GB80, shape, starts=False)[0].environment.slots == 86
 
 
 @pytest.mark.parametrize(
@@ -208,13 +248,13 @@ def test_a_single_gpu_goes_to_the_learner_unless_that_stays_on_the_cpu(folder: P
         assert placement.inference == (("0",),) and not placement.learner and fitted.trainer.precision == "float32"
     else:
         assert placement.learner == ("0",) and fitted.inference.engine == "torch"
-        assert chosen.endswith("; engine torch computes on the CPU")
+        assert chosen.endswith(": engine torch, which computes on the CPU")
 
 
 def test_lines_name_what_does_not_fit(folder: Path) -> None:
     mine = Configuration(run=RunSettings(model=str(folder)))
     shape = read_shape(MODELS["Qwen/Qwen3-30B-A3B"])
-    fitted, _ = fit_machine(mine, {}, EIGHT, GB80, shape, starts=False)
+    fitted, _ = fit_machine(mine, {"trainer.offload_optimizer": ""}, EIGHT, GB80, shape, starts=False)
     plan = build_plan(shape, fitted, place_roles(fitted, EIGHT), GB80)
     assert plan.shortages and "optimizer" in plan.shortages[0]
     assert any("DOES NOT FIT" in line for line in format_plan(plan, "m"))

@@ -15,7 +15,6 @@ from fleetbus.config.load import LoadedConfiguration, dump_configuration
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import (
     Configuration,
-    EnvironmentSettings,
     EpisodeSettings,
     InferenceSettings,
     LearnerSettings,
@@ -29,7 +28,7 @@ from fleetbus_workers.assembly.model import find_starter_folder
 from fleetbus_workers.up.checks import check_services
 from fleetbus_workers.up.command import check_run
 from fleetbus_workers.up.model_checks import check_model_contents
-from fleetbus_workers.up.model_limits import fit_evaluation, fit_limits, fit_stale_groups
+from fleetbus_workers.up.model_limits import fit_evaluation, fit_limits
 
 
 @pytest.fixture
@@ -154,23 +153,6 @@ def test_evaluations_are_as_large_as_the_run_deserves() -> None:
     assert count(3, **{"evaluation.episodes": "--evaluation-episodes"}) == 256
 
 
-@pytest.mark.parametrize(
-    ("configuration", "given", "fitted"),
-    [
-        (Configuration(), {}, "wait"),
-        (Configuration(), {"learner.stale_groups": "fleetbus.toml"}, "drop"),
-        (Configuration(run=RunSettings(environment="my_game:MyGame")), {}, "drop"),
-        (Configuration(run=RunSettings(model="org/model")), {}, "drop"),
-        (Configuration(run=RunSettings(tasks="tasks.json")), {}, "drop"),
-        (Configuration(environment=EnvironmentSettings(workers=0)), {}, "drop"),
-    ],
-)
-def test_only_the_starter_policy_on_its_own_tasks_waits_for_groups(
-    configuration: Configuration, given: dict[str, str], fitted: str
-) -> None:
-    assert fit_stale_groups(configuration, given).learner.stale_groups == fitted
-
-
 @pytest.mark.parametrize(("resumed", "fresh"), [(True, False), (True, True), (False, False)])
 def test_a_resumed_run_goes_on_with_what_it_began_with(tmp_path: Path, resumed: bool, fresh: bool) -> None:
     run = RunSettings(folder=str(tmp_path))
@@ -180,7 +162,7 @@ def test_a_resumed_run_goes_on_with_what_it_began_with(tmp_path: Path, resumed: 
         run_folder(run).configuration.write_bytes(dump_configuration(before))
     found, _ = check_run(LoadedConfiguration(configuration=before, given={}), fresh=fresh)
     fitted = (found.learner.stale_groups, found.evaluation.episodes)
-    assert fitted == (("keep", 256) if resumed and not fresh else ("wait", 38))
+    assert fitted == ("keep", 256 if resumed and not fresh else 38)
 
 
 def test_an_unknown_modality_is_refused(tmp_path: Path) -> None:

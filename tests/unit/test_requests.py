@@ -13,7 +13,7 @@ import structlog
 from fleetbus.bus.memory import Faults, MemoryBus, MemoryServer
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
 from fleetbus.bus.streams import plan_run
-from fleetbus.config.settings import Configuration, LimitSettings, NatsSettings, RunSettings
+from fleetbus.config.settings import Configuration, EpisodeSettings, LimitSettings, NatsSettings, RunSettings
 from fleetbus.delivery.requests import Requests
 from fleetbus.log.episodes import read_episode_state
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Subjects, Task, encode
@@ -61,6 +61,17 @@ async def world(faults: Faults | None = None, *, max_bytes: int = 1 << 20) -> As
         async with server.connect("r", worker="learner") as bus:
             await bus.declare(plan_run("r", lanes=1, max_bytes=max_bytes))
             yield World(server, bus)
+
+
+async def test_requests_of_training_alone_carry_the_reward_of_a_time_out() -> None:
+    async with MemoryServer().connect("r", worker="learner") as bus:
+        given = Configuration(run=RunSettings(name="r"), episode=EpisodeSettings(timeout_reward="-0.5"))
+        found = []
+        for configuration in (given, Configuration(run=RunSettings(name="r"))):
+            requests = Requests(bus, SUBJECTS, configuration=configuration, worker="learner")
+            named = {"episode_id": "e", "group_id": "g", "sample_index": 0, "group_size": 1, "lineage": "l1", "version": 0}
+            found += [requests.build_request(Task(key="t"), split=split, **named) for split in ("train", "eval")]
+    assert [request.timeout_reward for request in found] == [-0.5, None, None, None]
 
 
 def finished(request: EpisodeRequested) -> EpisodeFinished:

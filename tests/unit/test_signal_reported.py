@@ -9,6 +9,7 @@ import pytest
 import structlog
 
 from fleetbus.config.run_folder import RunFolder
+from fleetbus.core.training.task_losses import TaskLosses
 from fleetbus_schemas import LineageStarted, StepTrained
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.learner.batch_metrics import SignalLog
@@ -49,7 +50,7 @@ def test_the_learner_says_it_in_its_log_and_that_it_is_over() -> None:
     said = SignalLog()
     with structlog.testing.capture_logs() as logs:
         for number, success in enumerate(COLLAPSE[:14], 1):
-            said.record_step(step(number, success), number * SECOND)
+            said.record_step(step(number, success), number * SECOND, TaskLosses())
     assert [each["log_level"] for each in logs] == ["warning", "warning", "info"]
     assert "no signal since step 6" in logs[1]["event"] and "learner.max_grad_norm" in logs[1]["advice"]
     assert logs[2]["event"] == "learning signal has returned"
@@ -59,7 +60,7 @@ def test_a_run_that_solved_its_tasks_is_no_warning() -> None:
     said = SignalLog()
     with structlog.testing.capture_logs() as logs:
         for number in range(1, 20):
-            said.record_step(step(number, 1.0), number * SECOND)
+            said.record_step(step(number, 1.0), number * SECOND, TaskLosses())
     assert [(each["log_level"], each["event"][:26]) for each in logs] == [("info", "no more to learn since ste")]
 
 

@@ -152,6 +152,20 @@ def test_evaluations_are_told_with_what_has_no_grade() -> None:
     assert line == "held out, end greedy: success 87.5% of 8 episodes, mean reward 0.875 (greedy, 2 without a grade)"
 
 
+def test_success_is_told_of_graded_episodes_and_of_all_with_the_error_of_a_small_set(tmp_path: Path) -> None:
+    counted = msgspec.structs.replace(evaluated("end", 0.875, step=1), successes=7)
+    assert format_evaluation(counted).endswith("(sampled, 2 without a grade: success 70.0% of all 10)")
+    book = Progress(1, keeps=is_summarized)
+    for message in (LineageStarted(lineage="a", worker="w"), trained(1), counted):
+        book.apply(message, 0)
+    summary = summed(book)
+    assert summary.success_of_all == {"end": 0.7} and summary.success_error["end"] == pytest.approx(0.117, abs=1e-3)
+    line = format_report(summary, RunFolder(tmp_path), str)[1]
+    assert line == (
+        "at the end: standard error 11.7% (evaluation.episodes), 70.0% of all episodes, those without a grade included"
+    )
+
+
 def test_an_evaluation_without_a_grade_is_no_measurement() -> None:
     empty = msgspec.structs.replace(evaluated("start", 0.0), episodes=10, graded=0)
     assert format_evaluation(empty) == "held out, start: not measured, for none of 10 episodes has a grade (sampled)"
@@ -281,7 +295,8 @@ def test_the_end_of_a_run_is_told_in_80_columns(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     book = Progress(1, keeps=is_summarized)
     book.apply(LineageStarted(lineage="a", worker="w"), 0)
-    for message in (evaluated("start", 0.344), trained(80, excluded=("stale",) * 232), evaluated("end", 0.934, step=80)):
+    end = msgspec.structs.replace(evaluated("end", 0.934, step=80), graded=256, episodes=256)
+    for message in (evaluated("start", 0.344), trained(80, excluded=("stale",) * 232), end):
         book.apply(message, 0)
     book.apply(evaluated("end_greedy", 1.0, step=80, temperature=0.0), 0)
     book.apply(TrainingFinished(lineage="a", step=80, version=80), 0)

@@ -3,6 +3,9 @@
 {{- $object := .object -}}
 {{- $values := .root.Values -}}
 {{- if eq $object.kind "ConfigMap" -}}
+{{- if $values.gpu -}}
+{{- $_ := set $object.data "FLEETBUS_RUN_PROFILE" "gpu" -}}
+{{- end -}}
 {{- range $name, $value := $values.settings -}}
 {{- $_ := set $object.data $name (toString $value) -}}
 {{- end -}}

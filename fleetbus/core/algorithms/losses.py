@@ -16,6 +16,7 @@ from fleetbus.core.algorithms.objectives import (
     sequence_mean,
     sequence_sum,
     token_mean,
+    token_ratio,
 )
 
 REDUCTIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant_mean")
@@ -53,7 +54,8 @@ def compute_token_losses(
     reference: Array | None = None,
     entropies: Array | None = None,
 ) -> Array:
-    """The loss of every token: ``weight * objective + coefficient * KL(pi || reference) - coefficient * entropy``.
+    """The loss of every token: ``weight * objective + coefficient * KL(pi || reference) - coefficient * entropy``, the KL
+    times the ratio with ``kl_ratio_weight`` (DeepSeek-V3.2, arXiv 2512.02556).
 
     ``entropies`` are those of the policy at each token, with gradient; ``objective`` takes the place of the plan's.
     ``sampler`` is log mu, ``proximal`` log pi_old, ``reference`` what the KL pulls to (None: mu). A KL in the reward is the
@@ -66,7 +68,10 @@ def compute_token_losses(
         losses = losses * weigh(proximal - sampler, mask, low=plan.rollout_correction_low, high=plan.rollout_correction_high)
     if plan.kl_coefficient and plan.kl_place == "loss":
         target = sampler if reference is None else reference
-        losses = losses + plan.kl_coefficient * KL_ESTIMATORS[plan.kl_estimator](logprobs, target)
+        divergence = KL_ESTIMATORS[plan.kl_estimator](logprobs, target)
+        if plan.kl_ratio_weight:
+            divergence = divergence * token_ratio(logprobs, select_old_logprobs(plan, sampler, proximal))
+        losses = losses + plan.kl_coefficient * divergence
     if plan.entropy_coefficient and entropies is not None:
         losses = losses - plan.entropy_coefficient * entropies
     return losses

@@ -1,4 +1,4 @@
-"""Requests groups as fast as staleness and the log allow; open requests of earlier lineages are taken over first."""
+"""Requests groups as fast as staleness, engines and the log allow; open requests of earlier lineages are taken over first."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 import anyio
 import structlog
 
+from fleetbus.bus.base import Bus
 from fleetbus.config.settings import LearnerSettings
 from fleetbus.core.training.capacity import count_admissible_groups
+from fleetbus.core.training.engine_pressure import EnginePressure
 from fleetbus.core.training.floor import parse_group_number
+from fleetbus.delivery.heartbeats import follow_heartbeats
 from fleetbus.delivery.requests import Requests
-from fleetbus_schemas import EpisodeRequested
+from fleetbus_schemas import EpisodeRequested, Heartbeat, Subjects
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.pool import GroupPool
 
@@ -46,6 +49,31 @@ class Admission:
         self.next_group = next_group
         self._resumed = anyio.Event()
         self._resumed.set()
+        self._pressure = EnginePressure(
+            least=settings.group_size, most=settings.groups * settings.group_size * (1 + settings.max_staleness)
+        )
+
+    @property
+    def episode_limit(self) -> int:
+        """Episodes that may be out at a time, by what the engines say of themselves."""
+        return self._pressure.limit
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """``episode_limit``, for a step's entry."""
+        return {"episode_limit": float(self.episode_limit)}
+
+    async def follow_engines(self, bus: Bus, subjects: Subjects) -> None:
+        """Let out more or fewer episodes as the engines' caches have room, until cancelled."""
+
+        def record(beat: Heartbeat) -> None:
+            now = anyio.current_time()
+            self._pressure.record(beat.worker, beat.engine, now)
+            if self._pressure.adjust(self._pool.open_episodes, now):
+                log.info("admission follows the engines", episodes=self.episode_limit, reason=self._pressure.reason)
+                self._pool.notify()
+
+        await follow_heartbeats(bus, subjects.heartbeat("inference", "*"), record)
 
     def pause(self, is_paused: bool) -> None:
         """Request no new groups from now on, or go on: what was requested before is played and trained."""
@@ -102,7 +130,7 @@ class Admission:
                 await self._resumed.wait()
                 await self._wait_while_failing()
                 await self._requests.wait_for_room(self._settings.group_size)
-                if self.is_paused:
+                if self.is_paused or not self._count_admissible():  # engines may have filled up meanwhile
                     break
                 group_id = f"g{self.next_group:06d}"
                 self.next_group += 1
@@ -123,13 +151,14 @@ class Admission:
         step, _ = self._progress()
         if self._pool.published_step < step:
             return 0
-        return count_admissible_groups(
+        allowed = count_admissible_groups(
             step=step,
             last_step=self._settings.steps,
             batch=self._settings.groups,
             max_staleness=self._settings.max_staleness,
             outstanding=len(self._pool),
         )
+        return min(allowed, max(self.episode_limit - self._pool.open_episodes, 0) // self._settings.group_size)
 
     async def _request_group(self, group_id: str, indices: Sequence[int]) -> None:
         """Publish the requests of a group together; all its episodes play the same task."""

@@ -11,7 +11,8 @@ from fleetbus.core.algorithms.reward_components import MAX_COMPONENTS, MAX_NAME_
 from fleetbus.core.training.evaluation_summary import is_success
 from fleetbus.core.training.groups import Group
 from fleetbus.core.training.learning_signal import LearningSignal
-from fleetbus_schemas import EpisodeFinished, StepTrained
+from fleetbus.core.training.task_losses import TaskLosses
+from fleetbus_schemas import EpisodeFinished, EvaluationFinished, StepTrained
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.pool import GroupPool
 
@@ -100,7 +101,13 @@ def compute_advantage_metrics(sequences: Sequence[TrainingSequence]) -> dict[str
     }
 
 
-log = structlog.get_logger()
+def round_shares(evaluated: EvaluationFinished) -> dict[str, float]:
+    """The successes of an evaluation for a log line: of graded episodes, and of all."""
+    return {"success": round(evaluated.success, 3), "success_of_all": round(evaluated.success_of_all, 3)}
+
+
+LOSSES_STEPS = 10
+"""Steps between two words on tasks that lose episodes."""
 
 
 class SignalLog:
@@ -110,7 +117,10 @@ class SignalLog:
         self._signal = LearningSignal()
         self._logged_kind = ""
 
-    def record_step(self, step: StepTrained, now_ns: int) -> None:
+    def record_step(self, step: StepTrained, now_ns: int, losses: TaskLosses) -> None:
+        """Log what there is to say of the step; tasks that lose episodes every `LOSSES_STEPS` steps."""
+        if step.step % LOSSES_STEPS == 0 and (losing := losses.describe()):
+            log.warning(losing, step=step.step, advice="see episode.timeout_reward and learner.stale_groups")
         self._signal.apply(step, now_ns)
         found = self._signal.latest
         kind = found.kind if found is not None else ""

@@ -69,6 +69,7 @@ class Evaluations:
         del self._pending[group]
         graded = [each for each in pending.results.values() if each.outcome in GRADED and each.reward is not None]
         rewards = [result.reward for result in graded if result.reward is not None]
+        successes = sum(is_success(result, self._success_threshold) for result in graded)
         return EvaluationFinished(
             lineage=lineage,
             step=step,
@@ -76,7 +77,8 @@ class Evaluations:
             name=name,
             episodes=len(tasks),
             graded=len(rewards),
-            success=sum(is_success(result, self._success_threshold) for result in graded) / max(len(graded), 1),
+            success=successes / max(len(graded), 1),
+            successes=successes,
             mean_reward=sum(rewards) / max(len(rewards), 1),
             temperature=temperature,
         )

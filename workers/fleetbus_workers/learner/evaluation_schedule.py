@@ -6,6 +6,7 @@ import anyio
 import structlog
 
 from fleetbus.config.settings import Configuration
+from fleetbus_workers.learner.batch_metrics import round_shares
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.evaluation import Evaluations
 from fleetbus_workers.learner.journal import FencedAppender
@@ -77,5 +78,5 @@ class EvaluationSchedule:
         if evaluated is None:  # a step makes room, and stands behind this
             log.warning("log has no room for an evaluation; leaving it out", name=name, step=progress.step)
             return
-        log.info("evaluated", name=name, success=round(evaluated.success, 3), graded=evaluated.graded)
+        log.info("evaluated", name=name, graded=evaluated.graded, **round_shares(evaluated))
         await self._appender.append(evaluated)

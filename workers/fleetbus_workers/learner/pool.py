@@ -18,6 +18,7 @@ from fleetbus.core.algorithms.shaping import has_zero_variance
 from fleetbus.core.training.capacity import lag
 from fleetbus.core.training.groups import Group
 from fleetbus.core.training.ledger import Ledger
+from fleetbus.core.training.task_losses import TaskLosses
 from fleetbus_schemas import EpisodeFinished, Exclusion
 
 EXCLUSIONS_PER_ENTRY = 16_384
@@ -56,6 +57,7 @@ class GroupPool:
         self._replace_flat = replace_flat
         self._replaced_count = 0
         self._failures = 0
+        self.losses = TaskLosses()
         self._start_steps: dict[str, int] = {}
         self._completion_steps: dict[str, int] = {}
         self._groups: dict[str, Group] = {}
@@ -76,6 +78,11 @@ class GroupPool:
         return self._groups.setdefault(group_id, Group(group_id=group_id, size=size))
 
     @property
+    def open_episodes(self) -> int:
+        """Episodes that were asked for and have no result."""
+        return sum(max(group.size - len(group.results), 0) for group in self._groups.values())
+
+    @property
     def group_ids(self) -> tuple[str, ...]:
         """Groups that are requested or ready."""
         return tuple(self._groups)
@@ -87,7 +94,7 @@ class GroupPool:
     def record_version(self, version: int, step: int) -> None:
         """A version is the weights after ``step`` steps; versions of a lineage that was cut keep theirs."""
         self._step_of[version] = self.published_step = step
-        self._notify()
+        self.notify()
 
     def lag(self, group: Group, step: int) -> int:
         """Steps between the oldest weights that sampled the group and those of ``step``."""
@@ -123,6 +130,7 @@ class GroupPool:
             return
         requested = self._ledger.register_result(result.episode_id, result.request_sequence, sequence)
         group.add(msgspec.structs.replace(result, request_sequence=requested))
+        self.losses.record_result(result)
         rewards = (*result.turn_rewards, 0.0 if result.reward is None else result.reward)
         if problem := find_reward_problem(rewards, self._max_abs_reward):  # of any author: one would spoil the whole batch
             group.unusable[result.episode_id] = problem
@@ -132,7 +140,7 @@ class GroupPool:
         if group.complete:
             self._completion_steps.setdefault(group.group_id, self.published_step)
             self._discard_if_useless(group)
-        self._notify()
+        self.notify()
 
     def pause_seconds(self, round_size: int) -> float:
         """Seconds to wait before the next group is asked for: 0 unless one round after the other of ``round_size`` groups
@@ -183,10 +191,11 @@ class GroupPool:
         for episode_id in trained:
             self._settle(episode_id)
         excluded = self.take_exclusions()
+        self.losses.record_step(trained, excluded)
         for group in groups:
             self._remove(group)
         self._replaced_count = 0
-        self._notify()
+        self.notify()
         return trained, excluded
 
     def discard_ungraded(self, groups: list[Group]) -> list[Group]:
@@ -217,7 +226,7 @@ class GroupPool:
     def _discard(self, group: Group, reason: str) -> None:
         self._excluded.append(group.discard(reason))
         self._remove(group)
-        self._notify()
+        self.notify()
 
     def _remove(self, group: Group) -> None:
         del self._groups[group.group_id]
@@ -228,7 +237,8 @@ class GroupPool:
         self._ledger.settle(episode_id)
         self._group_of.pop(episode_id, None)
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Wake whoever waits for a change."""
         self.changed.set()
         self.changed = anyio.Event()
 

@@ -15,6 +15,7 @@ import structlog
 
 from fleetbus.bus.base import LogBus
 from fleetbus.concurrency.runtime import Runtime
+from fleetbus.config.profile import list_profile
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration
 from fleetbus.core.training.floor import find_group_number, refuses_request
@@ -323,5 +324,7 @@ LINEAGE_TABLES = ("episode", "limits", "learner", "algorithm", "trainer", "evalu
 
 
 def select_lineage_settings(configuration: Configuration) -> dict[str, dict[str, bool | int | float | str]]:
-    """The tables that decide what a learner asks for, trains and publishes, for a replay; none of them holds a secret."""
-    return {table: msgspec.to_builtins(getattr(configuration, table)) for table in LINEAGE_TABLES}
+    """The tables that decide what a learner asks for, trains and publishes, for a replay, and the profile that the run's other
+    roles are to have; none of them holds a secret."""
+    tables = {table: msgspec.to_builtins(getattr(configuration, table)) for table in LINEAGE_TABLES}
+    return tables | {"profile": {"run.profile": configuration.run.profile, **list_profile(configuration)}}

@@ -62,13 +62,14 @@ class StepRecord:
         self._checkpoints.pending = self._build_checkpoint(version)
         self._ledger.forget_settled()
         judged = {episode: batch.judged[episode] for episode in trained if episode in batch.judged}
+        metrics = batch.metrics | self._admission.metrics | self._pool.losses.metrics
         done = StepTrained(
             lineage=progress.lineage,
             step=progress.step,
             version=version,
             episodes=tuple(trained),
             excluded=tuple(excluded),
-            metrics={name: float(value) for name, value in batch.metrics.items()},
+            metrics={name: float(value) for name, value in metrics.items()},
             digests=tuple(batch.digests[episode] for episode in trained),
             rewards={episode: each.reward for episode, each in judged.items()},
             scores={episode: each.score for episode, each in judged.items() if each.score is not None},
@@ -76,7 +77,7 @@ class StepRecord:
         await self._appender.append(done)
         measured = {name: round(done.metrics[name], 3) for name in ("success", "reward") if name in done.metrics}
         log.info("trained", step=done.step, of=self._settings.steps, **measured)
-        self._signal.record_step(done, self._bus.now_ns())
+        self._signal.record_step(done, self._bus.now_ns(), self._pool.losses)
         await self.publish_version()
         progress.counters["steps"] += 1
         due = done.step % self._settings.checkpoint_every == 0 or done.step == self._settings.steps

@@ -68,6 +68,7 @@ class Learner:
             group.start_soon(parts.appender.watch)
             group.start_soon(parts.requests.close_expired, parts.results.enter)
             group.start_soon(parts.admission.run, self._drain)
+            group.start_soon(parts.admission.follow_engines, bus, subjects)
             await self._train(group)
             group.cancel_scope.cancel()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from fleetbus.config.load import LoadedConfiguration, dump_configuration
+from fleetbus.config.profile import apply_profile, describe_profile
 from fleetbus.config.run_folder import RunFolder, run_folder
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.errors import UserError
@@ -28,8 +29,8 @@ from fleetbus_workers.up.display import open_display
 from fleetbus_workers.up.hub_model import download_model, is_hub_id
 from fleetbus_workers.up.identity import build_identity, check_identity, write_identity
 from fleetbus_workers.up.lock import lock_run
-from fleetbus_workers.up.model_limits import fit_evaluation, fit_limits, fit_stale_groups
-from fleetbus_workers.up.placement import find_gpus, find_memory, place_roles
+from fleetbus_workers.up.model_limits import fit_run
+from fleetbus_workers.up.placement import find_cpu_memory, find_gpus, find_memory, place_roles
 from fleetbus_workers.up.plan import build_plan, find_shape
 from fleetbus_workers.up.process_plans import build_role_command
 from fleetbus_workers.up.profile import fit_machine
@@ -73,12 +74,11 @@ def check_run(
     """The configuration with absolute paths, and the folder of the run. Raises `UserError` for anything that would keep it
     from working; nothing was started or written then. ``local_environment``: the environment is an object of the caller's.
     ``fresh``: what the run was before does not matter."""
-    configuration = fit_gpus(resolve_paths(loaded.configuration), loaded.given)
+    configuration = resolve_paths(loaded.configuration)
     folder = run_folder(configuration.run)
-    if fresh or not folder.configuration.is_file():  # else it continues with what it began with
-        configuration = fit_evaluation(fit_limits(configuration, loaded.given), loaded.given)
-        if not local_environment:
-            configuration = fit_stale_groups(configuration, loaded.given)
+    if fresh or not folder.configuration.is_file():  # else it goes on with what it began with
+        configuration = fit_run(configuration, loaded.given)
+    configuration = fit_gpus(configuration, loaded.given)
     check_everything(configuration, local_environment=local_environment, fresh=fresh, plays=plays)
     if not fresh:
         check_identity(folder.identity, build_identity(configuration), loaded.given)
@@ -90,9 +90,10 @@ def fit_gpus(configuration: Configuration, given: Mapping[str, str]) -> Configur
     if the learner cannot fit on them."""
     gpus = find_gpus(os.environ)
     if not gpus or not configuration.run.model:
-        return configuration
+        return apply_profile(configuration, given, has_gpus=bool(gpus))
     memory, shape = find_memory(), find_shape(Path(configuration.run.model))
-    configuration, chosen = fit_machine(configuration, given, gpus, memory, shape)
+    configuration, chosen = fit_machine(configuration, given, gpus, memory, shape, cpu_memory=find_cpu_memory())
+    _print_line(describe_profile(configuration))
     if chosen:
         _print_line(chosen)
     placement = place_roles(configuration, gpus)

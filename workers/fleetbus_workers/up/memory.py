@@ -21,6 +21,9 @@ LOGITS_BYTES = 4 * (64 << 20)
 ENGINE_SHARE = 0.9
 """Of a GPU's memory, what vLLM takes for weights, activations and cache together."""
 
+FRAGMENT_SHARE = 0.05
+"""Of a GPU's memory, what lies between tensors and cannot be given out: assumed. A plan that leaves less is out of memory."""
+
 ENGINE_OVERHEAD = 3 << 30
 RUNTIME_BYTES = 2 << 30
 """Assumed, not measured: vLLM's activations and CUDA graphs; of any process the CUDA context, NCCL's buffers, fragments."""
@@ -183,6 +186,11 @@ def plan_engine(shape: ModelShape, configuration: Configuration, memory: int) ->
     on = f" on {split} GPUs" if split > 1 else ""
     note = f"cache for {cache // sequence} sequences of {inference.max_model_len:,} tokens{on}"
     return Parts(name="inference", parts=parts, note=note)
+
+
+def count_usable(memory: int) -> int:
+    """Bytes of a GPU of ``memory`` that a plan may use."""
+    return int(memory * (1 - FRAGMENT_SHARE))
 
 
 def count_tokens(configuration: Configuration) -> int:

@@ -1,4 +1,4 @@
-"""Settings that follow the model and the run where the user set none: tokens of a sequence, held-out episodes, stale groups."""
+"""Settings that follow the model and the run where the user set none: tokens of a sequence, held-out episodes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +17,11 @@ LEAST_EVALUATED = 32
 """Held-out episodes of one evaluation: one for so many trained ones, but not fewer than this."""
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length")
+
+
+def fit_run(configuration: Configuration, given: Mapping[str, str]) -> Configuration:
+    """The configuration of a run that begins, however its roles are started; settings in ``given`` stay."""
+    return fit_evaluation(fit_limits(configuration, given), given)
 
 
 def fit_limits(configuration: Configuration, given: Mapping[str, str]) -> Configuration:
@@ -48,17 +53,6 @@ def fit_evaluation(configuration: Configuration, given: Mapping[str, str]) -> Co
     share = learner.steps * learner.groups * learner.group_size // EVALUATED_SHARE
     episodes = min(evaluation.episodes, max(share, LEAST_EVALUATED))
     return msgspec.structs.replace(configuration, evaluation=msgspec.structs.replace(evaluation, episodes=episodes))
-
-
-def fit_stale_groups(configuration: Configuration, given: Mapping[str, str]) -> Configuration:
-    """The configuration of a learner that waits for its slowest episodes, where none takes long: the starter policy on its own
-    tasks, played here. With environments that may be slow the default drops what became stale, so that one does not hold up
-    all."""
-    run = configuration.run
-    own = not run.model and not run.tasks and run.environment == "warehouse" and configuration.environment.workers > 0
-    if not own or "learner.stale_groups" in given:
-        return configuration
-    return msgspec.structs.replace(configuration, learner=msgspec.structs.replace(configuration.learner, stale_groups="wait"))
 
 
 def read_context_length(folder: Path) -> int:

@@ -5,6 +5,7 @@ Left alone, every process would take the first GPU: vLLM refuses a GPU whose mem
 left.
 """
 
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 
@@ -16,6 +17,7 @@ from fleetbus.errors import UserError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 QUERY_SECONDS = 20.0
+GPUS_PER_MACHINE = 8
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +28,11 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     processes: int = 1
     decided: bool = False
     """False: there are no GPUs, or nothing uses them, and the processes' variables stay as they are."""
+
+    @property
+    def machines(self) -> tuple[int, ...]:
+        """Numbers of the machines that the learner's GPUs are on, `GPUS_PER_MACHINE` on each; one if they have names."""
+        return tuple(sorted({int(gpu) // GPUS_PER_MACHINE for gpu in self.learner if gpu.isdecimal()})) or (0,)
 
     def get_variables(self, role: str, index: int) -> dict[str, str]:
         """The variables that a process of a role gets in its environment."""
@@ -55,6 +62,14 @@ def find_memory() -> int:
     """Bytes of the smallest GPU of this machine; 0 if they cannot be asked."""
     found = [int(each) for each in _query("memory.total") if each.isdecimal()]
     return min(found, default=0) << 20
+
+
+def find_cpu_memory() -> int:
+    """Bytes of memory of this machine; 0 if it does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return 0
 
 
 def _query(field: str) -> list[str]:

@@ -7,7 +7,7 @@ import msgspec
 
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
-from fleetbus_workers.up.memory import ModelShape, Parts, plan_engine, plan_learner, read_shape
+from fleetbus_workers.up.memory import ModelShape, Parts, count_usable, plan_engine, plan_learner, read_shape
 from fleetbus_workers.up.placement import Placement
 from fleetbus_workers.up.step_time import Device, StepTime, estimate_step, format_step
 
@@ -25,16 +25,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     step: StepTime | None = None
 
     @property
+    def usable(self) -> int:
+        """Bytes of each GPU without what fragmentation takes."""
+        return count_usable(self.memory)
+
+    @property
     def shortages(self) -> tuple[str, ...]:
         """One line for each role that does not fit."""
         return tuple(self._find_shortages())
 
     def _find_shortages(self) -> Iterator[str]:
         for role in self.roles:
-            if role.total > self.memory:
+            if role.total > self.usable:
                 largest = max(role.parts, key=lambda name: role.parts[name])
                 yield (
-                    f"{role.name} needs {_format_gb(role.total)} of {_format_gb(self.memory)} GB on each of its GPUs, "
+                    f"{role.name} needs {_format_gb(role.total)} of {_format_gb(self.usable)} GB on each of its GPUs, "
                     f"{_format_gb(role.parts[largest])} of it {largest}: {_advise(role.name, largest)}"
                 )
 
@@ -60,7 +65,15 @@ def build_plan(
     step = None
     if device is not None:
         processes, engines = placement.processes if placement.learner else 0, sum(map(bool, placement.inference))
-        step = estimate_step(shape, configuration, processes=processes, engines=engines, engine=engine, device=device)
+        step = estimate_step(
+            shape,
+            configuration,
+            processes=processes,
+            engines=engines,
+            engine=engine,
+            device=device,
+            machines=len(placement.machines),
+        )
     return Plan(shape=shape, placement=placement, memory=memory, roles=tuple(roles), step=step)
 
 
@@ -69,16 +82,24 @@ def format_plan(plan: Plan, name: str) -> list[str]:
     shape = plan.shape
     experts = f", {shape.experts} experts of which a token takes {shape.routed}" if shape.experts else ""
     size = f"{shape.parameters / 1e9:.2f} B parameters, {shape.layers} layers of {shape.hidden:,}{experts}"
-    lines = [f"{name}: {size}", plan.placement.describe()]
+    reserve = f"of {_format_gb(plan.memory)} GB, {_format_gb(plan.memory - plan.usable)} are left to fragmentation"
+    lines = [f"{name}: {size}", *_describe_placement(plan), f"each GPU: {reserve}"]
     for role in plan.roles:
         parts = " + ".join(f"{part} {_format_gb(size)}" for part, size in role.parts.items())
-        verdict = "fits" if role.total <= plan.memory else "DOES NOT FIT"
-        lines.append(f"{role.name}, GB per GPU: {parts} = {_format_gb(role.total)} of {_format_gb(plan.memory)}: {verdict}")
+        verdict = "fits" if role.total <= plan.usable else "DOES NOT FIT"
+        lines.append(f"{role.name}, GB per GPU: {parts} = {_format_gb(role.total)} of {_format_gb(plan.usable)}: {verdict}")
         lines.append(f"  {role.note}")
     if plan.placement.learner:
         lines.append(f"CPU memory while a checkpoint is written: {_format_gb(_count_checkpoint(plan))} GB on the machine")
     lines += format_step(plan.step) if plan.step is not None and not plan.shortages else []
     return lines + [f"does not fit: {line}" for line in plan.shortages]
+
+
+def _describe_placement(plan: Plan) -> list[str]:
+    lines = [plan.placement.describe()]
+    if (machines := len(plan.placement.machines)) > 1:
+        lines.append(f"the learner is on {machines} machines: start the roles by hand, it with torchrun --nnodes {machines}")
+    return lines
 
 
 def load_shape(folder: Path) -> ModelShape:

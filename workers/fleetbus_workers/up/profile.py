@@ -1,43 +1,29 @@
-"""Settings that follow the machine: on one with GPUs a model of yours is trained in bfloat16 on them, by vLLM and torch.
+"""Settings that follow a machine and its model: the profile first, then how the GPUs of this machine are used.
 
-Defaults are those of the starter policy on a laptop. What is chosen instead is said in one line; what anybody set stays.
+What is chosen beyond the profile is said in one line; what anybody set stays.
 """
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
 
 import msgspec
 
 from fleetbus.config.engine_arguments import count_engine_gpus
+from fleetbus.config.profile import apply_profile, format_setting, replace_settings
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
-from fleetbus_workers.up.memory import ModelShape, plan_engine, plan_learner
-
-TOKEN_BUDGET = 16_384
-FULL_RATE = 1e-6
-"""Learning rate of all weights of a pretrained model, as TRL, prime-rl and verl have it by default."""
-
-ADAPTER_RATE = 1e-5
-"""Of adapters: about ten times as much ("LoRA Without Regret", thinkingmachines.ai, 2025)."""
+from fleetbus_workers.up.memory import ModelShape, count_usable, plan_engine, plan_learner
+from fleetbus_workers.up.model_limits import fit_run
+from fleetbus_workers.up.placement import GPUS_PER_MACHINE
+from fleetbus_workers.up.plan import find_shape
 
 ENOUGH_TOKENS = 65_536
 """In an engine's cache, eight sequences of 8,192: with fewer, each token waits for the weights to be read nearly for itself."""
 
-PROFILE: dict[str, Any] = {
-    "inference.engine": "vllm",
-    "inference.dtype": "bfloat16",
-    "inference.max_num_seqs": 64,
-    "trainer.device": "cuda",
-    "trainer.precision": "bfloat16",
-    "trainer.published_dtype": "bfloat16",
-    "trainer.gradient_checkpointing": True,
-    "trainer.token_budget": TOKEN_BUDGET,
-    "algorithm.reduction": "token_mean",  # as TRL, verl and prime-rl have it by default
-    "learner.checkpoint_every": 20,
-    "episode.max_tokens": 1024,
-    "limits.action": 1800.0,
-}
+LEAST_SEQUENCES = 16
+MOST_SEQUENCES = 256
+"""Sequences that one engine decodes at a time."""
 
 
 def fit_machine(
@@ -48,49 +34,136 @@ def fit_machine(
     shape: ModelShape | None,
     *,
     starts: bool = True,
+    cpu_memory: int = 0,
 ) -> tuple[Configuration, str]:
-    """The configuration for this machine, and one line that says what was chosen; empty if nothing was. ``memory``: bytes of
-    the smallest GPU, 0 if unknown; ``shape`` None if the model's is unknown. Raises `UserError` if the engine is not there,
-    unless nothing ``starts``."""
-    local = configuration.learner.trainer == "torch" and configuration.inference.engine in ("torch", "vllm")
-    if not gpus or not configuration.run.model or not local:
-        return configuration, ""
-    rate = ADAPTER_RATE if configuration.trainer.lora_rank else FULL_RATE
-    wanted = {name: value for name, value in (PROFILE | {"learner.learning_rate": rate}).items() if name not in given}
-    if "trainer.device" in given and configuration.trainer.device == "cpu":
-        wanted = {name: value for name, value in wanted.items() if name.partition(".")[0] not in ("trainer", "learner")}
-    if len(gpus) == 1 and "trainer.device" in wanted:  # two roles share no GPU, and training gains more from it
-        wanted.pop("inference.engine", None)
-    if starts and wanted.get("inference.engine") == "vllm":
-        _check_engine(configuration)
-    if configuration.inference.engine == "torch" and "inference.engine" not in wanted:
-        wanted = {name: value for name, value in wanted.items() if name not in ("inference.dtype", "inference.max_num_seqs")}
-    fitted = _replace(configuration, wanted)
-    if fitted.inference.engine == "vllm" and len(gpus) > 1:
-        if "inference.vllm" not in given and "inference.workers" not in given:
-            fitted = split_engine(fitted, len(gpus), memory, shape)
-            if fitted.inference.vllm:
-                wanted["inference.vllm"] = fitted.inference.vllm
-        if "inference.workers" not in given:
-            wanted["inference.workers"] = choose_workers(fitted, len(gpus), memory, shape)
-        fitted = _replace(fitted, wanted)
-    if not wanted:
+    """The configuration for all roles on this machine, and one line that says what was chosen; empty if nothing was.
+    ``memory``: bytes of the smallest GPU, 0 if unknown; ``shape`` None if the model's is unknown; ``cpu_memory``: bytes of the
+    machine, 0 if unknown. Raises `UserError` if the engine is not there, unless nothing ``starts``."""
+    fitted = apply_profile(configuration, given, has_gpus=bool(gpus))
+    if fitted.run.profile != "gpu" or not gpus:
         return fitted, ""
+    if len(gpus) == 1 and fitted.trainer.device != "cpu" and "inference.engine" not in given:
+        fitted = _sample_beside(configuration, fitted)
+    if starts and fitted.inference.engine == "vllm" and "inference.engine" not in given:
+        _check_engine(fitted)
+    chosen = _choose_for_engines(fitted, given, len(gpus), memory, shape, cpu_memory) if len(gpus) > 1 else {}
+    fitted = replace_settings(fitted, chosen)
     size = f", {shape.parameters / 1e9:.1f} B parameters" if shape is not None else ""
     of = f" of {memory / 1e9:.0f} GB" if memory else ""
-    chosen = ", ".join(f"{name} = {_format(value)}" for name, value in wanted.items())
-    note = "; engine torch computes on the CPU" if fitted.inference.engine == "torch" else ""
-    return fitted, f"chosen for {len(gpus)} GPU(s){of} and a model of yours{size}: {chosen}{note}"
+    words = [f"{name} = {format_setting(value)}" for name, value in chosen.items()]
+    if fitted.inference.engine == "torch":
+        words.append("engine torch, which computes on the CPU")
+    return fitted, f"chosen for {len(gpus)} GPU(s){of} and a model of yours{size}: {', '.join(words)}" if words else ""
 
 
-def choose_workers(configuration: Configuration, gpus: int, memory: int, shape: ModelShape | None) -> int:
-    """Choose the number of inference workers: on half of the GPUs, or on as many as leave the learner enough to fit."""
+def _sample_beside(configuration: Configuration, fitted: Configuration) -> Configuration:
+    """Two roles share no GPU, and training gains more from it: engine torch samples on the CPU."""
+    return msgspec.structs.replace(fitted, inference=configuration.inference)
+
+
+def _choose_for_engines(
+    configuration: Configuration, given: Mapping[str, str], gpus: int, memory: int, shape: ModelShape | None, cpu_memory: int
+) -> dict[str, object]:
+    """How vLLM's engines share ``gpus`` with the learner, and how much they are given at a time."""
+    if configuration.inference.engine != "vllm":
+        return {}
+    chosen: dict[str, object] = {}
+
+    def choose(name: str, value: object) -> Configuration:
+        if name not in given:
+            chosen[name] = value
+        return replace_settings(configuration, chosen)
+
+    fitted, may_offload = configuration, "trainer.offload_optimizer" not in given
+    if "inference.vllm" not in given and "inference.workers" not in given:
+        fitted = split_engine(fitted, gpus, memory, shape)
+        if fitted.inference.vllm:
+            fitted = choose("inference.vllm", fitted.inference.vllm)
+    workers = [fitted.inference.workers] if "inference.workers" in given else _list_workers(fitted, gpus)
+    count, offload = choose_workers(fitted, workers, gpus, memory, shape, cpu_memory, may_offload=may_offload)
+    if offload:
+        choose("trainer.offload_optimizer", True)
+    fitted = choose("inference.workers", count)
+    if shape is not None and memory:
+        fitted = choose("inference.max_num_seqs", count_sequences(shape, fitted, memory))
+    fitted = choose("inference.slots", max(2 * fitted.inference.max_num_seqs, 2))
+    choose("environment.slots", count_episodes(fitted))
+    return chosen
+
+
+def count_sequences(shape: ModelShape, configuration: Configuration, memory: int) -> int:
+    """Sequences that an engine may decode at a time: twice what its cache holds at full length, as they are half as long on
+    average. vLLM makes room for what does not fit, and admission follows it (`fleetbus_workers.learner.engine_load`)."""
+    engine = plan_engine(shape, configuration, memory)
+    length = min(configuration.inference.max_model_len, configuration.episode.max_episode_tokens)
+    split = count_engine_gpus(configuration.inference.vllm)
+    room = split * engine.parts["cache"] // (shape.count_cached() * 2 * length)
+    return int(min(max(2 * room // 8 * 8, LEAST_SEQUENCES), MOST_SEQUENCES))
+
+
+def count_episodes(configuration: Configuration) -> int:
+    """Episodes that the environment workers play at a time, per worker: what the engines decode, but no more than staleness
+    lets the learner ask for."""
+    learner, inference = configuration.learner, configuration.inference
+    asked = learner.groups * learner.group_size * (1 + learner.max_staleness)
+    wanted = min(inference.workers * inference.max_num_seqs, asked)
+    return max(-(-wanted // max(configuration.environment.workers, 1)), 1)
+
+
+def _list_workers(configuration: Configuration, gpus: int) -> list[int]:
+    """Numbers of inference workers to try, on half of the GPUs first. Of several machines the learner gets whole ones, where
+    that can be: between machines its shards move at a tenth of the speed."""
     each = count_engine_gpus(configuration.inference.vllm)
-    most = max(gpus // 2 // each, 1) if configuration.trainer.device != "cpu" else max(gpus // each, 1)
+    most = max(gpus // each if configuration.trainer.device == "cpu" else gpus // 2 // each, 1)
+    counts = list(range(most, 0, -1))
+    whole = [count for count in counts if (gpus - count * each) % GPUS_PER_MACHINE == 0]
+    return whole if gpus > GPUS_PER_MACHINE and whole else counts
+
+
+def choose_workers(
+    configuration: Configuration,
+    counts: Sequence[int],
+    gpus: int,
+    memory: int,
+    shape: ModelShape | None,
+    cpu_memory: int = 0,
+    *,
+    may_offload: bool = True,
+) -> tuple[int, bool]:
+    """How many inference workers of ``counts`` there are: the first number that leaves the learner GPUs enough to fit, as it is
+    or, second, with its optimizer in the CPU's memory; and which of both. The first of all if the shape is unknown, the last if
+    it never fits."""
     if shape is None or not memory or configuration.trainer.device == "cpu":
-        return most
-    fitting = (count for count in range(most, 0, -1) if plan_learner(shape, configuration, gpus - count * each).total <= memory)
-    return next(fitting, 1)
+        return counts[0], False
+    each = count_engine_gpus(configuration.inference.vllm)
+    offloaded = replace_settings(configuration, {"trainer.offload_optimizer": True})
+    for tried, offload in ((configuration, False), (offloaded, True)) if may_offload else ((configuration, False),):
+        for count in counts:
+            processes = gpus - count * each
+            learner = plan_learner(shape, tried, max(processes, 1))
+            held = learner.moments * 5 // 2 * processes  # the optimizer's numbers, and a copy of all for a checkpoint
+            if learner.total <= count_usable(memory) and not (offload and cpu_memory and held > cpu_memory):
+                return count, offload
+    return counts[-1], False
+
+
+def fit_role(
+    role: str, configuration: Configuration, given: Mapping[str, str], gpus: Sequence[str], memory: int = 0
+) -> Configuration:
+    """The configuration for one role on this machine: what `fit_machine` gives it, without what shares GPUs between roles. An
+    inference worker has all that are visible."""
+    fitted = apply_profile(fit_run(configuration, given), given, has_gpus=bool(gpus))
+    shape = find_shape(Path(fitted.run.model)) if fitted.run.model else None
+    if role != "inference" or fitted.run.profile != "gpu" or fitted.inference.engine != "vllm" or shape is None or not memory:
+        return fitted
+    chosen: dict[str, object] = {}
+    if "inference.vllm" not in given:
+        chosen["inference.vllm"] = split_engine(fitted, 2 * len(gpus), memory, shape).inference.vllm
+    fitted = replace_settings(fitted, chosen)
+    sequences = {"inference.max_num_seqs": count_sequences(shape, fitted, memory)}
+    fitted = replace_settings(fitted, {name: value for name, value in sequences.items() if name not in given})
+    slots = {"inference.slots": 2 * fitted.inference.max_num_seqs}
+    return replace_settings(fitted, {name: value for name, value in slots.items() if name not in given})
 
 
 def split_engine(configuration: Configuration, gpus: int, memory: int, shape: ModelShape | None) -> Configuration:
@@ -102,9 +175,9 @@ def split_engine(configuration: Configuration, gpus: int, memory: int, shape: Mo
         if size > max(gpus // 2, 1) or shape.kv_heads % size:
             break
         arguments = msgspec.json.encode({"tensor_parallel_size": size}).decode() if size > 1 else ""
-        tried = _replace(configuration, {"inference.vllm": arguments})
+        tried = replace_settings(configuration, {"inference.vllm": arguments})
         engine = plan_engine(shape, tried, memory)
-        if engine.total <= memory and size * engine.parts["cache"] >= ENOUGH_TOKENS * shape.count_cached() * 2:
+        if engine.total <= count_usable(memory) and size * engine.parts["cache"] >= ENOUGH_TOKENS * shape.count_cached() * 2:
             return tried
     return configuration
 
@@ -115,16 +188,3 @@ def _check_engine(configuration: Configuration) -> None:
             "engine torch computes on the CPU, and this machine has GPUs: pip install 'fleetbus[vllm]', or name an interpreter "
             "that has it (--inference-python), or ask for --inference-engine torch"
         )
-
-
-def _replace(configuration: Configuration, values: Mapping[str, object]) -> Configuration:
-    tables: dict[str, dict[str, object]] = {}
-    for name, value in values.items():
-        table, _, key = name.partition(".")
-        tables.setdefault(table, {})[key] = value
-    changed = {table: msgspec.structs.replace(getattr(configuration, table), **keys) for table, keys in tables.items()}
-    return msgspec.structs.replace(configuration, **changed)
-
-
-def _format(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

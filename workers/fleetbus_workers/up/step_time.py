@@ -10,47 +10,60 @@ import msgspec
 
 from fleetbus.config.engine_arguments import count_engine_gpus
 from fleetbus.config.settings import Configuration
-from fleetbus_workers.up.memory import ModelShape, Parts, count_tokens
+from fleetbus_workers.up.memory import MASTER_BYTES, ModelShape, Parts, count_tokens, plan_learner
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """The most that a GPU can do, and the shares of it that are assumed. Defaults: an H100 SXM by its data sheet (dense
-    bfloat16, HBM3, NVLink in one direction)."""
+    """What a GPU does at most, and the shares of it that are assumed. Defaults: an H100 SXM by its data sheet (dense bfloat16,
+    HBM3, NVLink in one direction, PCIe 5), 400 Gb/s between machines for each GPU, and the memory of a machine's CPUs, whose
+    share is ``bandwidth_share`` too."""
 
     flops: float = 989e12
     bandwidth: float = 3.35e12
     link: float = 450e9
+    network: float = 50e9
+    bus: float = 63e9
+    host: float = 300e9
     mfu: float = 0.35
     bandwidth_share: float = 0.6
     link_share: float = 0.7
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of the parts of a step, 0 for a role without GPUs. ``overlap``: both run at once (``max_staleness`` above
-    0)."""
+    """Seconds of the parts of a step, 0 for a role without GPUs; ``optimizer`` is AdamW on the CPU. ``overlap``: both go on at
+    once (``max_staleness`` above 0)."""
 
     tokens: int
     device: Device
     training: float
     moving: float
+    optimizer: float
     sampling: float
     tokens_per_second: float
     overlap: bool
 
     @property
     def seconds(self) -> float:
-        train = max(self.training, self.moving)
+        train = max(self.training, self.moving) + self.optimizer
         return max(train, self.sampling) if self.overlap else train + self.sampling
 
 
 def estimate_step(
-    shape: ModelShape, configuration: Configuration, *, processes: int, engines: int, engine: Parts | None, device: Device
+    shape: ModelShape,
+    configuration: Configuration,
+    *,
+    processes: int,
+    engines: int,
+    engine: Parts | None,
+    device: Device,
+    machines: int = 1,
 ) -> StepTime:
-    """The step of a learner on ``processes`` GPUs (0: none) with so many vLLM workers, of which each holds ``engine``."""
+    """The step of a learner on ``processes`` GPUs (0: none) of so many ``machines``, with so many vLLM workers, of which each
+    holds ``engine``."""
     episodes = configuration.learner.groups * configuration.learner.group_size
     longest = configuration.episode.max_episode_tokens
     sampled = min(configuration.episode.max_turns * configuration.episode.max_tokens, longest)
-    training = moving = sampling = rate = 0.0
+    training = moving = optimizer = sampling = rate = 0.0
     if processes:
         tokens = episodes * longest
         adapted = configuration.trainer.lora_rank > 0  # frozen weights pass gradients on and get none
@@ -60,19 +73,36 @@ def estimate_step(
         rounds = max(tokens / (processes * count_tokens(configuration)), 1.0)
         if processes > 1:  # gathered in bfloat16 for the forward and the backward pass, gradients reduced in float32
             moved = updates * rounds * (2 + 2 + (0 if adapted else 4)) * shape.parameters
-            moving = moved / (device.link * device.link_share)
+            moving = moved / ((device.link if machines == 1 else device.network) * device.link_share)
+        if configuration.trainer.offload_optimizer:
+            updates *= configuration.learner.minibatches
+            own = plan_learner(shape, configuration, processes).moments / (2 * MASTER_BYTES)
+            optimizer = updates * own * _count_offloaded_seconds(device, processes / machines)
     if engines and engine is not None:
         gpus = count_engine_gpus(configuration.inference.vllm)
         room = gpus * _count_room(shape, engine, longest)
-        running = max(min(configuration.inference.max_num_seqs, episodes / engines, room), 1.0)
+        running = max(min(configuration.inference.max_num_seqs, _count_played(configuration) / engines, room), 1.0)
         read = count_read(shape, running) + running * shape.count_cached() * 2 * longest / 2
         rate = running / (read / (device.bandwidth * device.bandwidth_share))
         prompts = episodes * (longest - sampled) * count_flops(shape, longest) / (device.flops * device.mfu)
         sampling = (episodes * sampled / rate + prompts) / (engines * gpus)
     return StepTime(
-        tokens=episodes * longest, device=device, training=training, moving=moving, sampling=sampling, tokens_per_second=rate,
+        tokens=episodes * longest, device=device, training=training, moving=moving, optimizer=optimizer, sampling=sampling,
+        tokens_per_second=rate,
         overlap=configuration.learner.max_staleness > 0,
     )  # fmt: skip
+
+
+def _count_offloaded_seconds(device: Device, processes: float) -> float:
+    """Of one parameter: 12 bytes over the bus of its process, 28 in the memory that a machine's processes share."""
+    return 12 / (device.bus * device.link_share) + 28 * processes / (device.host * device.bandwidth_share)
+
+
+def _count_played(configuration: Configuration) -> int:
+    """Episodes that are played at a time: as many as environment workers take, and as staleness lets be asked for."""
+    learner, environment = configuration.learner, configuration.environment
+    asked = learner.groups * learner.group_size * (1 + learner.max_staleness)
+    return min(environment.workers * environment.slots, asked) if environment.workers else asked
 
 
 def count_flops(shape: ModelShape, length: int) -> float:
@@ -102,6 +132,8 @@ def format_step(step: StepTime) -> list[str]:
     """Lines for a person: the result, and what it was computed with."""
     device = step.device
     train = f"training {step.training:.1f} s" + (f" (moving shards {step.moving:.1f} s beside it)" if step.moving else "")
+    if step.optimizer:
+        train += f" and the optimizer on the CPU {step.optimizer:.1f} s"
     parts = [train] if step.training else []
     if step.sampling:
         parts.append(f"sampling {step.sampling:.1f} s ({step.tokens_per_second:,.0f} tokens/s per GPU)")
@@ -112,7 +144,8 @@ def format_step(step: StepTime) -> list[str]:
     return [
         f"step, computed, of {step.tokens:,} tokens, without environments: {', '.join(parts)}",
         f"  assumed: {device.flops / 1e12:.0f} TFLOP/s x {device.mfu:g}, memory {device.bandwidth / 1e12:.2f} TB/s x "
-        f"{device.bandwidth_share:g}, links {device.link / 1e9:.0f} GB/s x {device.link_share:g}, episodes at their limits",
+        f"{device.bandwidth_share:g}, links {device.link / 1e9:.0f} GB/s ({device.network / 1e9:.0f} between machines) x "
+        f"{device.link_share:g}, episodes at their limits",
     ]
 
 

@@ -5,6 +5,7 @@ Counts of episodes by outcome and their seconds are of all that were played, als
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -26,10 +27,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a run as ``summary.json`` holds it.
 
     Successes are shares of held-out episodes with a reward of at least ``evaluation.success_threshold``, ``reward_start`` and
-    its like their mean rewards; None if they were not measured. ``seconds_by_stage`` sums the learner's stages
-    over the steps, and the stages of all episodes (``episode_...``; they run beside each other). ``wall_seconds`` is how long
-    the last `up` took. ``signal`` says that nothing was learned at the end, if so, and since when. The rewards and successes
-    per step are what the picture shows.
+    its like their mean rewards; None if they were not measured. ``success_of_all`` are the shares of all episodes, graded or
+    not, by evaluation, ``success_error`` the standard errors of the shares of graded ones. ``seconds_by_stage`` sums the
+    learner's stages over the steps, and the stages of all episodes (``episode_...``; they run beside each other).
+    ``wall_seconds`` is how long the last `up` took. ``signal`` says that nothing was learned at the end, if so, and since when.
+    The rewards and successes per step are what the picture shows.
     """
 
     run: str
@@ -54,6 +56,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[int]
     reward_by_step: list[float | None]
     success_by_step: list[float | None]
+    success_of_all: dict[str, float] = {}
+    success_error: dict[str, float] = {}
 
 
 def build_summary(progress: Progress, *, run: str, seed: int, wall_seconds: float) -> Summary:
@@ -93,6 +97,8 @@ def build_summary(progress: Progress, *, run: str, seed: int, wall_seconds: floa
         steps=[step.step for step in steps],
         reward_by_step=[step.metrics.get("reward") for step in steps],
         success_by_step=[step.metrics.get("success") for step in steps],
+        success_of_all={each.name: each.success_of_all for each in measured if math.isfinite(each.success_of_all)},
+        success_error={each.name: math.sqrt(each.success * (1 - each.success) / each.graded) for each in measured},
     )
 
 

@@ -14,6 +14,8 @@ from fleetbus_workers.observe.run.termination import compute_next_step_goal
 from fleetbus_workers.up.summary_builder import Summary
 
 REPORT_WIDTH = 80
+LARGE_ERROR = 0.03
+"""A standard error of a success from which on it is said."""
 
 
 def write_summary(summary: Summary, *files: Path) -> None:
@@ -34,7 +36,12 @@ def load_summary(folder: RunFolder) -> Summary | None:
 
 def format_report(summary: Summary, folder: RunFolder, shown: Callable[[Path], str], *, commands: bool = True) -> list[str]:
     """Final report: success before and after, cost, location of the files and, with ``commands``, what to type next."""
-    lines = [_format_success(summary), _format_cost(summary), *textwrap.wrap(summary.signal, REPORT_WIDTH)]
+    lines = [
+        _format_success(summary),
+        *_format_certainty(summary),
+        _format_cost(summary),
+        *textwrap.wrap(summary.signal, REPORT_WIDTH),
+    ]
     return [*lines, *_format_locations(folder, shown), *(_format_next_commands(summary, folder) if commands else ())]
 
 
@@ -71,6 +78,17 @@ def _format_success(summary: Summary) -> str:
     before = "" if start is None else f"{start:.1%} → "
     after = "" if greedy is None else f", {greedy:.1%} greedy"
     return f"success on held-out tasks {before}{end:.1%} sampled{after}{_format_rewards(summary)}"
+
+
+def _format_certainty(summary: Summary) -> list[str]:
+    """How far the success at the end can be trusted: the error of a small set of tasks, and episodes without a grade."""
+    end, error, of_all = summary.success_end, summary.success_error.get("end", 0.0), summary.success_of_all.get("end")
+    if end is None:
+        return []
+    words = [f"standard error {error:.1%} (evaluation.episodes)"] if error >= LARGE_ERROR else []
+    if of_all is not None and of_all < end:
+        words.append(f"{of_all:.1%} of all episodes, those without a grade included")
+    return [f"at the end: {', '.join(words)}"] if words else []
 
 
 def _format_rewards(summary: Summary) -> str:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import anyio
 import click
 
+from fleetbus.config.profile import TABLES, describe_profile
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import LogLost, TakenOver, find_leaf, is_bad_input
 from fleetbus_workers.assembly.work import Work, import_work, serve_role
@@ -49,7 +50,7 @@ def run_role(
 
     from fleetbus.logs.setup import configure_logs
 
-    configuration = load_settings(values).configuration
+    configuration = _load_fitted(role, values)
     check(configuration)
     name = values.get("name") or generate_worker_name(role)
     validate_name("--name", name)
@@ -57,6 +58,8 @@ def run_role(
     if values.get("supervised"):
         exit_with_parent()
     configure_logs(configuration.log, run=configuration.run.name, role=role, worker=name)
+    if role in TABLES and os.environ.get("RANK", "0") == "0":  # of several processes that share a model the first one speaks
+        structlog.get_logger().info(describe_profile(configuration, role))
     os.environ.setdefault("TQDM_DISABLE", "1")  # a bar for weights that are read in a second is noise in a log
     work = import_work(load_work)
     tune_collector()
@@ -78,6 +81,18 @@ def run_role(
             return CRASHED
         structlog.get_logger().exception("crashed")
         return CRASHED
+
+
+def _load_fitted(role: str, values: dict[str, Any]) -> Configuration:
+    """The settings of a role as `up` would give them to it; under `up` all are given."""
+    loaded = load_settings(values)
+    if role not in TABLES:
+        return loaded.configuration
+    from fleetbus_workers.up.placement import find_gpus, find_memory
+    from fleetbus_workers.up.profile import fit_role
+
+    gpus = () if values.get("supervised") else find_gpus(os.environ)
+    return fit_role(role, loaded.configuration, loaded.given, gpus, find_memory() if gpus and role == "inference" else 0)
 
 
 def _exit_at_once(status: int) -> NoReturn:

@@ -5,6 +5,7 @@ from typing import Any
 import click
 import msgspec
 
+from fleetbus.config.profile import describe_profile
 from fleetbus.errors import UserError
 from fleetbus_workers.cli.options import NumberRange, SettingsCommand, load_settings, settings_options
 from fleetbus_workers.command.exit_status import CRASHED, FINISHED
@@ -15,10 +16,15 @@ from fleetbus_workers.up.plan import build_plan, format_plan, load_shape
 from fleetbus_workers.up.profile import fit_machine
 from fleetbus_workers.up.step_time import Device
 
+H100_GB = round((81_559 << 20) / 1e9, 1)
+"""The 81,559 MiB that an H100 of "80 GB" reports."""
+
 
 @click.command("plan", cls=SettingsCommand)
 @click.option("--gpus", type=click.IntRange(1), required=True, metavar="N", help="GPUs of the machine")
-@click.option("--gpu-memory", type=NumberRange(1), default=80.0, metavar="GB", help="Memory of each, in 10^9 bytes [80]")
+@click.option(
+    "--gpu-memory", type=NumberRange(1), default=H100_GB, metavar="GB", help=f"Memory of each, in 10^9 bytes [{H100_GB}]"
+)
 @click.option("--gpu-tflops", type=NumberRange(1), default=989.0, metavar="N", help="Peak of each in bfloat16 [989: an H100]")
 @click.option(
     "--gpu-bandwidth", type=NumberRange(1), default=3350.0, metavar="GB/S", help="Memory bandwidth of each [3350: an H100]"
@@ -41,10 +47,10 @@ def command(gpus: int, gpu_memory: float, gpu_tflops: float, gpu_bandwidth: floa
     names = tuple(map(str, range(gpus)))
     run = msgspec.structs.replace(loaded.configuration.run, model=str(folder))
     configuration = msgspec.structs.replace(loaded.configuration, run=run)
-    configuration, chosen = fit_machine(configuration, loaded.given, names, memory, shape, starts=False)
     configuration = fit_limits(configuration, loaded.given)
+    configuration, chosen = fit_machine(configuration, loaded.given, names, memory, shape, starts=False)
     device = Device(flops=gpu_tflops * 1e12, bandwidth=gpu_bandwidth * 1e9, mfu=mfu)
     plan = build_plan(shape, configuration, place_roles(configuration, names), memory, device)
-    for line in [*format_plan(plan, model), *([chosen] if chosen else [])]:
+    for line in [*format_plan(plan, model), *([chosen] if chosen else []), describe_profile(configuration)]:
         click.echo(line)
     return CRASHED if plan.shortages else FINISHED

@@ -20,4 +20,13 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
     transcript: str = ""
 
 
+def grade_timeout(conclusion: Conclusion, reward: float | None, turns: int) -> Conclusion:
+    """What a time-out counts as that was given a ``reward``: a truncated episode, if the policy sampled anything in it."""
+    if conclusion.outcome != "timeout" or reward is None or not turns:
+        return conclusion
+    return msgspec.structs.replace(
+        conclusion, outcome="truncated", reward=reward, note=conclusion.error, error="", traceback=""
+    )
+
+
 TIMED_OUT = Conclusion(outcome="timeout", error_class="episode_timeout", error=DEADLINE_PASSED)

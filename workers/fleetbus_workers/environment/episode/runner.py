@@ -33,7 +33,7 @@ from fleetbus_schemas import (
 )
 from fleetbus_schemas.tokens import count_tokens, pack_mask
 from fleetbus_workers.environment.base import Environment, ReportsUntrained, Start, Step, Verdict
-from fleetbus_workers.environment.episode.conclusion import TIMED_OUT, Conclusion
+from fleetbus_workers.environment.episode.conclusion import TIMED_OUT, Conclusion, grade_timeout
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
 from fleetbus_workers.environment.episode.segments import FIRST, EpisodeContext, Placement, append_line, find_context_tokens
@@ -142,7 +142,7 @@ class EpisodeRunner:
                 conclusion = await self._grade(conclusion)
         finally:
             await self._close()
-        return self._build_result(conclusion)
+        return self._build_result(grade_timeout(conclusion, self._request.timeout_reward, self.turn))
 
     def _describe_failure(self, ended: EpisodeEnded) -> Conclusion:
         return Conclusion(

@@ -41,6 +41,8 @@ def format_evaluation(evaluation: EvaluationFinished) -> str:
         return f"held out, {name}: not measured, for none of {evaluation.episodes} episodes has a grade ({how})"
     unplayed = evaluation.episodes - evaluation.graded
     missing = f", {unplayed} without a grade" if unplayed else ""
+    if unplayed and evaluation.successes >= 0:
+        missing += f": success {evaluation.success_of_all:.1%} of all {evaluation.episodes}"
     measured = f"success {evaluation.success:.1%} of {evaluation.graded} episodes, mean reward {evaluation.mean_reward:.3f}"
     return f"held out, {name}: {measured} ({how}{missing})"
 

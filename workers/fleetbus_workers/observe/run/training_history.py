@@ -5,6 +5,7 @@ A lineage that begins anew at an earlier step voids what came after it; curves l
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 
@@ -39,6 +40,7 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
     mean_reward: float
     graded: int
     temperature: float
+    success_of_all: float = math.nan
     time_ns: int = 0
 
 
