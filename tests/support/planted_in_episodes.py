@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +32,7 @@ from fleetbus.core.episode.late_action import LateFacts
 from fleetbus.delivery.leases import Leases
 from fleetbus_schemas import Action, AttemptStarted, EpisodeFinished, encode
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages
+from tests.simulation.platform.bus import SimulatedBus
 
 
 def ack_before_result(patch: pytest.MonkeyPatch) -> None:
@@ -198,6 +200,16 @@ def late_action_not_looked_up(patch: pytest.MonkeyPatch) -> None:
         return LateFacts(is_superseded=False, action_sequence=self._action_sequence)
 
     patch.setattr(exchange.PolicyClient, "_read_entries", faulty)
+
+
+def bus_time_of_the_workers_own_clock(patch: pytest.MonkeyPatch) -> None:
+    """Each worker believes the clock of its machine, which is wrong by up to five minutes, instead of asking the server's."""
+    now_ns = SimulatedBus.now_ns
+
+    def faulty(self: SimulatedBus) -> int:
+        return now_ns(self) + int((zlib.crc32(self.worker.encode()) % 601 - 300) * 1e9)
+
+    patch.setattr(SimulatedBus, "now_ns", faulty)
 
 
 def rejected_version_given_up(patch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,11 @@ import fleetbus_workers.learner.resume as resume
 from fleetbus.core.training.ledger import Ledger
 from fleetbus.core.training.retention import Retention
 from fleetbus.log.archive_writer import ArchiveWriter
+from fleetbus_schemas import Task
 from fleetbus_workers.learner.checkpoint_choice import CheckpointUnread, Choice, choose_checkpoint
 from fleetbus_workers.learner.checkpoint_storage import CheckpointStorage
 from fleetbus_workers.learner.checkpoints import Checkpoint, list_checkpoints, read_checkpoint
+from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.weights.store import BusStore, FolderStore
 
@@ -178,6 +180,17 @@ def first_weights_uploaded_again(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(BusStore, "put", faulty_object)
     patch.setattr(FolderStore, "put", faulty_file)
+
+
+def tasks_begin_anew_with_each_learner(patch: pytest.MonkeyPatch) -> None:
+    """A learner counts the groups that it has asked for itself: the first tasks are trained again and again."""
+    task = Curriculum.task
+
+    def faulty(self: Curriculum, number: int) -> Task:
+        first = vars(self).setdefault("first_number", number)
+        return task(self, max(number - first, 0))
+
+    patch.setattr(Curriculum, "task", faulty)
 
 
 def version_announced_before_its_step(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.errors import LogLost
 from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import CheckpointStored, LineageStarted, StepTrained, Subjects, encode
-from fleetbus_workers.learner.journal import FencedAppender, LearnerReplaced
+from fleetbus_workers.learner.journal import FencedAppender, JournalMoved, LearnerReplaced
 from tests.support.virtual_time import virtual_time
 
 TRAIN = Subjects("r").train("default")
@@ -127,3 +127,24 @@ async def test_of_two_learners_that_begin_the_same_lineage_the_second_is_replace
     async with begun() as (bus, chain):
         with pytest.raises(LearnerReplaced):
             await FencedAppender(bus, TRAIN, chain.last - 3).append(start(2, "other"))
+
+
+async def test_a_learner_that_begins_behind_one_that_trains_on_reads_again_where_training_stands() -> None:
+    async with begun() as (bus, chain):
+        for entry in (start(3, "next"), checkpoint(1, 2)):
+            with pytest.raises(JournalMoved):
+                await FencedAppender(bus, TRAIN, chain.last - 1, lineage="l3").append(entry)
+
+
+async def test_a_learner_that_is_told_of_a_checkpoint_by_who_takes_over_is_replaced_and_has_lost_nothing() -> None:
+    """The checkpoint is told in the name of its own lineage, before the new one begins."""
+    async with begun() as (bus, chain), anyio.create_task_group() as tasks:
+        await bus.publish(TRAIN, encode(checkpoint(1, 2)))
+
+        async def begin_later() -> None:
+            await anyio.sleep(3)
+            await bus.publish(TRAIN, encode(start(3, "next")))
+
+        tasks.start_soon(begin_later)
+        with pytest.raises(LearnerReplaced):
+            await chain.append(step(3, 2))

@@ -203,7 +203,7 @@ def test_the_plain_weight_is_the_ratio_itself() -> None:
 
 
 @pytest.mark.parametrize(("estimator", "weighted", "wanted"), [("k3", False, 0.0), ("k3", True, 1.0), ("k1", True, 1.0)])
-def test_the_kl_has_its_own_gradient_once_it_is_weighed_by_the_ratio(estimator: str, weighted: bool, wanted: float) -> None:
+def test_the_kl_has_its_own_gradient_once_it_is_weighed_by_the_ratio(estimator: Any, weighted: bool, wanted: float) -> None:
     """On policy, over all tokens of a vocabulary: the mean gradient of the estimate beside that of KL(pi || reference). Without
     it k3 has the gradient of the other direction, KL(reference || pi)."""
     logits = torch.tensor([0.5, -1.0, 0.2, 1.5], dtype=torch.float64, requires_grad=True)

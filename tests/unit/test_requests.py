@@ -69,7 +69,14 @@ async def test_requests_of_training_alone_carry_the_reward_of_a_time_out() -> No
         found = []
         for configuration in (given, Configuration(run=RunSettings(name="r"))):
             requests = Requests(bus, SUBJECTS, configuration=configuration, worker="learner")
-            named = {"episode_id": "e", "group_id": "g", "sample_index": 0, "group_size": 1, "lineage": "l1", "version": 0}
+            named: dict[str, Any] = {
+                "episode_id": "e",
+                "group_id": "g",
+                "sample_index": 0,
+                "group_size": 1,
+                "lineage": "l1",
+                "version": 0,
+            }
             found += [requests.build_request(Task(key="t"), split=split, **named) for split in ("train", "eval")]
     assert [request.timeout_reward for request in found] == [-0.5, None, None, None]
 

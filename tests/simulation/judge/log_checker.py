@@ -36,6 +36,7 @@ class LogChecker:
             max_staleness=scenario.max_staleness if scenario.stale_groups == "drop" else None,
             groups=scenario.groups,
             group_size=scenario.group_size,
+            tasks=scenario.tasks,
         )
         self.sessions = SessionChecker(observer, replayable=scenario.replayable)
         oracle.record = self.episodes.record

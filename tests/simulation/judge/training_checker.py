@@ -12,6 +12,7 @@ import msgspec
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.core.training.capacity import lag
+from fleetbus.core.training.floor import find_group_number
 from fleetbus_schemas import (
     GRADED,
     CheckpointStored,
@@ -42,13 +43,23 @@ class TrainingChecker:
     learner that had been replaced; ``replaced`` is when that happened to whom."""
 
     def __init__(
-        self, observer: Observer, episodes: EpisodeChecker, *, max_staleness: int | None, groups: int, group_size: int
+        self,
+        observer: Observer,
+        episodes: EpisodeChecker,
+        *,
+        max_staleness: int | None,
+        groups: int,
+        group_size: int,
+        tasks: int,
     ) -> None:
         self._observer = observer
         self._episodes = episodes
         self._max_staleness = max_staleness
         self._groups = groups
         self._group_size = group_size
+        self._tasks = tasks
+        self._task_of: dict[int, str] = {}
+        self._number_of: dict[tuple[int, str], int] = {}
         self._lineages: list[str] = []
         self._checkpoints: dict[int, str] = {}
         self._was_checkpointed = False
@@ -85,6 +96,16 @@ class TrainingChecker:
         """A request in flight at a replaced learner counts only if its successor requests it, too."""
         if not self._is_current(record.request.lineage):
             self.strays.add(record.request.episode_id)
+        number = find_group_number(record.request)
+        if number is not None:
+            self._check_task(number, record.request.task.key)
+
+    def _check_task(self, number: int, task: str) -> None:
+        """Tasks go on from where an earlier learner stopped: of each epoch a group has one, whoever asks for it."""
+        same = self._task_of.setdefault(number, task) == task
+        self._observer.require(same, "a group plays one task", f"group {number}: {task}, {self._task_of[number]} before")
+        earlier = self._number_of.setdefault((number // self._tasks, task), number)
+        self._observer.require(earlier == number, "every task comes once per epoch", f"{task}: groups {earlier} and {number}")
 
     def is_abandoned(self, record: EpisodeRecord) -> bool:
         """A held-out episode of a learner that was replaced: its successor asks for its own."""

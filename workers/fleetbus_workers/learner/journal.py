@@ -24,6 +24,9 @@ from fleetbus_schemas.channels import STORED
 
 RETRY_SECONDS = 1.0
 
+BEGINNING_CHECKS = 10
+"""So often, and as many seconds, a learner that is refused by an entry of its own lineage looks for a newer one."""
+
 JournalEntry = LineageStarted | StepTrained | CheckpointStored | EvaluationFinished | TrainingFinished | PolicyPublished
 """What stands on ``train.<name>`` and ``policy.<name>``."""
 
@@ -32,6 +35,10 @@ log = structlog.get_logger()
 
 class LearnerReplaced(TakenOver):
     """Another learner has appended since: this one must stop training."""
+
+
+class JournalMoved(Exception):
+    """The learner before has written since this one read where training stands: it has to read that again, and begin then."""
 
 
 class _Refused(Exception):
@@ -44,28 +51,30 @@ class _Refused(Exception):
 
 
 class FencedAppender:
-    """One subject that a single author appends to; ``last`` is the sequence of the newest entry."""
+    """One subject that a single author appends to; ``last`` is the sequence of the newest entry. ``lineage`` is the author's
+    own; without it that of its entries."""
 
-    def __init__(self, bus: LogBus, subject: str, last: int) -> None:
+    def __init__(self, bus: LogBus, subject: str, last: int, *, lineage: str = "") -> None:
         self._bus = bus
         self._subject = subject
         self._unconfirmed = b""
         """An entry whose answer was not waited for: it may be the last one."""
         self._start = b""
         """The beginning of the author's own lineage, once it is stored here."""
-        self._number = 0
+        self._own = self._number = lineage_number(lineage)
         self.last = last
         self._lock = anyio.Lock()
 
     async def append(self, message: JournalEntry) -> int:
-        """Store the next entry, however long it takes, and return its sequence; raises `LearnerReplaced` or `LogLost`.
+        """Store the next entry, however long it takes, and return its sequence; raises `LearnerReplaced` or `LogLost`, and
+        `JournalMoved` before the author's lineage has begun here.
 
         Cancelled, it may have stored it: what is appended next follows it then.
         """
         try:
             return await self._append(message)
         except _Refused as refused:
-            raise self._explain(refused) from refused
+            raise await self._explain(refused) from refused
 
     async def take_over(self, started: LineageStarted) -> None:
         """Store the start of a lineage after what stands there by now: from then on the author before is refused.
@@ -104,7 +113,7 @@ class FencedAppender:
 
     async def _append(self, message: JournalEntry) -> int:
         payload = encode(message, subject=self._subject)
-        self._number = lineage_number(message.lineage)
+        self._number = self._own or lineage_number(message.lineage)
         async with self._lock:
             try:
                 sequence = await self._publish(payload)
@@ -142,15 +151,19 @@ class FencedAppender:
             raise _Refused(conflict.expected, stored) from conflict
         return stored
 
-    def _explain(self, refused: _Refused) -> LearnerReplaced | LogLost:
+    async def _explain(self, refused: _Refused) -> LearnerReplaced | LogLost | JournalMoved:
         """Only a newer lineage replaces a learner: anything else is the log's doing."""
         subject, stored, expected = self._subject, refused.stored, refused.expected
-        if stored is not None and self._is_newer(stored):
-            return LearnerReplaced(f"another learner writes to {subject}: see entry {stored.sequence}")
+        if stored is not None and stored.sequence > expected:
+            if not self._start and self._find_number(stored) < self._number:
+                return JournalMoved(f"{subject} goes on with entry {stored.sequence}")
+            stored = await self._wait_for_newer(stored)
         if stored is None:
             return LogLost(
-                f"{subject} has no entry any more, and had one at {expected}: it was removed, or the log went back in time"
+                f"{subject} has no entry any more, and had one at {expected}: it was purged, or the log went back in time"
             )
+        if self._is_newer(stored):
+            return LearnerReplaced(f"another learner writes to {subject}: see entry {stored.sequence}")
         if stored.sequence < expected:
             return LogLost(
                 f"{subject} ends at entry {stored.sequence}, and had one at {expected}: the log went back in time or is damaged"
@@ -158,6 +171,18 @@ class FencedAppender:
         return LogLost(
             f"entry {stored.sequence} of {subject} is of no newer learner: the log lost this one's, or somebody else wrote it"
         )
+
+    async def _wait_for_newer(self, stored: StreamEntry) -> StreamEntry:
+        """Who takes over tells first of a checkpoint that the log does not name, in the name of the lineage before."""
+        for _ in range(BEGINNING_CHECKS):
+            if self._is_newer(stored):
+                break
+            await anyio.sleep(RETRY_SECONDS)
+            try:
+                stored = await self._bus.last(self._subject) or stored
+            except RequestUnanswered as unanswered:
+                log.warning("last entry read failed; retrying", subject=self._subject, reason=str(unanswered))
+        return stored
 
     def _is_newer(self, stored: StreamEntry) -> bool:
         """True for what another learner wrote that began after this one: of two with one name the first that began has it."""

@@ -68,7 +68,7 @@ def make_parts(
     run, settings, folder = configuration.run, configuration.learner, run_folder(configuration.run)
     subjects, lineage = Subjects(run.name), resume_point.lineage
     progress = Progress(lineage=lineage, step=resume_point.step)
-    appender = FencedAppender(bus, subjects.train(run.policy), resume_point.train_last)
+    appender = FencedAppender(bus, subjects.train(run.policy), resume_point.train_last, lineage=lineage)
     requests = Requests(bus, subjects, configuration=configuration, worker=name, runtime=runtime)
     ledger = Ledger(resume_point.floor, resume_point.checkpoint.settled if resume_point.checkpoint else ())
     pool = GroupPool(

@@ -21,6 +21,7 @@ from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.disk_full import retry_while_disk_full
 from fleetbus_workers.learner.group_judge import GroupJudge
+from fleetbus_workers.learner.journal import JournalMoved
 from fleetbus_workers.learner.parts import LearnerParts, make_parts
 from fleetbus_workers.learner.resume import ResumePoint, wait_for_resume_point
 
@@ -156,16 +157,20 @@ async def run_learner(
     """A learner from where the log says training stands to the last step. Raises `UserError` before anything is stored if the
     policy would be sampled from another distribution than the one that it trains."""
     check_trained_distribution(configuration.episode)
-    runtime = runtime or Runtime()
-    resume_point = await wait_for_resume_point(bus, Subjects(configuration.run.name), configuration, drain, runtime)
-    if resume_point is None:
-        return
-    parts = make_parts(
-        bus, configuration=configuration, name=name, drain=drain, trainer=trainer, curriculum=curriculum,
-        resume_point=resume_point, runtime=runtime, judge=judge or GroupJudge(),
-    )  # fmt: skip
-    learner = Learner(
-        bus, parts, configuration=configuration, name=name, drain=drain, trainer=trainer, resume_point=resume_point,
-        runtime=runtime,
-    )  # fmt: skip
-    await learner.run()
+    runtime, subjects, judge = runtime or Runtime(), Subjects(configuration.run.name), judge or GroupJudge()
+    while True:
+        resume_point = await wait_for_resume_point(bus, subjects, configuration, drain, runtime)
+        if resume_point is None:
+            return
+        parts = make_parts(
+            bus, configuration=configuration, name=name, drain=drain, trainer=trainer, curriculum=curriculum,
+            resume_point=resume_point, runtime=runtime, judge=judge,
+        )  # fmt: skip
+        learner = Learner(
+            bus, parts, configuration=configuration, name=name, drain=drain, trainer=trainer, resume_point=resume_point,
+            runtime=runtime,
+        )  # fmt: skip
+        try:
+            return await learner.run()
+        except JournalMoved as moved:
+            log.info("the learner before has trained on meanwhile; beginning again", reason=str(moved))
