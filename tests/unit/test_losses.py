@@ -1,6 +1,7 @@
 """The whole policy loss out of its parts, against closed forms; NumPy arrays and torch tensors alike."""
 
 import math
+from typing import Any
 
 import msgspec
 import numpy as np
