@@ -17,14 +17,14 @@ from typing import Any
 import anyio
 
 from fleetbus.bus.base import StreamEntry
-from fleetbus.bus.nats.api import STREAM_NOT_FOUND, ApiRefused
+from fleetbus.bus.nats.api import NO_CONSUMERS_LEFT, STREAM_NOT_FOUND, ApiRefused
 from fleetbus.bus.nats.connection import Connection
 from fleetbus.bus.nats.direct import get_entry
 from fleetbus.bus.nats.protocol import check_subject, parse_ack_subject, publish_command
 from fleetbus.bus.nats.publisher import NOTHING_STORED, Stored
 from fleetbus.bus.nats.pull_requests import PullRequests
 from fleetbus.bus.nats.receive_queue import ReceiveQueue
-from fleetbus.errors import BusError, RequestUnanswered
+from fleetbus.errors import BusError, RequestUnanswered, UserError
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ _MAX_TRUNCATION_CHECKS = 6
 """So often in a row a log that ends before what was read is looked at again: a new leader may still be taking over."""
 _LAG_PAUSES_SECONDS = (0.0, 0.05, 0.25)
 """Before a replica is asked for the last entry that was read."""
+
+_TOO_MANY_READERS = "takes no more readers: raise max_consumers of the stream or the account, or declare fewer lanes"
 
 _NO_END = 1 << 63
 """Beyond every sequence: read until nothing is pending."""
@@ -133,6 +135,8 @@ class NatsReader:
         except ApiRefused as refused:
             if refused.code == STREAM_NOT_FOUND:
                 self._queue.fail(BusError(f"stream {self._stream} does not exist: create the run first"))
+            elif refused.code == NO_CONSUMERS_LEFT:
+                self._queue.fail(UserError(f"stream {self._stream} {_TOO_MANY_READERS}"))
             else:
                 self._queue.fail(BusError(f"stream {self._stream} cannot be read: {refused}"))
             return False
