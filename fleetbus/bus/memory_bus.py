@@ -49,6 +49,9 @@ class MemoryBus:
         self._subjects = Subjects(run)
         self._worker = worker
         self._count = 0
+        self._stored: dict[str, StreamEntry] = {}
+        """By stream what this connection stored there last."""
+
         self._known: dict[str, int] = {}
         """By subject the highest position that this connection was given: it repeats reads that end before (record 0024)."""
 
@@ -99,7 +102,8 @@ class MemoryBus:
 
     @asynccontextmanager
     async def read(self, subjects: Sequence[str], *, start: int = 1) -> AsyncGenerator[Reader]:
-        reader = MemoryReader(self._stream_of(subjects), any_matcher(subjects), start, self._link)
+        stream = self._stream_of(subjects)
+        reader = MemoryReader(stream, any_matcher(subjects), start, self._link, lambda: self._stored.get(stream.plan.name))
         async with _enter(reader):
             yield reader
 
@@ -212,6 +216,7 @@ class MemoryBus:
         """One try; None if it or its answer was lost on the way."""
         fault = self._server.faults.draw_publish_fault(self._worker, subject)
         breaks = self._link.breaks
+        before = dict(self._stored)
         await self._delay(fault.seconds_before)
         if fault.stored_after:
             store = partial(self._server.store_late, subject, payload, identifier, expected_last)
@@ -231,6 +236,12 @@ class MemoryBus:
         if fault.lost == "answer" or self._link.breaks != breaks:
             return None
         self._known[subject] = max(published.sequence, self._known.get(subject, 0))
+        name = stream.plan.name
+        if name not in self._stored or published.sequence > self._stored[name].sequence:
+            entry = StreamEntry(subject=subject, payload=payload, sequence=published.sequence, time_ns=0)
+            self._stored[name] = entry
+        elif name in before and published.sequence <= before[name].sequence and not published.duplicate:
+            self._link.lost = before[name]  # its position was taken when this was sent
         return published
 
     async def _delay(self, seconds: float) -> None:

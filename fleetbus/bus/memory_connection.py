@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import anyio
 
+from fleetbus.bus.base import StreamEntry
+
 
 class MemoryConnection:
     """Up while the server lives and the client is connected. ``breaks`` counts how often it went down."""
@@ -13,6 +15,9 @@ class MemoryConnection:
     def __init__(self, server_up: bool) -> None:
         self.breaks = 0
         self.on_up: dict[object, Callable[[], None]] = {}
+        self.lost: StreamEntry | None = None
+        """An entry that this client stored, and whose position was given to another one."""
+
         self._server_up = server_up
         self._connected = True
         self._up = anyio.Event()

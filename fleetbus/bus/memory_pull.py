@@ -162,9 +162,17 @@ TRUNCATION_SECONDS = 3.5
 class MemoryReader:
     """See `fleetbus.bus.base.Reader`."""
 
-    def __init__(self, stream: MemoryStream, matches: Matcher, start: int, link: MemoryConnection) -> None:
+    def __init__(
+        self,
+        stream: MemoryStream,
+        matches: Matcher,
+        start: int,
+        link: MemoryConnection,
+        get_last_stored: Callable[[], StreamEntry | None],
+    ) -> None:
         self._stream = stream
         self._matches = matches
+        self._get_last_stored = get_last_stored
         self._next = max(start, 1)
         self._start = self._next
         self._last: StreamEntry | None = None
@@ -186,18 +194,24 @@ class MemoryReader:
 
     @property
     def _is_truncated(self) -> bool:
-        return self._last is not None and self._link.up and self._stream.last_sequence < self._last.sequence
+        known = max((entry.sequence for entry in (self._last, self._get_last_stored()) if entry is not None), default=0)
+        return self._link.up and self._stream.last_sequence < known
 
     def _require_kept(self, *, is_truncated: bool) -> None:
-        """Raises `BusError` if another entry stands where the last one did, on whichever subject, or the log ends before it."""
-        if self._last is None or not self._link.up:
+        """Raises `BusError` if another entry stands where one was read or stored last, on whichever subject, or the log ends
+        before it."""
+        if not self._link.up:
             return
-        found = self._stream.get(self._last.sequence)
-        if is_truncated or (found is not None and found != self._last):
-            raise LogLost(
-                f"entry {self._last.sequence} of the log was read before, and is not there: the server lost entries, or "
-                "the run was created again: restart this worker"
-            )
+        for entry, done in ((self._link.lost, "stored"), (self._get_last_stored(), "stored"), (self._last, "read")):
+            if entry is None:
+                continue
+            found = self._stream.get(entry.sequence)
+            is_another = found is not None and (found.subject, found.payload) != (entry.subject, entry.payload)
+            if is_another or entry is self._link.lost or (is_truncated and self._stream.last_sequence < entry.sequence):
+                raise LogLost(
+                    f"entry {entry.sequence} of the log was {done} before, and is not there: the server lost entries, or "
+                    "the run was created again: restart this worker"
+                )
 
     def enter(self) -> None:
         self._stream.on_stored[self] = self._on_stored

@@ -17,7 +17,7 @@ from fleetbus.bus.memory_connection import MemoryConnection
 from fleetbus.bus.memory_consumer import REMEMBERED_ACKS, MemoryConsumer
 from fleetbus.bus.memory_faults import Faults
 from fleetbus.bus.memory_stream import MemoryStream, StreamFiles
-from fleetbus.bus.streams import ConsumerPlan, RunPlan, StreamPlan
+from fleetbus.bus.streams import MAX_CONSUMERS, ConsumerPlan, RunPlan, StreamPlan
 from fleetbus.errors import BusError, UserError
 
 EPOCH_NS = 1_700_000_000 * 1_000_000_000
@@ -127,6 +127,8 @@ class ServerState:
         if found is not None:
             _compare(f"consumer {plan.name} of stream {stream}", plan, found.plan)
             return
+        if len(self.consumers(stream)) >= (self._streams[stream].plan.max_consumers or MAX_CONSUMERS):
+            raise UserError(f"stream {stream}: maximum consumers limit reached: declare fewer lanes")
         consumer = self._consumers[stream, plan.name] = MemoryConsumer(plan, self._streams[stream])
 
         def on_matching(entry: StreamEntry) -> None:

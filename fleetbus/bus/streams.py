@@ -19,14 +19,20 @@ ACTION_LEASE_SECONDS = 2.0
 """``ack_wait`` of actions on an environment lane."""
 
 
+MAX_CONSUMERS = 1 << 16
+"""Of a log: two per lane and policy, and one for everybody who reads. A server's own limit may be 1,000; this is set at the
+stream, where it holds. 10,240 lanes of five policies fit in it."""
+
+
 class StreamPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One file-backed stream. ``max_bytes`` 0 is unlimited; ``max_per_subject`` 0 keeps everything; ``replicas`` 0 leaves it to
-    the server and its administrator, how many servers keep a copy."""
+    """One file-backed stream. ``max_bytes`` 0 is unlimited; ``max_per_subject`` 0 keeps everything; ``max_consumers`` 0 leaves
+    it to the server how many there may be, ``replicas`` 0 to it and its administrator how many servers keep a copy."""
 
     name: str
     subjects: tuple[str, ...]
     max_bytes: int = 0
     max_per_subject: int = 0
+    max_consumers: int = 0
     duplicate_window_seconds: float = 120.0
     replicas: int = 0
 
@@ -132,6 +138,7 @@ def plan_run(
             name=log_stream(run),
             subjects=(subjects.log,),
             max_bytes=max_bytes,
+            max_consumers=MAX_CONSUMERS,
             duplicate_window_seconds=duplicate_window_seconds,
             replicas=replicas,
         ),

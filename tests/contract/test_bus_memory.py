@@ -321,15 +321,31 @@ def test_the_same_seed_gives_the_same_trace_and_no_task_is_lost_or_doubled() -> 
 @pytest.mark.parametrize("subject", [SUBJECTS.episode("new"), SUBJECTS.life("learner", "l")], ids=["its own", "another"])
 async def test_a_reader_whose_last_entry_was_lost_is_told_whatever_stands_there_now(subject: str) -> None:
     server = ready(MemoryServer())
-    async with server.connect("r") as bus, bus.read([SUBJECTS.episodes]) as reading:
-        await bus.publish(SUBJECTS.episode("kept"), b"x")
+    async with server.connect("r") as bus, server.connect("r") as other, bus.read([SUBJECTS.episodes]) as reading:
+        await other.publish(SUBJECTS.episode("kept"), b"x")
         await reading.receive()
         files = server.copy_files()
-        await bus.publish(SUBJECTS.episode("lost"), b"x")
+        await other.publish(SUBJECTS.episode("lost"), b"x")
         await reading.receive()
         server.kill()
         server.put_back(files)
         server.restart()
-        await bus.publish(subject, b"x")
-        with anyio.fail_after(30), pytest.raises(BusError, match="entry 2 of the log was read before, and is not there"):
+        await other.publish(subject, b"x")
+        with anyio.fail_after(30), pytest.raises(BusError, match=r"entry 2 of the log was read before, and is not there"):
+            await reading.receive()
+
+
+async def test_a_reader_of_a_connection_whose_own_entry_was_lost_is_told_although_it_lost_nothing_that_it_read() -> None:
+    """A learner's version, say, which nobody would publish again."""
+    server = ready(MemoryServer())
+    async with server.connect("r") as bus, bus.read([SUBJECTS.episodes]) as reading, server.connect("r") as other:
+        await bus.publish(SUBJECTS.episode("kept"), b"x")
+        await reading.receive()
+        files = server.copy_files()
+        await bus.publish(SUBJECTS.policy("default"), b"version 1")
+        server.kill()
+        server.put_back(files)
+        server.restart()
+        await other.publish(SUBJECTS.episode("new"), b"x")
+        with anyio.fail_after(30), pytest.raises(BusError, match="entry 2 of the log was stored before, and is not there"):
             await reading.receive()

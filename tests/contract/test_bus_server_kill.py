@@ -37,6 +37,14 @@ async def test_what_exists_differently_is_named_and_left_alone(world: Any) -> No
             await bus.declare(msgspec.structs.replace(plan, consumers=(slower,)))
 
 
+async def test_more_consumers_than_a_stream_may_have_are_refused(world: Any) -> None:
+    async with world.connect() as bus:
+        plan = world.plan()
+        few = msgspec.structs.replace(plan, log=msgspec.structs.replace(plan.log, max_consumers=1))
+        with pytest.raises(UserError, match=r"maximum consumers limit reached.*declare fewer lanes"):
+            await bus.declare(few)
+
+
 async def test_a_publish_waits_for_the_server_to_come_back(world: Any) -> None:
     async with world.ready() as bus:
         await bus.publish(world.subjects.episode("before"), b"x")

@@ -72,9 +72,7 @@ async def test_who_reads_a_log_whose_tail_was_lost_meanwhile_is_told(
                         await slow.publish(SUBJECTS.episode(f"old{number}"), b"x")
                         await entries.receive()
                         if number == 11:
-                            os.kill(server.pid, signal.SIGSTOP)
-                            await anyio.to_thread.run_sync(shutil.copytree, store, copy)
-                            os.kill(server.pid, signal.SIGCONT)
+                            await copy_store(server.pid, store, copy)
                     await server.kill()
                     shutil.rmtree(store)
                     copy.rename(store)
@@ -87,6 +85,48 @@ async def test_who_reads_a_log_whose_tail_was_lost_meanwhile_is_told(
                             await quick.publish(name, b"x")
                     with pytest.raises(BusError, match=told):
                         await entries.receive()
+
+
+@pytest.mark.parametrize("when", ["at once", "when it stores the next one"])
+async def test_who_stored_what_was_lost_is_told_although_nothing_is_lost_that_it_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """A learner's version, say, which nobody would publish again."""
+    monkeypatch.setattr(reader, "_RETRY_SECONDS", 0.05)
+    store, copy = tmp_path / "store", tmp_path / "copy"
+    with anyio.fail_after(50):
+        async with run_server(store) as server, connect(server.url, run=RUN) as bus:
+            await bus.declare(plan_run(RUN, lanes=1))
+            async with bus.read([SUBJECTS.episodes]) as entries:
+                await bus.publish(SUBJECTS.episode("kept"), b"x")
+                await entries.receive()
+                await copy_store(server.pid, store, copy)
+                for number in range(20):
+                    await bus.publish(SUBJECTS.life("learner", f"n{number}"), b"x")
+                await server.kill()
+                shutil.rmtree(store)
+                copy.rename(store)
+                if when == "when it stores the next one":
+                    monkeypatch.setattr(reader.NatsReader, "_is_same_log", always_the_same)
+                await server.restart()
+                if when == "when it stores the next one":
+                    await bus.publish(SUBJECTS.life("learner", "next"), b"x")
+                told = (
+                    "position was given to another" if when == "when it stores the next one" else "ends at 1, and 21 was stored"
+                )
+                with pytest.raises(BusError, match=told):
+                    await entries.receive()
+
+
+async def always_the_same(_: reader.NatsReader) -> bool:
+    return True
+
+
+async def copy_store(pid: int, store: Path, copy: Path) -> None:
+    """What a loss of power would leave now."""
+    os.kill(pid, signal.SIGSTOP)
+    await anyio.to_thread.run_sync(shutil.copytree, store, copy)
+    os.kill(pid, signal.SIGCONT)
 
 
 async def test_who_reads_a_log_that_was_trimmed_behind_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.bus.nats.declare import stream_config
 from fleetbus.bus.nats.server import run_server
-from fleetbus.bus.streams import plan_run
+from fleetbus.bus.streams import MAX_CONSUMERS, plan_run
 from fleetbus.errors import UserError
+from fleetbus_schemas import Subjects
 from fleetbus_workers.cli.program import run_program
 
 RUN = "odd"
@@ -171,6 +173,37 @@ async def test_limits_of_an_account_are_named(
     with anyio.fail_after(50):
         async with run_server(tmp_path / "store", config=config) as server:
             assert said in await refusal_of(capsys, "init", "--run", RUN, "--nats", server.url)
+
+
+async def test_a_log_has_more_consumers_than_a_server_allows_by_default(tmp_path: Path) -> None:
+    """512 lanes: 1,026 consumers, where the server's own limit is 1,000 a stream."""
+    many = plan_run(RUN, lanes=512)
+    async with connected(tmp_path / "store") as (_, bus):
+        await bus.declare(many)
+        info = await bus._connection.api.ask(f"STREAM.INFO.{many.log.name}")
+        assert (info["state"]["consumer_count"], info["config"]["max_consumers"]) == (1026, MAX_CONSUMERS)
+        async with bus.read([Subjects(RUN).log]) as entries:
+            await bus.publish(Subjects(RUN).episode("e"), b"x")
+            assert (await entries.receive()).sequence == 1
+
+
+async def test_a_log_of_before_gets_the_limit_of_its_plan_and_keeps_a_larger_one(tmp_path: Path) -> None:
+    async with connected(tmp_path / "store") as (_, bus):
+        ask = bus._connection.api.ask
+        for found, wanted in ((-1, MAX_CONSUMERS), (1000, MAX_CONSUMERS), (1 << 20, 1 << 20)):
+            await ask(f"STREAM.CREATE.{PLAN.log.name}", stream_config(PLAN.log) | {"max_consumers": found})
+            await bus.declare(PLAN)
+            assert (await ask(f"STREAM.INFO.{PLAN.log.name}"))["config"]["max_consumers"] == wanted
+            await ask(f"STREAM.DELETE.{PLAN.log.name}")
+
+
+async def test_a_learner_that_is_one_reader_too_many_says_so_in_one_line(tmp_path: Path) -> None:
+    async with connected(tmp_path / "store") as (url, bus):
+        full = msgspec.structs.replace(PLAN.log, max_consumers=len(PLAN.consumers))
+        await bus.declare(msgspec.structs.replace(PLAN, log=full))
+        folder = str(tmp_path / "runs")
+        line = await refusal_of_role("learner", "--run", RUN, "--nats", url, "--run-folder", folder)
+        assert "takes no more readers: raise max_consumers" in line
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from ssl import SSLContext
 from typing import Any
@@ -105,7 +106,15 @@ class NatsBus:
     def read(self, subjects: Sequence[str], *, start: int = 1) -> AbstractAsyncContextManager[Reader]:
         stream = self._stream_of(subjects)
         created = self._created if stream == self._log else ""
-        return open_reader(self._connection, stream, subjects, start, looks_up=not self._narrow, created=created)
+        return open_reader(
+            self._connection,
+            stream,
+            subjects,
+            start,
+            looks_up=not self._narrow,
+            created=created,
+            get_last_stored=partial(self._publisher.get_last_stored, subjects[0]),
+        )
 
     async def scan(self, subjects: Sequence[str], *, start: int = 1) -> AsyncIterator[StreamEntry]:
         stream = self._stream_of(subjects)

@@ -66,6 +66,9 @@ class Connection:
         self.inbox = f"{inbox_prefix}.{secrets.token_hex(8)}"
         self.wire: Wire
         self.on_reconnect: dict[object, Callable[[], None]] = {}
+        self.on_lost: dict[object, Callable[[str], None]] = {}
+        """Called with words about an entry that the server had acked and has lost."""
+
         self._events = anyio.Event()
         self._reconnected = False
         self._closed = False
@@ -80,6 +83,12 @@ class Connection:
         self.open = False
         self.request_mux: RequestMux
         self.api: JetStreamApi
+
+    def report_lost(self, subject: str, sequence: int) -> None:
+        """The server gives the position of an entry again that it has acked to this connection."""
+        log.warning("nats: the server lost entry %d on %s, which it had acked", sequence, subject)
+        for hear in list(self.on_lost.values()):
+            hear(f"entry {sequence} was stored on {subject}, and its position was given to another one")
 
     def set_wire(self, wire: Wire) -> None:
         self.wire = wire

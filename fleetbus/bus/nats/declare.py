@@ -6,11 +6,15 @@ Above it is the bus; below it the API. Only what the plan says is compared, so a
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
+
+import anyio
 
 from fleetbus.bus.nats.api import (
     CONSUMER_EXISTS,
     CONSUMER_NOT_FOUND,
+    NO_CONSUMERS_LEFT,
     NO_ROOM,
     STREAM_NAME_IN_USE,
     STREAM_NOT_FOUND,
@@ -19,10 +23,14 @@ from fleetbus.bus.nats.api import (
 )
 from fleetbus.bus.objects import weights_bucket
 from fleetbus.bus.streams import ConsumerPlan, RunPlan, StreamPlan
+from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.errors import UserError
 
 MAX_WAITING_PULLS = 4096
 """Pull requests that may wait at one consumer: a few per worker."""
+
+DECLARED_AT_ONCE = 32
+"""Consumers that a server is asked for at the same time."""
 
 SMALLEST_LOG = 128 << 20
 """Bytes that a log gets at least where the server has not as much left as the plan wants."""
@@ -33,7 +41,7 @@ _WANTED = "fleetbus_max_bytes"
 _SECOND_NS = 1_000_000_000
 
 _HINTS = {
-    10026: "raise max_consumers of the account or of the stream, or declare fewer lanes (--nats-lanes)",
+    NO_CONSUMERS_LEFT: "raise max_consumers of the account, or declare fewer lanes (--nats-lanes)",
     10027: "raise max_streams of the account, or remove runs that are over (fleetbus runs rm RUN --nats URL)",
     10039: "enable JetStream for this account",
     10065: "another stream stores these subjects: remove it, or choose another --run",
@@ -55,7 +63,7 @@ _PLAIN: dict[str, Any] = {
 }
 """What would remove, refuse or change entries, with the value that does not; a server may leave such a field out."""
 
-_LIMITS = ("max_bytes", "duplicate_window")
+_LIMITS = ("max_bytes", "duplicate_window", "max_consumers")
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +75,7 @@ async def declare(api: JetStreamApi, plan: RunPlan) -> None:
         await _declare_stream(api, plan.log)
         await _declare_stream(api, plan.lanes)
         await declare_bucket(api, weights_bucket(plan.run), replicas=plan.log.replicas)
-        for consumer in plan.consumers:
-            await _declare_consumer(api, plan.log.name, consumer)
+        await _declare_consumers(api, plan.log.name, plan.consumers)
     except ApiRefused as refused:
         hint = _HINTS.get(refused.code, "see the server's configuration")
         raise UserError(f"the NATS server refuses to declare run {plan.run}: {refused}: {hint}; then repeat this") from refused
@@ -117,6 +124,7 @@ def stream_config(plan: StreamPlan) -> dict[str, Any]:
         "max_msgs_per_subject": plan.max_per_subject or -1,
         "allow_direct": True,
         "duplicate_window": int(plan.duplicate_window_seconds * _SECOND_NS),
+        **({"max_consumers": plan.max_consumers} if plan.max_consumers else {}),
         **({"num_replicas": plan.replicas} if plan.replicas else {}),
     }
 
@@ -150,11 +158,13 @@ async def _declare_stream(api: JetStreamApi, plan: StreamPlan) -> None:
     if (config.get("metadata") or {}).get(_WANTED) == str(plan.max_bytes):
         wanted["max_bytes"] = config["max_bytes"]
     raised = {"max_bytes": wanted["max_bytes"]} if _is_larger(wanted["max_bytes"], config["max_bytes"]) else {}
+    if config.get("max_consumers", -1) < wanted.pop("max_consumers", -1):
+        raised["max_consumers"] = plan.max_consumers
     _compare(f"stream {plan.name}", wanted, config | raised)
     _compare(f"stream {plan.name}", _PLAIN, _PLAIN | {key: value for key, value in config.items() if value})
     if raised:
         await api.ask(f"STREAM.UPDATE.{plan.name}", config | raised)
-        log.info("nats: limit of %s raised from %d to %d bytes", plan.name, config["max_bytes"], wanted["max_bytes"])
+        log.info("nats: limits of %s raised: %s", plan.name, ", ".join(f"{name} to {value}" for name, value in raised.items()))
 
 
 def check_log(plan: StreamPlan, config: dict[str, Any], *, reading: bool = False) -> None:
@@ -212,6 +222,19 @@ def _no_storage(plan: StreamPlan, refused: ApiRefused) -> str:
         "(fleetbus runs list --nats URL, fleetbus runs rm RUN --nats URL), give this one less (--nats-max-bytes), or raise "
         "max_file_store in the server's configuration"
     )
+
+
+async def _declare_consumers(api: JetStreamApi, stream: str, plans: Sequence[ConsumerPlan]) -> None:
+    """All of them, a few at a time: each is a file that the server syncs."""
+    room = anyio.Semaphore(DECLARED_AT_ONCE)
+
+    async def declare_one(plan: ConsumerPlan) -> None:
+        async with room:
+            await _declare_consumer(api, stream, plan)
+
+    async with open_first_error_task_group() as tasks:
+        for plan in plans:
+            tasks.start_soon(declare_one, plan)
 
 
 async def _declare_consumer(api: JetStreamApi, stream: str, plan: ConsumerPlan) -> None:

@@ -47,6 +47,17 @@ class Positions:
         return any(last.get(subject, 0) < sequence for subject, sequence in expected.items())
 
 
+class Stored(msgspec.Struct, frozen=True):
+    """What this connection stored, and the server acked."""
+
+    subject: str
+    payload: bytes
+    sequence: int
+
+
+NOTHING_STORED = Stored("", b"", 0)
+
+
 class PublishWindow:
     """A counter with a queue. 1,000 unanswered publishes of one worker make those of all others 60 times slower."""
 
@@ -126,17 +137,23 @@ class Publisher:
 
     def __init__(self, connection: Connection, positions: Positions) -> None:
         self._positions = positions
+        self._connection = connection
         self._request_mux = connection.request_mux
         self._wire = connection.wire
         self._window = PublishWindow(OUTSTANDING_PUBLISHES, OUTSTANDING_BYTES)
-        self._known: set[str] = set()
+        self._known: dict[str, Stored] = {}
+        """By the first token of its subjects, of each stream that was heard of what was stored there last."""
         self._own_id = secrets.token_hex(6)
         self._count = 0
         self._now = asyncio.get_running_loop().time
 
     def mark_stream_known(self, subject: str) -> None:
         """The stream of this subject was heard of: if there is no leader now, it is electing its leader."""
-        self._known.add(_parse_prefix(subject))
+        self._known.setdefault(_parse_prefix(subject), NOTHING_STORED)
+
+    def get_last_stored(self, subject: str) -> Stored:
+        """The last entry that this connection stored in the stream of this subject."""
+        return self._known.get(_parse_prefix(subject), NOTHING_STORED)
 
     async def publish(
         self, subject: str, payload: bytes, *, message_id: str | None, expected_last: int | None, timeout: float
@@ -144,6 +161,7 @@ class Publisher:
         """See `fleetbus.bus.base.Bus.publish`."""
         check_subject(subject)
         headers = header_block(message_id or self._new_id(), expected_last)
+        before = self.get_last_stored(subject)
         size = len(headers) + len(payload)
         if size > self._wire.max_payload:  # sent, it would cost the connection
             raise BusError(f"{subject}: {size} bytes with headers exceed the server's limit of {self._wire.max_payload}")
@@ -153,20 +171,23 @@ class Publisher:
             except TimeoutError:
                 raise PublishUnanswered(f"{subject}: no place among the unanswered publishes for {timeout:g} s") from None
         try:
-            payload, status = await self._send(subject, headers, payload, timeout)
+            answer, status = await self._send(subject, headers, payload, timeout)
         finally:
             self._window.release(size)
         if status_of(status) == NO_RESPONDERS:
             raise BusError(f"{subject}: no stream stores this subject; create the run first (fleetbus init)")
-        ack = _decode(payload)
+        ack = _decode(answer)
         if ack.error is not None:
             standing = _STANDING.search(ack.error.description)
             last = int(standing[1]) if standing is not None else None
             if last is not None:
                 self._positions.note(subject, last)
             raise build_publish_error(subject, expected_last, ack.error.err_code, ack.error.description, last)
-        self.mark_stream_known(subject)
         self._positions.note(subject, ack.seq)
+        if ack.seq > self.get_last_stored(subject).sequence:
+            self._known[_parse_prefix(subject)] = Stored(subject, payload, ack.seq)
+        elif ack.seq <= before.sequence and not ack.duplicate:  # its position was taken when this was sent
+            self._connection.report_lost(before.subject, before.sequence)
         return PublishAck(sequence=ack.seq, duplicate=ack.duplicate)
 
     async def _send(self, subject: str, headers: bytes, payload: bytes, timeout: float) -> Answer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from heapq import heapify, heappop, heapreplace
 from typing import Any
@@ -17,13 +17,14 @@ from typing import Any
 import anyio
 
 from fleetbus.bus.base import StreamEntry
-from fleetbus.bus.nats.api import STREAM_NOT_FOUND, ApiRefused
+from fleetbus.bus.nats.api import NO_CONSUMERS_LEFT, STREAM_NOT_FOUND, ApiRefused
 from fleetbus.bus.nats.connection import Connection
 from fleetbus.bus.nats.direct import get_entry
 from fleetbus.bus.nats.protocol import check_subject, parse_ack_subject, publish_command
+from fleetbus.bus.nats.publisher import NOTHING_STORED, Stored
 from fleetbus.bus.nats.pull_requests import PullRequests
 from fleetbus.bus.nats.receive_queue import ReceiveQueue
-from fleetbus.errors import BusError, LogLost, RequestUnanswered
+from fleetbus.errors import BusError, LogLost, RequestUnanswered, UserError
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ _MAX_TRUNCATION_CHECKS = 6
 _LAG_PAUSES_SECONDS = (0.0, 0.05, 0.25)
 """Before a replica is asked for the last entry that was read."""
 
+_TOO_MANY_READERS = "takes no more readers: raise max_consumers of the stream or the account, or declare fewer lanes"
+
 _NO_END = 1 << 63
 """Beyond every sequence: read until nothing is pending."""
 
@@ -60,10 +63,12 @@ class NatsReader:
         beside: str = "",
         looks_up: bool = False,
         created: str = "",
+        get_last_stored: Callable[[], Stored] = lambda: NOTHING_STORED,
     ) -> None:
         self._connection = connection
         self._looks_up = looks_up
         self._created = created
+        self._get_last_stored = get_last_stored
         self._beside = beside
         self._stream = stream
         self._subjects = [check_subject(subject) for subject in subjects]
@@ -77,6 +82,7 @@ class NatsReader:
         self._pending = -1
         self._last_read = 0
         self._last_time_ns = 0
+        self._is_first = True
         self._is_repeating = False
         self._truncation_checks = 0
 
@@ -122,12 +128,15 @@ class NatsReader:
 
     async def _attach(self) -> bool:
         try:
-            if self._last_read and not await self._is_same_log():
+            is_first, self._is_first = self._is_first, False
+            if not is_first and not await self._is_same_log():
                 return False
             name, answer = await self._create_consumer()
         except ApiRefused as refused:
             if refused.code == STREAM_NOT_FOUND:
                 self._queue.fail(BusError(f"stream {self._stream} does not exist: create the run first"))
+            elif refused.code == NO_CONSUMERS_LEFT:
+                self._queue.fail(UserError(f"stream {self._stream} {_TOO_MANY_READERS}"))
             else:
                 self._queue.fail(BusError(f"stream {self._stream} cannot be read: {refused}"))
             return False
@@ -153,35 +162,46 @@ class NatsReader:
         return name, answer
 
     async def _is_same_log(self) -> bool:
-        """False while the log ends before what was read, and for good if it is another one: made anew, or with another entry
-        where the last one was read. What is written at lost positions now would be passed over without a word."""
+        """False while the log ends before what this connection knows of it, and for good if it is another one: made anew, or
+        with another entry where the last one was read, or stored. What is written at lost positions now would be passed over
+        without a word; what was lost nobody would store again."""
         info = await self._connection.api.ask(f"STREAM.INFO.{self._stream}")
         self._created = self._created or info["created"]
         if info["created"] != self._created:
-            self._fail_lost(f"stream {self._stream} was created again at {info['created']}")
+            self.fail_lost(f"stream {self._stream} was created again at {info['created']}")
             return False
-        if (last := info["state"]["last_seq"]) < self._last_read:
+        stored, last = self._get_last_stored(), info["state"]["last_seq"]
+        if last < max(self._last_read, stored.sequence):
             self._truncation_checks += 1
             if self._truncation_checks > _MAX_TRUNCATION_CHECKS:
-                self._fail_lost(f"stream {self._stream} ends at {last}, and {self._last_read} was read before")
+                what = f"{self._last_read} was read" if last < self._last_read else f"{stored.sequence} was stored"
+                self.fail_lost(f"stream {self._stream} ends at {last}, and {what} before")
             return False
         self._truncation_checks = 0
-        if self._looks_up and await self._is_replaced(has_replicas=bool((info.get("cluster") or {}).get("replicas"))):
-            self._fail_lost(f"entry {self._last_read} of stream {self._stream} is not the one that was read before")
+        if not self._looks_up:
+            return True
+        has_replicas = bool((info.get("cluster") or {}).get("replicas"))
+        found = await self._look_up(self._last_read, has_replicas)
+        if found is not None and found.time_ns != self._last_time_ns:
+            self.fail_lost(f"entry {self._last_read} of stream {self._stream} is not the one that was read before")
+            return False
+        found = await self._look_up(stored.sequence, has_replicas)
+        if found is not None and (found.subject, found.payload) != (stored.subject, stored.payload):
+            self.fail_lost(f"entry {stored.sequence} of stream {self._stream} is not the one that was stored there")
             return False
         return True
 
-    async def _is_replaced(self, *, has_replicas: bool) -> bool:
-        """True if another entry stands where the last one was read, on whichever subject. None may stand there: it was trimmed;
-        or the replica that answers lags, so it is asked again."""
+    async def _look_up(self, sequence: int, has_replicas: bool) -> StreamEntry | None:
+        """The entry at a position (0: none is known), on whichever subject; None also if it was trimmed. A replica that answers
+        may lag, so it is asked again."""
         for pause in _LAG_PAUSES_SECONDS if has_replicas else (0.0,):
             await anyio.sleep(pause)
-            found = await get_entry(self._connection, self._stream, self._last_read)
-            if found is not None:
-                return found.time_ns != self._last_time_ns
-        return False
+            if not sequence or (found := await get_entry(self._connection, self._stream, sequence)) is not None:
+                return found if sequence else None
+        return None
 
-    def _fail_lost(self, what: str) -> None:
+    def fail_lost(self, what: str) -> None:
+        """The log is not what it was: let `receive` raise."""
         self._pull_requests.detach()
         self.interrupt()
         self._queue.fail(LogLost(f"{what}: the server lost entries, or the run was created again: restart this worker"))
@@ -238,7 +258,7 @@ class NatsReader:
             self._is_repeating = False
             if arrival.stream_sequence == self._last_read:
                 if arrival.time_ns != self._last_time_ns:
-                    self._fail_lost(f"entry {self._last_read} of stream {self._stream} is not the one that was read before")
+                    self.fail_lost(f"entry {self._last_read} of stream {self._stream} is not the one that was read before")
                     return
                 self._pull_requests.add(1)
                 self._note_pending(arrival.pending)
@@ -275,6 +295,7 @@ async def open_reader(
       may lag and take what is missing for the end.
     - ``looks_up``: this user may read entries by their position, so that a reader that comes back can compare.
     - ``created``: when the stream was made, as far as this connection knows.
+    - ``get_last_stored``: what this connection stored there last.
     """
     reader = NatsReader(connection, stream, subjects, start, **options)
     scope = anyio.CancelScope()
@@ -285,10 +306,11 @@ async def open_reader(
 
     connection.tasks.start_soon(follow, name=f"nats read {stream}")
     connection.on_reconnect[reader] = reader.interrupt
+    connection.on_lost[reader] = reader.fail_lost
     try:
         yield reader
     finally:
-        del connection.on_reconnect[reader]
+        del connection.on_reconnect[reader], connection.on_lost[reader]
         scope.cancel()
         reader.leave()
 
