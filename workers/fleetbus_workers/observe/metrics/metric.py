@@ -1,4 +1,4 @@
-"""What a metric is: one row that the exporter, the page, `top` and the dashboard read. Pure."""
+"""Defines a metric: one row that the exporter, the page, `top` and the dashboard read. Pure."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
         return self.text.format(_format_value(value, self.unit) if "{}" in self.text else value)
 
     def describe_card(self) -> dict[str, Any]:
-        """What the page needs to show it."""
+        """The fields that the page shows it by."""
         return {name: getattr(self, name) for name in ("key", "page", "title", "unit", "digits", "warns", "optional")}
 
 

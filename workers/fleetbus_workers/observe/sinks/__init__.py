@@ -1,1 +1,1 @@
-"""Where a run's metrics are kept, per training step and per evaluation: a file per outside system."""
+"""Sinks keep a run's metrics, per training step and per evaluation: a file per outside system."""
