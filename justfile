@@ -156,6 +156,18 @@ docs command="build --strict" *arguments:
 screenshots run folder *arguments:
     .venv/bin/python docs/pictures/make.py {{run}} {{folder}} {{arguments}}
 
+# Every opt-in group of tests, one after another, and a table of what ran in docs/test_groups.md: `just all-groups trl sinks`
+all-groups *groups:
+    .venv/bin/python -m tests.groups {{groups}}
+
+# Which lines and branches the fast tests run in their own process: a table, and build/coverage.json; a quarter of an hour
+coverage *arguments:
+    mkdir -p build
+    .venv/bin/coverage erase
+    .venv/bin/coverage run -m pytest -q -n0 {{arguments}}
+    .venv/bin/coverage json --quiet -o build/coverage.json
+    .venv/bin/coverage report --format=markdown --skip-covered --sort=miss
+
 # Run exactly what continuous integration runs
 ci:
     bash .ci/run
@@ -178,3 +190,8 @@ attacks *arguments:
 lock *arguments:
     test -x .venv-lock/bin/uv || (python3 -m venv .venv-lock && .venv-lock/bin/pip install -q uv==0.13.9)
     PATH=$PWD/.venv-lock/bin:$PATH deploy/locks/make.sh {{arguments}}
+
+# Every extra, and every combination that the docs name, resolved against the package index, for Python 3.11 and the newest
+resolve *arguments:
+    test -x .venv-lock/bin/uv || (python3 -m venv .venv-lock && .venv-lock/bin/pip install -q uv==0.13.9)
+    PATH=$PWD/.venv-lock/bin:$PATH .venv/bin/python deploy/locks/resolve.py {{arguments}}

@@ -28,3 +28,4 @@ compile learner "${same[@]}" --extra environment --extra torch "$@"
 compile docs "${same[@]}" --extra docs "$@"
 compile build --constraints deploy/locks/ci.txt - "$@" <<<"hatchling"
 compile release --constraints deploy/locks/ci.txt - "$@" <<<$'cyclonedx-bom\nhatchling\ntwine'
+compile resolve - "$@" <<<"uv==0.13.9"

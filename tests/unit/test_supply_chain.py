@@ -94,7 +94,7 @@ def test_images_hold_the_versions_that_the_tests_ran_with(name: str) -> None:
     assert name == "docs" or set(held) <= set(tested), "the site alone needs what no test does"
 
 
-@pytest.mark.parametrize("path", ["Dockerfile", ".github/workflows/ci.yml"])
+@pytest.mark.parametrize("path", ["Dockerfile", ".github/workflows/ci.yml", ".github/workflows/nightly.yml"])
 def test_images_and_continuous_integration_install_nothing_unpinned(path: str) -> None:
     installs = list_installs((ROOT / path).read_text())
     assert installs

@@ -1,0 +1,165 @@
+"""Every opt-in group of tests, one after another, and a table of what ran in docs/test_groups.md: ``just all-groups``.
+
+    just all-groups                 # all of them: hours, most of them for installing what a group needs
+    just all-groups trl sinks api   # some; the rows of the others stay as they are, with the commit that they ran at
+
+Each group is a recipe of the justfile with a time limit. What a machine lacks is named instead of run. Exits with 1 if a test
+failed or a group did not finish.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "docs/test_groups.md"
+HEAD = """# Opt-in groups of tests
+
+Written by `just all-groups [GROUP ...]`. These need what the tests of every change do without: packages of others, a Docker
+engine, a browser, or minutes.
+
+| group | passed | failed | skipped | result | seconds | commit |
+|---|---|---|---|---|---|---|
+"""
+CLOSING = re.compile(r"^(?:=+ )?(?=.*\b\d+ (?:passed|failed|skipped|errors?|deselected)\b)(.*) in [0-9.]+s", re.MULTILINE)
+TALLY = re.compile(r"\b(\d+) (passed|failed|skipped|error)")
+GREEN = "green"
+
+
+def lacks_docker() -> str:
+    engine = shutil.which("docker") and subprocess.run(["docker", "info"], capture_output=True, timeout=30, check=False)
+    return "" if engine and engine.returncode == 0 else "no Docker engine runs"
+
+
+def lacks_compose() -> str:
+    return lacks_docker() or ("" if shutil.which("docker-compose") else "no docker-compose")
+
+
+def lacks_browser() -> str:
+    if find_spec("playwright") is None:
+        return "no playwright"
+    return "" if any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome")) else "no chromium"
+
+
+def lacks_vagen() -> str:
+    return "" if os.environ.get("VAGEN_CHECKOUT") else "VAGEN_CHECKOUT names no checkout of VAGEN"
+
+
+class Group(NamedTuple):
+    """``recipe``: words after `just`. ``lacks`` names what this machine does not have for it."""
+
+    recipe: str
+    minutes: int
+    lacks: Callable[[], str] = str
+
+
+GROUPS = {
+    "trl": Group("test-trl", 30),
+    "openenv": Group("test-openenv", 20),
+    "sinks": Group("test-sinks", 20),
+    "api": Group("test-api", 30),
+    "fleet-sdk": Group("test-fleet-sdk", 10),
+    "agents": Group("test-agents", 40),
+    "clients": Group("test-clients", 40, lacks_vagen),
+    "vllm": Group("test-vllm", 60),
+    "tinker": Group("test-tinker", 60),
+    "browser": Group("test-browser", 20, lacks_browser),
+    "docker": Group("test-docker", 30, lacks_docker),
+    "compose": Group("test-compose", 40, lacks_compose),
+    "pythons": Group("test-pythons", 40),
+    "attacks": Group("attacks", 40),
+    "slow": Group("test-slow", 120),
+    "chaos": Group("chaos 1", 20),
+}
+
+
+class Row(NamedTuple):
+    group: str
+    tally: Counter[str]
+    result: str
+    seconds: float
+    commit: str
+
+    def line(self) -> str:
+        failed = self.tally["failed"] + self.tally["error"]
+        numbers = f"{self.tally['passed']} | {failed} | {self.tally['skipped']}"
+        return f"| {self.group} | {numbers} | {self.result} | {self.seconds:.0f} | {self.commit} |"
+
+
+def run_group(name: str, group: Group) -> Row:
+    """Run one recipe in a process group of its own, which is ended with all that it started once its minutes are over."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    if missing := group.lacks():
+        return Row(name, Counter(), f"not possible here: {missing}", 0.0, commit)
+    just = shutil.which("just", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") or "just"
+    started = time.monotonic()
+    with subprocess.Popen(
+        [just, *group.recipe.split()],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    ) as running:  # fmt: skip
+        try:
+            output, _ = running.communicate(timeout=group.minutes * 60)
+            result = judge(output, running.returncode)
+        except subprocess.TimeoutExpired:
+            os.killpg(running.pid, signal.SIGKILL)
+            output, _ = running.communicate()
+            result = f"not finished in {group.minutes} minutes"
+    print(output[-4000:], flush=True)
+    return Row(name, count(output), result, time.monotonic() - started, commit)
+
+
+def count(output: str) -> Counter[str]:
+    """The sum over the closing lines of every pytest that ran."""
+    tally: Counter[str] = Counter()
+    for closing in CLOSING.findall(output):
+        for number, kind in TALLY.findall(closing):
+            tally[kind] += int(number)
+    return tally
+
+
+def judge(output: str, status: int) -> str:
+    tally = count(output)
+    if not tally["passed"] + tally["failed"] + tally["error"]:
+        if status == 0 and tally["skipped"]:
+            return "not possible here: every test was skipped"
+        last = next((line for line in reversed(output.splitlines()) if "error" in line.lower()), "")
+        return f"no test ran: {last.strip()[:120]}".replace("|", "/")
+    return GREEN if status == 0 else "red"
+
+
+def write_table(rows: list[Row]) -> None:
+    """The rows that ran, and those of the others as they were."""
+    lines = dict(re.findall(r"^\| ([a-z-]+) (\|.*)$", TABLE.read_text() if TABLE.exists() else "", re.MULTILINE))
+    lines |= {row.group: row.line().removeprefix(f"| {row.group} ") for row in rows}
+    kept = [f"| {name} {lines.get(name, '| | | | not run yet | | |')}\n" for name in GROUPS]
+    TABLE.write_text(HEAD + "".join(kept))
+
+
+def main(names: list[str]) -> int:
+    if unknown := set(names) - set(GROUPS):
+        print(f"no such group: {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}", file=sys.stderr)
+        return 2
+    rows = []
+    for name in names or GROUPS:
+        rows.append(run_group(name, GROUPS[name]))
+        write_table(rows)
+        print(rows[-1].line(), flush=True)
+    print(TABLE.read_text())
+    return int(any(row.result != GREEN and not row.result.startswith("not possible") for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,52 @@
+"""The table of opt-in groups: what is counted, what is judged, and what stays of rows that did not run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests import groups
+from tests.groups import Group, Row, count, judge, main, run_group, write_table
+
+TWO_RUNS = (
+    "== python 3.12\n3 passed, 1 skipped in 1.20s\n== python 3.13\n=== 1 failed, 2 passed, 1 error in 61.00s (0:01:01) ===\n"
+)
+
+
+def test_the_outcomes_of_all_runs_of_a_group_are_added() -> None:
+    assert count(TWO_RUNS) == Counter(passed=5, skipped=1, failed=1, error=1)
+
+
+def test_a_group_without_a_test_is_told_from_one_that_failed() -> None:
+    assert judge("5 passed in 1.00s\n", 0) == "green"
+    assert judge(TWO_RUNS, 1) == "red"
+    assert judge("5 passed in 1.00s\n", 1) == "red", "something after the tests failed"
+    assert judge("ERROR: no matching distribution | x\n", 1) == "no test ran: ERROR: no matching distribution / x"
+    assert judge("ready\n3 skipped in 0.1s\n", 0) == "not possible here: every test was skipped"
+
+
+def test_a_machine_that_lacks_something_runs_nothing() -> None:
+    row = run_group("docker", Group("no-such-recipe", 1, lambda: "no Docker engine runs"))
+    assert (row.result, row.seconds) == ("not possible here: no Docker engine runs", 0.0)
+
+
+def test_rows_of_groups_that_did_not_run_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(groups, "TABLE", tmp_path / "table.md")
+    write_table([Row("trl", Counter(passed=18), "green", 50.4, "abc")])
+    write_table([Row("api", Counter(passed=3, failed=1), "red", 9.6, "def")])
+    text = (tmp_path / "table.md").read_text()
+    assert "| trl | 18 | 0 | 0 | green | 50 | abc |\n" in text
+    assert "| api | 3 | 1 | 0 | red | 10 | def |\n" in text
+    assert "| chaos | | | | not run yet | | |\n" in text
+
+
+def test_an_unknown_group_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trl", "tlr"]) == 2
+    assert "no such group: tlr; there are trl, openenv" in capsys.readouterr().err
+
+
+def test_every_group_is_a_recipe() -> None:
+    recipes = (groups.ROOT / "justfile").read_text()
+    assert [group.recipe for group in groups.GROUPS.values() if f"\n{group.recipe.split()[0]} " not in recipes] == []
