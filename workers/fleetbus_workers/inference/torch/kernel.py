@@ -14,6 +14,7 @@ from fleetbus_workers.inference.torch.torchscript import compile_function
 
 class Layer(NamedTuple):
     """One layer's weights, inputs first: ``qkv`` is [hidden, heads of q, k and v], and so on. None: the model has none.
+    Matrices are in float32 or bfloat16, all else is in float32.
 
     What the norm before a projection multiplies with is multiplied into the projection.
     """
@@ -76,13 +77,29 @@ def step(weights: Weights, tokens: Tokens, keys: torch.Tensor, values: torch.Ten
         seen = _attend_rows(queries[: tokens.row_count], keys[index], values[index], mask, tokens.shared, tokens.longest)
         if wanted > tokens.row_count:
             seen = torch.cat((seen, _attend_prefills(queries[tokens.row_count :], tokens, keys[index], values[index])))
-        hidden = torch.addmm(hidden[:wanted], seen.reshape(wanted, -1), layer.out)
+        hidden = _add_product(hidden[:wanted], seen.reshape(wanted, -1), layer.out)
         out_bias = layer.out_bias
         if out_bias is not None:
             hidden.add_(out_bias)
         normed = _normalize(hidden, weights.epsilon)
-        hidden.addmm_(F.silu(normed @ layer.gate).mul_(normed @ layer.up), layer.down)
-    return _normalize(hidden, weights.epsilon) @ weights.head
+        if layer.gate.dtype != normed.dtype:
+            normed = normed.to(layer.gate.dtype)
+        hidden = _add_product(hidden, F.silu(normed @ layer.gate).mul_(normed @ layer.up), layer.down)
+    return _multiply(_normalize(hidden, weights.epsilon), weights.head)
+
+
+def _multiply(left: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The product in the type of the weight, as float32."""
+    if left.dtype != weight.dtype:
+        left = left.to(weight.dtype)
+    return (left @ weight).float()
+
+
+def _add_product(hidden: torch.Tensor, left: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``hidden`` float32 and the product, which is computed in the type of the weight."""
+    if hidden.dtype == weight.dtype:
+        return torch.addmm(hidden, left, weight)
+    return hidden + _multiply(left, weight)
 
 
 def _normalize(hidden: torch.Tensor, epsilon: torch.Tensor) -> torch.Tensor:
@@ -109,7 +126,7 @@ def _write_keys_values(
 ) -> torch.Tensor:
     """Write keys and values of all tokens and return their queries, [tokens, groups, queries, size]."""
     count, groups, size = hidden.shape[0], values.shape[1], values.shape[3]
-    joined = _normalize(hidden, epsilon) @ layer.qkv
+    joined = _multiply(_normalize(hidden, epsilon), layer.qkv)
     qkv_bias = layer.qkv_bias
     if qkv_bias is not None:
         joined.add_(qkv_bias)

@@ -24,9 +24,9 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     ``indices``: which sequences of the batch these are, B of them. ``ids`` int64 [R, S]: suffixes, one per row and padded with
     0 on the right, or packed one after the other into a row. ``positions`` int64 [R, S]: with packing, the place of each token
-    in its own sequence, which tells the model where one ends. ``visible`` bool [R, 1, S, prefix + S]: what each token sees, where
-    that is less than all before it. ``rows`` and ``columns`` int64 [N]: the places in ``ids`` whose
-    next token was sampled; ``targets`` int64 [N]: that token. ``places`` int64 [N]: where each sampled token stands in a
+    in its own sequence, which tells the model where one ends. ``visible`` bool [R, 1, S, prefix + S]: what each token
+    sees, where that is less than all before it. ``rows`` and ``columns`` int64 [N]: the places in ``ids`` whose next token was
+    sampled; ``targets`` int64 [N]: that token. ``places`` int64 [N]: where each sampled token stands in a
     flattened array [B, ``width``] of sampled tokens only.
     """
 

@@ -76,7 +76,8 @@ def can_branch(model: PreTrainedModel) -> bool:
             model(input_ids=torch.from_numpy(each[None, :-1]).to(model.device), use_cache=False).logits[0, 3:]
             for each in sequences
         ]
-    return torch.allclose(together, torch.cat(alone), atol=1e-2, rtol=1e-2)  # rounding grows with depth; seeing another branch is far more
+    # Rounding grows with depth; seeing another branch changes far more.
+    return torch.allclose(together, torch.cat(alone), atol=1e-2, rtol=1e-2)
 
 
 def _plan_rows(
