@@ -15,6 +15,11 @@ def create_folder(folder: Path) -> None:
         raise UserError(f"{folder} cannot be used as a folder ({error.strerror}): correct what is there") from error
 
 
+def find_cache_folder() -> Path:
+    """Where what can be made again is kept between runs: in ``XDG_CACHE_HOME``, or ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "fleetbus"
+
+
 def replace_file(file: Path, content: bytes) -> None:
     """Write a file, in place of the one that is there. Not synced: what a power cut leaves is the system's."""
     temporary = file.with_name(f"{file.name}.{os.getpid()}.part")

@@ -1,9 +1,13 @@
-"""Callables of the user's, found by name as in ``package.module:name``."""
+"""Callables of the user's, found by name as in ``package.module:name`` or ``folder/file.py:name``."""
 
+import hashlib
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from fleetbus.errors import UserError
@@ -13,13 +17,14 @@ LONGEST_LINE = 200
 
 def load_callable(what: str, path: str) -> Callable[..., Any]:
     """The callable that ``path`` names, also from the current folder. Raises `UserError`, which begins with ``what``."""
-    module_name, _, name = path.partition(":")
-    if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
-        raise UserError(f"{what} must name a module and a name in it, as in my_package.my_module:name")
+    module_name, _, name = path.rpartition(":")
+    is_file = module_name.endswith(".py")
+    if not name.isidentifier() or not (is_file or all(part.isidentifier() for part in module_name.split("."))):
+        raise UserError(f"{what} must name a module and a name in it, as in my_package.my_module:name or file.py:name")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        module = importlib.import_module(module_name)
+        module = _import_file(Path(module_name)) if is_file else importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way while it is imported
         raise UserError(f"{what}: cannot import {module_name}: {describe_error(error)}") from error
     loaded = getattr(module, name, None)
@@ -28,6 +33,24 @@ def load_callable(what: str, path: str) -> Callable[..., Any]:
     if not callable(loaded):
         raise UserError(f"{what}: {name!r} in {module_name} cannot be called")
     return loaded  # type: ignore[no-any-return]
+
+
+def _import_file(file: Path) -> ModuleType:
+    """The module of a file, imported once, under a name that no module on the import path has."""
+    file = file.expanduser().absolute()
+    name = f"fleetbus_file_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}_{file.stem}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is no file of Python")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def describe_error(error: BaseException) -> str:

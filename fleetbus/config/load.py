@@ -1,4 +1,4 @@
-"""The effective configuration: defaults < the run's earlier configuration < TOML file < ``FLEETBUS_*`` variables < flags.
+"""The effective configuration: defaults < recipe < the run's earlier start < TOML file < ``FLEETBUS_*`` variables < flags.
 
 Every mistake is one `UserError` that names where it stands, the key, the value and what is allowed. Reads files, nothing
 else; the caller says which variables and flags there are.
@@ -52,20 +52,23 @@ def load_configuration(
     flags: Mapping[str, object] | None = None,
     typed: Mapping[str, str] | None = None,
     earlier: Callable[[RunSettings], Mapping[str, Any] | None] | None = None,
+    recipe: Mapping[str, object] | None = None,
 ) -> LoadedConfiguration:
     """Merge the sources. ``flags`` are by setting name (``learner.steps``), strings or converted, ``typed`` the names of those
     flags where they are not the long ones; ``earlier`` finds the tables that the same run was last started with, once its name
-    and folder are known. Raises `UserError`."""
+    and folder are known; ``recipe`` are tables that give way to all of these. Raises `UserError`."""
+    proposed = _from_tables(recipe or {}, "the recipe")
     given: dict[str, _SourcedValue] = {}
     if file is not None:
         given.update(_from_tables(read_tables(file), file.name))
     given.update(_from_variables(variables or {}))
     given.update(_from_flags(flags or {}, typed or {}))
-    configuration = _assemble(given)
+    configuration = _assemble({**proposed, **given})
     if earlier and (tables_before := earlier(configuration.run)):
         configuration = _assemble({**_from_tables(tables_before, "the run's config.json"), **given})
     check_configuration(configuration)
-    return LoadedConfiguration(configuration=configuration, given={name: item.origin for name, item in given.items()})
+    origins = {name: item.origin for name, item in {**proposed, **given}.items()}
+    return LoadedConfiguration(configuration=configuration, given=origins)
 
 
 def find_default_file(folder: Path) -> Path | None:

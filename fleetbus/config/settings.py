@@ -30,7 +30,9 @@ class RunSettings(Settings, frozen=True, kw_only=True):
     name: Annotated[str, Meta(description="Name of the run; the same name again resumes it")] = "default"
     folder: Annotated[str, Meta(description="Folder in which each run has a folder of its own")] = ".fleetbus/runs"
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1, description="Seed of tasks, sampling and training")] = 1
-    model: Annotated[str, Meta(description="Model folder or Hugging Face Hub id (default: the built-in starter policy)")] = ""
+    model: Annotated[
+        str, Meta(description="Model folder, GGUF file, smollm2 or Hugging Face Hub id (default: the built-in starter policy)")
+    ] = ""
     tasks: Annotated[str, Meta(description="Tasks file in Fleet JSON (default: the warehouse tasks)")] = ""
     environment: Annotated[
         str,
@@ -220,7 +222,10 @@ class InferenceSettings(Settings, frozen=True, kw_only=True):
     python: Annotated[
         str, Meta(description="Python interpreter of the inference workers that `up` starts (default: this one)")
     ] = ""
-    dtype: Annotated[Literal["float32", "bfloat16", "auto"], Meta(description="Data type of engine vllm")] = "float32"
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "auto"],
+        Meta(description="Data type of engines vllm and torch; auto with torch: bfloat16 if the processor has it"),
+    ] = "float32"
     head_dtype: Annotated[
         Literal["float32", "model"],
         Meta(description="Data type in which engine vllm computes logits: float32, as the trainer does, or that of the model"),

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from fleetbus.errors import UserError
+from fleetbus.user_code import load_callable
 from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.adapters.python_class.environment import CALLS
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Verdict
-from fleetbus_workers.environment.specs import build_environment_factory
+from fleetbus_workers.environment.specs import build_environment_factory, is_own_class
 from tests.support.tool_calls import NoGrader
 
 MODULE = """
@@ -106,7 +108,8 @@ async def test_a_scripted_environment_has_the_turns_that_it_was_told() -> None:
         ("mcp:no_such_module:serve", "cannot import no_such_module: ModuleNotFoundError"),
         ("spec_broken:Class", "cannot import spec_broken: ModuleNotFoundError"),
         ("spec_module:Half", "lacks reset, step, state, verify, close"),
-        ("../x.py:Class", "must name a module"),
+        ("../x.py:Class", "cannot import ../x.py: FileNotFoundError"),
+        ("x/y:Class", "must name a module"),
     ],
 )
 def test_a_mistake_gets_one_line(spec: str, words: str) -> None:
@@ -124,3 +127,12 @@ def test_a_scripted_environment_needs_no_mcp_and_nothing_here_needs_torch() -> N
         "assert not {'torch', 'numpy', 'nats'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=30)
+
+
+def test_a_class_is_found_in_a_file_by_its_path_and_imported_once(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "class Own:\n    replayable = True\n" + "".join(f"    async def {call}(self, *given): ...\n" for call in CALLS)
+    )
+    spec = f"{tmp_path / 'own.py'}:Own"
+    assert build_environment_factory(spec, verifier=NoGrader())().replayable and is_own_class(spec)
+    assert load_callable("environment", spec) is load_callable("environment", spec)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fleetbus.errors import UserError
-from fleetbus_workers.up.hub_model import download_model, is_hub_id
+from fleetbus_workers.assembly.hub_model import download_model, is_hub_id
 
 
 def test_an_id_is_told_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,12 @@ async def test_every_family_runs_and_agrees_with_its_plain_model(tmp_path: Path,
     assert compute_largest_difference(folder, played) <= 1e-4
 
 
+async def test_the_compact_step_in_bfloat16_differs_by_rounding_alone(folder: Path) -> None:
+    async with open_engine(folder, slots=7, dtype=torch.bfloat16) as sampler:
+        played = await play_all(sampler, 7)
+    assert 1e-5 < compute_largest_difference(folder, played) <= 5e-2
+
+
 async def test_histories_longer_than_the_first_memory_and_than_one_block(folder: Path) -> None:
     """Slots grow while rows are in use, and a long prompt attends in several blocks."""
     played: dict[int, list[tuple[list[int], Generation]]] = {}
@@ -107,6 +113,17 @@ async def test_prompts_that_arrive_together_compute_what_they_share_once(folder:
         for index in range(8):
             tasks.start_soon(sampler.generate, ask([*SYSTEM, index], key=str(index)))
     assert sampler.stats["prefill_tokens"] == len(SYSTEM) + 1 + 7
+
+
+async def test_a_short_question_after_a_known_beginning_is_computed_once_for_its_group(folder: Path) -> None:
+    async with open_engine(folder, slots=8) as sampler:
+        await sampler.generate(ask([*SYSTEM, 0], key="first"))
+        before = sampler.stats["prefill_tokens"]
+        question = draw_ids(7, 12)
+        async with anyio.create_task_group() as tasks:
+            for index in range(8):
+                tasks.start_soon(sampler.generate, ask([*SYSTEM, *question], key=str(index)))
+        assert sampler.stats["prefill_tokens"] - before == len(question) + 7
 
 
 async def test_a_history_that_does_not_continue_what_was_kept_is_computed_from_where_they_part(folder: Path) -> None:

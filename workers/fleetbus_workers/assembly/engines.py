@@ -137,10 +137,19 @@ def _load_template(folder: Path, settings: InferenceSettings, processor: ImagePr
 
 
 def _open_torch(folder: Path, settings: InferenceSettings, processor: ImageProcessor | None) -> Sampler:
-    from fleetbus_workers.inference.torch import TorchSampler
+    import torch
 
+    from fleetbus_workers.inference.torch import TorchSampler
+    from fleetbus_workers.inference.torch.precision import computes_bfloat16
+
+    rounded = settings.dtype == "bfloat16" or (settings.dtype == "auto" and computes_bfloat16())
     return TorchSampler(
-        folder, slots=settings.max_num_seqs, max_model_len=settings.max_model_len, threads=settings.threads, processor=processor
+        folder,
+        slots=settings.max_num_seqs,
+        max_model_len=settings.max_model_len,
+        threads=settings.threads,
+        dtype=torch.bfloat16 if rounded else torch.float32,
+        processor=processor,
     )
 
 

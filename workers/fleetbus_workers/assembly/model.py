@@ -4,12 +4,13 @@ from importlib.resources import files
 from pathlib import Path
 
 from fleetbus.config.settings import RunSettings
+from fleetbus_workers.assembly.named_models import resolve_model
 
 
 def find_model_folder(run: RunSettings) -> Path:
-    """The folder that was named, or the starter policy that ships."""
+    """The folder of the model that was named (see `resolve_model`), or the starter policy that ships. Raises `UserError`."""
     if run.model:
-        return Path(run.model)
+        return resolve_model(run.model)
     return find_starter_folder()
 
 

@@ -5,7 +5,7 @@ Values stay text here; `fleetbus.config.load` converts and checks them, so that 
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -104,14 +104,17 @@ def settings_options(*names: str) -> Callable[[F], F]:
     return add
 
 
-def load_settings(values: dict[str, Any], *, earlier: bool = True) -> LoadedConfiguration:
+def load_settings(
+    values: dict[str, Any], *, earlier: bool = True, recipe: Mapping[str, object] | None = None
+) -> LoadedConfiguration:
     """The effective configuration for the flags that click collected, on top of what the run was last started with, unless
-    ``earlier`` is False; raises `UserError`."""
+    ``earlier`` is False; raises `UserError`. A ``recipe`` takes the place of the file of the working folder."""
     given = {name: value for name, value in values.items() if _SEPARATOR in name and value not in (None, ())}
     flags = {name.replace(_SEPARATOR, "."): value for name, value in given.items()}
-    file = values.get("config") or find_default_file(Path.cwd())
+    file = values.get("config") or (find_default_file(Path.cwd()) if recipe is None else None)
     before = read_earlier_configuration if earlier else None
-    return load_configuration(file=file, variables=os.environ, flags=flags, typed=_find_typed_flags(given), earlier=before)
+    typed = _find_typed_flags(given)
+    return load_configuration(file=file, variables=os.environ, flags=flags, typed=typed, earlier=before, recipe=recipe)
 
 
 def _find_typed_flags(parameters: Iterable[str]) -> dict[str, str]:

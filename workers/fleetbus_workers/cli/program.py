@@ -41,6 +41,7 @@ class Entry(NamedTuple):
 
 COMMANDS: dict[str, Entry] = {
     "up": Entry("Train", "train.up", "Train on this machine with all it needs: default task, or yours"),
+    "recipes": Entry("Train", "train.recipes", "List what `up --recipe` trains, and what was measured"),
     "environment": Entry("One role", "roles.environment", "An environment worker: plays episodes"),
     "inference": Entry("One role", "roles.inference", "An inference worker: samples the policy"),
     "learner": Entry("One role", "roles.learner", "The learner: requests episodes and trains"),

@@ -21,12 +21,12 @@ from fleetbus.logs.setup import configure_logs
 from fleetbus.tasks.datasets import is_remote
 from fleetbus.tasks.datasets import redact_location as shown_location
 from fleetbus.tasks.harbor import PREFIX as HARBOR
+from fleetbus_workers.assembly.named_models import resolve_model
 from fleetbus_workers.command.event_loop import run_async
 from fleetbus_workers.command.exit_status import CRASHED, FINISHED, INTERRUPTED
 from fleetbus_workers.observe.run.progress import Progress
 from fleetbus_workers.up.checks import check_everything, check_writable
 from fleetbus_workers.up.display import open_display
-from fleetbus_workers.up.hub_model import download_model, is_hub_id
 from fleetbus_workers.up.identity import build_identity, check_identity, write_identity
 from fleetbus_workers.up.lock import lock_run
 from fleetbus_workers.up.model_limits import fit_run
@@ -121,8 +121,8 @@ def hold_run(configuration: Configuration, folder: RunFolder) -> Iterator[None]:
 def resolve_paths(configuration: Configuration) -> Configuration:
     """The same configuration for a process in any working folder."""
     run = configuration.run
-    if is_hub_id(run.model):
-        run = msgspec.structs.replace(run, model=str(download_model(run.model)))
+    if run.model:
+        run = msgspec.structs.replace(run, model=str(resolve_model(run.model)))
     named = {key: getattr(run, key) for key in ("folder", "model", "tasks")}
     paths = {key: _make_absolute(path) for key, path in named.items() if path and not is_remote(path)}
     if run.tasks.startswith(HARBOR) and run.environment == RunSettings().environment:

@@ -9,6 +9,7 @@ import anyio
 import click
 import msgspec
 
+from fleetbus.config.settings import Configuration
 from fleetbus.core.training.splits import split_tasks
 from fleetbus.errors import UserError
 from fleetbus.tasks.files import load_dataset
@@ -54,7 +55,9 @@ def command(
         return
     report = _show_on_stderr if as_json else click.echo
     if spec and location:
-        facts = _build_for_environment(folder, spec, location, episodes, seed, {"config": config}, report)
+        values = {"config": config, "run__environment": (spec,), "run__tasks": location}
+        configuration = load_settings(values, earlier=False).configuration
+        facts = build_for_environment(folder, configuration, episodes=episodes, seed=seed, report=report)
         how = f" --environment {spec} --tasks {location}"
     else:
         facts = _build(folder, seed, vision, report)
@@ -96,18 +99,14 @@ def _build(folder: Path, seed: int, vision: bool, report: Callable[[str], None])
     return msgspec.structs.asdict(build(folder, seed=seed, report=report))
 
 
-def _build_for_environment(
-    folder: Path,
-    spec: str,
-    location: str,
-    episodes: int,
-    seed: int,
-    values: dict[str, Any],
-    report: Callable[[str], None],
+def build_for_environment(
+    folder: Path, configuration: Configuration, *, episodes: int, seed: int, report: Callable[[str], None]
 ) -> dict[str, object]:
+    """A starter policy for environment and tasks of a configuration, in a new folder; what was found on the way. Raises
+    `UserError`."""
     _check_new(folder)
-    tasks, _ = split_tasks(load_dataset(location))
-    configuration = load_settings({**values, "run__environment": (spec,)}, earlier=False).configuration
+    spec = configuration.run.environment
+    tasks, _ = split_tasks(load_dataset(configuration.run.tasks))
     try:
         import torch
 

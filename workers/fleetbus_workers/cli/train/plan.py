@@ -7,9 +7,9 @@ import msgspec
 
 from fleetbus.config.profile import describe_profile
 from fleetbus.errors import UserError
+from fleetbus_workers.assembly.hub_model import find_config
 from fleetbus_workers.cli.options import NumberRange, SettingsCommand, load_settings, settings_options
 from fleetbus_workers.command.exit_status import CRASHED, FINISHED
-from fleetbus_workers.up.hub_model import find_config
 from fleetbus_workers.up.model_limits import fit_limits
 from fleetbus_workers.up.placement import place_roles
 from fleetbus_workers.up.plan import build_plan, format_plan, load_shape

@@ -23,7 +23,7 @@ from fleetbus_workers.inference.torch.turn import EngineOperation, Turn, WeightS
 PREFILL_TOKENS_LIMIT = 2048
 """Extra tokens of one step, beyond which no further row joins: bounds how long the others wait for their next token."""
 
-MIN_SHARED_PREFILL = 16
+MIN_SHARED_PREFILL = 8
 """A row joins one step later if another that joins now computes at least this many of its tokens."""
 
 

@@ -2,8 +2,8 @@
 
 It computes what transformers' models compute (a test holds it to that) in a third of the time: projections are joined and
 stored input-major, keys are stored time-last, heads rotate as complex numbers, rows that share a prefix attend to it in one
-product. This file arranges weights and indices; the arithmetic is in `fleetbus_workers.inference.torch.kernel`. Float32 and
-full attention only; any other model runs through `fleetbus_workers.inference.torch.generic`.
+product. This file arranges weights and indices; the arithmetic is in `fleetbus_workers.inference.torch.kernel`. Full
+attention only; any other model runs through `fleetbus_workers.inference.torch.generic`.
 """
 
 from collections.abc import Mapping
@@ -40,6 +40,7 @@ class FusedRunner:
         self.depth: int = config.num_hidden_layers
         self.vocabulary: int = config.vocab_size
         self.device = model.device
+        self._dtype: torch.dtype = model.dtype
         tensors = unique_tensors(model.state_dict())
         self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self.rotation = _compute_rotation(model, max_model_len)
@@ -53,7 +54,7 @@ class FusedRunner:
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Weights:
         read = {name: tensor.to(self.device, torch.float32) for name, tensor in tensors.items()}
         embedding = read["model.embed_tokens.weight"].clone()
-        head = _fold_norm(read["model.norm.weight"], read.get("lm_head.weight", embedding))
+        head = _fold_norm(read["model.norm.weight"], read.get("lm_head.weight", embedding)).to(self._dtype)
         layers = [self._build_layer(read, f"model.layers.{index}.") for index in range(self.depth)]
         return Weights(embedding, layers, head, self.rotation, *self._epsilons)
 
@@ -94,14 +95,14 @@ class FusedRunner:
         out_bias = read.get(f"{prefix}self_attn.o_proj.bias")
         joined_bias = self._join_projections(read, prefix, "bias") if f"{prefix}self_attn.q_proj.bias" in read else None
         return Layer(
-            qkv=_fold_norm(read_weight("input_layernorm"), self._join_projections(read, prefix, "weight")),
+            qkv=_fold_norm(read_weight("input_layernorm"), self._join_projections(read, prefix, "weight")).to(self._dtype),
             qkv_bias=joined_bias,
             head_norm=self._build_head_norm(read, prefix),
-            out=read_weight("self_attn.o_proj").t().contiguous(),
+            out=read_weight("self_attn.o_proj").t().contiguous().to(self._dtype),
             out_bias=None if out_bias is None else out_bias.clone(),
-            gate=_fold_norm(read_weight("post_attention_layernorm"), read_weight("mlp.gate_proj")),
-            up=_fold_norm(read_weight("post_attention_layernorm"), read_weight("mlp.up_proj")),
-            down=read_weight("mlp.down_proj").t().contiguous(),
+            gate=_fold_norm(read_weight("post_attention_layernorm"), read_weight("mlp.gate_proj")).to(self._dtype),
+            up=_fold_norm(read_weight("post_attention_layernorm"), read_weight("mlp.up_proj")).to(self._dtype),
+            down=read_weight("mlp.down_proj").t().contiguous().to(self._dtype),
         )
 
     def _join_projections(self, read: Mapping[str, torch.Tensor], prefix: str, kind: str) -> torch.Tensor:
@@ -137,7 +138,7 @@ def build_fused_runner(model: Any, *, slots: int, max_model_len: int) -> FusedRu
 
 def _is_supported(model: Any) -> bool:
     config = model.config
-    if config.model_type not in FAMILIES or model.dtype != torch.float32 or config.hidden_act != "silu":
+    if config.model_type not in FAMILIES or model.dtype not in (torch.float32, torch.bfloat16) or config.hidden_act != "silu":
         return False
     sliding = getattr(config, "layer_types", None) or ["full_attention" if not getattr(config, "sliding_window", None) else ""]
     rotation = config.rope_parameters.get("rope_type", "default")

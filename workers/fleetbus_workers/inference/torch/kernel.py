@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 class Layer(NamedTuple):
     """One layer's weights, inputs first: ``qkv`` is [hidden, heads of q, k and v], and so on. None: the model has none.
+    Matrices are in float32 or bfloat16, all else is in float32.
 
     What the norm before a projection multiplies with is multiplied into the projection.
     """
@@ -77,12 +78,24 @@ def compute_logits(weights: Weights, tokens: Tokens, keys: torch.Tensor, values:
             hidden = hidden[:rows]
         elif tokens.prefill_rows:
             seen = torch.cat((seen, _attend_prefills(queries[rows:], tokens, keys[index], values[index])))
-        hidden = torch.addmm(hidden, seen.flatten(1), layer.out)
+        hidden = _add_product(hidden, seen.flatten(1), layer.out)
         if layer.out_bias is not None:
             hidden.add_(layer.out_bias)
-        normed = _normalize(hidden, weights.epsilon)
-        hidden.addmm_(F.silu(normed.mm(layer.gate), inplace=True).mul_(normed.mm(layer.up)), layer.down)
-    return _normalize(hidden, weights.epsilon).mm(weights.head)
+        normed = _normalize(hidden, weights.epsilon).to(layer.gate.dtype)
+        hidden = _add_product(hidden, F.silu(normed.mm(layer.gate), inplace=True).mul_(normed.mm(layer.up)), layer.down)
+    return _multiply(_normalize(hidden, weights.epsilon), weights.head)
+
+
+def _multiply(left: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The product in the type of the weight, as float32."""
+    return left.to(weight.dtype).mm(weight).float()
+
+
+def _add_product(hidden: torch.Tensor, left: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``hidden`` float32 and the product, which is computed in the type of the weight."""
+    if hidden.dtype == weight.dtype:
+        return torch.addmm(hidden, left, weight)
+    return hidden + _multiply(left, weight)
 
 
 def _normalize(hidden: torch.Tensor, epsilon: torch.Tensor) -> torch.Tensor:
@@ -112,7 +125,7 @@ def _write_keys_values(
     """Write keys [lanes, size, capacity] and values [lanes, capacity, size] of all tokens to ``places``, which are lanes and
     positions, and return their queries, [tokens, groups, queries, size]."""
     count, groups, size = hidden.shape[0], places[0].shape[1], values.shape[2]
-    joined = _normalize(hidden, weights.epsilon).mm(layer.qkv)
+    joined = _multiply(_normalize(hidden, weights.epsilon), layer.qkv)
     if layer.qkv_bias is not None:
         joined.add_(layer.qkv_bias)
     parts = joined.view(count, -1, size)

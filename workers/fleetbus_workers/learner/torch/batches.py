@@ -24,8 +24,9 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     ``indices``: which sequences of the batch these are, B of them. ``ids`` int64 [R, S]: suffixes, one per row and padded with
     0 on the right, or packed one after the other into a row. ``positions`` int64 [R, S]: with packing, the place of each token
-    in its own sequence: the model sees where one ends. ``rows`` and ``columns`` int64 [N]: the places in ``ids`` whose
-    next token was sampled; ``targets`` int64 [N]: that token. ``places`` int64 [N]: where each sampled token stands in a
+    in its own sequence: the model sees where one ends. ``visible`` bool [R, 1, S, prefix + S]: what each token sees, where that
+    is less than all before it. ``rows`` and ``columns`` int64 [N]: the places in ``ids`` whose next token was sampled;
+    ``targets`` int64 [N]: that token. ``places`` int64 [N]: where each sampled token stands in a
     flattened array [B, ``width``] of sampled tokens only.
     """
 
@@ -37,6 +38,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     places: torch.Tensor
     width: int
     positions: torch.Tensor | None = None
+    visible: torch.Tensor | None = None
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Values of sampled tokens [N] as rows of sequences [B, ``width``], 0 where a sequence has no more."""
@@ -44,7 +46,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
         return flat.index_put((self.places,), values).view(len(self.indices), self.width)
 
     def to(self, device: torch.device) -> MicroBatch:
-        names = ("ids", "rows", "columns", "targets", "places", "positions")
+        names = ("ids", "rows", "columns", "targets", "places", "positions", "visible")
         moved = {name: value.to(device) for name in names if (value := getattr(self, name)) is not None}
         return msgspec.structs.replace(self, **moved)
 

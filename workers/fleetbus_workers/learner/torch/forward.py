@@ -162,6 +162,8 @@ def compute_scores(
         options = {"use_cache": True, "past_key_values": prefix.cache(len(batch.ids))}
     if batch.positions is not None:
         options["position_ids"] = batch.positions
+    if batch.visible is not None:
+        options["attention_mask"] = batch.visible
     head = model.get_output_embeddings()
     vocabulary = head.weight.shape[0]
     project = partial(project_in_float32, head) if float32_head and isinstance(head, torch.nn.Linear) else head.forward

@@ -1,0 +1,34 @@
+"""Questions for the value of a name, with one worked example before each."""
+
+import importlib.util
+import random
+from pathlib import Path
+
+COUNT = 400
+VERIFIER = "def verify(env, final_answer=None):\n    return float(str(final_answer).strip() == '{answer}')\n"
+EXAMPLE = """Example. What is the value of cedar?
+<tool_call>{"name": "find", "arguments": {"name": "cedar"}}</tool_call>
+h512
+<tool_call>{"name": "get", "arguments": {"handle": "h512"}}</tool_call>
+37
+37 <done>
+
+"""
+
+
+def build_tasks() -> list[dict[str, object]]:
+    spec = importlib.util.spec_from_file_location("store_server", Path(__file__).with_name("server.py"))
+    server = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(server)
+    return [_build_task(seed, server.draw_store(seed)) for seed in range(COUNT)]
+
+
+def _build_task(seed: int, store: dict[str, tuple[str, int]]) -> dict[str, object]:
+    name = random.Random(-1 - seed).choice(list(store))
+    return {
+        "key": f"store-{seed}",
+        "prompt": f"{EXAMPLE}What is the value of {name}?",
+        "env_key": "store",
+        "seed": seed,
+        "verifier_code": VERIFIER.format(answer=store[name][1]),
+    }
