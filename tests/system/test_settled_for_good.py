@@ -189,7 +189,7 @@ async def test_journals_of_ended_sessions_leave_the_log_and_an_open_one_stays(co
             deployment, recorded = Deployment(connections, tmp_path), anyio.Event()
             group.start_soon(deployment.play)
             group.start_soon(deployment.record, recorded)
-            async with sessions(bus, S) as client:
+            async with connections("operator") as operator, sessions(operator, S) as client:
                 async with client.open(Task(key="t", config={"turns": 9}), session="open") as first:
                     await first.reset()
                     for number in range(3):
@@ -202,7 +202,7 @@ async def test_journals_of_ended_sessions_leave_the_log_and_an_open_one_stays(co
                     await first.step("x")
                     late = SessionCall(session="s1", call="open", key="0", task=Task(key="t"), earliest_sequence=1)
                     subject = S.rpc("environment", "s1")
-                    answer = decode(SessionAnswer, await bus.request(subject, encode(late), timeout=5), subject=subject)
+                    answer = decode(SessionAnswer, await operator.request(subject, encode(late), timeout=5), subject=subject)
                     assert (answer.refusal, "left the log" in answer.error) == ("closed", True)
             recorded.set()
             deployment.drain.set()
