@@ -23,7 +23,7 @@ from tests.support.relay import Relay
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KillableServer]:
-    with killable_server(tmp_path_factory.mktemp("nats")) as server:
+    with killable_server(tmp_path_factory.mktemp("nats"), form="open") as server:
         yield server
 
 

@@ -112,9 +112,10 @@ async def wait_until_gone(bus: Bus, subject: str) -> None:
         await anyio.sleep(0.05)
 
 
-async def wait_until_acked(bus: Bus, consumer: str, sequence: int) -> None:
-    while (await bus.ack_floors([consumer]))[0].ack_floor < sequence:  # noqa: ASYNC110  # nor of an ack
-        await anyio.sleep(0.05)
+async def wait_until_acked(connections: Connect, consumer: str, sequence: int) -> None:
+    async with connections("environment-asking") as bus:
+        while (await bus.ack_floors([consumer]))[0].ack_floor < sequence:  # noqa: ASYNC110  # nor of an ack
+            await anyio.sleep(0.05)
 
 
 async def read_kept(bus: Bus) -> dict[str, list[StreamEntry]]:
@@ -148,7 +149,7 @@ async def test_what_is_settled_leaves_the_log_and_late_copies_of_it_are_not_play
             for entry in copies:
                 last = await bus.publish(entry.subject, entry.payload, expected_last=0)
             assert len(copies) == 2
-            await wait_until_acked(bus, tasks_consumer("default"), last.sequence)
+            await wait_until_acked(connections, tasks_consumer("default"), last.sequence)
             assert len(deployment.opened) == before
             deployment.drain.set()
             await anyio.sleep(0.3)
@@ -175,7 +176,7 @@ async def test_a_worker_that_held_a_request_while_its_episode_left_the_log_does_
             held = await bus.publish(S.task("default", "e1"), encode(request), expected_last=0)
             await bus.publish(S.floor, encode(FloorRaised(sequence=held.sequence + 1)), expected_last=0)
             group.start_soon(deployment.play)
-            await wait_until_acked(bus, tasks_consumer("default"), held.sequence)
+            await wait_until_acked(connections, tasks_consumer("default"), held.sequence)
             assert deployment.opened == []
             assert len(await bus.history([S.episode("e1")])) == 1  # the claim, which the audit passes over
             deployment.drain.set()
@@ -188,7 +189,7 @@ async def test_journals_of_ended_sessions_leave_the_log_and_an_open_one_stays(co
             deployment, recorded = Deployment(connections, tmp_path), anyio.Event()
             group.start_soon(deployment.play)
             group.start_soon(deployment.record, recorded)
-            async with sessions(bus, S) as client:
+            async with connections("operator") as operator, sessions(operator, S) as client:
                 async with client.open(Task(key="t", config={"turns": 9}), session="open") as first:
                     await first.reset()
                     for number in range(3):
@@ -201,7 +202,7 @@ async def test_journals_of_ended_sessions_leave_the_log_and_an_open_one_stays(co
                     await first.step("x")
                     late = SessionCall(session="s1", call="open", key="0", task=Task(key="t"), earliest_sequence=1)
                     subject = S.rpc("environment", "s1")
-                    answer = decode(SessionAnswer, await bus.request(subject, encode(late), timeout=5), subject=subject)
+                    answer = decode(SessionAnswer, await operator.request(subject, encode(late), timeout=5), subject=subject)
                     assert (answer.refusal, "left the log" in answer.error) == ("closed", True)
             recorded.set()
             deployment.drain.set()
