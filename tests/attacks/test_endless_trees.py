@@ -25,15 +25,14 @@ from fleetbus_workers.environment.isolation.foreign_files import (
     sweep_folders,
 )
 from fleetbus_workers.environment.isolation.sandbox import IsolationUnavailable, SandboxLimits, find_isolation
+from tests.support.backends import asyncio_alone
 
 TASK = Path(__file__).parents[2] / "docs/examples/harbor/roman-numerals"
 NEST = "import os\nfor _ in range(1500):\n    os.mkdir('deep'); open('file', 'w').close(); os.chdir('deep')\n"
 STORAGE_MIB = 16
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 @pytest.fixture

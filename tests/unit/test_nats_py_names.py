@@ -14,13 +14,12 @@ from nats.aio.transport import Transport
 from fleetbus.bus.nats import connect, connection, nats_py, socket_wire
 from fleetbus.bus.nats.client_wire import ClientWire
 from fleetbus.bus.nats.server import run_server
+from tests.support.backends import asyncio_alone
 
 FOLDER = Path(nats_py.__file__).parent
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+anyio_backend = asyncio_alone
 
 
 def test_the_installed_nats_py_has_what_the_bus_uses() -> None:

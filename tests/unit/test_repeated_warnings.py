@@ -12,7 +12,6 @@ from typing import Any
 import anyio
 import pytest
 import structlog
-import trio.testing
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
@@ -21,14 +20,13 @@ from fleetbus.log.episodes import store_message
 from fleetbus.logs.repeated import LONGEST_INTERVAL_SECONDS, QUIET_SECONDS, RepeatedWarnings
 from fleetbus.logs.setup import configure_logs
 from fleetbus_schemas import AttemptReleased, Subjects
+from tests.support.virtual_time import virtual_time
 
 OUTAGE_SECONDS = 18 * 60
 EPISODES = 64
 
 
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+anyio_backend = virtual_time
 
 
 @pytest.fixture
