@@ -1,6 +1,7 @@
 """Builds the starter policy that a configuration asks for: for its environment and its training tasks.
 
-Above it are `fleetbus starter` and recipes of `up`; below it random play and the model. Heavy packages are imported when it builds.
+Above it are `fleetbus starter` and recipes of `up`; below it random play and the model. Heavy packages are imported when it is
+used.
 """
 
 from collections.abc import Callable
