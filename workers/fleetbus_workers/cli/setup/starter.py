@@ -5,17 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import anyio
 import click
 import msgspec
 
-from fleetbus.config.settings import Configuration
-from fleetbus.core.training.splits import split_tasks
 from fleetbus.errors import UserError
-from fleetbus.tasks.files import load_dataset
 from fleetbus_workers.assembly.model import find_starter_folder
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.output import json_option
+from fleetbus_workers.starter.for_configuration import build_for_environment, check_new_folder
 
 
 @click.command("starter")
@@ -76,13 +73,8 @@ def _print_location(as_json: bool) -> None:
     print(json.dumps({"folder": str(find_starter_folder())}) if as_json else find_starter_folder())
 
 
-def _check_new(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is not empty: name a new folder")
-
-
 def _build(folder: Path, seed: int, vision: bool, report: Callable[[str], None]) -> dict[str, object]:
-    _check_new(folder)
+    check_new_folder(folder)
     build: Callable[..., Any]
     try:
         if vision:
@@ -97,28 +89,3 @@ def _build(folder: Path, seed: int, vision: bool, report: Callable[[str], None])
         extras = "torch,vision" if vision else "environment,torch"
         raise UserError(f"{error.name} is not installed: pip install 'fleetbus[{extras}]'") from error
     return msgspec.structs.asdict(build(folder, seed=seed, report=report))
-
-
-def build_for_environment(
-    folder: Path, configuration: Configuration, *, episodes: int, seed: int, report: Callable[[str], None]
-) -> dict[str, object]:
-    """A starter policy for environment and tasks of a configuration, in a new folder; what was found on the way. Raises
-    `UserError`."""
-    _check_new(folder)
-    spec = configuration.run.environment
-    tasks, _ = split_tasks(load_dataset(configuration.run.tasks))
-    try:
-        import torch
-
-        from fleetbus_workers.assembly.environments import open_environments
-        from fleetbus_workers.starter.environment_starter import build_environment_starter, play_guesses
-    except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed: pip install 'fleetbus[environment,torch]'") from error
-
-    async def play() -> Any:
-        async with open_environments(configuration, specs=spec) as factory:
-            return await play_guesses(factory, tasks, configuration, episodes=episodes, seed=seed)
-
-    played = anyio.run(play)
-    torch.set_num_threads(1)  # matrices of a model this small cost less than the threads' waiting for each other
-    return msgspec.structs.asdict(build_environment_starter(folder, played, seed=seed, report=report))

@@ -42,7 +42,7 @@ def _read_recipe(name: str | None, values: dict[str, Any]) -> dict[str, object] 
     """The tables of a recipe; the starter policy that it asks for is built first, once, unless a model was named."""
     if name is None:
         return None
-    from fleetbus_workers.cli.setup.starter import build_for_environment
+    from fleetbus_workers.starter.for_configuration import build_for_environment
     from fleetbus_workers.up.recipes import find_recipe
 
     recipe = find_recipe(name)
