@@ -6,11 +6,12 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
-from fleetbus.bus.nats import connection, reader
+from fleetbus.bus.nats import connection, log_identity, reader
 from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import BusError, PublishUnanswered, UserError
@@ -107,7 +108,7 @@ async def test_who_stored_what_was_lost_is_told_although_nothing_is_lost_that_it
                 shutil.rmtree(store)
                 copy.rename(store)
                 if when == "when it stores the next one":
-                    monkeypatch.setattr(reader.NatsReader, "_is_same_log", always_the_same)
+                    monkeypatch.setattr(log_identity.LogIdentity, "check", always_the_same)
                 await server.restart()
                 if when == "when it stores the next one":
                     await bus.publish(SUBJECTS.life("learner", "next"), b"x")
@@ -118,7 +119,7 @@ async def test_who_stored_what_was_lost_is_told_although_nothing_is_lost_that_it
                     await entries.receive()
 
 
-async def always_the_same(_: reader.NatsReader) -> bool:
+async def always_the_same(*_: Any) -> bool:
     return True
 
 

@@ -20,6 +20,7 @@ from fleetbus.bus.nats.clock import ServerClock
 from fleetbus.bus.nats.connection import Connection, open_connection
 from fleetbus.bus.nats.declare import check_log, declare, find_erasing_limits
 from fleetbus.bus.nats.direct import get_histories, get_last, get_last_of_each, get_next
+from fleetbus.bus.nats.log_identity import LogIdentity
 from fleetbus.bus.nats.objects import NatsObjectStore
 from fleetbus.bus.nats.protocol import parse_time_ns
 from fleetbus.bus.nats.publisher import Positions, Publisher
@@ -105,16 +106,14 @@ class NatsBus:
 
     def read(self, subjects: Sequence[str], *, start: int = 1) -> AbstractAsyncContextManager[Reader]:
         stream = self._stream_of(subjects)
-        created = self._created if stream == self._log else ""
-        return open_reader(
+        identity = LogIdentity(
             self._connection,
             stream,
-            subjects,
-            start,
+            created=self._created if stream == self._log else "",
             looks_up=not self._narrow,
-            created=created,
             get_last_stored=partial(self._publisher.get_last_stored, subjects[0]),
         )
+        return open_reader(self._connection, stream, subjects, start, identity=identity)
 
     async def scan(self, subjects: Sequence[str], *, start: int = 1) -> AsyncIterator[StreamEntry]:
         stream = self._stream_of(subjects)
@@ -124,7 +123,14 @@ class NatsBus:
             return
         async with AsyncExitStack() as stack:
             opened = [
-                open_reader(self._connection, stream, filters, start, beside=leader, created=info["created"])
+                open_reader(
+                    self._connection,
+                    stream,
+                    filters,
+                    start,
+                    beside=leader,
+                    identity=LogIdentity(self._connection, stream, created=info["created"]),
+                )
                 for filters in split_filters(subjects)
             ]
             readers = [await stack.enter_async_context(each) for each in opened]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from heapq import heapify, heappop, heapreplace
 from typing import Any
@@ -19,9 +19,8 @@ import anyio
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.nats.api import NO_CONSUMERS_LEFT, STREAM_NOT_FOUND, ApiRefused
 from fleetbus.bus.nats.connection import Connection
-from fleetbus.bus.nats.direct import get_entry
+from fleetbus.bus.nats.log_identity import LogIdentity, LogReplaced
 from fleetbus.bus.nats.protocol import check_subject, parse_ack_subject, publish_command
-from fleetbus.bus.nats.publisher import NOTHING_STORED, Stored
 from fleetbus.bus.nats.pull_requests import PullRequests
 from fleetbus.bus.nats.receive_queue import ReceiveQueue
 from fleetbus.errors import BusError, LogLost, RequestUnanswered, UserError
@@ -39,11 +38,6 @@ MAX_PLACEMENT_TRIES = 16
 
 _CHECK_EVERY_SECONDS = 1.0
 _RETRY_SECONDS = 0.5
-_MAX_TRUNCATION_CHECKS = 6
-"""So often in a row a log that ends before what was read is looked at again: a new leader may still be taking over."""
-_LAG_PAUSES_SECONDS = (0.0, 0.05, 0.25)
-"""Before a replica is asked for the last entry that was read."""
-
 _TOO_MANY_READERS = "takes no more readers: raise max_consumers of the stream or the account, or declare fewer lanes"
 
 _NO_END = 1 << 63
@@ -61,14 +55,10 @@ class NatsReader:
         start: int,
         *,
         beside: str = "",
-        looks_up: bool = False,
-        created: str = "",
-        get_last_stored: Callable[[], Stored] = lambda: NOTHING_STORED,
+        identity: LogIdentity | None = None,
     ) -> None:
         self._connection = connection
-        self._looks_up = looks_up
-        self._created = created
-        self._get_last_stored = get_last_stored
+        self._identity = identity or LogIdentity(connection, stream)
         self._beside = beside
         self._stream = stream
         self._subjects = [check_subject(subject) for subject in subjects]
@@ -84,7 +74,6 @@ class NatsReader:
         self._last_time_ns = 0
         self._is_first = True
         self._is_repeating = False
-        self._truncation_checks = 0
 
     async def receive(self) -> StreamEntry:
         entry = await self._queue.take()
@@ -129,7 +118,7 @@ class NatsReader:
     async def _attach(self) -> bool:
         try:
             is_first, self._is_first = self._is_first, False
-            if not is_first and not await self._is_same_log():
+            if not is_first and not await self._identity.check(self._last_read, self._last_time_ns):
                 return False
             name, answer = await self._create_consumer()
         except ApiRefused as refused:
@@ -139,6 +128,9 @@ class NatsReader:
                 self._queue.fail(UserError(f"stream {self._stream} {_TOO_MANY_READERS}"))
             else:
                 self._queue.fail(BusError(f"stream {self._stream} cannot be read: {refused}"))
+            return False
+        except LogReplaced as replaced:
+            self.fail_lost(str(replaced))
             return False
         except RequestUnanswered:
             return False
@@ -160,45 +152,6 @@ class NatsReader:
                 break
             self._delete(name)
         return name, answer
-
-    async def _is_same_log(self) -> bool:
-        """False while the log ends before what this connection knows of it, and for good if it is another one: made anew, or
-        with another entry where the last one was read, or stored. What is written at lost positions now would be passed over
-        without a word; what was lost nobody would store again."""
-        info = await self._connection.api.ask(f"STREAM.INFO.{self._stream}")
-        self._created = self._created or info["created"]
-        if info["created"] != self._created:
-            self.fail_lost(f"stream {self._stream} was created again at {info['created']}")
-            return False
-        stored, last = self._get_last_stored(), info["state"]["last_seq"]
-        if last < max(self._last_read, stored.sequence):
-            self._truncation_checks += 1
-            if self._truncation_checks > _MAX_TRUNCATION_CHECKS:
-                what = f"{self._last_read} was read" if last < self._last_read else f"{stored.sequence} was stored"
-                self.fail_lost(f"stream {self._stream} ends at {last}, and {what} before")
-            return False
-        self._truncation_checks = 0
-        if not self._looks_up:
-            return True
-        has_replicas = bool((info.get("cluster") or {}).get("replicas"))
-        found = await self._look_up(self._last_read, has_replicas)
-        if found is not None and found.time_ns != self._last_time_ns:
-            self.fail_lost(f"entry {self._last_read} of stream {self._stream} is not the one that was read before")
-            return False
-        found = await self._look_up(stored.sequence, has_replicas)
-        if found is not None and (found.subject, found.payload) != (stored.subject, stored.payload):
-            self.fail_lost(f"entry {stored.sequence} of stream {self._stream} is not the one that was stored there")
-            return False
-        return True
-
-    async def _look_up(self, sequence: int, has_replicas: bool) -> StreamEntry | None:
-        """The entry at a position (0: none is known), on whichever subject; None also if it was trimmed. A replica that answers
-        may lag, so it is asked again."""
-        for pause in _LAG_PAUSES_SECONDS if has_replicas else (0.0,):
-            await anyio.sleep(pause)
-            if not sequence or (found := await get_entry(self._connection, self._stream, sequence)) is not None:
-                return found if sequence else None
-        return None
 
     def fail_lost(self, what: str) -> None:
         """The log is not what it was: let `receive` raise."""
@@ -293,9 +246,7 @@ async def open_reader(
 
     - ``beside``: if possible on the server of this name. The leader of a replicated stream has all of it, and another replica
       may lag and take what is missing for the end.
-    - ``looks_up``: this user may read entries by their position, so that a reader that comes back can compare.
-    - ``created``: when the stream was made, as far as this connection knows.
-    - ``get_last_stored``: what this connection stored there last.
+    - ``identity``: what tells it, when it comes back, whether this is still the same log.
     """
     reader = NatsReader(connection, stream, subjects, start, **options)
     scope = anyio.CancelScope()
