@@ -1,6 +1,6 @@
 """Reinforcement learning of LLM agents on remote environments, over one durable NATS log.
 
-All that a program of yours imports is here, and nothing is loaded before it is used; type checkers read the stub beside it.
+Everything that a program of yours imports is here, and nothing is loaded before it is used; type checkers read a stub.
 Environments: `Environment`, and what its calls take and give. Training: `train`, `Run`. Looking at runs: `open_run`. Trainers
 of your own: `client`. Other modules are internal and may change at any time.
 """

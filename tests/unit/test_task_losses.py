@@ -1,4 +1,4 @@
-"""Which tasks lose episodes, and that with the defaults a slow task is trained as often as it was asked for."""
+"""Counting of episodes that tasks lose, and that with the defaults a slow task is trained as often as it was asked for."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Positions:
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """What this connection stored, and the server acked."""
+    """An entry that this connection stored, and the server acked."""
 
     subject: str
     payload: bytes

@@ -72,7 +72,7 @@ class Wire(abc.ABC):
         closed_cb: Callback,
         **options: Any,
     ) -> None:
-        """Connect to one of the servers, trying them without end; the rest is as `nats.aio.client.Client.connect` takes it."""
+        """Connect to one of the servers, trying them without end; the rest is as ``nats.aio.client.Client`` takes it."""
 
     @abc.abstractmethod
     def send(self, command: bytes) -> None:

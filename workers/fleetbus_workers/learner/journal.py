@@ -173,7 +173,7 @@ class FencedAppender:
         )
 
     async def _wait_for_newer(self, stored: StreamEntry) -> StreamEntry:
-        """Who takes over tells first of a checkpoint that the log does not name, in the name of the lineage before."""
+        """Wait for a newer lineage: who takes over may first announce a checkpoint in the name of the lineage before."""
         for _ in range(BEGINNING_CHECKS):
             if self._is_newer(stored):
                 break

@@ -14,9 +14,9 @@ from fleetbus_workers.up.memory import MASTER_BYTES, ModelShape, Parts, count_to
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """What a GPU does at most, and the shares of it that are assumed. Defaults: an H100 SXM by its data sheet (dense bfloat16,
-    HBM3, NVLink in one direction, PCIe 5), 400 Gb/s between machines for each GPU, and the memory of a machine's CPUs, whose
-    share is ``bandwidth_share`` too."""
+    """The most that a GPU can do, and the shares of it that are assumed. Defaults: an H100 SXM by its data sheet (dense
+    bfloat16, HBM3, NVLink in one direction, PCIe 5), 400 Gb/s between machines for each GPU, and the memory of a machine's
+    CPUs, whose share is ``bandwidth_share`` too."""
 
     flops: float = 989e12
     bandwidth: float = 3.35e12

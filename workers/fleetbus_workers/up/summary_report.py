@@ -81,7 +81,7 @@ def _format_success(summary: Summary) -> str:
 
 
 def _format_certainty(summary: Summary) -> list[str]:
-    """How far the success at the end can be trusted: the error of a small set of tasks, and episodes without a grade."""
+    """Say how far the success at the end can be trusted: the error of a small set of tasks, and episodes without a grade."""
     end, error, of_all = summary.success_end, summary.success_error.get("end", 0.0), summary.success_of_all.get("end")
     if end is None:
         return []

@@ -40,8 +40,8 @@ log = structlog.get_logger()
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts that were read for some attempts: the sequence of the last entry by subject, up to where the queue of a policy is
-    acked (0: not known), and the turns (``episode.attempt.turn``) in work by inference worker (None: not known)."""
+    """Facts read for some attempts: the sequence of the last entry by subject, up to where the queue of a policy is acked
+    (0: not known), and the turns (``episode.attempt.turn``) in work by inference worker (None: not known)."""
 
     last: Mapping[str, int]
     acked: Mapping[str, int]

@@ -85,7 +85,7 @@ def read_workers(read: Callable[[WorkerRow], float | None]) -> Callable[[RunView
 
 
 def read_worker_counters(view: RunView) -> Labelled:
-    """What heartbeats count, by worker, role and name."""
+    """The counters of heartbeats, by worker, role and name."""
     beats = view.state.worker_registry.list_heartbeats()
     return {(beat.worker, beat.role, name): value for beat in beats for name, value in beat.counters.items()}
 

@@ -54,7 +54,7 @@ class RunView:
 
     @cached_property
     def step(self) -> dict[str, float]:
-        """What the last step of the training that counts measured; empty before the first one."""
+        """The metrics of the last step of the training that counts; empty before the first one."""
         points = self.state.training.steps
         return points[-1].metrics if points else {}
 

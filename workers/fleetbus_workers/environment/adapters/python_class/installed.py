@@ -11,7 +11,7 @@ from fleetbus_workers.environment.own_images import ImageStoringFactory
 
 
 def build_installed(context: AdapterContext, path: str) -> EnvironmentFactory:
-    """The factory that ``build(context)`` at ``path``, MODULE:FUNCTION, gives: a class or callable that makes environments,
+    """Make the factory of ``build(context)`` at ``path``, MODULE:FUNCTION: a class or callable that makes environments,
     as one of the user's own, or a factory that has `run` as well. Images are stored. Raises `UserError`."""
     what = f"environment {context.spec!r}"
     made = load_callable(what, path)(context)
