@@ -24,6 +24,7 @@ from fleetbus_workers.inference.vllm import engine as engines
 from fleetbus_workers.inference.vllm import sampler as samplers
 from fleetbus_workers.inference.vllm.engine import EngineSettings, build_engine_arguments
 from fleetbus_workers.inference.vllm.load_recorder import LoadRecorder
+from fleetbus_workers.weights.file import WeightsRejected
 from tests.support.vllm_engine import STARTER, build_request, move_weights, publish
 
 pytestmark = [
@@ -82,11 +83,8 @@ def test_defaults_are_where_they_were() -> None:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    fields = {
-        field.name: field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]
-        for field in dataclasses.fields(AsyncEngineArgs)
-        if field.name in DEFAULTS["engine"]
-    }
+    made = AsyncEngineArgs(model="m")
+    fields = {name: getattr(made, name, "gone") for name in DEFAULTS["engine"]}
     found = {
         "engine": fields,
         "sampling": list_defaults(SamplingParams),
@@ -191,7 +189,7 @@ async def test_every_call_of_the_sampler_fits_the_real_signatures(tmp_path: Path
         await sampler.load(publish(tmp_path, 1, move_weights(1)))
         engine = fleet.made[0]
         engine.collective_rpc.side_effect = [RuntimeError("no room"), None]
-        with pytest.raises(samplers.WeightsRejected, match="no room"):
+        with pytest.raises(WeightsRejected, match="no room"):
             await sampler.load(publish(tmp_path, 2, move_weights(2)))
     called = {call[0].split("().")[0] for call in engine.method_calls}
     assert called >= {

@@ -5,6 +5,7 @@ import importlib.abc
 import importlib.util
 import sys
 from collections import namedtuple
+from typing import Any
 
 COUNT, NAME, BYTES = 8, "NVIDIA H100 80GB HBM3", 81_559 << 20
 CAPABILITY = (9, 0)
@@ -27,12 +28,12 @@ NVML = {
 }
 
 
-def answer_for_nvml(module: object) -> None:
+def answer_for_nvml(module: Any) -> None:
     for name, function in NVML.items():
         setattr(module, name, function)
 
 
-def answer_for_torch(module: object) -> None:
+def answer_for_torch(module: Any) -> None:
     cuda = module.cuda
     cuda.is_available = lambda: True
     cuda.device_count = lambda: COUNT
@@ -51,7 +52,7 @@ class Finder(importlib.abc.MetaPathFinder):
         if name not in ANSWERS:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        spec: Any = importlib.util.find_spec(name)
         sys.meta_path.insert(0, self)
         load, answer = spec.loader.exec_module, ANSWERS[name]
 
