@@ -1,4 +1,4 @@
-"""How many episodes are out at a time: cut at once where caches overflow, raised again where they have room."""
+"""The number of episodes that are out at a time: cut at once where caches overflow, raised again where they have room."""
 
 from __future__ import annotations
 

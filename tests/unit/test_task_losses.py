@@ -1,4 +1,4 @@
-"""Which tasks lose episodes, and that with the defaults a slow task is trained as often as it was asked for."""
+"""Tasks that lose episodes are named, and with the defaults a slow task is trained as often as it was asked for."""
 
 from __future__ import annotations
 

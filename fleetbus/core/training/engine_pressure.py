@@ -1,4 +1,4 @@
-"""How many episodes may be out at a time, by how full the engines' caches are. Pure: times are arguments.
+"""The number of episodes that may be out at a time, by the use of the engines' caches. Pure: times are arguments.
 
 Up step by step, down at once, as prime-rl does: an engine with a full cache computes again what it had to throw out, and more
 episodes make it slower. Engines that do not tell how full they are, such as `torch`, leave the number as it is.
@@ -38,7 +38,7 @@ class EnginePressure:
         return int(self._limit)
 
     def record(self, worker: str, load: EngineLoad | None, now: float) -> None:
-        """What an inference worker says of its engine."""
+        """Take in what an inference worker says of its engine."""
         if load is not None and load.kv_cache_use is not None:
             self._heard[worker] = now, load
 

@@ -1,4 +1,4 @@
-"""Which tasks lose episodes: those that were asked for and not trained, by task. Pure.
+"""Episodes that were asked for and not trained, by task: some tasks lose more than others. Pure.
 
 What fails, times out or becomes stale leaves the batch and its baseline. Where that happens to slow or hard tasks more than to
 others, the policy learns from another mix of tasks than it was given.

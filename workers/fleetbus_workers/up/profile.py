@@ -64,7 +64,7 @@ def _sample_beside(configuration: Configuration, fitted: Configuration) -> Confi
 def _choose_for_engines(
     configuration: Configuration, given: Mapping[str, str], gpus: int, memory: int, shape: ModelShape | None, cpu_memory: int
 ) -> dict[str, object]:
-    """How vLLM's engines share ``gpus`` with the learner, and how much they are given at a time."""
+    """Choose the share of vLLM's engines in ``gpus``, beside the learner, and the work that they are given at a time."""
     if configuration.inference.engine != "vllm":
         return {}
     chosen: dict[str, object] = {}
@@ -93,7 +93,7 @@ def _choose_for_engines(
 
 def count_sequences(shape: ModelShape, configuration: Configuration, memory: int) -> int:
     """Sequences that an engine may decode at a time: twice what its cache holds at full length, as they are half as long on
-    average. vLLM makes room for what does not fit, and admission follows it (`fleetbus_workers.learner.engine_load`)."""
+    average. vLLM makes room for what does not fit, and admission follows it (`fleetbus.core.training.engine_pressure`)."""
     engine = plan_engine(shape, configuration, memory)
     length = min(configuration.inference.max_model_len, configuration.episode.max_episode_tokens)
     split = count_engine_gpus(configuration.inference.vllm)
@@ -130,7 +130,7 @@ def choose_workers(
     *,
     may_offload: bool = True,
 ) -> tuple[int, bool]:
-    """How many inference workers of ``counts`` there are: the first number that leaves the learner GPUs enough to fit, as it is
+    """Choose the number of inference workers among ``counts``: the first that leaves the learner GPUs enough to fit, as it is
     or, second, with its optimizer in the CPU's memory; and which of both. The first of all if the shape is unknown, the last if
     it never fits."""
     if shape is None or not memory or configuration.trainer.device == "cpu":

@@ -21,7 +21,7 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def grade_timeout(conclusion: Conclusion, reward: float | None, turns: int) -> Conclusion:
-    """What a time-out counts as that was given a ``reward``: a truncated episode, if the policy sampled anything in it."""
+    """Make a time-out that was given a ``reward`` a truncated episode, if the policy sampled anything in it."""
     if conclusion.outcome != "timeout" or reward is None or not turns:
         return conclusion
     return msgspec.structs.replace(
