@@ -1,5 +1,7 @@
 """The work of a role: loading it, though packages may be missing, and doing it on a connection of its own."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
