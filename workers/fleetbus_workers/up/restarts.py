@@ -1,7 +1,8 @@
 """Decides when a worker that ended may start again: back-off that doubles, and a bound after which the run has failed. Pure.
 
 A crash counts by what was achieved since the one before, not by the clock: a learner that loads for minutes and dies in its
-first step never crashes often within a minute, and never gets anywhere.
+first step never crashes often within a minute, and never gets anywhere
+(`docs/decisions/0180-restarts-count-by-what-was-achieved.md`).
 """
 
 from collections import defaultdict
