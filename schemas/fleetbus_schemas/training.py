@@ -75,7 +75,7 @@ class CheckpointStored(Message, frozen=True, kw_only=True):
 
 class EvaluationFinished(Message, frozen=True, kw_only=True):
     """Held-out tasks played with one policy version. ``success`` is the share of graded episodes that are one by
-    their environment's word, or by a reward of 1 or more."""
+    their environment's word, or by a reward of 1 or more. ``tasks`` are different ones; 0: not said."""
 
     lineage: str
     step: int
@@ -86,6 +86,7 @@ class EvaluationFinished(Message, frozen=True, kw_only=True):
     success: float
     mean_reward: float
     temperature: float
+    tasks: int = 0
 
 
 class TrainingFinished(Message, frozen=True, kw_only=True):

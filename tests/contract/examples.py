@@ -300,6 +300,7 @@ _EXAMPLES: tuple[Message, ...] = (
         success=0.75,
         mean_reward=0.8,
         temperature=0.5,
+        tasks=32,
     ),
     TrainingFinished(
         lineage="l0002",

@@ -79,4 +79,5 @@ class Evaluations:
             success=sum(is_success(result, self._success_threshold) for result in graded) / max(len(graded), 1),
             mean_reward=sum(rewards) / max(len(rewards), 1),
             temperature=temperature,
+            tasks=len({task.key for task in tasks}),
         )

@@ -187,6 +187,8 @@ class Learner:
         while self._step < self._settings.steps and not self._drain.is_set():
             if (name := self._find_due_evaluation()) is not None:
                 await run_until_drained(self._drain, self._evaluate, name, self._configuration.episode.temperature)
+                if not self._step and self._configuration.evaluation.greedy_start:
+                    await run_until_drained(self._drain, self._evaluate, "start_greedy", 0.0)
             await self._train_batch()
         if self._drain.is_set() and self._step < self._settings.steps:
             if self._settings.checkpoint_at_stop:

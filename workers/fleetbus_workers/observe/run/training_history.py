@@ -39,6 +39,7 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
     mean_reward: float
     graded: int
     temperature: float
+    tasks: int = 0
     time_ns: int = 0
 
 
