@@ -71,10 +71,8 @@ def test_an_answer_ends_with_a_mark_only_where_one_is_asked_for():
 
 def test_what_is_imitated_has_the_tools_that_the_chat_template_renders():
     messages = (ChatMessage(role="system", content="Be short."), user("Who?"))
-    exchanges = [
-        Exchange(messages=messages, said="find"),
-        Exchange(messages=(ChatMessage(role="tool", content="7"),), said="7"),
-    ]
+    result = (ChatMessage(role="tool", content="7"),)
+    exchanges = [Exchange(messages=messages, said="find"), Exchange(messages=result, said="7")]
     imitated = _read_conversation(PlayedEpisode(exchanges=exchanges, tools=TOOLS, rendered_tools=TOOLS)).messages
     template = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()), chat_template=CHAT_TEMPLATE)
     asked = [*messages, *imitated[2:3], *result, imitated[-1]]
