@@ -318,6 +318,9 @@ class EvaluationSettings(Settings, frozen=True, kw_only=True):
     episodes: Annotated[int, Meta(ge=0, description="Held-out episodes per evaluation; 0: none")] = 256
     success_threshold: Annotated[float, Meta(description="A reward of at least this counts as a success")] = 1.0
     greedy: Annotated[bool, Meta(description="Also evaluate greedily at the end")] = True
+    greedy_start: Annotated[
+        bool, Meta(description="Also evaluate greedily before the first step; `up`: yes, unless it is set")
+    ] = False
     every: Annotated[int, Meta(ge=0, description="Also evaluate every N steps; 0: never")] = 0
 
 

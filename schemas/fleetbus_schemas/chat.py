@@ -48,8 +48,8 @@ class ToolOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failed: bool = False
 
 
-class ToolSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A tool as the policy sees it; ``parameters`` is the JSON Schema of its arguments."""
+class ToolSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tool as the policy sees it, its fields by position or name; ``parameters`` is the JSON Schema of its arguments."""
 
     name: str
     description: str = ""

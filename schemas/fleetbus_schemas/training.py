@@ -80,7 +80,7 @@ class CheckpointStored(Message, frozen=True, kw_only=True):
 class EvaluationFinished(Message, frozen=True, kw_only=True):
     """Held-out tasks played with one policy version. ``success`` is the share of graded episodes that are one by
     their environment's word, or by a reward of 1 or more; ``successes`` is how many (-1: not said), so that the share of all
-    episodes can be told too."""
+    episodes is known too. ``tasks`` are different ones; 0: not said."""
 
     lineage: str
     step: int
@@ -92,6 +92,7 @@ class EvaluationFinished(Message, frozen=True, kw_only=True):
     mean_reward: float
     temperature: float
     successes: int = -1
+    tasks: int = 0
 
     @property
     def success_of_all(self) -> float:

@@ -305,6 +305,7 @@ _EXAMPLES: tuple[Message, ...] = (
         mean_reward=0.8,
         temperature=0.5,
         successes=46,
+        tasks=32,
     ),
     TrainingFinished(
         lineage="l0002",

@@ -20,6 +20,9 @@ CASES = {
     "silence": ("step", "return Step()", "returned no messages and did not end", "FAILED"),
     "no prompt": ("reset", "return Start(messages=())", "reset returned no messages", "FAILED"),
     "wrong verdict": ("verify", "return Verdict(reward='good')", "Verdict.reward must be a number", "FAILED"),
+    "no grade": ("verify", "return None", "verify returned None; it must return Verdict", "FAILED"),
+    "no reason": ("verify", "return Verdict(reward=None)", "verify gave no verdict and no reason", "FAILED"),
+    "its reason": ("verify", "return Verdict(reward=None, reason='asleep')", "verify gave no verdict: asleep", "warning"),
     "bad schema": (
         "reset",
         "return Start(messages=(ChatMessage(role='user', content='go'),), tools=(ToolSpec(name='look', "

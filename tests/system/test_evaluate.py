@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import anyio
@@ -14,6 +17,7 @@ from fleetbus.errors import UserError
 from fleetbus_schemas import EpisodeRequested, Heartbeat, Subjects, Task, WorkerRole, encode
 from fleetbus_workers.api.evaluation import find_live_roles, start_missing_roles
 from fleetbus_workers.assembly import engines
+from fleetbus_workers.assembly.model import find_starter_folder
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.cli.train.evaluate import _parse_ks
 from fleetbus_workers.learner.curriculum import Curriculum
@@ -130,3 +134,34 @@ def test_a_run_that_does_not_exist_is_one_line_and_exit_code_2(
 
     assert run_program(["evaluate", "nowhere"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.integration
+def test_a_model_that_no_run_has_trained_is_evaluated_and_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fleetbus_workers.cli", "evaluate", "--model", str(find_starter_folder()), "--json"]
+    ended = subprocess.run(
+        [*command, "--episodes", "6", "--samples", "2", "--temperature", "0"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=55, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(ended.stdout)
+    assert (report["all"]["episodes"], report["all"]["graded"], report["version"]) == (12, 12, 0)
+    assert report["all"]["success"] >= 0.5, "the starter policy, decoded greedily, solves most of its tasks"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["default", "--model", "somewhere"], "take the place of a run: leave out default"),
+        (["default", "--environment", "own:Class"], "--environment goes with --model"),
+        (["--model", "no-such-folder"], "no model folder"),
+        (["--recipe", "no-such-recipe"], "no recipe 'no-such-recipe'"),
+    ],
+)
+def test_a_model_and_a_run_are_not_asked_for_at_once(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_program(["evaluate", *arguments]) == 2
+    assert words in capsys.readouterr().err

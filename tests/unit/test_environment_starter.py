@@ -4,9 +4,12 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from fleetbus import ChatMessage, Start, Step, Task, Verdict
 from fleetbus.config.settings import Configuration
@@ -15,16 +18,18 @@ from fleetbus.core.text.tool_calls import final_answer, is_done, parse_tool_call
 from fleetbus.errors import UserError
 from fleetbus_schemas import ToolSpec
 from fleetbus_workers.cli.program import run_program
+from fleetbus_workers.environment.check.episode import Exchange, PlayedEpisode
 from fleetbus_workers.starter.conversation import Conversation
 from fleetbus_workers.starter.environment_starter import (
     REWARDED_SHARE,
     EnvironmentStarterSettings,
+    _read_conversation,
     build_environment_starter,
     choose_imitated,
     play_guesses,
 )
 from fleetbus_workers.starter.guessing_player import build_guessing_player
-from fleetbus_workers.starter.tokenizer import encode, train_tokenizer
+from fleetbus_workers.starter.tokenizer import CHAT_TEMPLATE, encode, render, train_tokenizer
 from tests.support.backends import asyncio_alone
 
 SCHEMA = {
@@ -53,11 +58,37 @@ def test_calls_take_their_arguments_from_the_question_and_the_schema():
 
 def test_after_a_result_its_values_are_answered_or_used_in_the_next_call():
     result = user(TOOL_RESULT + json.dumps({"card": 682, "owner": ["Eva"]}))
-    said = say(user("Who has 3?"), ChatMessage(role="assistant", content="..."), result, tools=TOOLS)
+    said = say(user("Who has 3? End with <done>."), ChatMessage(role="assistant", content="..."), result, tools=TOOLS)
     answers = {final_answer(text) for text in said if is_done(text)}
     ages = {call.arguments["age"] for text in said if (call := parse_tool_calls(text).call)}
     assert answers == {"682", "Eva"}
     assert ages == {682}
+
+
+def test_an_answer_ends_with_a_mark_only_where_one_is_asked_for():
+    said = say(user("Who has 3?"), ChatMessage(role="assistant", content="..."), user("Tool result:\n682"), tools=TOOLS)
+    assert "682" in said and not any(is_done(text) for text in said)
+
+
+def test_what_is_imitated_has_the_tools_that_the_chat_template_renders():
+    messages = (ChatMessage(role="system", content="Be short."), user("Who?"))
+    result = (ChatMessage(role="tool", content="7"),)
+    exchanges = [Exchange(messages=messages, said="find"), Exchange(messages=result, said="7")]
+    imitated = _read_conversation(PlayedEpisode(exchanges=exchanges, tools=TOOLS, rendered_tools=TOOLS)).messages
+    template = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()), chat_template=CHAT_TEMPLATE)
+    asked = [*messages, *imitated[2:3], *result, imitated[-1]]
+    told = [{"role": each.role, "content": each.content} for each in asked]
+    described = [{"type": "function", "function": msgspec.to_builtins(TOOLS[0]) | {"description": ""}}]
+    assert render(imitated) == template.apply_chat_template(told, tools=described, tokenize=False)
+    offered = _read_conversation(PlayedEpisode(exchanges=exchanges, tools=TOOLS)).messages
+    assert offered[0].content == "Be short.", "an environment that describes its tools itself has said it"
+
+
+def test_random_play_without_any_difference_is_refused_before_anything_is_built(tmp_path):
+    played = [(Conversation(messages=(user("?"),), success=False), 0.0)] * 20
+    with pytest.raises(UserError, match="20 random episodes all had the reward 0: no signal to begin with; pay partial"):
+        build_environment_starter(tmp_path / "small", played, report=print)
+    assert not (tmp_path / "small").exists()
 
 
 def test_an_error_of_a_tool_is_never_the_answer():

@@ -149,21 +149,53 @@ def test_graded_outcomes_are_no_failures() -> None:
 
 def test_evaluations_are_told_with_what_has_no_grade() -> None:
     line = format_evaluation(evaluated("end_greedy", 0.875, temperature=0.0))
-    assert line == "held out, end greedy: success 87.5% of 8 episodes, mean reward 0.875 (greedy, 2 without a grade)"
+    assert (
+        line
+        == "held out, end greedy: success 87.5% of 8 episodes, mean reward 0.875 (greedy, 95%: 52.9-97.8%, 2 without a grade)"
+    )
 
 
-def test_success_is_told_of_graded_episodes_and_of_all_with_the_error_of_a_small_set(tmp_path: Path) -> None:
+def test_tasks_that_were_played_again_and_again_are_said_and_make_the_interval_wide() -> None:
+    many = msgspec.structs.replace(evaluated("end", 0.945), episodes=256, graded=256)
+    assert "of 256 episodes, mean" in format_evaluation(many) and "91.0-96.7%" in format_evaluation(many)
+    few = msgspec.structs.replace(many, tasks=6)
+    assert "of 256 episodes of 6 tasks, mean" in format_evaluation(few) and "95%: 54.7-99.6%" in format_evaluation(few)
+
+
+def test_greedy_and_sampled_success_are_told_before_and_after_with_intervals() -> None:
+    book = Progress(1, keeps=is_summarized)
+    book.apply(LineageStarted(lineage="a", worker="w"), 0)
+    for name, success in {"start": 0.37, "start_greedy": 0.9, "end": 0.9, "end_greedy": 1.0}.items():
+        book.apply(msgspec.structs.replace(evaluated(name, success), graded=10, tasks=10), 0)
+    lines = format_report(summed(book), RunFolder(Path("r")), str)
+    assert lines[0] == "success on held-out tasks 37.0% → 90.0% sampled, 90.0% → 100.0% greedy"
+    told = " ".join(lines[2:5])
+    assert "end 59.6-98.2%, greedy start 59.6-98.2%, greedy end 72.2-100.0%, of 10 tasks" in told
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_a_run_that_learned_nothing_is_not_just_finished() -> None:
+    book = Progress(1, keeps=is_summarized)
+    book.apply(LineageStarted(lineage="a", worker="w"), 0)
+    book.apply(trained(1), 0)
+    book.apply(TrainingFinished(lineage="a", step=1, version=1), 0)
+    lost = msgspec.structs.replace(summed(book), signal="64 groups without an advantage", signal_kind="no_signal")
+    for summary in (lost, msgspec.structs.replace(lost, signal_kind="fell")):
+        assert format_report(summary, RunFolder(Path("r")), str)[0] == "finished without a learning signal"
+    solved = msgspec.structs.replace(lost, signal_kind="solved")
+    assert format_report(solved, RunFolder(Path("r")), str)[0] == "finished"
+
+
+def test_success_is_reported_of_graded_episodes_and_of_all(tmp_path: Path) -> None:
     counted = msgspec.structs.replace(evaluated("end", 0.875, step=1), successes=7)
-    assert format_evaluation(counted).endswith("(sampled, 2 without a grade: success 70.0% of all 10)")
+    assert format_evaluation(counted).endswith(", 2 without a grade: success 70.0% of all 10)")
     book = Progress(1, keeps=is_summarized)
     for message in (LineageStarted(lineage="a", worker="w"), trained(1), counted):
         book.apply(message, 0)
     summary = summed(book)
-    assert summary.success_of_all == {"end": 0.7} and summary.success_error["end"] == pytest.approx(0.117, abs=1e-3)
-    line = format_report(summary, RunFolder(tmp_path), str)[1]
-    assert line == (
-        "at the end: standard error 11.7% (evaluation.episodes), 70.0% of all episodes, those without a grade included"
-    )
+    assert summary.success_of_all == {"end": 0.7}
+    report = format_report(summary, RunFolder(tmp_path), str)
+    assert "at the end 70.0% of all episodes, those without a grade included" in report
 
 
 def test_an_evaluation_without_a_grade_is_no_measurement() -> None:

@@ -46,6 +46,22 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[int, ...]
 
 
+INTERVAL_ROOT = 1.96
+"""Standard deviations to either side of a 95 % interval."""
+
+
+def find_interval(success: float, graded: int, tasks: int = 0) -> tuple[float, float]:
+    """The 95 % interval (Wilson 1927) of a share of ``graded`` episodes. Episodes of one task resemble each other: with fewer
+    ``tasks`` (0: not known) those count, which is at most too wide."""
+    count = min(graded, tasks) if tasks else graded
+    if not count:
+        return 0.0, 1.0
+    square = INTERVAL_ROOT**2
+    middle = (success + square / (2 * count)) / (1 + square / count)
+    spread = INTERVAL_ROOT / (1 + square / count) * math.sqrt(success * (1 - success) / count + square / (4 * count**2))
+    return max(middle - spread, 0.0), min(middle + spread, 1.0)
+
+
 def pass_at(k: int, *, samples: int, successes: int) -> float:
     """The chance that at least one of ``k`` of the samples, drawn without replacement, is a success:
     ``1 - C(n - c, k) / C(n, k)``, unbiased (Chen et al. 2021, arXiv 2107.03374). ``k`` is at most ``samples``."""

@@ -21,7 +21,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.core.training.evaluation_summary import Summary as ResultSummary
 from fleetbus.core.training.evaluation_summary import summarise_by_environment, summarise_results
 from fleetbus.errors import UserError
-from fleetbus_schemas import MalformedMessage, Subjects
+from fleetbus_schemas import EpisodeFinished, MalformedMessage, PolicyPublished, Subjects
 from fleetbus_workers.assembly.engines import check_packages
 from fleetbus_workers.assembly.work import Work, import_work
 from fleetbus_workers.run_access.log_access import open_run
@@ -94,6 +94,32 @@ async def evaluate_run(
             )
             seconds = anyio.current_time() - started
             drain.set()
+    return summarise_evaluation(
+        configuration,
+        published,
+        results,
+        asked=len(tasks) * samples,
+        samples=samples,
+        ks=ks,
+        temperature=temperature,
+        seconds=seconds,
+        pinned="learner" not in live_roles,
+    )
+
+
+def summarise_evaluation(
+    configuration: Configuration,
+    published: PolicyPublished,
+    results: Sequence[EpisodeFinished],
+    *,
+    asked: int,
+    samples: int,
+    ks: Sequence[int] | None,
+    temperature: float,
+    seconds: float,
+    pinned: bool = True,
+) -> Evaluation:
+    """What was found in the results of ``asked`` episodes that ``published`` played."""
     threshold = configuration.evaluation.success_threshold
     chosen = list(ks) if ks is not None else sorted({1, samples})
     return Evaluation(
@@ -101,13 +127,13 @@ async def evaluate_run(
         policy=configuration.run.policy,
         version=published.version,
         step=published.step,
-        pinned="learner" not in live_roles,
+        pinned=pinned,
         temperature=temperature,
         samples=samples,
         seconds=round(seconds, 3),
         all=summarise_results(results, chosen, success_threshold=threshold),
         environments=summarise_by_environment(results, chosen, success_threshold=threshold),
-        missing=len(tasks) * samples - len(results),
+        missing=asked - len(results),
     )
 
 

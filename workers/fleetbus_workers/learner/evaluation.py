@@ -81,4 +81,5 @@ class Evaluations:
             successes=successes,
             mean_reward=sum(rewards) / max(len(rewards), 1),
             temperature=temperature,
+            tasks=len({task.key for task in tasks}),
         )

@@ -54,6 +54,8 @@ class EvaluationSchedule:
     async def play_due(self) -> None:
         """Play the evaluation that belongs before the next step."""
         await self._play(self._due_name, self._temperature)
+        if not self._progress.step and self._settings.greedy_start:
+            await self._play("start_greedy", 0.0)
 
     async def play_end(self) -> None:
         """Play those that belong after the last step, at once."""

@@ -14,8 +14,9 @@ import anyio
 import msgspec
 
 from fleetbus.config.settings import Configuration
+from fleetbus.core.text.prompts import TOOL_RESULT, build_compact_system_prompt
 from fleetbus.errors import UserError
-from fleetbus_schemas import ChatMessage, Task
+from fleetbus_schemas import ChatMessage, Task, ToolSpec
 from fleetbus_workers.environment.base import TaskEnvironmentFactory
 from fleetbus_workers.environment.check.episode import PlayedEpisode, play_episode
 from fleetbus_workers.starter.build import BATCH_SIZE, build_reporter, save_model, tokenize, train_copying
@@ -87,8 +88,27 @@ def _read_conversation(episode: PlayedEpisode) -> Conversation:
     for exchange in episode.exchanges:
         if not all(isinstance(message.content, str) for message in exchange.messages):
             raise UserError("the environment shows images: `fleetbus starter --vision` builds a model that sees")
-        messages += [*exchange.messages, ChatMessage(role="assistant", content=exchange.said)]
+        shown = [_render_result(message) for message in exchange.messages]
+        messages += [*shown, ChatMessage(role="assistant", content=exchange.said)]
+    if episode.rendered_tools:
+        messages = _render_tools(messages, episode.rendered_tools)
     return Conversation(messages=tuple(messages), success=False)
+
+
+def _render_result(message: ChatMessage) -> ChatMessage:
+    """A tool's result as `CHAT_TEMPLATE` shows it to the policy."""
+    if message.role != "tool":
+        return message
+    text = str(message.content)
+    return ChatMessage(role="user", content=text if text.startswith("Error") else f"{TOOL_RESULT}{text}")
+
+
+def _render_tools(messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> list[ChatMessage]:
+    """The conversation with its tools where `CHAT_TEMPLATE` describes them: in the system message."""
+    described, rest = build_compact_system_prompt(tools), list(messages)
+    if rest and rest[0].role == "system":
+        described = f"{rest.pop(0).content}\n{described}"
+    return [ChatMessage(role="system", content=described), *rest]
 
 
 def choose_imitated(played: Sequence[tuple[Conversation, float]], *, seed: int) -> list[Conversation]:
@@ -118,6 +138,11 @@ def build_environment_starter(
     settings = settings or EnvironmentStarterSettings()
     if not played:
         raise UserError("no episode was graded: nothing can be learned from them")
+    if len({reward for _, reward in played}) == 1:
+        raise UserError(
+            f"{len(played)} random episodes all had the reward {played[0][1]:g}: no signal to begin with; pay partial rewards, "
+            "make tasks easier, or give a pretrained model one worked example in its prompt (`fleetbus up --model smollm2`)"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer((render(each.messages) for each, _ in played[:TOKENIZER_EPISODES]), whole_words=True)
     mean = sum(reward for _, reward in played) / len(played)

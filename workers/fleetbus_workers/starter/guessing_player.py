@@ -33,16 +33,18 @@ def build_guessing_player(seed: int) -> Policy:
     def act(messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> str:
         shown = [read_text(message) for message in messages if message.role != "assistant"]
         asked = read_text(next((message for message in messages if message.role == "user"), messages[0]))
-        return _use_tools(draw, asked, shown[-1], tools) if tools else _answer(draw, asked, shown)
+        end = f" {DONE}" if any(DONE in text for text in shown) else ""
+        return _use_tools(draw, asked, shown[-1], tools, end) if tools else _answer(draw, asked, shown)
 
     return act
 
 
-def _use_tools(draw: random.Random, asked: str, last: str, tools: Sequence[ToolSpec]) -> str:
-    """A call of a tool; after a result, half of the time one of its values as the answer."""
+def _use_tools(draw: random.Random, asked: str, last: str, tools: Sequence[ToolSpec], end: str) -> str:
+    """A call of a tool; after a result, half of the time one of its values as the answer, with the ``end`` that is asked
+    for."""
     found = list(_find_values(last)) if last != asked and not last.startswith("Error") else []
     if found and draw.random() < 0.5:
-        return f"{draw.choice(found)} {DONE}"
+        return f"{draw.choice(found)}{end}"
     tool = draw.choice(list(tools))
     properties = tool.parameters.get("properties", {})
     required = tool.parameters.get("required", ())

@@ -13,7 +13,7 @@ import msgspec
 
 from fleetbus.config.load import LoadedConfiguration, dump_configuration
 from fleetbus.config.profile import apply_profile, describe_profile
-from fleetbus.config.run_folder import RunFolder, run_folder
+from fleetbus.config.run_folder import RunFolder, read_earlier_configuration, run_folder
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.errors import UserError
 from fleetbus.files import create_folder, replace_file
@@ -60,7 +60,8 @@ def run_up(
         check_writable(json_summary.absolute().parent, flag="--json-summary")
     if fresh:
         _remove_run(folder, configuration.run.name)
-    if _report_if_finished(configuration, folder, json_summary):
+    restarts = "learner.restart_from" in loaded.given and asks_to_restart(configuration, folder)
+    if not restarts and _report_if_finished(configuration, folder, json_summary):
         return FINISHED
     with hold_run(configuration, folder):
         configure_logs(configuration.log, run=configuration.run.name, role="up")
@@ -168,6 +169,14 @@ def load_finished_summary(configuration: Configuration, folder: RunFolder) -> Su
     if summary is None or not summary.finished or max(summary.steps, default=0) < configuration.learner.steps:
         return None
     return summary
+
+
+def asks_to_restart(configuration: Configuration, folder: RunFolder) -> bool:
+    """Whether a run is to resume from an earlier checkpoint, and was not last started with the same wish."""
+    wanted = configuration.learner.restart_from
+    earlier = read_earlier_configuration(configuration.run) or {}
+    before = earlier.get("learner")
+    return bool(wanted) and (not isinstance(before, dict) or before.get("restart_from") != wanted)
 
 
 def _report_if_finished(configuration: Configuration, folder: RunFolder, json_summary: Path | None) -> bool:

@@ -46,8 +46,12 @@ def fit_limits(configuration: Configuration, given: Mapping[str, str]) -> Config
 
 def fit_evaluation(configuration: Configuration, given: Mapping[str, str]) -> Configuration:
     """The configuration with held-out evaluations of at most a tenth of what is trained, where the user did not say how many:
-    a trial run of a few steps is not to spend its time on evaluations."""
+    a trial run of a few steps is not to spend its time on evaluations. Greedy success is measured before, too, where it is
+    after: what a policy gains by training alone is seen in both."""
     learner, evaluation = configuration.learner, configuration.evaluation
+    if "evaluation.greedy_start" not in given:
+        evaluation = msgspec.structs.replace(evaluation, greedy_start=evaluation.greedy)
+        configuration = msgspec.structs.replace(configuration, evaluation=evaluation)
     if "evaluation.episodes" in given:
         return configuration
     share = learner.steps * learner.groups * learner.group_size // EVALUATED_SHARE

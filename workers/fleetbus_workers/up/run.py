@@ -223,7 +223,8 @@ class Run:
             self._display.line(line)
         summary = build_summary(progress, run=run.name, seed=run.seed, wall_seconds=anyio.current_time() - began)
         found = progress.signal.latest
-        self._result.summary = msgspec.structs.replace(summary, signal=found.reason if found is not None else "")
+        signal = {"signal": found.reason, "signal_kind": found.kind} if found is not None else {}
+        self._result.summary = msgspec.structs.replace(summary, **signal)
 
     @asynccontextmanager
     async def _serve_page(self) -> AsyncIterator[None]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from fleetbus.core.training.evaluation_summary import find_interval
 from fleetbus_workers.observe.run.formatting import STAGE_PREFIX
 from fleetbus_workers.observe.run.progress import Progress
 from fleetbus_workers.observe.run.training_history import StepPoint
@@ -28,10 +29,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     Successes are shares of held-out episodes with a reward of at least ``evaluation.success_threshold``, ``reward_start`` and
     its like their mean rewards; None if they were not measured. ``success_of_all`` are the shares of all episodes, graded or
-    not, by evaluation, ``success_error`` the standard errors of the shares of graded ones. ``seconds_by_stage`` sums the
-    learner's stages over the steps, and the stages of all episodes (``episode_...``; they run beside each other).
-    ``wall_seconds`` is how long the last `up` took. ``signal`` says that nothing was learned at the end, if so, and since when.
-    The rewards and successes per step are what the picture shows.
+    not, by evaluation. ``intervals`` are the 95 % intervals of the successes by the name of the evaluation,
+    ``evaluated_tasks`` how many different tasks were played (0: not known). ``seconds_by_stage`` sums the learner's stages over
+    the steps, and the stages of all episodes (``episode_...``; they run beside each other). ``wall_seconds`` is how long the
+    last `up` took. ``signal`` says that nothing was learned at the end, if so, and since when; ``signal_kind`` is that of
+    `SignalDiagnosis`. The rewards and successes per step are what the picture shows.
     """
 
     run: str
@@ -50,6 +52,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     wall_seconds: float
     seconds_by_stage: dict[str, float]
     signal: str = ""
+    signal_kind: str = ""
+    success_start_greedy: float | None = None
+    intervals: dict[str, tuple[float, float]] = {}
+    evaluated_tasks: int = 0
     reward_start: float | None = None
     reward_end: float | None = None
     reward_end_greedy: float | None = None
@@ -57,7 +63,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reward_by_step: list[float | None]
     success_by_step: list[float | None]
     success_of_all: dict[str, float] = {}
-    success_error: dict[str, float] = {}
 
 
 def build_summary(progress: Progress, *, run: str, seed: int, wall_seconds: float) -> Summary:
@@ -82,6 +87,9 @@ def build_summary(progress: Progress, *, run: str, seed: int, wall_seconds: floa
         success_start=evaluations.get("start"),
         success_end=evaluations.get("end"),
         success_end_greedy=evaluations.get("end_greedy"),
+        success_start_greedy=evaluations.get("start_greedy"),
+        intervals={each.name: find_interval(each.success, each.graded, each.tasks) for each in measured},
+        evaluated_tasks=max((each.tasks for each in measured), default=0),
         reward_start=rewards.get("start"),
         reward_end=rewards.get("end"),
         reward_end_greedy=rewards.get("end_greedy"),
@@ -98,7 +106,6 @@ def build_summary(progress: Progress, *, run: str, seed: int, wall_seconds: floa
         reward_by_step=[step.metrics.get("reward") for step in steps],
         success_by_step=[step.metrics.get("success") for step in steps],
         success_of_all={each.name: each.success_of_all for each in measured if math.isfinite(each.success_of_all)},
-        success_error={each.name: math.sqrt(each.success * (1 - each.success) / each.graded) for each in measured},
     )
 
 

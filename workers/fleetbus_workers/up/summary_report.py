@@ -8,14 +8,14 @@ import msgspec
 
 from fleetbus.config.run_folder import RunFolder
 from fleetbus.files import replace_file
-from fleetbus_workers.observe.run.formatting import format_duration
+from fleetbus_workers.observe.run.formatting import format_duration, format_interval
 from fleetbus_workers.observe.run.resume_command import build_resume_command
 from fleetbus_workers.observe.run.termination import compute_next_step_goal
 from fleetbus_workers.up.summary_builder import Summary
 
 REPORT_WIDTH = 80
-LARGE_ERROR = 0.03
-"""A standard error of a success from which on it is said."""
+LOST = ("no_signal", "fell")
+"""Kinds of signal with which a policy learned nothing, or lost what it had learned."""
 
 
 def write_summary(summary: Summary, *files: Path) -> None:
@@ -36,12 +36,8 @@ def load_summary(folder: RunFolder) -> Summary | None:
 
 def format_report(summary: Summary, folder: RunFolder, shown: Callable[[Path], str], *, commands: bool = True) -> list[str]:
     """Final report: success before and after, cost, location of the files and, with ``commands``, what to type next."""
-    lines = [
-        _format_success(summary),
-        *_format_certainty(summary),
-        _format_cost(summary),
-        *textwrap.wrap(summary.signal, REPORT_WIDTH),
-    ]
+    lines = [_format_success(summary), _format_cost(summary), *_format_certainty(summary), *_format_ungraded(summary)]
+    lines += textwrap.wrap(summary.signal, REPORT_WIDTH)
     return [*lines, *_format_locations(folder, shown), *(_format_next_commands(summary, folder) if commands else ())]
 
 
@@ -74,21 +70,39 @@ def _format_success(summary: Summary) -> str:
     start, end, greedy = summary.success_start, summary.success_end, summary.success_end_greedy
     if end is None:
         begun = "" if start is None else f", success at the start {start:.1%}"
-        return f"{'finished' if summary.finished else 'stopped'}{begun}"
+        return f"{_format_ending(summary)}{begun}"
     before = "" if start is None else f"{start:.1%} → "
-    after = "" if greedy is None else f", {greedy:.1%} greedy"
-    return f"success on held-out tasks {before}{end:.1%} sampled{after}{_format_rewards(summary)}"
+    after = "" if greedy is None else f", {_format_greedy(summary, greedy)} greedy"
+    lost = f"{_format_ending(summary)}; " if summary.signal_kind in LOST else ""
+    return f"{lost}success on held-out tasks {before}{end:.1%} sampled{after}{_format_rewards(summary)}"
+
+
+def _format_greedy(summary: Summary, end: float) -> str:
+    start = summary.success_start_greedy
+    return f"{end:.1%}" if start is None else f"{start:.1%} → {end:.1%}"
 
 
 def _format_certainty(summary: Summary) -> list[str]:
-    """Say how far the success at the end can be trusted: the error of a small set of tasks, and episodes without a grade."""
-    end, error, of_all = summary.success_end, summary.success_error.get("end", 0.0), summary.success_of_all.get("end")
-    if end is None:
+    """How sure the successes are: their 95 % intervals, and of how many tasks."""
+    found = summary.intervals
+    names = {"start": "start", "end": "end", "start_greedy": "greedy start", "end_greedy": "greedy end"}
+    parts = [f"{shown} {format_interval(found[name])}" for name, shown in names.items() if name in found]
+    of = f", of {summary.evaluated_tasks} tasks" if summary.evaluated_tasks else ""
+    return textwrap.wrap(f"95% intervals: {', '.join(parts)}{of}", REPORT_WIDTH) if "end" in found else []
+
+
+def _format_ending(summary: Summary) -> str:
+    """How a run ended, in the first words of its report: one that has nothing to learn from is not called finished alone."""
+    ending = "finished" if summary.finished else "stopped"
+    return f"{ending} without a learning signal" if summary.signal_kind in LOST else ending
+
+
+def _format_ungraded(summary: Summary) -> list[str]:
+    """The success of all episodes at the end, where some have no grade."""
+    end, of_all = summary.success_end, summary.success_of_all.get("end")
+    if end is None or of_all is None or of_all >= end:
         return []
-    words = [f"standard error {error:.1%} (evaluation.episodes)"] if error >= LARGE_ERROR else []
-    if of_all is not None and of_all < end:
-        words.append(f"{of_all:.1%} of all episodes, those without a grade included")
-    return [f"at the end: {', '.join(words)}"] if words else []
+    return [f"at the end {of_all:.1%} of all episodes, those without a grade included"]
 
 
 def _format_rewards(summary: Summary) -> str:

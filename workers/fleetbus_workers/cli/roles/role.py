@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -65,7 +66,7 @@ def run_role(
     tune_collector()
     try:
         status = run_async(_serve, role, work, configuration, name, url)
-        if role == "inference" and values.get("supervised"):
+        if (role == "inference" and values.get("supervised")) or find_running_calls():
             _exit_at_once(status)
         return status
     except Exception as error:  # sorted by cause; what is none of them is raised again
@@ -93,6 +94,17 @@ def _load_fitted(role: str, values: dict[str, Any]) -> Configuration:
 
     gpus = () if values.get("supervised") else find_gpus(os.environ)
     return fit_role(role, loaded.configuration, loaded.given, gpus, find_memory() if gpus and role == "inference" else 0)
+
+
+def find_running_calls() -> list[str]:
+    """Names of threads that would keep the interpreter from ending: in them code of an environment runs that was given up, and
+    may run for ever. Its episode has ended or was handed back."""
+    running = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
+    if running:
+        import structlog
+
+        structlog.get_logger().warning("leaving calls that were given up and still run", count=len(running))
+    return running
 
 
 def _exit_at_once(status: int) -> NoReturn:

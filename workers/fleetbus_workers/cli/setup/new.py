@@ -56,5 +56,5 @@ def environment(name: str, sync: bool, folder: Path) -> int:
     print(f"test it:  python -m pytest {folder / f'test_{name}.py'}")
     there = "" if folder == Path(".") else f"cd {shlex.quote(str(folder))} && "
     print(f"check it: {there}fleetbus check {name}:{kind} --tasks {name}_tasks.json")
-    print(f"train it: {there}fleetbus up --environment {name}:{kind} --tasks {name}_tasks.json")
+    print(f"train it: {there}fleetbus up --run {name} --environment {name}:{kind} --tasks {name}_tasks.json")
     return 0

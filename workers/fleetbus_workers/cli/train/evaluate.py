@@ -6,16 +6,28 @@ from typing import Any
 
 import click
 
+from fleetbus.config.settings import Configuration
+from fleetbus.core.training.evaluation_summary import find_interval
 from fleetbus.errors import UserError
 from fleetbus_workers.api.evaluation import Evaluation, evaluate_run
+from fleetbus_workers.api.model_evaluation import evaluate_model
 from fleetbus_workers.cli.look.run_options import reach_options, run_argument
 from fleetbus_workers.cli.options import NumberRange, load_settings
 from fleetbus_workers.cli.output import json_option, print_json
 from fleetbus_workers.command.event_loop import run_async
+from fleetbus_workers.observe.run.formatting import format_interval
 
 
 @click.command("evaluate")
 @run_argument
+@click.option(
+    "--model",
+    "run__model",
+    metavar="NAME",
+    help="Instead of a run a model: folder, checkpoint's model folder, GGUF file, smollm2, id on the Hugging Face Hub",
+)
+@click.option("--environment", "run__environment", metavar="SPEC", multiple=True, help="With --model: the environment")
+@click.option("--recipe", metavar="NAME", help="With --model: environment, tasks and settings of a recipe")
 @click.option("--tasks", "run__tasks", metavar="FILE", help="Tasks file; its held-out tasks are played (default: the run's)")
 @click.option("--episodes", type=click.IntRange(1), metavar="N", help="Held-out tasks to play (default: the run's setting)")
 @click.option("--samples", type=click.IntRange(1), default=1, metavar="N", help="Episodes per task [1]")
@@ -33,23 +45,31 @@ def command(
     ks: str,
     temperature: float | None,
     as_json: bool,
+    recipe: str | None,
     **values: Any,
 ) -> int:
-    """Play held-out tasks with the newest version of a run's policy.
+    """Play held-out tasks with the newest version of a run's policy, or with a model that no run has trained.
 
     While the run is active, its own workers play them; otherwise the command starts a server and one worker of each kind
     for the duration of the evaluation. The episodes are never trained on. While a learner publishes new versions, no version
     can be pinned, and the report names those that answered.
     """
-    configuration = load_settings({**values, "run__name": run}).configuration
     from fleetbus.logs.setup import configure_logs
 
     chosen = _parse_ks(ks, samples)
+    of_model = recipe is not None or bool(values.get("run__model"))
+    if of_model:
+        if run is not None:
+            raise UserError(f"--model and --recipe take the place of a run: leave out {run}")
+        configuration = _read_model_settings(values, recipe, episodes)
+    else:
+        if values.get("run__environment"):
+            raise UserError("--environment goes with --model: a run has its own")
+        configuration = load_settings({**values, "run__name": run}).configuration
     configure_logs(configuration.log, run=configuration.run.name, role="evaluate", worker="evaluate")
     evaluate = partial(
-        evaluate_run,
+        evaluate_model if of_model else partial(evaluate_run, episodes=episodes),
         configuration,
-        episodes=episodes,
         samples=samples,
         ks=chosen,
         temperature=temperature,
@@ -65,6 +85,17 @@ def command(
         )
     print_json(report) if as_json else _print(report)
     return 0
+
+
+def _read_model_settings(values: dict[str, Any], recipe: str | None, episodes: int | None) -> Configuration:
+    """The settings that `up` would train the model with. Raises `UserError`."""
+    from fleetbus_workers.up.command import check_run
+    from fleetbus_workers.up.recipes import find_recipe
+
+    flags = {**values, "evaluation__episodes": episodes, "run__name": "evaluate"}
+    tables = find_recipe(recipe).build_tables() if recipe is not None else None
+    configuration, _ = check_run(load_settings(flags, earlier=False, recipe=tables), fresh=True)
+    return configuration
 
 
 def _parse_ks(text: str, samples: int) -> list[int]:
@@ -88,6 +119,9 @@ def _print(report: Evaluation) -> None:
     versions = ", ".join(map(str, report.all.versions)) or "-"
     pinned = "" if report.pinned else f"; answered by {versions} while training went on"
     print(f"run {report.run}, version {report.version} after {report.step} steps{pinned}")
+    low, high = find_interval(report.all.success, report.all.graded, report.all.tasks)
+    how = "greedy" if report.temperature == 0 else "sampled"
+    print(f"  success {report.all.success:.1%} {how} (95%: {format_interval((low, high))}) of {report.all.tasks} tasks")
     shown = {"all": report.all} | {name or "-": summary for name, summary in report.environments.items()}
     for name, summary in shown.items() if len(shown) > 2 else (("all", report.all),):
         passed = "  ".join(f"pass@{k} {value:.3f}" for k, value in summary.pass_at.items())

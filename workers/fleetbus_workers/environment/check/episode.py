@@ -47,10 +47,12 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlayedEpisode(msgspec.Struct, kw_only=True):
-    """All of one episode. ``seconds`` are by stage, ``longest_step`` in seconds; ``last`` is what the last step showed;
-    ``unopened`` says why it could not begin if that is not the fault of any code of the user's: a server does not answer."""
+    """All of one episode. ``rendered_tools`` are those that the model's chat template describes. ``seconds`` are by stage,
+    ``longest_step`` in seconds; ``last`` is what the last step showed; ``unopened`` says why it could not begin if that is not
+    the fault of any code of the user's: a server does not answer."""
 
     tools: tuple[ToolSpec, ...] = ()
+    rendered_tools: tuple[ToolSpec, ...] = ()
     exchanges: list[Exchange] = []
     last: tuple[ChatMessage, ...] = ()
     ending: str = "not ended"
@@ -168,6 +170,7 @@ class _Player:
     def _check_start(self, start: Start, environment: Environment) -> None:
         check_messages(start.messages)
         self.episode.tools = start.tools or start.offered
+        self.episode.rendered_tools = start.tools
         location = locate_method(environment, "reset")
         if not start.messages:
             self._fail("reset returned no messages: the policy has nothing to answer", location)
@@ -177,7 +180,11 @@ class _Player:
 
     def _check_verdict(self, verdict: Verdict, environment: Environment) -> None:
         if verdict.reward is None:
-            self._warn(f"verify gave no verdict: {verdict.reason or 'without a reason'}", locate_method(environment, "verify"))
+            location = locate_method(environment, "verify")
+            if verdict.reason:
+                self._warn(f"verify gave no verdict: {verdict.reason}", location)
+            else:
+                self._fail("verify gave no verdict and no reason: an episode without one is never trained", location)
             return
         self._check_reward(verdict.reward, "verify", environment)
         paid = sum(exchange.reward for exchange in self.episode.exchanges)

@@ -1,7 +1,9 @@
 """The part of the check that `up` runs first: one short episode of a class of the user's own, given up after a second."""
 
+import io
 import threading
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import partial
 from typing import Any
 
@@ -26,8 +28,10 @@ def check_quickly(factory: Any, spec: str, task: Task, configuration: Configurat
     thread = threading.Thread(
         target=partial(_play, factory, task, configuration, found.append), name="environment-check", daemon=True
     )
-    thread.start()
-    thread.join(QUICK_SECONDS)
+    # What a class prints would stand between the lines of `up`; in the run its worker's log has it.
+    with redirect_stdout(io.StringIO()):
+        thread.start()
+        thread.join(QUICK_SECONDS)
     if not found:
         return
     failure = next((problem for problem in found[0].problems if problem.is_failure), None)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from fleetbus_workers.learner.torch.batches import MicroBatch, group_padded
+from fleetbus_workers.learner.torch.batches import MicroBatch, group_padded, split_micro_batches
 
 LONGEST_ROW = 1024
 """Tokens of a row with branches, because attention costs their square; a longer group is spread over several rows."""
@@ -35,6 +35,26 @@ class Row(NamedTuple):
     @property
     def tokens(self) -> int:
         return self.stem + sum(self.lengths)
+
+
+def split_batches(
+    ids: Sequence[NDArray[Any]],
+    masks: Sequence[NDArray[np.bool_]],
+    groups: Sequence[str],
+    subset: Sequence[int],
+    *,
+    prefix: int,
+    size: int,
+    budget: int,
+    packing: bool,
+) -> Iterator[MicroBatch]:
+    """Micro-batches of ``subset``: with branches where ``groups`` has the group of every sequence and that saves tokens, else
+    as `split_micro_batches` makes them."""
+    if groups and subset:
+        named = {index: groups[index] for index in subset}
+        if (found := split_branched_batches(ids, masks, named, prefix=prefix, size=size, budget=budget)) is not None:
+            return found
+    return split_micro_batches(ids, masks, prefix=prefix, size=size, subset=subset, budget=budget, packing=packing)
 
 
 def split_branched_batches(

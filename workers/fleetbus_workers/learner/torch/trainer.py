@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,8 +29,8 @@ from fleetbus_workers.learner.hooks import load_loss
 from fleetbus_workers.learner.minibatches import drop_non_finite, split_minibatches
 from fleetbus_workers.learner.torch import model as models
 from fleetbus_workers.learner.torch.advantages import add_teacher, apply_kl_penalty, normalise
-from fleetbus_workers.learner.torch.batches import MicroBatch, find_shared_prefix, split_micro_batches, truncate_sequence
-from fleetbus_workers.learner.torch.branches import can_branch, split_branched_batches
+from fleetbus_workers.learner.torch.batches import MicroBatch, find_shared_prefix, truncate_sequence
+from fleetbus_workers.learner.torch.branches import can_branch, split_batches
 from fleetbus_workers.learner.torch.checkpoint_files import read_into, start_writing
 from fleetbus_workers.learner.torch.critic import Critic
 from fleetbus_workers.learner.torch.forward import SharedPrefix, can_pack, can_share_prefix, compute_scores, find_head
@@ -347,8 +347,16 @@ class TorchTrainer:
             with torch.autocast(device.type, precision, enabled=precision != torch.float32):
                 prefix = SharedPrefix(model, torch.from_numpy(ids[0][:length].astype(np.int64)).to(device), inputs)
         for learns, subset in self._partition_by_gradient(batch):
-            groups = {index: batch[index].group_id for index in subset} if self._branch and not teaches else {}
-            found = self._split(ids, masks, length, subset, groups)
+            found = split_batches(
+                ids,
+                masks,
+                [sequence.group_id for sequence in batch] if self._branch and not teaches else (),
+                subset,
+                prefix=length,
+                size=self.settings.learner.micro_batch_size,
+                budget=self.settings.trainer.token_budget,
+                packing=self.settings.trainer.packing,
+            )
             for each, counts in (
                 self.shards.split_items(list(found)) if self.shards.world > 1 else ((each, True) for each in found)
             ):
@@ -369,23 +377,6 @@ class TorchTrainer:
                 yield ScoredBatch(micro_batch, tokens, scores, counts)
         if prefix is not None:
             prefix.close()
-
-    def _split(
-        self,
-        ids: Sequence[NDArray[np.int32]] | Sequence[NDArray[np.int64]],
-        masks: Sequence[NDArray[np.bool_]],
-        prefix: int,
-        subset: Sequence[int],
-        groups: Mapping[int, str],
-    ) -> Iterator[MicroBatch]:
-        """Micro-batches of ``subset``: rows with branches, where ``groups`` are named and that saves tokens."""
-        size, budget = self.settings.learner.micro_batch_size, self.settings.trainer.token_budget
-        branched = split_branched_batches(ids, masks, groups, prefix=prefix, size=size, budget=budget) if groups else None
-        if branched is not None:
-            return branched
-        return split_micro_batches(
-            ids, masks, prefix=prefix, size=size, subset=subset, budget=budget, packing=self.settings.trainer.packing
-        )
 
     def _partition_by_gradient(
         self, batch: Sequence[TrainingSequence]

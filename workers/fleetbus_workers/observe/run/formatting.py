@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fleetbus.core.training.evaluation_summary import find_interval
 from fleetbus_schemas import GRADED, EvaluationFinished, WorkerRole
 from fleetbus_workers.observe.run.progress import Progress
 
@@ -34,7 +35,8 @@ def format_step_short(progress: Progress) -> str:
 
 
 def format_evaluation(evaluation: EvaluationFinished) -> str:
-    """One evaluation: ``held out, start: success 31.2% of 256 episodes, mean reward 0.412 (sampled)``."""
+    """One evaluation: ``held out, start: success 31.2% of 256 episodes, mean reward 0.412 (sampled, 95%:
+    25.8-37.1%)``."""
     how = "greedy" if evaluation.temperature == 0 else "sampled"
     name = evaluation.name.replace("_", " ")
     if not evaluation.graded:
@@ -43,8 +45,15 @@ def format_evaluation(evaluation: EvaluationFinished) -> str:
     missing = f", {unplayed} without a grade" if unplayed else ""
     if unplayed and evaluation.successes >= 0:
         missing += f": success {evaluation.success_of_all:.1%} of all {evaluation.episodes}"
-    measured = f"success {evaluation.success:.1%} of {evaluation.graded} episodes, mean reward {evaluation.mean_reward:.3f}"
-    return f"held out, {name}: {measured} ({how}{missing})"
+    of = f" of {evaluation.tasks} tasks" if 0 < evaluation.tasks < evaluation.episodes else ""
+    measured = f"success {evaluation.success:.1%} of {evaluation.graded} episodes{of}, mean reward {evaluation.mean_reward:.3f}"
+    between = format_interval(find_interval(evaluation.success, evaluation.graded, evaluation.tasks))
+    return f"held out, {name}: {measured} ({how}, 95%: {between}{missing})"
+
+
+def format_interval(interval: tuple[float, float]) -> str:
+    """``25.8-37.1%``."""
+    return f"{100 * interval[0]:.1f}-{interval[1]:.1%}"
 
 
 def format_evaluation_progress(progress: Progress) -> str:

@@ -41,6 +41,7 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
     graded: int
     temperature: float
     success_of_all: float = math.nan
+    tasks: int = 0
     time_ns: int = 0
 
 
