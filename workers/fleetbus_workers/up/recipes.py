@@ -26,8 +26,8 @@ OWN_FOLDER = "{recipe}"
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a recipe says of itself. ``tasks``: a file of its folder whose `TASKS_FUNCTION` makes them. ``starter``: its model
-    is a starter policy that is built for it. ``needs``: packages that are imported, and the command that installs each.
+    """A recipe's description of itself. ``tasks``: a file of its folder whose `TASKS_FUNCTION` makes them. ``starter``: its
+    model is a starter policy that is built for it. ``needs``: packages that are imported, and the command that installs each.
     ``measured``: what was found; empty if nothing was measured."""
 
     title: str
@@ -59,7 +59,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_recipes_folder() -> Path:
-    """Where the recipes that ship are: in the installed package, else at the root of the checkout."""
+    """The folder of the recipes that ship: in the installed package, else at the root of the checkout."""
     package = Path(__file__).parents[1]
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parents[1] / "recipes"

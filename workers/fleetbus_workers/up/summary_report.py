@@ -83,7 +83,7 @@ def _format_greedy(summary: Summary, end: float) -> str:
 
 
 def _format_certainty(summary: Summary) -> list[str]:
-    """How sure the successes are: their 95 % intervals, and of how many tasks."""
+    """Lines that say how sure the successes are: their 95 % intervals, and of how many tasks."""
     found = summary.intervals
     names = {"start": "start", "end": "end", "start_greedy": "greedy start", "end_greedy": "greedy end"}
     parts = [f"{shown} {format_interval(found[name])}" for name, shown in names.items() if name in found]
@@ -92,7 +92,7 @@ def _format_certainty(summary: Summary) -> list[str]:
 
 
 def _format_ending(summary: Summary) -> str:
-    """How a run ended, in the first words of its report: one that has nothing to learn from is not called finished alone."""
+    """The ending of a run, in the first words of its report: one with nothing to learn from is not called finished alone."""
     ending = "finished" if summary.finished else "stopped"
     return f"{ending} without a learning signal" if summary.signal_kind in LOST else ending
 

@@ -1,4 +1,4 @@
-"""Which processors multiply in bfloat16: on others it is slower than float32, because it is converted back and forth."""
+"""Tells processors that multiply in bfloat16: on others it is slower than float32, because it is converted back and forth."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The episodes of a group answer the same prompt, so most tokens of a batch with short answers are prompts that were repeated. In
 a row each token sees the beginning and its own branch alone, by a mask and by positions of its own. Above is the trainer; the
-model that this is right for is found by `can_branch`.
+model that this is right for is found by `can_branch` (docs/decisions/0175).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _close_row(indices: Sequence[int], ids: Sequence[NDArray[Any]], prefix: int,
 
 
 def _count_common(ids: Sequence[NDArray[Any]], masks: Sequence[NDArray[np.bool_]]) -> int:
-    """How many leading tokens all sequences share, none of them sampled and none the last of a sequence, which is not run."""
+    """The number of leading tokens that all sequences share, none of them sampled and none the last of a sequence."""
     stop = min(int(np.argmax(mask)) if mask.any() else len(mask) - 1 for mask in masks)
     first = ids[0][:stop]
     for other in ids[1:]:
@@ -173,8 +173,8 @@ def _build_batch(
 
 
 def _build_mask(branches: NDArray[np.int64], prefix: int) -> NDArray[np.bool_]:
-    """What each token sees, [R, 1, S, ``prefix`` + S], for the ``branches`` [R, S] of the tokens (0: the beginning, -1:
-    padding)."""
+    """The tokens that each token sees, [R, 1, S, ``prefix`` + S], for the ``branches`` [R, S] of the tokens (0: the beginning,
+    -1: padding)."""
     causal = np.tril(np.ones((branches.shape[1],) * 2, bool))
     own = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
     before = np.ones((*branches.shape, prefix), bool)
