@@ -77,7 +77,7 @@ async def test_requests_of_training_alone_carry_the_reward_of_a_time_out() -> No
                 "lineage": "l1",
                 "version": 0,
             }
-            found += [requests.build_request(Task(key="t"), split=split, version=0, **named) for split in ("train", "eval")]
+            found += [requests.build_request(Task(key="t"), split=split, **named) for split in ("train", "eval")]
     assert [request.timeout_reward for request in found] == [-0.5, None, None, None]
 
 
