@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fleetbus import ChatMessage, Start, Step, ToolSpec, Verdict
+from fleetbus import Action, ChatMessage, Start, Step, ToolSpec, Verdict
 from fleetbus.config.load import dump_configuration, load_configuration
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration
@@ -25,7 +26,7 @@ class Loud:
     """Prints in every call that `up` makes before it starts."""
 
     replayable = True
-    verdict: Verdict | None = Verdict(reward=1.0)
+    verdict: Any = Verdict(reward=1.0)
 
     async def open(self, task: Task) -> None:
         print("opened")
@@ -34,14 +35,15 @@ class Loud:
         print("reset")
         return Start(messages=(ChatMessage(role="user", content="?"),))
 
-    async def step(self, action: object) -> Step:
+    async def step(self, action: Action) -> Step:
         return Step(terminated=True)
 
-    async def state(self) -> dict[str, object]:
+    async def state(self) -> dict[str, Any]:
         return {}
 
-    async def verify(self) -> Verdict | None:
-        return self.verdict
+    async def verify(self) -> Verdict:
+        verdict: Verdict = self.verdict
+        return verdict
 
     async def close(self) -> None:
         print("closed")

@@ -111,11 +111,11 @@ def test_the_second_call_converts_nothing_and_a_broken_folder_is_made_anew(tiny:
     conversions: list[Path] = []
     convert = gguf_model._convert_apart
 
-    def count(file: Path, target: Path) -> None:
+    def convert_and_note(file: Path, target: Path) -> None:
         conversions.append(target)
         convert(file, target)
 
-    monkeypatch.setattr(gguf_model, "_convert_apart", count)
+    monkeypatch.setattr(gguf_model, "_convert_apart", convert_and_note)
     assert resolve_model(str(tiny)) == folder and not conversions
     with (folder / "model.safetensors").open("r+b") as opened:
         opened.seek(-4, os.SEEK_END)

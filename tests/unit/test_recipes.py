@@ -74,8 +74,8 @@ def test_flags_and_an_earlier_start_win_over_a_recipe_and_its_settings_count_as_
 def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="no recipe 'sum': there are arithmetic, calculator"):
         find_recipe("sum")
-    (tmp_path / "recipe.toml").write_text('[recipe]\ntitle = "T"\nmodle = "M"\n')
-    with pytest.raises(UserError, match="modell"):
+    (tmp_path / "recipe.toml").write_text('[recipe]\ntitle = "T"\nkind = "M"\n')
+    with pytest.raises(UserError, match="kind"):
         find_recipe(str(tmp_path))
     (tmp_path / "recipe.toml").write_text('[recipe]\ntitle = "T"\nmodel = "M"\nneeds = { no_such = "pip install no-such" }\n')
     with pytest.raises(UserError, match="needs no_such: pip install no-such"):
