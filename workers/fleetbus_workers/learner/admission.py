@@ -130,7 +130,7 @@ class Admission:
                 await self._resumed.wait()
                 await self._wait_while_failing()
                 await self._requests.wait_for_room(self._settings.group_size)
-                if self.is_paused or not self._count_admissible():  # engines may have filled up meanwhile
+                if self.is_paused or not self._count_engine_room():  # engines may have filled up meanwhile
                     break
                 group_id = f"g{self.next_group:06d}"
                 self.next_group += 1
@@ -158,7 +158,11 @@ class Admission:
             max_staleness=self._settings.max_staleness,
             outstanding=len(self._pool),
         )
-        return min(allowed, max(self.episode_limit - self._pool.open_episodes, 0) // self._settings.group_size)
+        return min(allowed, self._count_engine_room())
+
+    def _count_engine_room(self) -> int:
+        """The groups for which the engines have room, by what they say of themselves."""
+        return max(self.episode_limit - self._pool.open_episodes, 0) // self._settings.group_size
 
     async def _request_group(self, group_id: str, indices: Sequence[int]) -> None:
         """Publish the requests of a group together; all its episodes play the same task."""
