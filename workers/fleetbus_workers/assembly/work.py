@@ -6,20 +6,16 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import structlog
 
 from fleetbus.auth.access import build_access
 from fleetbus.bus.base import Bus
 from fleetbus.bus.streams import observations_consumer, tasks_consumer
-from fleetbus.config.profile import TABLES, describe_profile
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import ANY_LANE, Subjects
 
 if TYPE_CHECKING:
     from fleetbus.bus.nats.bus import NatsBus
-
-log = structlog.get_logger()
 
 Work = Callable[["Bus", "Configuration", str, anyio.Event], Coroutine[Any, Any, None]]
 """A role's loop: returns when it is finished or, once the event is set, drained."""
@@ -48,8 +44,6 @@ async def serve_role(role: str, work: Work, configuration: Configuration, name: 
     run = configuration.run.name
     async with connect(url, run=run, role=role, worker=name, **access) as bus, anyio.create_task_group() as services:
         await _check_declared(bus, configuration, role)
-        if role in TABLES:
-            log.info(describe_profile(configuration, role))
         services.start_soon(Microservice(bus, Subjects(run), role=role, worker=name).run)
         await work(bus, configuration, name, drain)
         services.cancel_scope.cancel()

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import anyio
 import click
 
-from fleetbus.config.profile import TABLES
+from fleetbus.config.profile import TABLES, describe_profile
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import LogLost, TakenOver, find_leaf, is_bad_input
 from fleetbus_workers.assembly.work import Work, import_work, serve_role
@@ -59,6 +59,8 @@ def run_role(
     if values.get("supervised"):
         exit_with_parent()
     configure_logs(configuration.log, run=configuration.run.name, role=role, worker=name)
+    if role in TABLES and os.environ.get("RANK", "0") == "0":  # of several processes that share a model the first one speaks
+        structlog.get_logger().info(describe_profile(configuration, role))
     os.environ.setdefault("TQDM_DISABLE", "1")  # a bar for weights that are read in a second is noise in a log
     work = import_work(load_work)
     tune_collector()
