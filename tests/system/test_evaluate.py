@@ -137,11 +137,12 @@ def test_a_run_that_does_not_exist_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(240)
 def test_a_model_that_no_run_has_trained_is_evaluated_and_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fleetbus_workers.cli", "evaluate", "--model", str(find_starter_folder()), "--json"]
     ended = subprocess.run(
         [*command, "--episodes", "6", "--samples", "2", "--temperature", "0"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=55, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout)
