@@ -15,6 +15,8 @@ from typing import Any
 import anyio
 import pytest
 
+from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.server import run_server
 from fleetbus.client.sessions import sessions
 from fleetbus.core.episode.journal import Journal
 from fleetbus.core.episode.trace_ids import build_call_path, compute_session_trace_id, span_id
@@ -24,7 +26,6 @@ from fleetbus_workers.gateway.gym_app import GymGateway, GymSettings
 from fleetbus_workers.gateway.gym_methods import GymCalls
 from tests.support.gym_service import Wire, new_boundary, running
 from tests.support.otlp_receiver import Receiver, spans_in_file
-from tests.support.servers import connect, run_server
 from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 
 pytestmark = pytest.mark.integration

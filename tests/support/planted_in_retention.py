@@ -21,7 +21,7 @@ def floor_not_read(patch: pytest.MonkeyPatch) -> None:
     async def faulty(self: attempts.Attempts, running: Any, claim_sequence: int) -> bool:
         return False
 
-    patch.setattr(attempts.Attempts, "_is_refused", faulty)
+    patch.setattr(attempts.Attempts, "_drop_below_floor", faulty)
 
 
 def removed_before_the_floor_is_raised(patch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.bus.nats.server import find_server
+from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.server import find_server, run_server
 from fleetbus_schemas import Subjects, WorkerStarted, decode
 from fleetbus_workers.cli.program import COMMANDS
-from tests.support.servers import connect, run_server
 
 pytestmark = pytest.mark.integration
 
@@ -75,7 +75,7 @@ def test_a_role_has_only_the_flags_of_the_tables_that_it_reads() -> None:
     ("arguments", "part"),
     [
         (["inferense"], "did you mean inference?"),
-        (["xyzzy"], "the commands are up, environment"),
+        (["xyzzy"], "the commands are up, recipes, environment"),
         (["up", "--step", "5"], "--step"),
         (["up", "--seed"], "--seed"),
         (["environment", "--run", "a.b"], "run.name"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fleetbus.bus.nats.server import run_server
 from fleetbus.config.load import load_configuration
 from fleetbus.errors import UserError
 from fleetbus_workers.cli.look import diagnosis
@@ -18,7 +19,6 @@ from fleetbus_workers.cli.look.diagnosis import check_bus, check_disk, check_mem
 from fleetbus_workers.cli.look.model_diagnosis import diagnose_model
 from fleetbus_workers.starter.build import find_starter_folder
 from fleetbus_workers.up.checks import check_everything
-from tests.support.servers import run_server
 from tests.support.template_folders import write_template_folder
 
 pytestmark = pytest.mark.integration

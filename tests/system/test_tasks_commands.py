@@ -136,7 +136,7 @@ def test_a_new_environment_is_short_and_passes_its_own_test(
 ) -> None:
     assert run_program(["new", "environment", "my_game", "--folder", str(tmp_path), *flags]) == 0
     printed = capsys.readouterr().out
-    assert f"cd {tmp_path} && fleetbus up --environment my_game:MyGame --tasks my_game_tasks.json" in printed
+    assert f"cd {tmp_path} && fleetbus up --run my_game --environment my_game:MyGame --tasks my_game_tasks.json" in printed
     source = (tmp_path / "my_game.py").read_text()
     assert len(source.splitlines()) <= 60
     assert ("async def step" in source) is not flags

@@ -11,10 +11,11 @@ import anyio
 import psutil
 import pytest
 
+from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus_workers.up.lock import lock_run
 from tests.support.processes import until, wait_for_output
-from tests.support.servers import connect, run_server
 
 pytestmark = pytest.mark.integration
 

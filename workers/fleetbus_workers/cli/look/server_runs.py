@@ -15,7 +15,6 @@ import msgspec
 
 from fleetbus.auth.access import build_access
 from fleetbus.auth.folder import list_runs_with_keys
-from fleetbus.bus.nats.runs import RunOnServer
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.config.run_folder import RunFolder
 from fleetbus.errors import UserError

@@ -21,7 +21,6 @@ from fleetbus.errors import BusError, UserError
 from fleetbus.logs.secret_formats import redact_command
 from fleetbus.recording.format import RecordingHeader, compute_message_schema
 from fleetbus.recording.reader import read_header
-from fleetbus.recording.redaction import Redactor, find_environment_secrets
 from fleetbus.recording.writer import create_recording, read_fleetbus_version
 from fleetbus_workers.cli.look.run_options import archive_option, reach_options, source_argument
 from fleetbus_workers.cli.options import load_settings
@@ -224,6 +223,8 @@ def _build_header(source: Source, configuration: Configuration, episodes: tuple[
 def _strip_local_settings(tables: dict[str, Any]) -> dict[str, object]:
     """Drop addresses and paths that are meaningful on this machine only, and secrets in what remains: environments are named by
     addresses and command lines."""
+    from fleetbus.recording.redaction import Redactor, find_environment_secrets
+
     tables["nats"]["url"] = ""
     tables["run"]["folder"] = ""
     tables["run"]["environment"] = redact_command(tables["run"]["environment"])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from fleetbus.core.training.evaluation_summary import find_interval
 from fleetbus_schemas import GRADED, EvaluationFinished, WorkerRole
-from fleetbus_workers.observe.run.progress import Progress
+
+if TYPE_CHECKING:
+    from fleetbus_workers.observe.run.progress import Progress
 
 STAGE_PREFIX = "seconds_"
 """Metrics of a step that are times of a stage begin like this."""
