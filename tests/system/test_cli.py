@@ -92,7 +92,7 @@ def test_bad_usage_is_one_line_and_exit_2(tmp_path: Path, arguments: list[str], 
     result = fleetbus(*arguments, folder=tmp_path)
     assert result.returncode == 2
     assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
+    (line,) = (line for line in result.stderr.splitlines() if " [info" not in line)
     assert line.startswith("fleetbus: ") and part in line
 
 
@@ -184,7 +184,7 @@ def test_a_role_that_crashes_logs_it_and_exits_1(tmp_path: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False, cwd=tmp_path)
     assert result.returncode == 1
-    (line,) = result.stderr.splitlines()
+    _, line = result.stderr.splitlines()  # the first is its profile
     logged = json.loads(line)
     assert (logged["event"], logged["level"], logged["worker"], logged["role"]) == ("crashed", "error", "e1", "environment")
     assert "something is broken" in line
@@ -194,7 +194,7 @@ def test_a_role_that_crashes_logs_it_and_exits_1(tmp_path: Path) -> None:
 async def test_a_role_of_a_run_that_nobody_declared_is_refused_in_one_line(tmp_path: Path, role: list[str]) -> None:
     async with run_server(tmp_path / "nats") as server:
         done = await anyio.to_thread.run_sync(lambda: fleetbus(*role, "--nats", server.url, "--run", "r1", folder=tmp_path))
-    (line,) = done.stderr.splitlines()
+    (line,) = (line for line in done.stderr.splitlines() if " [info" not in line)
     assert done.returncode == 2
     assert line == "fleetbus: no run r1 on this server: `fleetbus init --run r1` declares it; or check --run and --nats"
 
@@ -219,7 +219,7 @@ async def test_a_role_says_that_it_is_ready_drains_on_sigterm_and_exits_0(tmp_pa
             with anyio.CancelScope(shield=True):
                 await process.aclose()
     told = [line.split("]")[1].split()[0] for line in (tmp_path / "log").read_text().splitlines()]
-    assert told == ["ready", "draining", "stopped"]
+    assert told == ["profile", "ready", "draining", "stopped"]
 
 
 @pytest.mark.parametrize("arguments", [["init"], ["environment"], ["audit"]])
@@ -233,5 +233,5 @@ def test_a_server_without_jetstream_is_named_as_such(tmp_path: Path, arguments: 
             done = fleetbus(*arguments, "--nats", f"nats://{listening.decode().split()[-1]}", folder=tmp_path)
         finally:
             server.kill()
-    (line,) = done.stderr.splitlines()
+    (line,) = (line for line in done.stderr.splitlines() if " [info" not in line)
     assert done.returncode == 2 and "runs without JetStream: start it with `nats-server -js`" in line

@@ -16,6 +16,8 @@ import pytest
 
 from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import Bus
+from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import (
     Configuration,
@@ -39,7 +41,6 @@ from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.learner.worker import run_learner
 from fleetbus_workers.recorder.worker import run_recorder
 from tests.support.cluster import Cluster, cluster, declare_streams
-from tests.support.servers import connect, run_server
 
 pytestmark = pytest.mark.integration
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from fleetbus.bus.memory import MemoryServer
+from fleetbus.bus.nats import connect as connect_openly
+from fleetbus.bus.nats.server import run_server as run_open_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import UserError
 from fleetbus.log.episodes import decode_episode_entry
@@ -155,10 +157,11 @@ async def test_a_run_of_which_nothing_is_learned_is_an_alarm_and_a_solved_one_a_
 
 async def test_the_nats_server_is_shown_with_who_is_connected_and_without_it_how_to_turn_that_on(tmp_path: Path) -> None:
     with anyio.fail_after(50):
-        async with run_server(tmp_path) as server, AsyncExitStack() as opened:
-            async with connect(server.url, run=RUN, role="init") as admin:
-                await admin.declare(plan_run(RUN, lanes=2))
-            bus = await opened.enter_async_context(connect(server.url, run=RUN, role="monitor", worker="looker"))
+        async with (
+            run_open_server(tmp_path) as server,
+            connect_openly(server.url, run=RUN, role="monitor", worker="looker") as bus,
+        ):
+            await bus.declare(plan_run(RUN, lanes=2))
             async with open_page(bus, server.monitor_url) as page, page.events() as events:
                 shown = await anext(
                     facts["server"] async for name, facts in events if name == "overview" and facts["server"]["version"]

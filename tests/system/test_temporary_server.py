@@ -14,6 +14,7 @@ import pytest
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
+from fleetbus_schemas import Subjects, WorkerStopped, encode
 from fleetbus_workers.up.lock import lock_run
 from tests.support.processes import until, wait_for_output
 
@@ -42,6 +43,8 @@ async def test_a_run_whose_up_was_killed_is_served_from_its_files(tmp_path: Path
     folder = tmp_path / ".fleetbus" / "runs" / RUN
     async with run_server(folder / "nats") as server, connect(server.url, run=RUN, role="test") as bus:
         await bus.declare(plan_run(RUN, lanes=1, max_bytes=0))
+        stopped = WorkerStopped(worker="w", role="environment")
+        await bus.publish(Subjects(RUN).life("environment", "w"), encode(stopped))
     (folder / "server.json").write_text(f'{{"url": "{server.url}", "pid": 1}}')
     (folder / "lock").write_text("1")
 

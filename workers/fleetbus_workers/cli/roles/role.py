@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -96,10 +97,18 @@ def _load_fitted(role: str, values: dict[str, Any]) -> Configuration:
     return fit_role(role, loaded.configuration, loaded.given, gpus, find_memory() if gpus and role == "inference" else 0)
 
 
+THREAD_SECONDS = 1.0
+"""How long threads may take to end after the event loop."""
+
+
 def find_running_calls() -> list[str]:
     """Names of threads that would keep the interpreter from ending: in them code of an environment runs that was given up, and
     may run for ever. Its episode has ended or was handed back."""
-    running = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
+    end = time.monotonic() + THREAD_SECONDS
+    threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
+    for thread in threads:  # idle ones of the event loop end by themselves
+        thread.join(max(end - time.monotonic(), 0.0))
+    running = [thread.name for thread in threads if thread.is_alive()]
     if running:
         import structlog
 
