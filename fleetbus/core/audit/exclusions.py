@@ -29,10 +29,21 @@ class Excluding(msgspec.Struct, frozen=True, kw_only=True):
     is_end: bool
     settings: Mapping[str, Mapping[str, bool | int | float | str]]
     step_of: Mapping[int, int]
+    proven_step: int | None = None
+    """Up to which step versions count by the step that they were published with; None: all. A lineage that continues another
+    counts the void ones of its parent by what its checkpoint knows."""
 
     @classmethod
     def of(cls, started: LineageStarted | None, step: int, step_of: Mapping[int, int], *, is_end: bool = False) -> "Excluding":
-        return cls(step=step, is_end=is_end, settings=started.settings if started is not None else {}, step_of=step_of)
+        if started is None:
+            return cls(step=step, is_end=is_end, settings={}, step_of=step_of)
+        return cls(
+            step=step,
+            is_end=is_end,
+            settings=started.settings,
+            step_of=step_of,
+            proven_step=started.parent_step if started.parent else None,
+        )
 
 
 def judge_exclusions(
@@ -74,4 +85,7 @@ def _is_stale(excluding: Excluding, most: object, members: Sequence[EpisodeAudit
     if not isinstance(most, int):
         return None
     steps = tuple(excluding.step_of.get(member.oldest_version, 0) for member in members if member.oldest_version >= 0)
-    return lag(excluding.step, steps) > most
+    if lag(excluding.step, steps) > most:
+        return True
+    proven = excluding.proven_step
+    return False if proven is None or all(step <= proven for step in steps) else None
