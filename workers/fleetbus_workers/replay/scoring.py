@@ -33,6 +33,7 @@ from fleetbus_workers.replay.token_histories import ExpectedTurn, History, merge
 from fleetbus_workers.replay.watched_sampler import WatchedSampler
 from fleetbus_workers.weights.adapters import read_version
 from fleetbus_workers.weights.file import unique_tensors
+from fleetbus_workers.weights.forward_cache import build_cache_options
 
 ROWS, TOKENS = 16, 4096
 """Most sequences and tokens of a forward pass: with more, a few long ones make many short ones long."""
@@ -174,7 +175,7 @@ class ScoringSampler(WatchedSampler):
         began = perf_counter()
         options: dict[str, object] = {"use_cache": False}
         if shared is not None:
-            options = {"use_cache": True, "past_key_values": shared.cache(len(batch.ids))}
+            options = build_cache_options(self._model, shared.cache(len(batch.ids)))
         if self._plain_head:
             made = self._model.base_model(input_ids=batch.ids, **options).last_hidden_state
         else:

@@ -18,6 +18,7 @@ from fleetbus_schemas import ChatMessage, ToolCall
 from fleetbus_workers.environment.adapters.warehouse.items import FIELDS, TOOLS, Warehouse
 from fleetbus_workers.starter.conversation import TURN_LIMIT, build_opening, format_json_result, format_missing_item
 from fleetbus_workers.starter.tokenizer import TURN_START, encode, encode_with_mask
+from fleetbus_workers.weights.forward_cache import build_cache_options, get_cache
 
 TURN_TOKENS = 48
 """Tokens of one turn; a longer one ends the episode."""
@@ -115,7 +116,7 @@ def run_rollouts(
                 rows, fed = [rows[index] for index in kept], fed[kept]
                 cache.batch_select_indices(torch.tensor(kept, dtype=torch.int64))
         if rows:
-            logits = model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            logits = model(input_ids=fed, **build_cache_options(model, cache), logits_to_keep=1).logits[:, -1]
     return played
 
 
@@ -125,8 +126,9 @@ def _prefill(model: PreTrainedModel, rows: Sequence[_RolloutRow]) -> tuple[Dynam
     common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first) - 1)
     fed = [row.feed(common) for row in rows]
     output = model(input_ids=torch.tensor(fed[:1]), use_cache=True, logits_to_keep=1)
-    output.past_key_values.batch_repeat_interleave(len(rows))
-    return output.past_key_values, output.logits[:, -1].expand(len(rows), -1)
+    cache: DynamicCache = get_cache(output)
+    cache.batch_repeat_interleave(len(rows))
+    return cache, output.logits[:, -1].expand(len(rows), -1)
 
 
 def _advance(rows: Sequence[_RolloutRow], logits: torch.Tensor, generator: torch.Generator, temperature: float) -> torch.Tensor:

@@ -15,6 +15,7 @@ from fleetbus.errors import UserError
 from fleetbus_workers.inference.torch.batch import Batch, PrefillTokens
 from fleetbus_workers.inference.torch.slots import Block, SlotCache
 from fleetbus_workers.weights.file import unique_tensors
+from fleetbus_workers.weights.forward_cache import build_cache_options
 
 ATTENTIONS = frozenset({"full_attention", "sliding_attention"})
 
@@ -132,8 +133,7 @@ class GenericRunner:
             **self._build_inputs(tokens),
             attention_mask=self._build_mask(placement),
             position_ids=placement.positions,
-            past_key_values=self._cache,
-            use_cache=True,
+            **build_cache_options(module, self._cache),
         )
 
     def _build_inputs(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:

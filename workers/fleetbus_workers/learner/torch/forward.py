@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from fleetbus_workers.learner.torch.batches import MicroBatch
 from fleetbus_workers.learner.torch.token_scores import Scores, score_logits, score_tokens
+from fleetbus_workers.weights.forward_cache import build_cache_options, get_cache
 
 ROUNDING_SHARE = 0.25
 
@@ -32,7 +33,7 @@ class SharedPrefix:
     """Keys and values of a prefix, run once; `close` sends the gradients that the micro-batches left in them through it."""
 
     def __init__(self, model: PreTrainedModel, ids: torch.Tensor, inputs: Inputs = build_text_inputs) -> None:
-        cache = model.base_model(**inputs(model, ids[None]), use_cache=True).past_key_values
+        cache = get_cache(model.base_model(**inputs(model, ids[None]), use_cache=True))
         self._computed = [tensor for layer in cache for tensor in layer[:2]]
         self._leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._computed]
 
@@ -51,7 +52,7 @@ def can_share_prefix(model: PreTrainedModel) -> bool:
     """True if every layer keeps all keys and values, so that a prefix is nothing but its cache."""
     ids = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
     with torch.no_grad():
-        cache = getattr(model.base_model(input_ids=ids, use_cache=True), "past_key_values", None)
+        cache = get_cache(model.base_model(input_ids=ids, use_cache=True))
     return isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
@@ -159,7 +160,7 @@ def compute_scores(
     """
     options: dict[str, object] = {"use_cache": False}
     if prefix is not None:
-        options = {"use_cache": True, "past_key_values": prefix.cache(len(batch.ids))}
+        options = build_cache_options(model, prefix.cache(len(batch.ids)))
     if batch.positions is not None:
         options["position_ids"] = batch.positions
     if batch.visible is not None:
