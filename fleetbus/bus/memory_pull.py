@@ -176,25 +176,33 @@ class MemoryReader:
         self._next = max(start, 1)
         self._start = self._next
         self._last: StreamEntry | None = None
+        self._doubted: StreamEntry | None = None
         self._link = link
         self._wake = anyio.Event()
 
     async def receive(self) -> StreamEntry:
         await anyio.lowlevel.checkpoint()
         while True:
+            self._doubt()
             if self._is_truncated:
                 await anyio.sleep(TRUNCATION_SECONDS)
                 self._require_kept(is_truncated=self._is_truncated)
             self._require_kept(is_truncated=False)
-            if self._link.up and (entry := self._advance()) is not None:
-                self._last = entry
-                return entry
+            if self._link.up:
+                self._doubted = None
+                if (entry := self._advance()) is not None:
+                    self._last = entry
+                    return entry
             self._wake = anyio.Event()
             await self._wake.wait()
 
+    def _doubt(self) -> None:
+        """What is stored by now has to be there, however much this client stores before it can look."""
+        self._doubted = self._doubted or self._get_last_stored()
+
     @property
     def _is_truncated(self) -> bool:
-        known = max((entry.sequence for entry in (self._last, self._get_last_stored()) if entry is not None), default=0)
+        known = max((entry.sequence for entry in (self._last, self._doubted) if entry is not None), default=0)
         return self._link.up and self._stream.last_sequence < known
 
     def _require_kept(self, *, is_truncated: bool) -> None:
@@ -202,7 +210,7 @@ class MemoryReader:
         before it."""
         if not self._link.up:
             return
-        for entry, done in ((self._link.lost, "stored"), (self._get_last_stored(), "stored"), (self._last, "read")):
+        for entry, done in ((self._link.lost, "stored"), (self._doubted, "stored"), (self._last, "read")):
             if entry is None:
                 continue
             found = self._stream.get(entry.sequence)
@@ -234,6 +242,7 @@ class MemoryReader:
             self._wake.set()
 
     def _on_up(self) -> None:
+        self._doubt()
         self._next = self._last.sequence + 1 if self._last is not None else self._start
         self._wake.set()
 

@@ -347,5 +347,6 @@ async def test_a_reader_of_a_connection_whose_own_entry_was_lost_is_told_althoug
         server.put_back(files)
         server.restart()
         await other.publish(SUBJECTS.episode("new"), b"x")
+        await bus.publish(SUBJECTS.life("learner", "l"), b"what it stores next hides nothing")
         with anyio.fail_after(30), pytest.raises(BusError, match="entry 2 of the log was stored before, and is not there"):
             await reading.receive()

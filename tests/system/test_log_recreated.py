@@ -119,6 +119,38 @@ async def test_who_stored_what_was_lost_is_told_although_nothing_is_lost_that_it
                     await entries.receive()
 
 
+async def test_who_has_stored_beyond_its_lost_entry_before_it_looks_is_told_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by the simulation: others fill the lost positions while the reader waits for the log to be long enough again."""
+    may_look, check = anyio.Event(), log_identity.LogIdentity.check
+
+    async def check_later(*arguments: Any) -> bool:
+        await may_look.wait()
+        return await check(*arguments)
+
+    store, copy = tmp_path / "store", tmp_path / "copy"
+    with anyio.fail_after(50):
+        async with run_server(store) as server, connect(server.url, run=RUN) as bus:
+            await bus.declare(plan_run(RUN, lanes=1))
+            async with bus.read([SUBJECTS.episodes]) as entries:
+                await bus.publish(SUBJECTS.episode("kept"), b"x")
+                await entries.receive()
+                await copy_store(server.pid, store, copy)
+                await bus.publish(SUBJECTS.policy("default"), b"version 1")
+                await server.kill()
+                shutil.rmtree(store)
+                copy.rename(store)
+                monkeypatch.setattr(log_identity.LogIdentity, "check", check_later)
+                await server.restart()
+                async with connect(server.url, run=RUN) as other:
+                    await other.publish(SUBJECTS.life("learner", "other"), b"x")
+                assert (await bus.publish(SUBJECTS.life("learner", "own"), b"x")).sequence == 3
+                may_look.set()
+                with pytest.raises(BusError, match="entry 2 of stream fb_r is not the one that was stored there"):
+                    await entries.receive()
+
+
 async def always_the_same(*_: Any) -> bool:
     return True
 

@@ -45,7 +45,12 @@ class LogIdentity:
         self._created = created
         self._looks_up = looks_up
         self._get_last_stored = get_last_stored
+        self._doubted: Stored | None = None
         self._short_checks = 0
+
+    def doubt(self) -> None:
+        """The log may have lost entries: `check` asks for what is stored by now, however much is stored until then."""
+        self._doubted = self._doubted or self._get_last_stored()
 
     async def check(self, last_read: int, last_time_ns: int) -> bool:
         """True if the log has what was read last, at ``last_read`` (0: nothing), and what was stored last; False if it ends
@@ -54,7 +59,8 @@ class LogIdentity:
         self._created = self._created or info["created"]
         if info["created"] != self._created:
             raise LogReplaced(f"stream {self._stream} was created again at {info['created']}")
-        stored = self._get_last_stored()
+        self.doubt()
+        stored = self._doubted or NOTHING_STORED
         if not self._is_long_enough(info["state"]["last_seq"], last_read, stored.sequence):
             return False
         if self._looks_up:
@@ -65,6 +71,7 @@ class LogIdentity:
             found = await self._look_up(stored.sequence, has_replicas)
             if found is not None and (found.subject, found.payload) != (stored.subject, stored.payload):
                 raise LogReplaced(f"entry {stored.sequence} of stream {self._stream} is not the one that was stored there")
+        self._doubted = None
         return True
 
     def _is_long_enough(self, last: int, last_read: int, last_stored: int) -> bool:

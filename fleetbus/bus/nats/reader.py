@@ -96,6 +96,7 @@ class NatsReader:
 
     def interrupt(self) -> None:
         """Recreate the consumer: what it sent last may be lost."""
+        self._identity.doubt()
         self._restart.set()
 
     async def follow(self) -> None:
