@@ -66,7 +66,7 @@ async def test_a_learner_that_begins_at_the_last_step_excludes_what_nobody_train
     folder = run_folder(configuration.run)
     folder.weights.mkdir(parents=True)
     checkpoint = Checkpoint(lineage="l1", step=2, version=2, floor=1, settled=(), next_group=GROUPS)
-    path = write_checkpoint(folder.checkpoints, checkpoint, ScriptedTrainer())
+    path = write_checkpoint(folder.checkpoints, checkpoint, ScriptedTrainer()).path
     tasks = [Task(key="t")]
     with anyio.fail_after(600):
         async with MemoryServer().connect(RUN, worker="learner") as bus:

@@ -135,6 +135,26 @@ async def test_reasons_that_results_and_versions_prove_are_no_finding_and_what_n
     assert report.unproven == ("1 exclusions are for reasons that the learner alone knows",)
 
 
+async def test_how_old_a_version_is_proves_nothing_once_a_later_lineage_went_back_behind_it_and_its_own_versions_do() -> None:
+    """Found by the simulation, three lineages on: the learner counts a void version by what its checkpoint knows."""
+    settings = {"learner": {"max_staleness": 1}}
+    log_builder = start_log()
+    log_builder.step(1, [])
+    log_builder.step(2, [])
+    log_builder.version(2)
+    log_builder.lineage("l2", parent="l1", settings=settings)
+    log_builder.lineage("l3", parent="l2", settings=settings)
+    for step in (1, 2, 3):
+        log_builder.step(step, [], lineage="l3")
+    log_builder.version(3)
+    log_builder.play("void", policy_versions=(2,))
+    log_builder.play("fresh", policy_versions=(3,))
+    log_builder.step(4, [], {"void": "stale"}, lineage="l3")
+    log_builder.step(5, [], {"fresh": "stale"}, lineage="l3")
+    report = await audit_log(log_builder)
+    assert kinds(report) == {"exclusion_unfounded": ("fresh",)}
+
+
 def test_an_audit_keeps_nothing_per_message_once_an_episode_has_its_result() -> None:
     log_builder = start_log()
     log_builder.play("a", turns=40)

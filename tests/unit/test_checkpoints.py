@@ -28,7 +28,7 @@ from fleetbus_workers.learner.scripted import ScriptedTrainer
 
 def written(folder: Path, lineage: str, step: int, trainer: ScriptedTrainer | None = None) -> Path:
     checkpoint = Checkpoint(lineage=lineage, step=step, version=step, floor=1, settled=(), next_group=0)
-    return write_checkpoint(folder, checkpoint, trainer or ScriptedTrainer())
+    return write_checkpoint(folder, checkpoint, trainer or ScriptedTrainer()).path
 
 
 def names(folder: Path) -> list[str]:
@@ -136,7 +136,7 @@ def test_a_pipe_in_the_place_of_the_index_is_not_waited_for(tmp_path: Path) -> N
 def test_an_index_that_was_altered_is_damaged_whatever_it_says(tmp_path: Path) -> None:
     """Its own checksums are those of the other files: only the log has that of the index."""
     path = write_checkpoint(tmp_path, Checkpoint(lineage="l1", step=2, version=2, floor=700, settled=("a",), next_group=3),
-                            ScriptedTrainer())  # fmt: skip
+                            ScriptedTrainer()).path  # fmt: skip
     known = hash_index(path)
     assert open_checkpoint(path, known).floor == 700
     for change in ({"floor": 100}, {"floor": 1100}, {"floor": 10**9}, {"settled": ()}, {"next_group": 0}):
@@ -148,8 +148,15 @@ def test_an_index_that_was_altered_is_damaged_whatever_it_says(tmp_path: Path) -
 
 def test_a_floor_that_no_log_has_is_damage_without_any_digest(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, Checkpoint(lineage="l1", step=2, version=2, floor=700, settled=(), next_group=3),
-                            ScriptedTrainer())  # fmt: skip
+                            ScriptedTrainer()).path  # fmt: skip
     content = (path / INDEX).read_text()
     (path / INDEX).write_text(content.replace('"floor":700', '"floor":-600'))
     with pytest.raises(CheckpointDamaged):
         open_checkpoint(path)
+
+
+def test_a_written_checkpoint_is_known_by_its_index_though_its_disk_goes_away(tmp_path: Path) -> None:
+    """Found by the simulation: a learner ended that read the index again to tell the log of it."""
+    checkpoint = Checkpoint(lineage="l1", step=2, version=2, floor=700, settled=(), next_group=3)
+    written = write_checkpoint(tmp_path, checkpoint, ScriptedTrainer())
+    assert written.index_sha256 == hash_index(written.path)

@@ -47,9 +47,13 @@ EpisodeMessage = EpisodeRequested | AttemptStarted | AttemptReleased | Observati
 
 
 class _Versions(msgspec.Struct):
-    """Published versions of one policy with the step that made each; old ones are known by being below the newest."""
+    """Published versions of one policy with the step that made each; old ones are known by being below the newest.
+
+    ``void`` are those of steps that a later lineage went back behind.
+    """
 
     _known: dict[int, int] = {}
+    void: set[int] = set()
     _oldest: int = 0
     _forgotten: int = 0
 
@@ -66,11 +70,16 @@ class _Versions(msgspec.Struct):
     def add(self, version: int, step: int) -> None:
         self._known[version] = step
 
+    def go_back(self, step: int) -> None:
+        """A lineage begins after ``step``: what the one before it made later is void."""
+        self.void.update(version for version, made in self._known.items() if made > step)
+
     def forget_old(self) -> None:
         if len(self._known) > 2 * MAX_VERSIONS:
             kept = sorted(self._known)[-MAX_VERSIONS:]
             self._forgotten += len(self._known) - len(kept)
             self._known, self._oldest = {version: self._known[version] for version in kept}, kept[0]
+            self.void.intersection_update(kept)
 
 
 class Audit(msgspec.Struct):
@@ -117,6 +126,7 @@ class Audit(msgspec.Struct):
             case LineageStarted() if tokens[2] == "train":
                 self._unread.update(self._collect_settled(Findings()).sequences)
                 self._get_training(tokens[-1]).on_lineage(sequence, message, self._findings)
+                self._versions.setdefault(tokens[-1], _Versions()).go_back(message.parent_step)
                 self._mark_passed(tokens[-1])
             case StepTrained():
                 self._counts["steps"] += 1
@@ -304,7 +314,13 @@ class Audit(msgspec.Struct):
         self, sequence: int, name: str, entry: StepTrained | TrainingFinished, step: int, *, is_end: bool = False
     ) -> None:
         started, versions = self._get_training(name).find_lineage(entry.lineage), self._versions.get(name, _Versions())
-        excluding = Excluding.of(started, step, versions.steps, is_end=is_end)
+        excluding = Excluding(
+            step=step,
+            is_end=is_end,
+            settings=started.settings if started is not None else {},
+            step_of=versions.steps,
+            void=versions.void,
+        )
         for episode_id, is_founded in judge_exclusions(excluding, entry.excluded, self._episodes):
             if is_founded is None:
                 self._counts["exclusions_unproven"] += 1

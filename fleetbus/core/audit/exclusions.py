@@ -4,7 +4,7 @@ A learner's word decides what is trained, so its reasons are held against result
 began with. What only the learner can know is counted as unproven.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -12,7 +12,7 @@ from fleetbus.core.algorithms.reward_components import NOT_FINITE, OUT_OF_BOUNDS
 from fleetbus.core.algorithms.shaping import has_zero_variance
 from fleetbus.core.audit.episode import EpisodeAudit
 from fleetbus.core.training.capacity import lag
-from fleetbus_schemas import GRADED, Exclusion, LineageStarted
+from fleetbus_schemas import GRADED, Exclusion
 
 OUTCOMES = frozenset({"env_failed", "verifier_unknown", "timeout", "lost", "cancelled"})
 """Reasons that are the outcome of an episode that no verdict grades. An episode may end as stale, too, and a group be it."""
@@ -23,27 +23,14 @@ LEARNERS_OWN = frozenset({NOT_FINITE, OUT_OF_BOUNDS, "lost"})
 
 class Excluding(msgspec.Struct, frozen=True, kw_only=True):
     """One entry that excludes: after ``step`` steps, by a lineage with these settings; ``is_end``: nothing more is trained.
-    ``step_of`` says which step made each version."""
+    ``step_of`` says which step made each version, ``void`` which a later lineage went back behind: how old such a version is
+    depends on what the checkpoint knows from which that lineage continues."""
 
     step: int
     is_end: bool
     settings: Mapping[str, Mapping[str, bool | int | float | str]]
     step_of: Mapping[int, int]
-    proven_step: int | None = None
-    """Up to which step versions count by the step that they were published with; None: all. A lineage that continues another
-    counts the void ones of its parent by what its checkpoint knows."""
-
-    @classmethod
-    def of(cls, started: LineageStarted | None, step: int, step_of: Mapping[int, int], *, is_end: bool = False) -> "Excluding":
-        if started is None:
-            return cls(step=step, is_end=is_end, settings={}, step_of=step_of)
-        return cls(
-            step=step,
-            is_end=is_end,
-            settings=started.settings,
-            step_of=step_of,
-            proven_step=started.parent_step if started.parent else None,
-        )
+    void: Container[int] = frozenset()
 
 
 def judge_exclusions(
@@ -84,8 +71,7 @@ def _is_stale(excluding: Excluding, most: object, members: Sequence[EpisodeAudit
     """A group is as old as its oldest version; it was looked at no later than at this entry."""
     if not isinstance(most, int):
         return None
-    steps = tuple(excluding.step_of.get(member.oldest_version, 0) for member in members if member.oldest_version >= 0)
-    if lag(excluding.step, steps) > most:
+    versions = [member.oldest_version for member in members if member.oldest_version >= 0]
+    if lag(excluding.step, tuple(excluding.step_of.get(version, 0) for version in versions)) > most:
         return True
-    proven = excluding.proven_step
-    return False if proven is None or all(step <= proven for step in steps) else None
+    return None if any(version in excluding.void for version in versions) else False

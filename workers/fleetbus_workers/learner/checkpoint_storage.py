@@ -15,8 +15,8 @@ from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.checkpoints import (
     Checkpoint,
     StartedCheckpoint,
+    WrittenCheckpoint,
     finish_checkpoint,
-    hash_index,
     prune_checkpoints,
     start_checkpoint,
     write_checkpoint,
@@ -59,7 +59,7 @@ class CheckpointStorage:
         began, checkpoint = anyio.current_time(), self._take_pending()
         await self._idle.wait()
         begun = await retry_while_disk_full(self._runtime, _begin, self._folder, checkpoint, self._trainer)
-        if isinstance(begun, Path):
+        if isinstance(begun, WrittenCheckpoint):
             await self._record(checkpoint, begun)
         else:
             self._idle = anyio.Event()
@@ -72,8 +72,8 @@ class CheckpointStorage:
         await self._idle.wait()
         if self.pending is not None:
             checkpoint = self._take_pending()
-            path = await retry_while_disk_full(self._runtime, write_checkpoint, self._folder, checkpoint, self._trainer)
-            await self._record(checkpoint, path)
+            written = await retry_while_disk_full(self._runtime, write_checkpoint, self._folder, checkpoint, self._trainer)
+            await self._record(checkpoint, written)
         self.seconds += anyio.current_time() - began
 
     def _take_pending(self) -> Checkpoint:
@@ -83,28 +83,28 @@ class CheckpointStorage:
 
     async def _finish(self, started: StartedCheckpoint) -> None:
         try:
-            path: Path = await self._runtime.offload(finish_checkpoint, started)
+            written: WrittenCheckpoint = await self._runtime.offload(finish_checkpoint, started)
         except OSError as error:  # the trainer's state is another by now
             step = started.checkpoint.step
             log.error("checkpoint not written; keeping the one before it", step=step, reason=str(error))
         else:
-            await self._record(started.checkpoint, path)
+            await self._record(started.checkpoint, written)
         finally:
             self._idle.set()
 
-    async def _record(self, checkpoint: Checkpoint, path: Path) -> None:
-        await self.announce(checkpoint, path)
+    async def _record(self, checkpoint: Checkpoint, written: WrittenCheckpoint) -> None:
+        await self.announce(checkpoint, written)
         await self._runtime.offload(self._prune)
 
-    async def announce(self, checkpoint: Checkpoint, path: Path) -> None:
+    async def announce(self, checkpoint: Checkpoint, written: WrittenCheckpoint) -> None:
         """Tell the log of a checkpoint that is on the disk."""
         await self._appender.append(
             CheckpointStored(
                 lineage=checkpoint.lineage,
                 step=checkpoint.step,
                 version=checkpoint.version,
-                file=str(path),
-                sha256=await self._runtime.offload(hash_index, path),
+                file=str(written.path),
+                sha256=written.index_sha256,
                 floor=checkpoint.floor,
                 first_open_group=checkpoint.first_open_group,
                 restarts=self._restarts,
@@ -112,6 +112,6 @@ class CheckpointStorage:
         )
 
 
-def _begin(folder: Path, checkpoint: Checkpoint, trainer: Trainer) -> StartedCheckpoint | Path:
+def _begin(folder: Path, checkpoint: Checkpoint, trainer: Trainer) -> StartedCheckpoint | WrittenCheckpoint:
     started = start_checkpoint(folder, checkpoint, trainer)
     return started if started.finish is not None else finish_checkpoint(started)

@@ -63,8 +63,15 @@ class StartedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     finish: FinishWriting | None
 
 
-def write_checkpoint(folder: Path, checkpoint: Checkpoint, trainer: Trainer) -> Path:
-    """Write a checkpoint below ``folder`` and return its path; blocking, atomic, safe against a kill at any instant.
+class WrittenCheckpoint(msgspec.Struct, frozen=True):
+    """Where a checkpoint lies, and the SHA-256 of its index as it was written: its disk may be away by now."""
+
+    path: Path
+    index_sha256: str
+
+
+def write_checkpoint(folder: Path, checkpoint: Checkpoint, trainer: Trainer) -> WrittenCheckpoint:
+    """Write a checkpoint below ``folder``; blocking, atomic, safe against a kill at any instant.
 
     Raises `OSError`, and leaves nothing behind then.
     """
@@ -82,7 +89,7 @@ def start_checkpoint(folder: Path, checkpoint: Checkpoint, trainer: Trainer) -> 
         return StartedCheckpoint(checkpoint=checkpoint, partial=partial, finish=trainer.start_checkpoint(partial))
 
 
-def finish_checkpoint(started: StartedCheckpoint) -> Path:
+def finish_checkpoint(started: StartedCheckpoint) -> WrittenCheckpoint:
     """The second half: wait for the trainer, add the index, sync, and give the folder its name."""
     partial, checkpoint = started.partial, started.checkpoint
     final = partial.with_name(f"{checkpoint.lineage}-{checkpoint.step:06d}")
@@ -90,7 +97,8 @@ def finish_checkpoint(started: StartedCheckpoint) -> Path:
         if started.finish is not None:
             started.finish()
         sums = _collect_hashes(partial)
-        (partial / INDEX).write_bytes(msgspec.json.encode(msgspec.structs.replace(checkpoint, sha256=sums)))
+        index = msgspec.json.encode(msgspec.structs.replace(checkpoint, sha256=sums))
+        (partial / INDEX).write_bytes(index)
         for file in partial.iterdir():
             _fsync(file)
         _fsync(partial)
@@ -98,7 +106,7 @@ def finish_checkpoint(started: StartedCheckpoint) -> Path:
             shutil.rmtree(final)
     partial.rename(final)
     _fsync(final.parent)
-    return final
+    return WrittenCheckpoint(final, hashlib.sha256(index).hexdigest())
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from fleetbus_schemas import LineageStarted, Subjects
 from fleetbus_workers.learner.admission import Admission
 from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.checkpoint_storage import CheckpointStorage
+from fleetbus_workers.learner.checkpoints import WrittenCheckpoint, hash_index
 from fleetbus_workers.learner.group_judge import GroupJudge
 from fleetbus_workers.learner.journal import FencedAppender
 from fleetbus_workers.learner.pool import GroupPool
@@ -69,7 +70,8 @@ class LineageStart:
             restart=point.restart,
         )
         if point.unrecorded and point.checkpoint is not None and point.checkpoint_path is not None:
-            await self._checkpoints.announce(point.checkpoint, point.checkpoint_path)
+            index_sha256 = await self._runtime.offload(hash_index, point.checkpoint_path)
+            await self._checkpoints.announce(point.checkpoint, WrittenCheckpoint(point.checkpoint_path, index_sha256))
         await self._appender.append(started)
         floor = await fence_floor(self._bus, self._subjects)
         versions = await self._publication.fence(started)

@@ -1,7 +1,7 @@
 """The cache of keys and values in calls of a transformers model, under the name that its release gives it.
 
-Source: transformers 5.24 renamed ``past_key_values`` to ``cache`` and warns of the old name, which ends in 5.40. The newest that
-vLLM 0.33 takes, 5.20, knows the old one alone.
+Source: transformers 5.24 renamed ``past_key_values`` to ``cache`` and warns of the old name, which ends in 5.40. The newest
+that vLLM 0.33 takes, 5.20, knows the old one alone.
 """
 
 import inspect
