@@ -5,7 +5,8 @@
 The environment answers at once and the sampler returns fixed tokens, so what is measured is fleetbus: claims, sessions,
 observations, actions, leases, acks. The floor (`benchmarks/bare_loop.py`) runs on the same machine just before each
 measurement. ``ratio`` is fleetbus's steps per second over the floor's. Latency is from the environment's answer to its next
-action; CPU is the environment worker's. ``--keys 5`` compares a server with keys, accounts and TLS to one without instead.
+action; CPU is the environment worker's. ``--forms 5`` compares servers instead: an open one, one with keys, accounts and TLS,
+and three of those with routes among them and three copies of the log.
 """
 
 from __future__ import annotations
@@ -32,10 +33,9 @@ import uvloop
 from benchmarks.bare_loop import CONTENT_BYTES, TEXT_BYTES, TOKENS, measure_floor
 from benchmarks.load_plan import LoadPlan, compute_distribution, parse_plan, summarize_latencies, temporary_server
 from fleetbus.auth.access import build_access
-from fleetbus.auth.folder import AuthFolder, write_folder
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
-from fleetbus.bus.streams import plan_run
+from fleetbus.bus.streams import RunPlan, plan_run
 from fleetbus.config.settings import Configuration, EnvironmentSettings, InferenceSettings, RunSettings
 from fleetbus.log.episodes import decode_entries, decode_episode_entry
 from fleetbus_schemas import (
@@ -54,11 +54,13 @@ from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Start, Step, Verdict
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+from tests.support.servers import running_servers
 
 RUN = "steploop"
 STREAMS = plan_run(RUN, lanes=2, max_bytes=2 << 30)
 SLOTS = 128
 WARM = "warm"
+FORMS = ("open", "keyed", "cluster")
 
 
 class MeasuredEnvironment(ScriptedEnvironment):
@@ -169,11 +171,11 @@ async def worker_process(role: str, url: str, sessions: int, report: Path, auth:
         process.wait()
 
 
-async def measure(url: str, plan: LoadPlan, report: Path, auth: str = "") -> dict[str, Any]:
+async def measure(url: str, plan: LoadPlan, report: Path, auth: str = "", streams: RunPlan = STREAMS) -> dict[str, Any]:
     """Fleetbus under one plan: ask for the episodes, wait for their results."""
     subjects = Subjects(RUN)
     async with connect(url, run=RUN, role="up", worker="driver", **build_access("up", auth, RUN)) as bus:
-        await bus.declare(STREAMS)
+        await bus.declare(streams)
         policy = PolicyPublished(policy="default", version=0, lineage="l1", step=0, uri="", manifest=(), size_bytes=0)
         await bus.publish(subjects.policy("default"), encode(policy))
         async with (
@@ -241,20 +243,27 @@ async def main(plans: list[LoadPlan], as_json: bool) -> None:
 
 
 async def compare(plans: list[LoadPlan], repeats: int, as_json: bool) -> None:
-    """Steps per second with keys, accounts and TLS beside those without, in turn so that both meet the same machine."""
+    """Steps per second on servers of each form, in turn so that all meet the same machine; ratios to the open one."""
     for plan in plans:
-        rates: dict[str, list[float]] = {"plain": [], "keys": []}
+        rates: dict[str, list[float]] = {form: [] for form in FORMS}
         for _ in range(repeats):
-            with tempfile.TemporaryDirectory() as folder:
-                auth = AuthFolder(Path(folder) / "auth")
-                write_folder(auth, [STREAMS], hosts=["127.0.0.1"], days=1)
-                for name, config, keys in (("plain", None, ""), ("keys", auth.server_config, str(auth.path))):
-                    async with temporary_server(config) as url:
-                        found = await measure(url, plan, Path(folder) / f"{name}.json", keys)
-                    rates[name].append(found["steps_per_second"])
-        medians = {name: statistics.median(each) for name, each in rates.items()}
-        row = {"sessions": plan.sessions, "ratio": round(medians["keys"] / medians["plain"], 3)} | medians | {"rates": rates}
+            for form, found in rates.items():
+                found.append(await measure_form(form, plan))
+        medians = {form: statistics.median(found) for form, found in rates.items()}
+        ratios = {f"{form}_ratio": round(median / medians["open"], 3) for form, median in medians.items() if form != "open"}
+        row = {"sessions": plan.sessions} | ratios | medians | {"rates": rates}
         print(json.dumps(row) if as_json else "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+
+
+async def measure_form(form: str, plan: LoadPlan) -> float:
+    streams = plan_run(RUN, lanes=2, max_bytes=2 << 30, replicas=3 if form == "cluster" else 0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        async with running_servers(folder, [streams], form=form) as servers:
+            await servers.declare(streams)
+            auth = str(servers.auth.path) if servers.auth is not None else ""
+            found = await measure(servers.url, plan, folder / "report.json", auth, streams)
+    return float(found["steps_per_second"])
 
 
 if __name__ == "__main__":
@@ -262,7 +271,7 @@ if __name__ == "__main__":
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--sessions", default="1,64,256")
     parser.add_argument("--turns", default="400,60,20")
-    parser.add_argument("--keys", type=int, default=0, metavar="TIMES", help="so often with keys, accounts, TLS, and without")
+    parser.add_argument("--forms", type=int, default=0, metavar="TIMES", help="so often on servers of each form")
     parser.add_argument("--auth", default="", help=argparse.SUPPRESS)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
@@ -271,7 +280,7 @@ if __name__ == "__main__":
     if options.serve:
         work = partial(serve, options.serve, options.url, int(options.sessions), options.report, options.auth)
         anyio.run(work, backend_options={"use_uvloop": True})  # as the roles' commands do
-    elif options.keys:
-        uvloop.run(compare(parse_plan(options.sessions, options.turns), options.keys, options.json))
+    elif options.forms:
+        uvloop.run(compare(parse_plan(options.sessions, options.turns), options.forms, options.json))
     else:
         uvloop.run(main(parse_plan(options.sessions, options.turns), options.json))
