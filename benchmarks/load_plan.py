@@ -50,8 +50,8 @@ def summarize_latencies(latencies: Sequence[float], *, wall_seconds: float, cpu_
 
 
 @asynccontextmanager
-async def temporary_server(config: Path | None = None) -> AsyncIterator[str]:
+async def temporary_server() -> AsyncIterator[str]:
     """The URL of a server of one's own, gone with its store at the end; the server also ends when this process is killed."""
     with tempfile.TemporaryDirectory(prefix="fleetbus-benchmark-") as store:
-        async with run_server(Path(store), config=config, ends_with_parent=True) as server:
+        async with run_server(Path(store), ends_with_parent=True) as server:
             yield server.url
