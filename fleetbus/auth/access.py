@@ -2,11 +2,10 @@
 
 import ssl
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
-from fleetbus.auth.consumer_names import plan_on_server
+from fleetbus.auth.consumer_names import rename_consumers
 from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.keys import public_key
 from fleetbus.auth.permissions import NARROW_READERS, get_user
@@ -44,5 +43,5 @@ def build_access(role: str, folder: str, run: str) -> Access:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     access = Access(nkey_seed=key, tls=context, user=user, narrow=user in NARROW_READERS)
     if user == "admin":
-        access["plan_on_server"] = partial(plan_on_server, admin_key=key)
+        access["plan_on_server"] = lambda plan: rename_consumers(plan, files.names(plan))
     return access

@@ -9,12 +9,11 @@ admin's key, each for itself, so that one that is known reveals nothing of anoth
 import base64
 import hashlib
 import hmac
-from pathlib import Path
+from collections.abc import Mapping
 
 import msgspec
 
 from fleetbus.bus.streams import RunPlan
-from fleetbus.errors import UserError
 
 DIGEST_BYTES = 15
 """24 letters and digits behind the name."""
@@ -25,12 +24,8 @@ def secret_names(plan: RunPlan, seed: bytes) -> dict[str, str]:
     return {consumer.name: _secret_name(plan.run, consumer.name, seed) for consumer in plan.consumers}
 
 
-def plan_on_server(plan: RunPlan, admin_key: Path) -> RunPlan:
-    """The plan as it is declared by who holds this key; raises `UserError`."""
-    try:
-        names = secret_names(plan, admin_key.read_bytes().strip())
-    except OSError as error:
-        raise UserError(f"cannot read the key {admin_key}: {error.strerror}") from error
+def rename_consumers(plan: RunPlan, names: Mapping[str, str]) -> RunPlan:
+    """The plan as it is declared by who knows the names that the server has for its consumers."""
     renamed = tuple(msgspec.structs.replace(consumer, name=names[consumer.name]) for consumer in plan.consumers)
     return msgspec.structs.replace(plan, consumers=renamed)
 

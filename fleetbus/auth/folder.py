@@ -4,7 +4,6 @@ A worker's machine needs ``ca.pem`` and the key of its own role in its run, the 
 the configuration. Files with secrets are readable by their owner alone; the names of durable consumers are such a secret.
 """
 
-import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -15,6 +14,7 @@ from fleetbus.auth.certificates import lets_into_cluster, make_certificates
 from fleetbus.auth.cluster_config import cluster_config
 from fleetbus.auth.consumer_names import secret_names
 from fleetbus.auth.keys import create_seed, public_key
+from fleetbus.auth.secret_files import create_secret_file, replace_secret_file
 from fleetbus.auth.server_config import RunAccess, server_config
 from fleetbus.bus.streams import RunPlan
 from fleetbus.errors import UserError
@@ -55,9 +55,22 @@ class AuthFolder(msgspec.Struct, frozen=True):
     def key(self, run: str, user: str) -> Path:
         return self.path / f"{run}.{user}.nk"
 
+    def consumer_secret(self, run: str) -> Path:
+        """The names of durable consumers are made from this: there once the admin's key, which they were made from, was
+        replaced."""
+        return self.path / f"{run}.consumers"
+
+    def names(self, plan: RunPlan) -> dict[str, str]:
+        """The plan's consumers by name, and what the server calls them; raises `UserError`."""
+        secret = self.consumer_secret(plan.run)
+        try:
+            return secret_names(plan, (secret if secret.is_file() else self.key(plan.run, "admin")).read_bytes().strip())
+        except OSError as error:
+            raise UserError(f"cannot read the key {error.filename}: {error.strerror}") from error
+
     def access(self, plan: RunPlan) -> RunAccess:
         """The facts that the server needs of a run whose keys are here; raises `UserError`."""
-        names = secret_names(plan, self.key(plan.run, "admin").read_bytes().strip())
+        names = self.names(plan)
         return RunAccess(plan=plan, names=names, public_keys={user: public_key(self.key(plan.run, user)) for user in ROLES})
 
 
@@ -92,13 +105,13 @@ def write_folder(
     try:
         folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         users = [(plan.run, user) for plan in plans for user in ROLES]
-        new_keys = [f"{run}.{user}" for run, user in users if _create(folder.key(run, user), create_seed())]
+        new_keys = [f"{run}.{user}" for run, user in users if create_secret_file(folder.key(run, user), create_seed())]
         certificates = _write_certificates(folder, hosts, days)
         where = mounted_at or PurePosixPath(folder.path.absolute().as_posix())
         if routes:
             _write_cluster(folder, routes, where)
         text = server_config([folder.access(plan) for plan in plans], where, cluster=bool(routes))
-        _replace(folder.server_config, text.encode())
+        replace_secret_file(folder.server_config, text.encode())
     except OSError as error:
         raise UserError(f"cannot write {error.filename or folder.path}: {error.strerror}") from error
     return WriteResult(
@@ -117,7 +130,7 @@ def _write_certificates(folder: AuthFolder, hosts: Sequence[str], days: int) -> 
         raise UserError(f"{folder.path} lacks {missing}: restore it, or remove the other certificates to make new ones")
     made = make_certificates(hosts, days=days)
     for file, content in zip(files, (made.authority, made.server, made.server_key), strict=True):
-        _create(file, content, readable=file != folder.server_key)
+        create_secret_file(file, content, readable=file != folder.server_key)
     return True
 
 
@@ -127,24 +140,6 @@ def _write_cluster(folder: AuthFolder, routes: Sequence[str], where: PurePosixPa
             f"{folder.server_certificate} is of an older `auth init` and lets no server into a cluster: remove it, "
             f"{folder.server_key.name} and {folder.authority.name} to make new ones"
         )
-    _create(folder.route_password, secrets.token_hex(PASSWORD_BYTES).encode())
+    create_secret_file(folder.route_password, secrets.token_hex(PASSWORD_BYTES).encode())
     password = folder.route_password.read_text().strip()
-    _replace(folder.cluster_config, cluster_config(routes, password, where).encode())
-
-
-def _create(file: Path, content: bytes, *, readable: bool = False) -> bool:
-    """Write a file that is not there; False if it is. Never more than a moment between its name and its rights."""
-    try:
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644 if readable else 0o600)
-    except FileExistsError:
-        return False
-    with os.fdopen(descriptor, "wb") as opened:
-        opened.write(content)
-    return True
-
-
-def _replace(file: Path, content: bytes) -> None:
-    temporary = file.with_name(file.name + ".part")
-    temporary.unlink(missing_ok=True)
-    _create(temporary, content)
-    os.replace(temporary, file)
+    replace_secret_file(folder.cluster_config, cluster_config(routes, password, where).encode())

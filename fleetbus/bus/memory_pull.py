@@ -197,7 +197,7 @@ class MemoryReader:
             await self._wake.wait()
 
     def _doubt(self) -> None:
-        """What is stored by now has to be there, however much this client stores before it can look."""
+        """Expect what is stored by now to be there, however much this client stores before it can look."""
         self._doubted = self._doubted or self._get_last_stored()
 
     @property

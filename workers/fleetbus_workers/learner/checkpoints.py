@@ -64,7 +64,7 @@ class StartedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WrittenCheckpoint(msgspec.Struct, frozen=True):
-    """Where a checkpoint lies, and the SHA-256 of its index as it was written: its disk may be away by now."""
+    """The place of a checkpoint, and the SHA-256 of its index as it was written: its disk may be away by now."""
 
     path: Path
     index_sha256: str

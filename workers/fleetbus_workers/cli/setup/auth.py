@@ -1,5 +1,7 @@
-"""``fleetbus auth init``: keys per role, certificates, and the configuration of a server that lets each role do its work."""
+"""``fleetbus auth``: keys per role, certificates, the configuration of a server that lets each role do its work, and other keys
+while it runs."""
 
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import click
@@ -8,6 +10,7 @@ import msgspec
 from fleetbus.auth.certificates import check_host
 from fleetbus.auth.cluster_config import with_port
 from fleetbus.auth.folder import AuthFolder, WriteResult, write_folder
+from fleetbus.auth.rotation import KeyReplaced, revoke_key, rotate_key
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import UserError
 from fleetbus_schemas.subjects import InvalidName, check_name
@@ -16,7 +19,7 @@ from fleetbus_workers.cli.output import json_option
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
-@click.group("auth", subcommand_metavar="init")
+@click.group("auth", subcommand_metavar="init|rotate|revoke")
 def command() -> None:
     """Manage keys, certificates and rights on the bus."""
 
@@ -87,3 +90,45 @@ def _show(written: WriteResult, as_json: bool) -> None:
     print(f"{written.folder}: {keys}; {certificates}")
     print(f"  server   nats-server -c {written.config} -js -sd FOLDER")
     print(f"  workers  --nats-auth {written.folder}, or FLEETBUS_NATS_AUTH; each needs ca.pem and the key RUN.ROLE.nk alone")
+
+
+def _user_arguments(function: Callable[..., None]) -> Callable[..., None]:
+    for add in (
+        json_option("what was replaced"),
+        click.option("--run", default="default", metavar="NAME", help="The run whose user it is [default]"),
+        click.argument("user", metavar="USER"),
+        click.argument("folder", type=click.Path(path_type=Path, file_okay=False), metavar="DIR"),
+    ):
+        function = add(function)
+    return function
+
+
+@command.command("rotate", short_help="Give a user of a running deployment another key")
+@_user_arguments
+def rotate(folder: Path, user: str, run: str, as_json: bool) -> None:
+    """Replace a user's key in DIR and in its nats-server.conf.
+
+    Send each server SIGHUP then: it ends the connections of the old key. Workers that hold it go on when they are started
+    with the new one; consumers keep their names, of an admin's key too. Users: see `fleetbus auth init --help`.
+    """
+    _show_replaced(rotate_key(AuthFolder(folder), run, user), as_json)
+
+
+@command.command("revoke", short_help="Withdraw the key of a user")
+@_user_arguments
+def revoke(folder: Path, user: str, run: str, as_json: bool) -> None:
+    """Remove a user's key from DIR and from its nats-server.conf; `fleetbus auth init` makes another one.
+
+    Send each server SIGHUP then: it ends the connections of that key.
+    """
+    _show_replaced(revoke_key(AuthFolder(folder), run, user), as_json)
+
+
+def _show_replaced(replaced: KeyReplaced, as_json: bool) -> None:
+    if as_json:
+        print(msgspec.json.encode(replaced).decode())
+        return
+    print(f"{replaced.run}.{replaced.user}: {replaced.old} is no longer in {replaced.config}")
+    print("  servers  kill -HUP PID, or kubectl: replace the secret and send SIGHUP; each ends the connections of the old key")
+    if replaced.key:
+        print(f"  workers  start them again with {replaced.key} ({replaced.new})")

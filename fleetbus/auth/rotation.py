@@ -1,0 +1,72 @@
+"""Replaces or withdraws one key of a running deployment: in the folder, and in the servers' configuration.
+
+The servers take the new configuration upon SIGHUP, and end the connections of the old key then. Consumers keep their names:
+what they were made from, the first key of the admin, is kept beside the keys (`AuthFolder.consumer_secret`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from fleetbus.auth.folder import AuthFolder
+from fleetbus.auth.keys import create_seed, public_key
+from fleetbus.auth.secret_files import create_secret_file, replace_secret_file
+from fleetbus.errors import UserError
+from fleetbus_schemas.channels import ROLES
+
+NEXT = ".next"
+"""Ending of a key that the configuration may name already, while its file is not yet in its place."""
+
+
+class KeyReplaced(msgspec.Struct, frozen=True, kw_only=True):
+    """Public keys. ``key`` is the file with the new seed, empty if the key was withdrawn."""
+
+    run: str
+    user: str
+    old: str
+    new: str
+    key: str
+    config: str
+
+
+def rotate_key(folder: AuthFolder, run: str, user: str) -> KeyReplaced:
+    """Give a user another key; raises `UserError` with nothing changed. Called again after a crash, it goes on."""
+    key = _find_key(folder, run, user)
+    following = key.with_name(key.name + NEXT)
+    create_secret_file(following, create_seed())
+    old, new = public_key(key), public_key(following)
+    if user == "admin":
+        create_secret_file(folder.consumer_secret(run), key.read_bytes())
+    _replace_in_config(folder, old, new)
+    following.replace(key)
+    return KeyReplaced(run=run, user=user, old=old, new=new, key=str(key), config=str(folder.server_config))
+
+
+def revoke_key(folder: AuthFolder, run: str, user: str) -> KeyReplaced:
+    """Let nobody in as this user, until `rotate_key` or ``auth init`` gives it a key again. Raises `UserError`."""
+    if user == "admin":
+        raise UserError("a run needs its admin: fleetbus auth rotate replaces the key")
+    replaced = rotate_key(folder, run, user)
+    Path(replaced.key).unlink()
+    return msgspec.structs.replace(replaced, key="")
+
+
+def _find_key(folder: AuthFolder, run: str, user: str) -> Path:
+    if user not in ROLES:
+        raise UserError(f"there is no user {user!r}: choose one of {', '.join(ROLES)}")
+    key = folder.key(run, user)
+    if not key.is_file():
+        raise UserError(f"no key at {key}: fleetbus auth init writes the keys of a run")
+    if not folder.server_config.is_file():
+        raise UserError(f"no {folder.server_config}: keys are replaced where the servers' configuration is written")
+    return key
+
+
+def _replace_in_config(folder: AuthFolder, old: str, new: str) -> None:
+    text = folder.server_config.read_text()
+    if old in text:
+        replace_secret_file(folder.server_config, text.replace(old, new).encode())
+    elif new not in text:
+        raise UserError(f"{folder.server_config} does not know this key: write it again with fleetbus auth init, with all runs")
