@@ -115,6 +115,10 @@ test-fleet-sdk *arguments:
     .venv-fleet-sdk/bin/pip install -q fleet-python==0.2.133
     FLEET_SDK_PYTHON=.venv-fleet-sdk/bin/python .venv/bin/pytest -q tests/system/test_fleet_sdk.py {{arguments}}
 
+# Three servers, keys, TLS and all roles as processes, for so many minutes: restarts, a server down, certificates, a key, a full disk
+soak-deployed minutes="120":
+    .venv/bin/python benchmarks/soak_deployed.py --minutes {{minutes}}
+
 # Kill and pause real processes: for a minute as a test, then for two minutes per seed, with figures: `just chaos 1 2 3`
 chaos *seeds="1":
     .venv/bin/pytest -q -m chaos

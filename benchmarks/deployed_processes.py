@@ -75,7 +75,8 @@ class Place:
         await self._end()
 
     def count_lines(self) -> int:
-        return self.log.read_bytes().count(b"\n")
+        """Lines of its output but for those that tell of a step of training."""
+        return sum(b"] trained " not in line for line in self.log.read_bytes().splitlines())
 
     async def _end(self) -> None:
         process, ended = self._process, self._ended

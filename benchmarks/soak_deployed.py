@@ -169,7 +169,7 @@ class Deployment:
             await anyio.sleep(0.5)
 
     async def _stay_quiet(self) -> None:
-        """``top --json`` writes a line a second on purpose; it is not counted."""
+        """``top --json`` writes a line a second on purpose, and the learner one for each step: they are not counted."""
         before = {name: place.count_lines() for name, place in self.places.items() if name != "top"}
         seconds = self._seconds * SHARES["quiet"]
         await anyio.sleep(seconds)
@@ -264,10 +264,15 @@ class Deployment:
         await self.places["learner-0"].retire()
         await anyio.sleep(5)
         with anyio.move_on_after(FINISH_SECONDS):
-            while (await self._audit())[1].get("in_flight") != 0:  # noqa: ASYNC110  # other processes finish them
+            while await self._count_open():  # noqa: ASYNC110  # other processes finish them
                 await anyio.sleep(2)
         for place in self.places.values():
             await place.retire()
+
+    async def _count_open(self) -> int:
+        """Episodes that have no result."""
+        books = (await self._audit())[1].get("books", {"running": 1, "waiting": 0})
+        return int(books["running"] + books["waiting"])
 
     async def _audit(self) -> tuple[int, dict[str, Any]]:
         options = ["--config", str(self._folder / "config.json"), "--archive", str(self._folder / "archive"), "--json"]

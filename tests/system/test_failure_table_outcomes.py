@@ -233,3 +233,17 @@ async def test_a_worker_whose_first_version_is_bad_takes_no_work_until_a_good_on
             assert not fleet.results["e"]
             await fleet.publish_policy(2, uri="good")
             assert (await fleet.result()).policy_versions == (2,)
+
+
+async def test_an_observation_that_was_handed_back_again_and_again_is_no_poison() -> None:
+    """Found on three servers that were restarted one after another: deliveries that nobody died of counted as tries."""
+    with anyio.fail_after(600):
+        async with small_deployment(build_configuration(limits=PATIENT)) as fleet:
+            fleet.environment("environment-0")
+            await fleet.request("e")
+            async with fleet.bus.pull("obs_default_any", credits=1) as pulling:
+                for _ in range(2 * fleet.configuration.environment.max_hops):
+                    await (await pulling.receive()).nak()
+                    pulling.grant()
+            fleet.inference("inference-0")
+            assert (await fleet.result("e")).outcome == "completed"

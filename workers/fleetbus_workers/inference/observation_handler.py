@@ -13,6 +13,7 @@ import msgspec
 import structlog
 
 from fleetbus.bus.base import Delivery, LogBus
+from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS
 from fleetbus.concurrency.deadlines import Deadlines
 from fleetbus.concurrency.loop_clock import get_clock
 from fleetbus.core.episode.history import shift_images
@@ -183,7 +184,7 @@ class ObservationHandler:
         return True
 
     async def _build_action(self, observation: Observation, delivery: Delivery) -> Action:
-        if observation.hop + delivery.delivered - 1 > self._max_tries:
+        if observation.hop + self._count_lost_tries(delivery) > self._max_tries:
             return self._build_failed_action(observation, "poison_observation", f"tried {self._max_tries} times")
         try:
             history = await self._histories.take_or_rebuild(observation)
@@ -198,6 +199,12 @@ class ObservationHandler:
             return self._build_failed_action(observation, failed.error_class, str(failed))
         except ImageNotFetched as unread:
             raise EngineFailed(str(unread)) from unread
+
+    def _count_lost_tries(self, delivery: Delivery) -> int:
+        """Deliveries before this one that may have ended the worker that had them: each is repeated when its lease is over, no
+        sooner. Sooner comes what a worker handed back, and what never arrived while a server was restarted."""
+        age_seconds = (self._bus.now_ns() - delivery.message.time_ns) / 1e9
+        return min(delivery.delivered - 1, round(age_seconds / OBSERVATION_LEASE_SECONDS))
 
     async def _sample_action(self, observation: Observation, history: History) -> Action:
         received = self._now()
