@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fleetbus.config.engine_arguments import parse_engine_arguments
+from fleetbus.config.engines import list_engines
 from fleetbus.config.settings import AlgorithmSettings, Configuration, EpisodeSettings, LearnerSettings, TrainerSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas.episode import DISTORTING
@@ -60,9 +61,10 @@ def _check_engine(configuration: Configuration) -> None:
         return
     if not trainer.lora_rank:
         raise UserError("trainer.published_weights = adapters needs adapters: set trainer.lora_rank")
-    if inference.engine not in ("torch", "vllm") or configuration.environment.images:
+    taking = list_engines(lambda kind: kind.takes_adapters)
+    if inference.engine not in taking or configuration.environment.images:
         raise UserError(
-            "trainer.published_weights = adapters: engines torch and vllm take them, for text; set merged for "
+            f"trainer.published_weights = adapters: engines {' and '.join(taking)} take them, for text; set merged for "
             + ("environment.images" if configuration.environment.images else f"inference.engine = {inference.engine}")
         )
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from fleetbus.config.engines import EngineName
 from fleetbus.config.table import Settings
 from fleetbus.config.training_settings import AlgorithmSettings as AlgorithmSettings
 from fleetbus.config.training_settings import LearnerSettings as LearnerSettings
@@ -210,7 +211,7 @@ class InferenceSettings(Settings, frozen=True, kw_only=True):
 
     workers: Annotated[int, Meta(ge=1, description="Inference workers that `up` starts")] = 1
     engine: Annotated[
-        Literal["torch", "vllm", "openai", "tinker"],
+        EngineName,
         Meta(description="Engine: torch or vLLM in the worker process, OpenAI-compatible servers, or a Tinker service"),
     ] = "torch"
     purpose: Annotated[

@@ -1,11 +1,13 @@
-"""The same 48 operations with each user's key on a real server: exactly those go through that the table in docs allows."""
+"""The same 48 operations with each user's key on a real server: exactly those go through that the table in docs allows.
+
+That the table is the one of the docs is `tests/unit/test_rights_table.py`.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Generator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 
 import anyio
 import pytest
@@ -15,7 +17,7 @@ from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.permissions import build_rights
 from fleetbus.bus.streams import plan_run
 from fleetbus_schemas.channels import ROLES, WORKERS
-from tests.support.auth_operations import ASK, CALL, LISTEN, PUBLISH, TELL, Operation, is_allowed, operations, table
+from tests.support.auth_operations import ASK, CALL, LISTEN, PUBLISH, TELL, Operation, is_allowed, operations
 from tests.support.bare_client import BareClient, bare_client
 from tests.support.secured_server import TRUST, SecuredServer, secured_server
 from tests.support.small_deployment import LANES
@@ -31,20 +33,6 @@ PLAN = plan_run(TRUST, lanes=LANES)
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[SecuredServer]:
     with secured_server(tmp_path_factory) as server:
         yield server
-
-
-def test_there_are_48_operations_and_docs_say_who_may_do_them() -> None:
-    assert len(OPERATIONS) == len({operation.subject for operation in OPERATIONS}) == 48
-    page = (Path(__file__).parents[2] / "docs" / "accounts.md").read_text()
-    assert table() in page, "replace the table in docs/accounts.md: python -m tests.support.auth_operations"
-
-
-def test_every_operation_is_somebodys_or_only_the_admins() -> None:
-    allowed = {
-        operation.name: [user for user in ROLES if is_allowed(build_rights(user, PLAN), operation)] for operation in OPERATIONS
-    }
-    nobodys = [name for name, users in allowed.items() if not users]
-    assert nobodys == ["write into another run"]
 
 
 @asynccontextmanager

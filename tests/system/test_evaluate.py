@@ -11,12 +11,12 @@ import anyio
 import pytest
 
 from fleetbus.bus.base import Bus
+from fleetbus.config.engines import ENGINES, EngineKind
 from fleetbus.config.settings import Configuration, InferenceSettings
 from fleetbus.core.training.evaluation_summary import summarise_results
 from fleetbus.errors import UserError
 from fleetbus_schemas import EpisodeRequested, Heartbeat, Subjects, Task, WorkerRole, encode
 from fleetbus_workers.api.evaluation import find_live_roles, start_missing_roles
-from fleetbus_workers.assembly import engines
 from fleetbus_workers.assembly.model import find_starter_folder
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.cli.train.evaluate import _parse_ks
@@ -101,7 +101,7 @@ def test_k_beyond_the_samples_is_refused() -> None:
 
 
 async def test_an_engine_that_is_missing_here_is_told_with_the_flag_that_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(engines.PACKAGES, "vllm", ("no_such_package",))
+    monkeypatch.setitem(ENGINES, "vllm", EngineKind(packages=("no_such_package",), extras=("vllm",)))
     configuration = Configuration(inference=InferenceSettings(engine="vllm"))
     async with small_deployment() as fleet, anyio.create_task_group() as group:
         with pytest.raises(UserError, match="--inference-engine torch"):

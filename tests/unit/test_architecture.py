@@ -34,6 +34,15 @@ def test_the_architecture_fits_on_two_pages_and_names_only_what_exists() -> None
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
+def test_twelve_usual_changes_take_four_places_at_most() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| to add |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines()[2:]]
+    assert len(rows) == 12
+    places = {change: re.findall(r"`([\w.-]+(?:/[\w./-]*)|pyproject\.toml)`", files) for change, files in rows}
+    assert not [place for found in places.values() for place in found if not (ROOT / place).exists()]
+    assert {change: found for change, found in places.items() if not 1 <= len(set(found)) <= 4} == {}
+
+
 def test_the_readme_begins_with_two_commands_of_one_line_each() -> None:
     text = (ROOT / "README.md").read_text()
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)

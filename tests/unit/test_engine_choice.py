@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import sys
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from fleetbus.config.engines import ENGINES
+from fleetbus.config.fields import tables
 from fleetbus.config.settings import Configuration, InferenceSettings, LearnerSettings
 from fleetbus.errors import UserError
 from fleetbus_workers.assembly.engines import check_packages
@@ -49,6 +55,19 @@ def test_a_missing_engine_is_told_with_its_extra() -> None:
         check_packages("vllm")
     with pytest.raises(UserError, match=f"{sys.executable} lacks vllm: install fleetbus and the extra vllm there"):
         check_engine(configured(engine="vllm", python=sys.executable))
+
+
+def test_every_engine_has_a_row_whose_extras_exist() -> None:
+    assert tuple(ENGINES) == tables()["inference"]["engine"].choices
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert {extra for kind in ENGINES.values() for extra in kind.extras} <= set(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine_is_opened_by_the_module_of_its_name(engine: str) -> None:
+    pytest.importorskip("torch")
+    module = importlib.import_module(f"fleetbus_workers.inference.{engine}")
+    assert list(inspect.signature(module.open_engine).parameters) == ["context"]
 
 
 def test_another_python_runs_the_same_command_line() -> None:

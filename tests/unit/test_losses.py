@@ -1,6 +1,8 @@
 """The whole policy loss out of its parts, against closed forms; NumPy arrays and torch tensors alike."""
 
 import math
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from fleetbus.config.check import check_training
+from fleetbus.config.fields import tables
 from fleetbus.config.settings import AlgorithmSettings, TrainerSettings
 from fleetbus.core.algorithms.corrections import CORRECTIONS, KL_ESTIMATORS, geometric_mask, kl_penalty, mask_sequence, plain
 from fleetbus.core.algorithms.losses import REDUCTIONS, LossPlan, compute_token_losses, reduce_losses
@@ -173,6 +176,24 @@ def test_the_kl_penalty_has_the_gradient_of_the_kl_itself() -> None:
     (gradient,) = torch.autograd.grad((logprobs.exp().detach() * penalty[:, 0] * logprobs).sum(), logits)
 
     torch.testing.assert_close(gradient, -kl_gradient)
+
+
+@pytest.mark.parametrize(
+    ("setting", "parts"),
+    [
+        ("objective", OBJECTIVES),
+        ("rollout_correction", CORRECTIONS),
+        ("reduction", REDUCTIONS),
+        ("kl_estimator", KL_ESTIMATORS),
+    ],
+)
+def test_every_part_of_a_loss_is_one_that_its_setting_takes(setting: str, parts: Collection[str]) -> None:
+    assert tables()["algorithm"][setting].choices == tuple(parts)
+
+
+def test_the_documentation_names_every_objective() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    assert not [name for name in OBJECTIVES if f"`{name}`" not in page]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

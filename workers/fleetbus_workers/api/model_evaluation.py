@@ -16,13 +16,12 @@ import msgspec
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
+from fleetbus.config.engines import list_engines
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import PolicyPublished, Subjects, encode
 from fleetbus_workers.api.evaluation import Evaluation, start_missing_roles, summarise_evaluation
 from fleetbus_workers.assembly.model import find_model_folder
-
-ENGINES = ("torch", "vllm")
 
 
 async def evaluate_model(
@@ -38,8 +37,9 @@ async def evaluate_model(
     from fleetbus_workers.assembly.learner_parts import build_curriculum
     from fleetbus_workers.learner.held_out import play
 
-    if configuration.inference.engine not in ENGINES:
-        raise UserError(f"--model is played by the engines {' and '.join(ENGINES)}, not {configuration.inference.engine}")
+    engines = list_engines(lambda kind: kind.is_local)
+    if configuration.inference.engine not in engines:
+        raise UserError(f"--model is played by the engines {' and '.join(engines)}, not {configuration.inference.engine}")
     tasks = build_curriculum(configuration).evaluation(configuration.evaluation.episodes)
     if not tasks:
         raise UserError("no tasks are held out: give more --episodes, or a tasks file with enough tasks")

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
+from fleetbus.config.engines import list_engines
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus.tasks.files import load_dataset
@@ -19,7 +20,7 @@ from fleetbus_workers.assembly.model import find_model_folder
 from fleetbus_workers.environment.keyed_specs import parse_keyed_specs
 from fleetbus_workers.images.model_folder import has_vision
 
-ENGINES_WITH_VISION = frozenset({"torch", "vllm"})
+ENGINES_WITH_VISION = frozenset(list_engines(lambda kind: kind.takes_images))
 TRAINERS_WITH_VISION = frozenset({"torch"})
 
 IMAGE_MODALITIES = frozenset({"computer_use", "browser_use"})

@@ -18,6 +18,7 @@ from fleetbus.config.settings import TinkerSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import PolicyPublished, VersionSpan
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused, list_distorting
+from fleetbus_workers.inference.engine_context import EngineContext
 from fleetbus_workers.inference.weight_folders import parse_file_uri
 from fleetbus_workers.tinker_service import SamplerPath, format_error, open_service_client
 from fleetbus_workers.weights.file import WeightsRejected
@@ -26,6 +27,15 @@ SEED_MASK = (1 << 31) - 1
 UNKNOWN_SETTINGS = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 OPEN_SECONDS = 120.0
 LOAD_SECONDS = 600.0
+
+
+@asynccontextmanager
+async def open_engine(context: EngineContext) -> AsyncIterator["TinkerSampler"]:
+    """See `fleetbus_workers.inference.engine_context`. The service was reached."""
+    settings = context.configuration.inference
+    sampler = TinkerSampler(context.configuration.tinker, max_model_len=settings.max_model_len, slots=settings.max_num_seqs)
+    await sampler.open()
+    yield sampler
 
 
 class TinkerSampler:

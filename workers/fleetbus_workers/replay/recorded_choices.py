@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from fleetbus.config.engines import ENGINES
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.errors import UserError
@@ -31,7 +32,6 @@ HARMLESS_TEXT = {
 BUILT_IN = re.compile(r"(warehouse|coding|(scripted|colours)(:\d{1,4})?)")
 """Environments that run nothing but what fleetbus ships, verifiers and policies' code in the sandbox excepted."""
 
-LOCAL_ENGINES = frozenset({"torch", "vllm"})
 MAX_NUMBERS = {
     "inference.max_num_seqs": 1024,
     "inference.slots": 4096,
@@ -60,7 +60,7 @@ def restrict_recorded_choices(
             f"{recording.path} was made with the environment {run.environment!r}, which a file does not choose: name it with "
             f"--environment, {TRUST}"
         )
-    if role == "inference" and configuration.inference.engine not in LOCAL_ENGINES:
+    if role == "inference" and not ENGINES[configuration.inference.engine].is_local:
         raise UserError(
             f"{recording.path} was made with the engine {configuration.inference.engine}, which calls servers with your keys: "
             f"replay it on a machine with engine torch, {TRUST}"

@@ -15,13 +15,14 @@ from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.server_config import WRITTEN_BY, parse_runs, run_accounts
 from fleetbus.auth.stores import check_store
 from fleetbus.config.check import check_trained_distribution
+from fleetbus.config.engines import ENGINES
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, NatsSettings
 from fleetbus.errors import UserError
 from fleetbus.tasks.files import check_verifiers, load_dataset
 from fleetbus_schemas import Task
-from fleetbus_workers.assembly.engines import PACKAGES, check_packages
+from fleetbus_workers.assembly.engines import check_packages
 from fleetbus_workers.assembly.model import find_model_folder
 from fleetbus_workers.assembly.vision import check_vision
 from fleetbus_workers.environment.keyed_specs import build_keyed_factory, check_tasks_are_served, parse_keyed_specs
@@ -116,7 +117,7 @@ def check_engine(configuration: Configuration) -> None:
     if not inference.python:
         check_packages(inference.engine)
         return
-    wanted = ("fleetbus_workers", *PACKAGES[inference.engine])
+    wanted = ("fleetbus_workers", *ENGINES[inference.engine].packages)
     code = f"import importlib.util as u, sys; print(*(p for p in {wanted!r} if u.find_spec(p) is None))"
     try:
         found = subprocess.run(
