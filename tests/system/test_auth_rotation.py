@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -147,3 +149,22 @@ def test_what_cannot_be_replaced_is_named_in_one_line_and_nothing_changes(
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+async def test_a_worker_whose_key_was_replaced_says_so_in_one_line_and_exits_with_1(tmp_path: Path) -> None:
+    async with place(tmp_path) as made:
+        command = [sys.executable, "-m", "fleetbus", "recorder", "--run", RUN, "--nats", made.server.url, "--nats-auth"]
+        options = [str(made.keys.path), "--archive", str(tmp_path / "archive"), "--run-folder", str(tmp_path / "runs")]
+        async with await anyio.open_process([*command, *options, "--log-format", "json"], cwd=tmp_path) as worker:
+            assert worker.stdout is not None and worker.stderr is not None
+            said = b""
+            while b'"ready"' not in said:
+                said += await worker.stderr.receive()
+            rotate_key(made.keys, RUN, "recorder")
+            made.reload()
+            async for part in worker.stderr:
+                said += part
+            assert await worker.wait() == 1
+    (error,) = (line for line in map(json.loads, said.splitlines()) if line["level"] == "error")
+    assert error["event"] == "stopped: the connection is closed for good"
+    assert error["reason"] == "the NATS server refuses the credentials"

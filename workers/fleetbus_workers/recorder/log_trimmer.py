@@ -5,10 +5,12 @@ been settled for a while, and only after the floor was raised in the log (`Floor
 refused by number from then on.
 """
 
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from itertools import islice
 
+import anyio
 import msgspec
 import structlog
 
@@ -40,6 +42,9 @@ SHORT_SHARE = 0.6
 
 REMOVALS_AT_A_TIME = 16
 """Of single episodes or journals. Each takes two answers of the server: one by one, 2,000 take 400 s over a line of 100 ms."""
+
+TELL_SECONDS = 60.0
+"""A line about what was removed, no more often."""
 
 _READ = frozenset({"task", "episode", "train", "policy", "floor", "session"})
 
@@ -102,6 +107,7 @@ class LogTrimmer:
         """Only who has entered the log up to the newest floor raises the next: a learner that begins stores it again."""
         self._raised = 0
         """Where the newest floor stands that was raised here."""
+        self._tells_at = -math.inf
         self.last_entered = self._last_ns = 0
         self.trimmed = 0
 
@@ -150,7 +156,8 @@ class LogTrimmer:
         except _WentBack:
             log.error("log lost entries that are archived; removing nothing", archived_up_to=self.last_entered)
             return
-        if settled or trimmed:
+        if (settled or trimmed) and anyio.current_time() >= self._tells_at:
+            self._tells_at = anyio.current_time() + TELL_SECONDS
             state = await self._bus.log_state()
             log.info(
                 "log trimmed",
