@@ -84,6 +84,8 @@ class AgentEnvironment:
             "OPENAI_API_KEY": key,
             "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": key,
+            "GOOGLE_GEMINI_BASE_URL": url,
+            "GEMINI_API_KEY": key,
             "FLEETBUS_TASK_FILE": str(self._folder / "task.json"),
         }
 

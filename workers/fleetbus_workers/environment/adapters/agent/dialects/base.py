@@ -62,6 +62,9 @@ class Dialect(Protocol):
     KEEPALIVE: bytes
     """An event that clients skip."""
 
+    FAILURE_HEAD: bytes
+    """The start of an event that holds an error; its JSON and an empty line follow."""
+
 
 class Forbidden(NamedTuple):
     """A field that changes what is sampled, or asks for what a session does not have; these of its values are harmless.

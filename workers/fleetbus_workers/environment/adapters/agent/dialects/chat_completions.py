@@ -19,6 +19,7 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
 )
 
 KEEPALIVE = b": keepalive\n\n"
+FAILURE_HEAD = b"event: error\ndata: "
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 TEXT_PARTS = ("text",)
 FORBIDDEN = (

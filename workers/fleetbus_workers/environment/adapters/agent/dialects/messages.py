@@ -20,6 +20,7 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
 )
 
 KEEPALIVE = write_event({"type": "ping"}, "ping")
+FAILURE_HEAD = b"event: error\ndata: "
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 TEXT_PARTS = ("text",)
 NOT_SAMPLED = ("thinking", "redacted_thinking")

@@ -17,11 +17,42 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
     write_arguments,
     write_event,
 )
-from fleetbus_workers.environment.adapters.agent.dialects.chat_completions import KEEPALIVE, ROLES, parse_function, render_error
+from fleetbus_workers.environment.adapters.agent.dialects.chat_completions import (
+    FAILURE_HEAD,
+    KEEPALIVE,
+    ROLES,
+    parse_function,
+    render_error,
+)
 
-__all__ = ["KEEPALIVE", "parse", "render", "render_error", "stream"]
+__all__ = ["FAILURE_HEAD", "KEEPALIVE", "parse", "render", "render_error", "stream"]
 
 TEXT_PARTS = ("input_text", "output_text", "text")
+UNSAID: dict[str, object] = {
+    "background": False,
+    "frequency_penalty": 0,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "presence_penalty": 0,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "reasoning": None,
+    "safety_identifier": None,
+    "service_tier": "default",
+    "store": False,
+    "temperature": 1,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": 1,
+    "truncation": "disabled",
+}
+"""Fields that strict clients require and that say nothing here."""
+
 FORBIDDEN = (
     Forbidden("previous_response_id", ("",), "responses are not stored; send the whole input"),
     Forbidden("conversation", (), "conversations are not stored; send the whole input"),
@@ -91,7 +122,7 @@ def render(answer: Answer, model: str) -> dict[str, Any]:
         "output": _render_items(answer),
         "usage": {
             "input_tokens": answer.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": answer.sampled_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": answer.prompt_tokens + answer.sampled_tokens,
@@ -161,17 +192,12 @@ def _envelope(answer: Answer, model: str, status: str) -> dict[str, Any]:
         "id": f"resp_{answer.id or answer.number}",
         "object": "response",
         "created_at": answer.created,
+        "completed_at": answer.created if status == "completed" else None,
         "status": status,
         "model": model,
         "output": [],
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "instructions": None,
-        "metadata": {},
-        "parallel_tool_calls": True,
-        "temperature": None,
-        "top_p": None,
-        "tool_choice": "auto",
-        "tools": [],
         "usage": None,
+        **UNSAID,
     }
