@@ -138,6 +138,15 @@ class Attempts(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int = 0
 
 
+class SessionBooks(msgspec.Struct, frozen=True, kw_only=True):
+    """Sessions that callers drove step by step: ``ended`` by how they ended, ``steps`` those of all."""
+
+    opened: int = 0
+    open: int = 0
+    steps: int = 0
+    ended: dict[str, int] = msgspec.field(default_factory=dict)
+
+
 class ReachedStep(msgspec.Struct, frozen=True, kw_only=True):
     """The last step of the newest lineage."""
 
@@ -170,6 +179,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Entries below the floor of the log, which change nothing."""
     untrained: int = 0
     """Turns that results leave out of training, with a reason each."""
+    sessions: SessionBooks = SessionBooks()
 
     @property
     def balanced(self) -> bool:

@@ -50,7 +50,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     ``reward`` is this turn's own part of the
     episode's reward, 0 if the environment grades only at the end (see `Verdict`). ``tool_calls`` and ``tool_errors`` count what
     this step did. ``info`` and ``images``: see `Start`; ``success`` (or ``is_success``) in ``info`` says whether the episode is
-    a success. ``output``: what the called tool gave, where ``messages`` say it in words for a policy. ``context``: how the
+    a success. ``unrewarded`` says why there is no reward at all, which then counts as 0 in sums and goes out as null; empty if
+    there is one. ``output``: what the called tool gave, where ``messages`` say it in words for a policy. ``context``: how the
     policy's context continues, if not by growing.
     """
 
@@ -64,6 +65,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     images: Sequence[Any] = ()
     output: ToolOutput | None = None
     context: ContextChange | None = None
+    unrewarded: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
