@@ -150,6 +150,14 @@ class LivesElsewhere(Protocol):
 
 
 @runtime_checkable
+class ShowsWhole(Protocol):
+    """An environment that passes on what somebody else says, as an agent, who counts on it."""
+
+    shows_whole: bool
+    """True if its messages are not cut to ``environment.observation_bytes``."""
+
+
+@runtime_checkable
 class ReportsUntrained(Protocol):
     """An environment in which not every turn counts as the policy's doing."""
 

@@ -9,13 +9,15 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from fleetbus.core.algorithms.reward_components import JUDGE, VERIFIER, combine, find_missing
-from fleetbus_schemas import Action, ChatMessage, EpisodeRequested, Task
+from fleetbus_schemas import Action, ChatMessage, EpisodeRequested, Task, UntrainedTurn
 from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.environment.base import (
     Environment,
     HoldsElsewhere,
     LivesElsewhere,
     RecordedTurn,
+    ReportsUntrained,
+    ShowsWhole,
     Start,
     Step,
     TaskEnvironmentFactory,
@@ -78,6 +80,15 @@ class ComposedRewardEnvironment:
         self._inner: Any = inner
         self._factory = factory
         self._seen: list[ChatMessage] = []
+
+    @property
+    def shows_whole(self) -> bool:
+        """See `ShowsWhole`."""
+        return isinstance(self._inner, ShowsWhole) and self._inner.shows_whole
+
+    def list_untrained(self) -> tuple[UntrainedTurn, ...]:
+        """See `ReportsUntrained`."""
+        return self._inner.list_untrained() if isinstance(self._inner, ReportsUntrained) else ()
 
     @property
     def implementation(self) -> object:

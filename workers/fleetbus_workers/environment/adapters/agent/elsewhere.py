@@ -34,6 +34,7 @@ class ElsewhereEnvironment:
     """One episode of an agent outside."""
 
     replayable = True
+    shows_whole = True
 
     def __init__(self, registry: SessionRegistry, *, grader: Grader, reward_seconds: float) -> None:
         self._registry = registry

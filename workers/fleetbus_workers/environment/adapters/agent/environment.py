@@ -32,6 +32,7 @@ class AgentEnvironment:
     """One episode of an agent that ``host`` starts."""
 
     replayable = False
+    shows_whole = True
 
     def __init__(self, host: AgentHost, *, grader: Grader, exit_seconds: float) -> None:
         self._host = host
