@@ -74,13 +74,13 @@ async def test_a_gateway_that_takes_over_gives_the_last_answer_once_to_whoever_a
     conversations = Conversations(session)
     conversations.restore_call(observe(0))
     conversations.answer(act(0))
-    assert [each.turn for each in conversations.list_undelivered()] == [0]
+    assert [each.turn for each in conversations.list_untrained()] == [0]
 
     known = session.enter(AgentCall(messages=QUESTION), "d", repetition=False)
     async with known.hold_request():
         assert (await known.wait()).text == "answer 0"
         known.delivered = True
-    assert conversations.list_undelivered() == ()
+    assert conversations.list_untrained() == ()
 
     fresh = session.enter(AgentCall(messages=QUESTION), "d", repetition=False)
     assert fresh is not known, "the agent has the answer: the same question is another sample"
@@ -95,7 +95,7 @@ async def test_a_turn_that_a_later_call_continues_was_delivered() -> None:
     pending = session.enter(AgentCall(messages=said), "d", repetition=False)
     async with pending.hold_request():
         assert await conversations.receive_call() is not None
-    assert conversations.list_undelivered() == ()
+    assert conversations.list_untrained() == ()
 
 
 async def test_an_answer_that_comes_after_the_session_was_ended_was_not_delivered() -> None:
@@ -107,7 +107,7 @@ async def test_an_answer_that_comes_after_the_session_was_ended_was_not_delivere
         session.end()
         conversations.answer(act(0))
         pending.delivered = True  # what it had is the request to stop
-    assert conversations.list_undelivered() == (UntrainedTurn(turn=0, reason="not_delivered"),)
+    assert conversations.list_untrained() == (UntrainedTurn(turn=0, reason="not_delivered"),)
 
 
 def sampled(turn: int) -> Action:

@@ -9,7 +9,7 @@ from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.core.audit.findings import SessionBooks
 from fleetbus.errors import UserError
-from fleetbus_schemas import SessionAnswer, SessionCall, SessionClaimed, SessionEnded, SessionRecorded, Task
+from fleetbus_schemas import SessionAnswer, SessionCall, SessionClaimed, SessionEnded, SessionRecorded, Task, UntrainedTurn
 from tests.support.log_builder import SUBJECTS, LogBuilder, audit_log, fold_audit, kinds, start_log
 
 
@@ -102,6 +102,15 @@ async def test_sessions_that_callers_drive_are_counted_with_their_steps_and_ends
     report = await audit_log(log_builder)
     assert report.sessions == SessionBooks(opened=3, open=1, steps=8, ended={"closed": 1, "env_failed": 1})
     assert report.balanced and report.books.requested == 0
+
+
+async def test_turns_that_results_leave_out_are_counted_by_their_reasons() -> None:
+    log_builder = start_log()
+    left_out = (UntrainedTurn(turn=0, reason="side_call"), UntrainedTurn(turn=1, reason="not_delivered"))
+    log_builder.play("a", untrained=left_out)
+    log_builder.play("b", untrained=left_out[:1])
+    report = await audit_log(log_builder)
+    assert (report.side_calls, report.undelivered) == (2, 1)
 
 
 async def test_a_trimmed_log_is_not_judged_without_its_archive() -> None:

@@ -169,7 +169,8 @@ class Audit(msgspec.Struct):
             findings=findings.list_found(),
             unproven=self._list_unproven(),
             refused=self._counts["refused"],
-            untrained=self._counts["untrained"],
+            undelivered=self._counts["not_delivered"],
+            side_calls=self._counts["side_call"],
             sessions=self._sessions.count(),
         )
 
@@ -254,7 +255,7 @@ class Audit(msgspec.Struct):
             case AttemptReleased():
                 episode.on_release(sequence, message, findings)
             case EpisodeFinished():
-                self._counts["untrained"] += len(message.untrained)
+                self._counts.update(each.reason for each in message.untrained)
                 episode.on_result(sequence, message, findings)
             case Observation():
                 self._counts["observations"] += 1

@@ -177,8 +177,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What was not looked at, or cannot be proven from what was read."""
     refused: int = 0
     """Entries below the floor of the log, which change nothing."""
-    untrained: int = 0
-    """Turns that results leave out of training, with a reason each."""
+    undelivered: int = 0
+    """Turns that results leave out of training, for their agents never had the answers."""
+    side_calls: int = 0
+    """Turns that results leave out of training, for their agents asked for them beside the task."""
     sessions: SessionBooks = SessionBooks()
 
     @property

@@ -11,11 +11,12 @@ import structlog
 
 from fleetbus.core.text.reasoning import remove_reasoning
 from fleetbus.core.text.tool_formats import TOOL_FORMATS, build_call_id, parse_response
-from fleetbus_schemas import Action, ChatMessage, ContextChange, Observation, ToolCall, ToolSpec, UntrainedTurn
+from fleetbus_schemas import Action, ChatMessage, ContextChange, Observation, ToolCall, ToolSpec, UntrainedReason, UntrainedTurn
 from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer, InvalidCall, StopReason
 from fleetbus_workers.environment.adapters.agent.paths import Attachment, Paths
 from fleetbus_workers.environment.adapters.agent.sessions import AgentEnded, AgentSession, PendingCall
+from fleetbus_workers.environment.adapters.agent.side_calls import Line, describe_line, find_side_turns
 
 log = structlog.get_logger(__name__)
 
@@ -23,8 +24,10 @@ log = structlog.get_logger(__name__)
 class Conversations:
     """All that one agent said and was answered; strictly a call, then its answer."""
 
-    def __init__(self, session: AgentSession) -> None:
+    def __init__(self, session: AgentSession, *, trains_side_calls: bool = False) -> None:
         self._session = session
+        self._trains_side_calls = trains_side_calls
+        self._lines: dict[int, Line] = {}
         self._paths = Paths()
         self._pending: PendingCall | None = None
         self._attached: Attachment | None = None
@@ -61,7 +64,7 @@ class Conversations:
                 pending.set_answer(invalid)
                 continue
             self._pending = pending
-            self._enter(attached)
+            self._enter(attached, pending.call.max_tokens)
             return attached
 
     def restore_call(self, observed: Observation) -> Attachment:
@@ -75,14 +78,16 @@ class Conversations:
         )
         self._pending = None
         self._paths.restore(attached, tools=self._tools.get(observed.segment, observed.tools))
-        self._enter(attached)
+        self._enter(attached, None)
         return attached
 
-    def _enter(self, attached: Attachment) -> None:
+    def _enter(self, attached: Attachment, max_tokens: int | None) -> None:
         self._attached = attached
         if (given := self._last_given.get(attached.segment)) is not None:
             given.delivered = True  # what follows an answer proves that it came
-        self._tools.setdefault(attached.segment, attached.tools)
+        if attached.segment not in self._lines:
+            self._tools[attached.segment] = attached.tools
+            self._lines[attached.segment] = describe_line(attached.messages, attached.tools, max_tokens)
         self.messages += attached.messages
 
     def answer(self, action: Action) -> Answer:
@@ -95,15 +100,19 @@ class Conversations:
         self._tool_calls += len(answer.tool_calls)
         pending = self._pending or self._session.remember(asked)
         is_given = pending.set_answer(answer)
+        self._lines[self._attached.segment].turns.append(len(self._given))
         self._given.append(pending if is_given else PendingCall(AgentCall(messages=())))
         self._last_given[self._attached.segment] = pending
         return answer
 
-    def list_undelivered(self) -> tuple[UntrainedTurn, ...]:
-        """The turns whose answers no request of the agent got, as far as one can tell."""
-        return tuple(
-            UntrainedTurn(turn=turn, reason="not_delivered") for turn, given in enumerate(self._given) if not given.delivered
-        )
+    def list_untrained(self) -> tuple[UntrainedTurn, ...]:
+        """The turns whose answers no request of the agent got, as far as one can tell, and its calls beside the task."""
+        reasons: dict[int, UntrainedReason] = dict.fromkeys(self._find_side_turns(), "side_call")
+        reasons |= {turn: "not_delivered" for turn, given in enumerate(self._given) if not given.delivered}
+        return tuple(UntrainedTurn(turn=turn, reason=reasons[turn]) for turn in sorted(reasons))
+
+    def _find_side_turns(self) -> list[int]:
+        return [] if self._trains_side_calls else find_side_turns(list(self._lines.values()))
 
     def follow(self, attached: Attachment) -> ContextChange | None:
         """The change of the policy's context after the segment of the turn before."""
@@ -113,7 +122,9 @@ class Conversations:
         return None if attached.segment == before else ContextChange(resume=attached.segment)
 
     def describe(self) -> dict[str, object]:
-        return {"calls_extending": self._paths.extended, "segments_begun": dict(self._paths.reasons)}
+        side_calls = len(self._find_side_turns())
+        counted = {"side_calls": side_calls} if side_calls else {}
+        return {"calls_extending": self._paths.extended, "segments_begun": dict(self._paths.reasons), **counted}
 
     def describe_state(self) -> dict[str, object]:
         return {"calls": self._answers, "tool_calls": self._tool_calls, **self.describe()}

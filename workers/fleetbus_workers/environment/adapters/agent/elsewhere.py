@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import anyio
 
+from fleetbus.config.settings import EnvironmentSettings
 from fleetbus_schemas import Action, EpisodeRequested, Task, UntrainedTurn
 from fleetbus_workers.environment.adapters.agent.conversations import Conversations
 from fleetbus_workers.environment.adapters.agent.paths import Attachment
@@ -36,10 +37,13 @@ class ElsewhereEnvironment:
     replayable = True
     shows_whole = True
 
-    def __init__(self, registry: SessionRegistry, *, grader: Grader, reward_seconds: float) -> None:
+    def __init__(
+        self, registry: SessionRegistry, *, grader: Grader, reward_seconds: float, settings: EnvironmentSettings | None = None
+    ) -> None:
         self._registry = registry
         self._grader = grader
         self._reward_seconds = reward_seconds
+        self._settings = settings or EnvironmentSettings()
         self._request: EpisodeRequested | None = None
         self._recorded: Sequence[RecordedTurn] = ()
         self._is_new = False
@@ -57,7 +61,7 @@ class ElsewhereEnvironment:
         assert self._request is not None
         self._session = self._registry.open_session(self._request)
         self._session.takes_late_reward = True
-        self._conversations = Conversations(self._session)
+        self._conversations = Conversations(self._session, trains_side_calls=self._settings.agent_side_calls == "trained")
 
     async def reset(self) -> Start:
         """Wait for the agent's first call. Raises `EnvironmentFailed` if it ends without one."""
@@ -88,7 +92,7 @@ class ElsewhereEnvironment:
         return await self._conversations.receive_call()
 
     def list_untrained(self) -> tuple[UntrainedTurn, ...]:
-        return self._conversations.list_undelivered() if self._conversations is not None else ()
+        return self._conversations.list_untrained() if self._conversations is not None else ()
 
     async def state(self) -> dict[str, Any]:
         await anyio.lowlevel.checkpoint()

@@ -15,6 +15,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from fleetbus.config.settings import EnvironmentSettings
 from fleetbus_schemas import Action, Task, UntrainedTurn
 from fleetbus_workers.environment.adapters.agent.conversations import Conversations
 from fleetbus_workers.environment.adapters.agent.host import AgentHost
@@ -34,10 +35,13 @@ class AgentEnvironment:
     replayable = False
     shows_whole = True
 
-    def __init__(self, host: AgentHost, *, grader: Grader, exit_seconds: float) -> None:
+    def __init__(
+        self, host: AgentHost, *, grader: Grader, exit_seconds: float, settings: EnvironmentSettings | None = None
+    ) -> None:
         self._host = host
         self._grader = grader
         self._exit_seconds = exit_seconds
+        self._settings = settings or EnvironmentSettings()
         self._held = AsyncExitStack()
         self._task: Task | None = None
         self._session: AgentSession | None = None
@@ -49,7 +53,7 @@ class AgentEnvironment:
         """Make the session and the working folder, with the task as ``task.json``."""
         self._task = task
         self._session = self._held.enter_context(self._host.endpoint.open_session(takes_reward=not task.verifier))
-        self._conversations = Conversations(self._session)
+        self._conversations = Conversations(self._session, trains_side_calls=self._settings.agent_side_calls == "trained")
         self._folder = self._host.make_folder()
         self._held.push_async_callback(self._host.remove_folder, self._folder)
         shown = {"key": task.key, "prompt": task.prompt, "seed": task.seed, "config": task.config, "env": task.env}
@@ -98,7 +102,7 @@ class AgentEnvironment:
             raise EnvironmentFailed(f"the agent ended with status {status}{self._process.read_last_line()}")
 
     def list_untrained(self) -> tuple[UntrainedTurn, ...]:
-        return self._conversations.list_undelivered() if self._conversations is not None else ()
+        return self._conversations.list_untrained() if self._conversations is not None else ()
 
     async def state(self) -> dict[str, Any]:
         task = self._task.key if self._task else ""

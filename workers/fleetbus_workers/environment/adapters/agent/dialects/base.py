@@ -21,13 +21,15 @@ class InvalidCall(Exception):
 
 class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call of an agent: the whole conversation and the tools, as every protocol sends them. ``stream``: the answer is
-    wanted as server-sent events, with usage at its end if ``stream_usage``."""
+    wanted as server-sent events, with usage at its end if ``stream_usage``. ``max_tokens``: the most that the answer may have,
+    None if the call does not say."""
 
     messages: tuple[ChatMessage, ...]
     tools: tuple[ToolSpec, ...] = ()
     model: str = ""
     stream: bool = False
     stream_usage: bool = False
+    max_tokens: int | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +95,11 @@ def read_list(value: object, name: str) -> list[dict[str, object]]:
     if not isinstance(value, list) or not set(map(type, value)) <= {dict}:
         raise InvalidCall(f"{name} has to be a list of objects")
     return value
+
+
+def read_limit(value: object) -> int | None:
+    """A number of tokens; None for what is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def read_text(content: Any, kinds: tuple[str, ...], name: str) -> str:

@@ -11,6 +11,7 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
     Forbidden,
     InvalidCall,
     read_arguments,
+    read_limit,
     read_list,
     read_text,
     refuse_fields,
@@ -44,6 +45,7 @@ def parse(body: dict[str, object]) -> AgentCall:
         tools=() if body.get("tool_choice") == "none" else tools,
         model=str(body.get("model") or ""),
         stream=body.get("stream") is True,
+        max_tokens=read_limit(body.get("max_completion_tokens") or body.get("max_tokens")),
         stream_usage=isinstance(options, dict) and options.get("include_usage") is True,
     )
 

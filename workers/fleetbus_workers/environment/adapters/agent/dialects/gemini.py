@@ -16,6 +16,7 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
     Forbidden,
     InvalidCall,
     read_arguments,
+    read_limit,
     read_list,
     refuse_fields,
     write_event,
@@ -51,11 +52,8 @@ def parse(body: dict[str, object]) -> AgentCall:
     if body.get("method") not in METHODS:
         raise InvalidCall(f"the method {body.get('method')!r} is not supported here; known are {', '.join(METHODS)}")
     mode = _read_object(_read_object(body, "toolConfig"), "functionCallingConfig")
-    for fields, forbidden in (
-        (body, FORBIDDEN),
-        (_read_object(body, "generationConfig"), FORBIDDEN_OPTIONS),
-        (mode, FORBIDDEN_MODE),
-    ):
+    options = _read_object(body, "generationConfig")
+    for fields, forbidden in ((body, FORBIDDEN), (options, FORBIDDEN_OPTIONS), (mode, FORBIDDEN_MODE)):
         refuse_fields(fields, forbidden)
     messages = list(_parse_contents(body))
     if not messages:
@@ -65,6 +63,7 @@ def parse(body: dict[str, object]) -> AgentCall:
         tools=() if mode.get("mode") == "NONE" else tuple(_parse_tools(body)),
         model=str(body.get("model") or ""),
         stream=METHODS[str(body["method"])],
+        max_tokens=read_limit(options.get("maxOutputTokens")),
     )
 
 

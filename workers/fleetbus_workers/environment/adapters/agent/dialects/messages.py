@@ -12,6 +12,7 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
     Forbidden,
     InvalidCall,
     read_arguments,
+    read_limit,
     read_list,
     read_text,
     refuse_fields,
@@ -43,7 +44,11 @@ def parse(body: dict[str, object]) -> AgentCall:
         messages.insert(0, ChatMessage(role="system", content=system))
     tools = () if bare == {"type": "none"} else tuple(map(_parse_tool, read_list(body.get("tools"), "tools")))
     return AgentCall(
-        messages=tuple(messages), tools=tools, model=str(body.get("model") or ""), stream=body.get("stream") is True
+        messages=tuple(messages),
+        tools=tools,
+        model=str(body.get("model") or ""),
+        stream=body.get("stream") is True,
+        max_tokens=read_limit(body.get("max_tokens")),
     )
 
 

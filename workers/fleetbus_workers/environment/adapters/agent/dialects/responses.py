@@ -11,6 +11,7 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
     Forbidden,
     InvalidCall,
     read_arguments,
+    read_limit,
     read_list,
     read_text,
     refuse_fields,
@@ -77,6 +78,7 @@ def parse(body: dict[str, object]) -> AgentCall:
         tools=() if body.get("tool_choice") == "none" else _parse_tools(body),
         model=str(body.get("model") or ""),
         stream=body.get("stream") is True,
+        max_tokens=read_limit(body.get("max_output_tokens")),
     )
 
 
