@@ -33,6 +33,9 @@ def play(task: dict[str, object]) -> None:
         answer = ask(messages)
         answers.append(answer["content"])
         messages.append({"role": "assistant", "content": answer["content"]})
+    if config.get("repair"):
+        told = [*messages, {"role": "user", "content": "As JSON."}] if config["repair"] == "with the answer" else messages[:2]
+        ask(told, response_format={"type": "json_object"})
     Path("answers.json").write_text(json.dumps(answers))
     if "reward" in config:
         body = json.dumps({"reward": config["reward"]}).encode()

@@ -53,7 +53,7 @@ async def play(conversations: Conversations, session: AgentSession, call: AgentC
 async def test_a_title_is_answered_and_not_trained_unless_that_is_wanted(trains: bool) -> None:
     session = AgentSession(key="k")
     conversations = Conversations(session, trains_side_calls=trains)
-    said = (ChatMessage(role="system", content="Work."), ChatMessage(role="user", content="Go."))
+    said: tuple[ChatMessage, ...] = (ChatMessage(role="system", content="Work."), ChatMessage(role="user", content="Go."))
     titled = (ChatMessage(role="system", content="Write a title."), ChatMessage(role="user", content="Go."))
     await play(conversations, session, AgentCall(messages=said, tools=LOOK), "first")
     assert await play(conversations, session, AgentCall(messages=titled), "title") == "title"

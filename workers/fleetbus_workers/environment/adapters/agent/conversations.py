@@ -14,6 +14,7 @@ from fleetbus.core.text.tool_formats import TOOL_FORMATS, build_call_id, parse_r
 from fleetbus_schemas import Action, ChatMessage, ContextChange, Observation, ToolCall, ToolSpec, UntrainedReason, UntrainedTurn
 from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer, InvalidCall, StopReason
+from fleetbus_workers.environment.adapters.agent.faults import find_problems, find_repair
 from fleetbus_workers.environment.adapters.agent.paths import Attachment, Paths
 from fleetbus_workers.environment.adapters.agent.sessions import AgentEnded, AgentSession, PendingCall
 from fleetbus_workers.environment.adapters.agent.side_calls import Line, describe_line, find_side_turns
@@ -35,6 +36,8 @@ class Conversations:
         self._given: list[PendingCall] = []
         self._last_given: dict[int, PendingCall] = {}
         """By segment the answer that it ends with."""
+        self._problems: tuple[str, ...] = ()
+        self._last: Answer | None = None
         self._segment = 0
         self._answers = 0
         self._tool_calls = 0
@@ -99,11 +102,20 @@ class Conversations:
         asked = self._paths.add_answer(self._attached.segment, self.messages[-1])
         self._tool_calls += len(answer.tool_calls)
         pending = self._pending or self._session.remember(asked)
+        self._problems = tuple(find_problems(action, answer, self.segment_tools))
+        self._last, self._session.refused = answer, None
         is_given = pending.set_answer(answer)
         self._lines[self._attached.segment].turns.append(len(self._given))
         self._given.append(pending if is_given else PendingCall(AgentCall(messages=())))
         self._last_given[self._attached.segment] = pending
         return answer
+
+    def find_fault(self) -> dict[str, object]:
+        """The evidence that an agent that breaks now does so for the policy's last answer; empty if there is none."""
+        if self._last is None or not self._given[-1].delivered:
+            return {}
+        problems = [*self._problems, *find_repair(self._session.refused, self._last)]
+        return {"turn": len(self._given) - 1, "problems": problems} if problems else {}
 
     def list_untrained(self) -> tuple[UntrainedTurn, ...]:
         """The turns whose answers no request of the agent got, as far as one can tell, and its calls beside the task."""

@@ -28,6 +28,7 @@ from starlette.types import Receive, Scope, Send
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus_workers.environment.adapters.agent.dialects import DIALECTS
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Dialect, InvalidCall
+from fleetbus_workers.environment.adapters.agent.faults import Refused
 from fleetbus_workers.environment.adapters.agent.models import COUNTS, MODEL, describe_model, estimate_tokens, list_models
 from fleetbus_workers.environment.adapters.agent.sessions import (
     AgentSession,
@@ -116,7 +117,7 @@ class ModelCalls:
             session = await self._sessions.find(read_keys(request))
             with session.one_request():
                 body = await read_body(request, limit=BODY_BYTES)
-                call = parse_call(dialect, body, read_named(request))
+                call = self._parse(session, dialect, body, request)
                 pending = session.enter(call, digest_call(request, body), repetition=is_repetition(request))
                 if call.stream:
                     events = stream_answer(dialect, call, pending)
@@ -129,6 +130,14 @@ class ModelCalls:
             return refuse(dialect, 400, str(invalid), invalid.code)
         except REFUSALS as refused:
             return refuse(dialect, get_status(refused), str(refused))
+
+    def _parse(self, session: AgentSession, dialect: Dialect, body: bytes, request: Request) -> AgentCall:
+        """The call in a body; one that is refused is remembered, for what becomes of its agent."""
+        try:
+            return parse_call(dialect, body, read_named(request))
+        except InvalidCall as invalid:
+            session.refused = Refused(body=body, reason=str(invalid))
+            raise
 
     async def _describe_models(self, request: Request) -> Response:
         """The model that the path names, or all."""

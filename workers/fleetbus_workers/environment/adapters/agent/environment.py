@@ -18,6 +18,7 @@ import msgspec
 from fleetbus.config.settings import EnvironmentSettings
 from fleetbus_schemas import Action, Task, UntrainedTurn
 from fleetbus_workers.environment.adapters.agent.conversations import Conversations
+from fleetbus_workers.environment.adapters.agent.faults import is_programs_error
 from fleetbus_workers.environment.adapters.agent.host import AgentHost
 from fleetbus_workers.environment.adapters.agent.process import AgentProcess
 from fleetbus_workers.environment.adapters.agent.sessions import AgentSession
@@ -48,6 +49,7 @@ class AgentEnvironment:
         self._process: AgentProcess | None = None
         self._folder = Path()
         self._conversations: Conversations | None = None
+        self._fault_reward: float | None = None
 
     async def open(self, task: Task) -> None:
         """Make the session and the working folder, with the task as ``task.json``."""
@@ -74,8 +76,8 @@ class AgentEnvironment:
         called = len(self._conversations.answer(action).tool_calls)
         attached = await self._conversations.receive_call()
         if attached is None:
-            self._raise_if_failed()
-            return Step(terminated=True, tool_calls=called, info=self._conversations.describe())
+            fault = self._judge_failure()
+            return Step(terminated=True, tool_calls=called, info=self._conversations.describe() | fault)
         return Step(messages=attached.messages, tool_calls=called, context=self._conversations.follow(attached))
 
     def _build_variables(self) -> dict[str, str]:
@@ -94,12 +96,19 @@ class AgentEnvironment:
             "FLEETBUS_TASK_FILE": str(self._folder / "task.json"),
         }
 
-    def _raise_if_failed(self) -> None:
-        """An agent that fails before it has a reward is no doing of the policy's."""
-        assert self._process is not None and self._session is not None
+    def _judge_failure(self) -> dict[str, object]:
+        """An agent that fails before it has a reward is no doing of the policy's, unless its last answer could not be used:
+        then the evidence, for the result. Raises `EnvironmentFailed` otherwise."""
+        assert self._process is not None and self._session is not None and self._conversations is not None
         status = self._process.status
-        if status and not self._session.is_graded:
-            raise EnvironmentFailed(f"the agent ended with status {status}{self._process.read_last_line()}")
+        if not status or self._session.is_graded:
+            return {}
+        ended = f"the agent ended with status {status}{self._process.read_last_line()}"
+        fault = self._conversations.find_fault() if is_programs_error(status) else {}
+        if not fault or not self._settings.agent_crash_reward:
+            raise EnvironmentFailed(ended)
+        self._fault_reward = float(self._settings.agent_crash_reward)
+        return {"agent_failed_on_answer": fault | {"ended": ended}}
 
     def list_untrained(self) -> tuple[UntrainedTurn, ...]:
         return self._conversations.list_untrained() if self._conversations is not None else ()
@@ -115,6 +124,8 @@ class AgentEnvironment:
         with anyio.move_on_after(self._exit_seconds):
             await self._process.wait()
         await self._process.end_all()
+        if self._fault_reward is not None:
+            return Verdict(reward=self._fault_reward, reason="the agent could not use the policy's answer")
         if self._session.is_graded:
             return Verdict(reward=self._session.reward, reason=self._session.reward_reason or "the agent gave none")
         said = self._conversations

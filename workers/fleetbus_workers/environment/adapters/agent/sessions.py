@@ -20,6 +20,7 @@ import msgspec
 from fleetbus.concurrency.wakeup import Wakeup
 from fleetbus_workers.environment.adapters.agent.call_ids import CallIds
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer, InvalidCall
+from fleetbus_workers.environment.adapters.agent.faults import Refused
 from fleetbus_workers.environment.adapters.agent.paths import digest_question
 
 MAX_WAITING = 64
@@ -142,6 +143,8 @@ class AgentSession:
         self.concluded = anyio.Event()
         """Set when the agent has ended, or says so itself; see `conclude`."""
         self.closed = anyio.Event()
+        self.refused: Refused | None = None
+        """The call that was refused last, since the last answer."""
         self.repeated = 0
         """Repetitions that joined a call or got its answer."""
         self._waiting: deque[PendingCall] = deque()
