@@ -34,7 +34,9 @@ def play(task: dict[str, object]) -> None:
         answers.append(answer["content"])
         messages.append({"role": "assistant", "content": answer["content"]})
     if config.get("repair"):
-        told = [*messages, {"role": "user", "content": "As JSON."}] if config["repair"] == "with the answer" else messages[:2]
+        told = messages[:2]
+        if config["repair"] == "with the answer":
+            told = [*messages, {"role": "user", "content": "As JSON."}]
         ask(told, response_format={"type": "json_object"})
     Path("answers.json").write_text(json.dumps(answers))
     if "reward" in config:

@@ -9,6 +9,7 @@ import anyio
 import httpx
 import msgspec
 import pytest
+import structlog.testing
 
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall
 from fleetbus_workers.environment.adapters.agent.sessions import MAX_WAITING, SESSION_OVER
@@ -139,10 +140,8 @@ async def test_without_the_key_of_a_session_nothing_is_answered(path: str) -> No
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
         (CHAT, {"messages": "x"}, "list of objects"),
         (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
-        (RESPONSES, {"tools": [{"type": "web_search"}]}, "type 'web_search'"),
         (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'"),
         (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice is not supported"),
-        (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only custom tools"),
         (MESSAGES, {"thread": {"type": "create"}}, "thread is not supported"),
         (GEMINI, {"generationConfig": {"candidateCount": 2}}, "candidateCount is not supported"),
         (GEMINI, {"generation_config": {"response_mime_type": "application/json"}}, "responseMimeType is not supported"),
@@ -157,6 +156,52 @@ async def test_what_cannot_be_trained_on_is_refused_by_name(path: str, field: di
     async with serving() as (client, _):
         response = await client.post(path, json=BODIES[path] | field)
         assert response.status_code == 400 and named in response.json()["error"]["message"]
+
+
+VENDORS_TOOLS: dict[str, list[dict[str, Any]]] = {
+    CHAT: [{"type": "custom", "custom": {"name": "grep"}}],
+    RESPONSES: [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": []}],
+    MESSAGES: [{"type": "bash_20250124", "name": "bash"}],
+    GEMINI: [{"googleSearch": {}}],
+}
+
+
+@each_dialect
+async def test_tools_that_only_their_vendor_runs_are_left_out_and_logged_once(path: str) -> None:
+    more = VENDORS_TOOLS[path]
+    async with serving() as (client, session):
+        with structlog.testing.capture_logs() as logs:
+            for _ in range(2):
+                response, call = await ask(client, session, path, tools=[*BODIES[path]["tools"], *more])
+                assert response.status_code == 200 and call.tools == TOOLS
+    (entry,) = [entry for entry in logs if "kinds" in entry]
+    assert len(entry["kinds"]) == len(more)
+
+
+def place_image(path: str) -> dict[str, Any]:
+    """The body of each protocol whose tool gave an image beside its text."""
+    body: dict[str, Any] = json.loads(json.dumps(BODIES[path]))
+    if path == CHAT:
+        body["messages"][-1]["content"] = [
+            {"type": "text", "text": "nothing"},
+            {"type": "image_url", "image_url": {"url": "x"}},
+        ]
+    elif path == RESPONSES:
+        body["input"][-1]["output"] = [{"type": "input_text", "text": "nothing"}, {"type": "input_image", "image_url": "x"}]
+    elif path == MESSAGES:
+        body["messages"][-1]["content"][0]["content"].append({"type": "image", "source": {"type": "base64", "data": "x"}})
+    else:
+        body["contents"][-1]["parts"][0]["functionResponse"]["parts"] = [{"inlineData": {"data": "x"}}]
+    return body
+
+
+@each_dialect
+async def test_an_image_that_a_tool_gave_is_named_in_its_place_and_the_agent_goes_on(path: str) -> None:
+    async with serving() as (client, session):
+        response, call = await ask(client, session, path, **place_image(path))
+    assert response.status_code == 200
+    said = str(call.messages[-1].content)
+    assert said.startswith("nothing\n[") and said.endswith("left out: only text is supported here]")
 
 
 async def test_a_client_that_sends_only_what_is_new_is_told_so_by_a_code_that_it_knows() -> None:

@@ -134,7 +134,11 @@ class ModelCalls:
     def _parse(self, session: AgentSession, dialect: Dialect, body: bytes, request: Request) -> AgentCall:
         """The call in a body; one that is refused is remembered, for what becomes of its agent."""
         try:
-            return parse_call(dialect, body, read_named(request))
+            call = parse_call(dialect, body, read_named(request))
+            if fresh := set(call.left_out) - session.left_out:
+                session.left_out |= fresh
+                log.warning("agent offers tools that only their vendor runs; leaving them out", kinds=sorted(fresh))
+            return call
         except InvalidCall as invalid:
             session.refused = Refused(body=body, reason=str(invalid))
             raise

@@ -143,6 +143,8 @@ class AgentSession:
         self.concluded = anyio.Event()
         """Set when the agent has ended, or says so itself; see `conclude`."""
         self.closed = anyio.Event()
+        self.left_out: set[str] = set()
+        """Kinds of tools that were left out of its calls, each of which is logged once."""
         self.refused: Refused | None = None
         """The call that was refused last, since the last answer."""
         self.repeated = 0

@@ -22,7 +22,8 @@ class InvalidCall(Exception):
 class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call of an agent: the whole conversation and the tools, as every protocol sends them. ``stream``: the answer is
     wanted as server-sent events, with usage at its end if ``stream_usage``. ``max_tokens``: the most that the answer may have,
-    None if the call does not say."""
+    None if the call does not say. ``left_out``: the kinds of tools that the policy is not offered, for only their vendor runs
+    them."""
 
     messages: tuple[ChatMessage, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -30,6 +31,7 @@ class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     stream_usage: bool = False
     max_tokens: int | None = None
+    left_out: tuple[str, ...] = ()
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +114,28 @@ def read_text(content: Any, kinds: tuple[str, ...], name: str) -> str:
             raise InvalidCall(f"{name} has a part of type {part.get('type')!r}; only text is supported here")
         texts.append(str(part.get("text") or ""))
     return "\n".join(texts)
+
+
+def read_result(content: Any, kinds: tuple[str, ...], name: str) -> str:
+    """The text of a tool's result; other parts, as images, are named in their place: an agent cannot choose what its tools
+    give, so it would not survive a refusal."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = read_list(content, name)
+    return "\n".join(
+        str(part.get("text") or "") if part.get("type") in kinds else note_left_out(str(part.get("type"))) for part in parts
+    )
+
+
+def note_left_out(kind: str) -> str:
+    """The words in the place of a part that is no text."""
+    return f"[{kind} left out: only text is supported here]"
+
+
+def sort_tools(tools: list[dict[str, Any]], kind: str, default: str) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """The tools of the ``kind`` that an agent runs itself, and the other kinds; a tool without one is of the ``default``."""
+    own = [tool for tool in tools if tool.get("type", default) == kind]
+    return own, tuple(dict.fromkeys(str(tool.get("type")) for tool in tools if tool.get("type", default) != kind))
 
 
 def read_arguments(text: Any) -> tuple[dict[str, object], str]:

@@ -15,6 +15,7 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
     Answer,
     Forbidden,
     InvalidCall,
+    note_left_out,
     read_arguments,
     read_limit,
     read_list,
@@ -58,9 +59,11 @@ def parse(body: dict[str, object]) -> AgentCall:
     messages = list(_parse_contents(body))
     if not messages:
         raise InvalidCall("contents is empty")
+    tools = [_read_object(tool, "") for tool in read_list(body.get("tools"), "tools")]
     return AgentCall(
         messages=(*_parse_system(body), *messages),
-        tools=() if mode.get("mode") == "NONE" else tuple(_parse_tools(body)),
+        tools=() if mode.get("mode") == "NONE" else tuple(_parse_tools(tools)),
+        left_out=tuple(dict.fromkeys(kind for tool in tools for kind in tool if kind != "functionDeclarations")),
         model=str(body.get("model") or ""),
         stream=METHODS[str(body["method"])],
         max_tokens=read_limit(options.get("maxOutputTokens")),
@@ -134,13 +137,13 @@ def _parse_result(result: dict[str, Any], unanswered: list[ToolCall]) -> ChatMes
     said = result.get("response")
     (only,) = said.values() if isinstance(said, dict) and set(said) in OUTPUTS else (None,)
     content = only if isinstance(only, str) else json.dumps(said, ensure_ascii=False)
+    for part in read_list(result.get("parts"), "parts of a tool result"):
+        content += f"\n{note_left_out(', '.join(part))}"
     return ChatMessage(role="tool", content=content, tool_call_id=call_id, name=name)
 
 
-def _parse_tools(body: dict[str, Any]) -> Iterator[ToolSpec]:
-    for tool in (_read_object(tool, "") for tool in read_list(body.get("tools"), "tools")):
-        if other := set(tool) - {"functionDeclarations"}:
-            raise InvalidCall(f"a tool is {', '.join(sorted(other))}; only functionDeclarations are supported here")
+def _parse_tools(tools: list[dict[str, Any]]) -> Iterator[ToolSpec]:
+    for tool in tools:
         for each in read_list(tool.get("functionDeclarations"), "functionDeclarations"):
             declared = _read_object(each, "")
             if not isinstance(declared.get("name"), str):

@@ -14,8 +14,10 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
     read_arguments,
     read_limit,
     read_list,
+    read_result,
     read_text,
     refuse_fields,
+    sort_tools,
     write_arguments,
     write_event,
 )
@@ -42,19 +44,21 @@ def parse(body: dict[str, object]) -> AgentCall:
         raise InvalidCall("messages is empty")
     if system := read_text(body.get("system"), TEXT_PARTS, "system"):
         messages.insert(0, ChatMessage(role="system", content=system))
-    tools = () if bare == {"type": "none"} else tuple(map(_parse_tool, read_list(body.get("tools"), "tools")))
+    own, left_out = sort_tools(read_list(body.get("tools"), "tools"), "custom", "custom")
+    tools = () if bare == {"type": "none"} else tuple(map(_parse_tool, own))
     return AgentCall(
         messages=tuple(messages),
         tools=tools,
         model=str(body.get("model") or ""),
         stream=body.get("stream") is True,
+        left_out=left_out,
         max_tokens=read_limit(body.get("max_tokens")),
     )
 
 
 def _parse_tool(tool: dict[str, Any]) -> ToolSpec:
-    if tool.get("type", "custom") != "custom" or not isinstance(tool.get("name"), str):
-        raise InvalidCall(f"a tool has the type {tool.get('type')!r}; only custom tools with names are supported here")
+    if not isinstance(tool.get("name"), str):
+        raise InvalidCall("tools has to hold tools with names")
     schema = tool.get("input_schema")
     return ToolSpec(
         name=tool["name"],
@@ -76,7 +80,7 @@ def _parse_message(item: dict[str, object]) -> Iterator[ChatMessage]:
     for part in read_list(content, "content"):
         kind = part.get("type")
         if kind == "tool_result":
-            result = read_text(part.get("content"), TEXT_PARTS, "content of a tool result")
+            result = read_result(part.get("content"), TEXT_PARTS, "content of a tool result")
             yield ChatMessage(role="tool", content=result, tool_call_id=str(part.get("tool_use_id") or ""))
         elif kind == "tool_use":
             arguments, text = read_arguments(part.get("input"))

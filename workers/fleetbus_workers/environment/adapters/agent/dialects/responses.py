@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from fleetbus_schemas import ChatMessage, ToolCall, ToolSpec
+from fleetbus_schemas import ChatMessage, ToolCall
 from fleetbus_workers.environment.adapters.agent.dialects.base import (
     CHANGES_SAMPLING,
     AgentCall,
@@ -13,8 +13,10 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
     read_arguments,
     read_limit,
     read_list,
+    read_result,
     read_text,
     refuse_fields,
+    sort_tools,
     write_arguments,
     write_event,
 )
@@ -73,21 +75,15 @@ def parse(body: dict[str, object]) -> AgentCall:
         messages.insert(0, ChatMessage(role="system", content=str(body["instructions"])))
     if not messages:
         raise InvalidCall("input is empty")
+    own, left_out = sort_tools(read_list(body.get("tools"), "tools"), "function", "")
     return AgentCall(
         messages=tuple(messages),
-        tools=() if body.get("tool_choice") == "none" else _parse_tools(body),
+        tools=() if body.get("tool_choice") == "none" else tuple(map(parse_function, own)),
+        left_out=left_out,
         model=str(body.get("model") or ""),
         stream=body.get("stream") is True,
         max_tokens=read_limit(body.get("max_output_tokens")),
     )
-
-
-def _parse_tools(body: dict[str, object]) -> tuple[ToolSpec, ...]:
-    tools = read_list(body.get("tools"), "tools")
-    for tool in tools:
-        if tool.get("type") != "function":
-            raise InvalidCall(f"a tool has the type {tool.get('type')!r}; only functions are supported here")
-    return tuple(parse_function(tool) for tool in tools)
 
 
 def _parse_items(items: list[dict[str, object]]) -> list[ChatMessage]:
@@ -106,7 +102,7 @@ def _parse_items(items: list[dict[str, object]]) -> list[ChatMessage]:
             last = messages.pop() if messages and messages[-1].role == "assistant" else ChatMessage(role="assistant")
             messages.append(ChatMessage(role="assistant", content=last.content, tool_calls=(*last.tool_calls, call)))
         elif kind == "function_call_output":
-            output = read_text(item.get("output"), TEXT_PARTS, "output")
+            output = read_result(item.get("output"), TEXT_PARTS, "output")
             messages.append(ChatMessage(role="tool", content=output, tool_call_id=str(item.get("call_id") or "")))
         elif kind == "message":
             role = ROLES.get(str(item.get("role")))
