@@ -139,7 +139,7 @@ async def test_without_the_key_of_a_session_nothing_is_answered(path: str) -> No
         (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "role 'robot'"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
         (CHAT, {"messages": "x"}, "list of objects"),
-        (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
+        (RESPONSES, {"previous_response_id": "resp_1"}, "no response of this session"),
         (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'"),
         (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice is not supported"),
         (MESSAGES, {"thread": {"type": "create"}}, "thread is not supported"),

@@ -92,6 +92,7 @@ class Conversations:
             self._tools[attached.segment] = attached.tools
             self._lines[attached.segment] = describe_line(attached.messages, attached.tools, max_tokens)
         self.messages += attached.messages
+        self._session.responses.add_messages(attached.segment, attached.messages)
 
     def answer(self, action: Action) -> Answer:
         """Pass the policy's turn to whoever waits for it."""
@@ -99,6 +100,7 @@ class Conversations:
         calls = self._number_calls(action)
         answer = self._build_answer(action, calls)
         self.messages.append(ChatMessage(role="assistant", content=answer.text, tool_calls=calls))
+        self._session.responses.add_answer(self._attached.segment, answer.id, self.messages[-1])
         asked = self._paths.add_answer(self._attached.segment, self.messages[-1])
         self._tool_calls += len(answer.tool_calls)
         pending = self._pending or self._session.remember(asked)

@@ -22,7 +22,8 @@ class InvalidCall(Exception):
 class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call of an agent: the whole conversation and the tools, as every protocol sends them. ``stream``: the answer is
     wanted as server-sent events, with usage at its end if ``stream_usage``. ``max_tokens``: the most that the answer may have,
-    None if the call does not say. ``left_out``: the kinds of tools that the policy is not offered, for only their vendor runs
+    None if the call does not say. ``previous``: the id of the response that it continues, all else being before that.
+    ``left_out``: the kinds of tools that the policy is not offered, for only their vendor runs
     them."""
 
     messages: tuple[ChatMessage, ...]
@@ -32,6 +33,7 @@ class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
     stream_usage: bool = False
     max_tokens: int | None = None
     left_out: tuple[str, ...] = ()
+    previous: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

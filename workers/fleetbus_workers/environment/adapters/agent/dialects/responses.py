@@ -1,4 +1,4 @@
-"""OpenAI's responses: ``POST /v1/responses``, without stored responses: every call brings its whole input."""
+"""OpenAI's responses: ``POST /v1/responses``. A call brings its whole input, or continues a response of its session."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -57,7 +57,6 @@ UNSAID: dict[str, object] = {
 """Fields that strict clients require and that say nothing here."""
 
 FORBIDDEN = (
-    Forbidden("previous_response_id", ("",), "responses are not stored; send the whole input"),
     Forbidden("conversation", (), "conversations are not stored; send the whole input"),
     Forbidden("tool_choice", ("auto", "none"), CHANGES_SAMPLING),
     Forbidden("background", (False,), "responses are not stored"),
@@ -80,6 +79,7 @@ def parse(body: dict[str, object]) -> AgentCall:
         messages=tuple(messages),
         tools=() if body.get("tool_choice") == "none" else tuple(map(parse_function, own)),
         left_out=left_out,
+        previous=str(body.get("previous_response_id") or ""),
         model=str(body.get("model") or ""),
         stream=body.get("stream") is True,
         max_tokens=read_limit(body.get("max_output_tokens")),
