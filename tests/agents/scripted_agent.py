@@ -30,7 +30,8 @@ def play(task: dict[str, object]) -> None:
     answers = []
     for number in range(config.get("calls", 2)):
         messages.append({"role": "user", "content": f"{task['prompt']} {number}"})
-        answer = ask(messages)
+        limits = config.get("limits") or [{}] * 99
+        answer = ask(messages, **limits[number])
         answers.append(answer["content"])
         messages.append({"role": "assistant", "content": answer["content"]})
     if config.get("repair"):

@@ -17,6 +17,7 @@ from fleetbus_schemas import (
     ContextChange,
     EpisodeRequested,
     Observation,
+    SamplingSettings,
     Task,
     ToolOutput,
     ToolSpec,
@@ -147,6 +148,33 @@ class LivesElsewhere(Protocol):
 
     def assign(self, request: EpisodeRequested, attempt: int, recorded: Sequence[RecordedTurn]) -> None:
         """The episode that it is for, and the turns that were played before this attempt. Called once, before `open`."""
+
+
+class TurnLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of one answer beside those of its episode: at most ``max_tokens``, ended by any of the texts ``stop``. See
+    docs/decisions/0193."""
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def apply(self, sampling: SamplingSettings) -> SamplingSettings:
+        """The settings of the episode within these limits."""
+        if self == NO_LIMITS:
+            return sampling
+        tokens = sampling.max_tokens if self.max_tokens is None else min(sampling.max_tokens, self.max_tokens)
+        return msgspec.structs.replace(sampling, max_tokens=tokens, stop=tuple(dict.fromkeys((*sampling.stop, *self.stop))))
+
+
+NO_LIMITS = TurnLimits()
+
+
+@runtime_checkable
+class LimitsTurns(Protocol):
+    """An environment that limits single answers of the policy, as an agent does in its calls."""
+
+    @property
+    def turn_limits(self) -> TurnLimits:
+        """The limits of the answer that comes next."""
 
 
 @runtime_checkable

@@ -12,8 +12,10 @@ from fleetbus.core.algorithms.reward_components import JUDGE, VERIFIER, combine,
 from fleetbus_schemas import Action, ChatMessage, EpisodeRequested, Task, UntrainedTurn
 from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.environment.base import (
+    NO_LIMITS,
     Environment,
     HoldsElsewhere,
+    LimitsTurns,
     LivesElsewhere,
     RecordedTurn,
     ReportsUntrained,
@@ -21,6 +23,7 @@ from fleetbus_workers.environment.base import (
     Start,
     Step,
     TaskEnvironmentFactory,
+    TurnLimits,
     Verdict,
 )
 from fleetbus_workers.environment.validation import validate_return
@@ -85,6 +88,11 @@ class ComposedRewardEnvironment:
     def shows_whole(self) -> bool:
         """See `ShowsWhole`."""
         return isinstance(self._inner, ShowsWhole) and self._inner.shows_whole
+
+    @property
+    def turn_limits(self) -> TurnLimits:
+        """See `LimitsTurns`."""
+        return self._inner.turn_limits if isinstance(self._inner, LimitsTurns) else NO_LIMITS
 
     def list_untrained(self) -> tuple[UntrainedTurn, ...]:
         """See `ReportsUntrained`."""

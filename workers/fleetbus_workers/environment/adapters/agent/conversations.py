@@ -5,6 +5,7 @@ and the paths of its conversations.
 """
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 import structlog
@@ -18,6 +19,7 @@ from fleetbus_workers.environment.adapters.agent.faults import find_problems, fi
 from fleetbus_workers.environment.adapters.agent.paths import Attachment, Paths
 from fleetbus_workers.environment.adapters.agent.sessions import AgentEnded, AgentSession, PendingCall
 from fleetbus_workers.environment.adapters.agent.side_calls import Line, describe_line, find_side_turns
+from fleetbus_workers.environment.base import NO_LIMITS, TurnLimits
 
 log = structlog.get_logger(__name__)
 
@@ -38,6 +40,8 @@ class Conversations:
         """By segment the answer that it ends with."""
         self._problems: tuple[str, ...] = ()
         self._last: Answer | None = None
+        self.turn_limits = NO_LIMITS
+        """Of the answer to the call in play."""
         self._segment = 0
         self._answers = 0
         self._tool_calls = 0
@@ -67,11 +71,13 @@ class Conversations:
                 pending.set_answer(invalid)
                 continue
             self._pending = pending
+            self.turn_limits = TurnLimits(max_tokens=pending.call.max_tokens, stop=pending.call.stop)
             self._enter(attached, pending.call.max_tokens)
             return attached
 
-    def restore_call(self, observed: Observation) -> Attachment:
-        """The same for a call of which only the log is left: it is where its observation says."""
+    def restore_call(self, observed: Observation, *, own_stops: Sequence[str] = ()) -> Attachment:
+        """The same for a call of which only the log is left: it is where its observation says. ``own_stops`` are the episode's:
+        the others are the call's."""
         begins = observed.origin is not None or not self._tools
         attached = Attachment(
             segment=observed.segment,
@@ -80,6 +86,7 @@ class Conversations:
             reason=observed.origin.reason if observed.origin is not None else None,
         )
         self._pending = None
+        self.turn_limits = TurnLimits(stop=tuple(stop for stop in observed.sampling.stop if stop not in own_stops))
         self._paths.restore(attached, tools=self._tools.get(observed.segment, observed.tools))
         self._enter(attached, None)
         return attached
@@ -158,16 +165,27 @@ class Conversations:
         reason: StopReason = "tool_calls" if calls else "length" if action.finish_reason == "length" else "stop"
         self._answers += 1
         ids = self._session.call_ids
+        text, stopped_by = cut_at_stop(read_content(action), self.turn_limits.stop)
         return Answer(
             number=self._answers,
             id=ids.make(self._answers),
             created=int(time.time()),
-            text=read_content(action),
+            text=text,
+            stopped_by=stopped_by,
             tool_calls=ids.show(calls, self._answers),
             stop_reason=reason,
             prompt_tokens=count_tokens(action.prompt_delta),
             sampled_tokens=count_tokens(action.sampled),
         )
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """The text before the first of ``stops`` in it, and which that is; as it was and an empty text if there is none."""
+    found = [(text.index(stop), stop) for stop in stops if stop in text]
+    if not found:
+        return text, ""
+    place, stop = min(found)
+    return text[:place], stop
 
 
 def read_content(action: Action) -> str:

@@ -14,7 +14,7 @@ from fleetbus_schemas import Action, EpisodeRequested, Task, UntrainedTurn
 from fleetbus_workers.environment.adapters.agent.conversations import Conversations
 from fleetbus_workers.environment.adapters.agent.paths import Attachment
 from fleetbus_workers.environment.adapters.agent.sessions import AgentSession
-from fleetbus_workers.environment.base import EnvironmentFailed, RecordedTurn, Start, Step, Verdict
+from fleetbus_workers.environment.base import NO_LIMITS, EnvironmentFailed, RecordedTurn, Start, Step, TurnLimits, Verdict
 from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
 
 
@@ -85,11 +85,16 @@ class ElsewhereEnvironment:
         assert self._conversations is not None and self._session is not None and self._request is not None
         if self._turn < len(self._recorded):
             await anyio.lowlevel.checkpoint()
-            return self._conversations.restore_call(self._recorded[self._turn].observed)
+            own_stops = self._request.sampling.stop
+            return self._conversations.restore_call(self._recorded[self._turn].observed, own_stops=own_stops)
         if not self._known:
             self._known = True
             self._registry.admit_calls(self._session, self._request, is_new=self._is_new)
         return await self._conversations.receive_call()
+
+    @property
+    def turn_limits(self) -> TurnLimits:
+        return self._conversations.turn_limits if self._conversations is not None else NO_LIMITS
 
     def list_untrained(self) -> tuple[UntrainedTurn, ...]:
         return self._conversations.list_untrained() if self._conversations is not None else ()

@@ -22,7 +22,7 @@ from fleetbus_workers.environment.adapters.agent.faults import is_programs_error
 from fleetbus_workers.environment.adapters.agent.host import AgentHost
 from fleetbus_workers.environment.adapters.agent.process import AgentProcess
 from fleetbus_workers.environment.adapters.agent.sessions import AgentSession
-from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.base import NO_LIMITS, EnvironmentFailed, Start, Step, TurnLimits, Verdict
 from fleetbus_workers.environment.isolation.foreign_files import find_outside, read_regular_file
 from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
 
@@ -109,6 +109,10 @@ class AgentEnvironment:
             raise EnvironmentFailed(ended)
         self._fault_reward = float(self._settings.agent_crash_reward)
         return {"agent_failed_on_answer": fault | {"ended": ended}}
+
+    @property
+    def turn_limits(self) -> TurnLimits:
+        return self._conversations.turn_limits if self._conversations is not None else NO_LIMITS
 
     def list_untrained(self) -> tuple[UntrainedTurn, ...]:
         return self._conversations.list_untrained() if self._conversations is not None else ()

@@ -11,6 +11,10 @@ from fleetbus_schemas import ChatMessage, ToolCall, ToolSpec
 StopReason = Literal["stop", "length", "tool_calls"]
 
 
+MAX_STOPS = 16
+"""Texts that end an answer, per call; further ones are ignored."""
+
+
 class InvalidCall(Exception):
     """The body is none that this endpoint can train on: HTTP 400, its text says what to change."""
 
@@ -22,8 +26,8 @@ class InvalidCall(Exception):
 class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call of an agent: the whole conversation and the tools, as every protocol sends them. ``stream``: the answer is
     wanted as server-sent events, with usage at its end if ``stream_usage``. ``max_tokens``: the most that the answer may have,
-    None if the call does not say. ``previous``: the id of the response that it continues, all else being before that.
-    ``left_out``: the kinds of tools that the policy is not offered, for only their vendor runs
+    None if the call does not say; ``stop``: texts that end it. ``previous``: the id of the response that it continues, all
+    else being before that. ``left_out``: the kinds of tools that the policy is not offered, for only their vendor runs
     them."""
 
     messages: tuple[ChatMessage, ...]
@@ -32,13 +36,15 @@ class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     stream_usage: bool = False
     max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     previous: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """The policy's turn: ``text`` without reasoning and calls. ``number`` counts the answers of a session, from 0; ``id`` is of
-    this answer alone among those of all sessions, and ``created`` Unix seconds."""
+    this answer alone among those of all sessions, and ``created`` Unix seconds. ``stopped_by``: the text, of those that the
+    call named, which ended it; it is not part of ``text``."""
 
     number: int
     text: str
@@ -46,6 +52,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     created: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
     stop_reason: StopReason = "stop"
+    stopped_by: str = ""
     prompt_tokens: int = 0
     sampled_tokens: int = 0
 
@@ -104,6 +111,12 @@ def read_list(value: object, name: str) -> list[dict[str, object]]:
 def read_limit(value: object) -> int | None:
     """A number of tokens; None for what is none."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def read_stops(value: object) -> tuple[str, ...]:
+    """Texts that end an answer: one, or a list of them."""
+    listed = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+    return tuple(text for text in listed[:MAX_STOPS] if isinstance(text, str) and text)
 
 
 def read_text(content: Any, kinds: tuple[str, ...], name: str) -> str:

@@ -14,6 +14,7 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
     read_limit,
     read_list,
     read_result,
+    read_stops,
     read_text,
     refuse_fields,
     sort_tools,
@@ -49,6 +50,7 @@ def parse(body: dict[str, object]) -> AgentCall:
         model=str(body.get("model") or ""),
         stream=body.get("stream") is True,
         left_out=left_out,
+        stop=read_stops(body.get("stop")),
         max_tokens=read_limit(body.get("max_completion_tokens") or body.get("max_tokens")),
         stream_usage=isinstance(options, dict) and options.get("include_usage") is True,
     )

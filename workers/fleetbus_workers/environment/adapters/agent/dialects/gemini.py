@@ -19,6 +19,7 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
     read_arguments,
     read_limit,
     read_list,
+    read_stops,
     refuse_fields,
     write_event,
 )
@@ -66,6 +67,7 @@ def parse(body: dict[str, object]) -> AgentCall:
         left_out=tuple(dict.fromkeys(kind for tool in tools for kind in tool if kind != "functionDeclarations")),
         model=str(body.get("model") or ""),
         stream=METHODS[str(body["method"])],
+        stop=read_stops(options.get("stopSequences")),
         max_tokens=read_limit(options.get("maxOutputTokens")),
     )
 

@@ -15,6 +15,7 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
     read_limit,
     read_list,
     read_result,
+    read_stops,
     read_text,
     refuse_fields,
     sort_tools,
@@ -52,6 +53,7 @@ def parse(body: dict[str, object]) -> AgentCall:
         model=str(body.get("model") or ""),
         stream=body.get("stream") is True,
         left_out=left_out,
+        stop=read_stops(body.get("stop_sequences")),
         max_tokens=read_limit(body.get("max_tokens")),
     )
 
@@ -95,7 +97,7 @@ def _parse_message(item: dict[str, object]) -> Iterator[ChatMessage]:
 def render(answer: Answer, model: str) -> dict[str, Any]:
     return _envelope(answer, model) | {
         "content": _render_blocks(answer),
-        "stop_reason": STOP_REASONS[answer.stop_reason],
+        **_end(answer),
         "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.sampled_tokens},
     }
 
@@ -114,10 +116,14 @@ def stream(answer: Answer, model: str, *, usage: bool) -> Iterator[bytes]:
         yield write_event(start, "content_block_start")
         yield write_event({"type": "content_block_delta", "index": index, "delta": delta}, "content_block_delta")
         yield write_event({"type": "content_block_stop", "index": index}, "content_block_stop")
-    ended = {"stop_reason": STOP_REASONS[answer.stop_reason], "stop_sequence": None}
     used = {"output_tokens": answer.sampled_tokens}
-    yield write_event({"type": "message_delta", "delta": ended, "usage": used}, "message_delta")
+    yield write_event({"type": "message_delta", "delta": _end(answer), "usage": used}, "message_delta")
     yield write_event({"type": "message_stop"}, "message_stop")
+
+
+def _end(answer: Answer) -> dict[str, object]:
+    reason = "stop_sequence" if answer.stopped_by and answer.stop_reason == "stop" else STOP_REASONS[answer.stop_reason]
+    return {"stop_reason": reason, "stop_sequence": answer.stopped_by or None}
 
 
 def render_error(status: int, message: str, code: str = "") -> dict[str, object]:
