@@ -1,4 +1,4 @@
-"""What an agent cannot use of an answer, as a table."""
+"""Answers that an agent cannot use, as a table."""
 
 from __future__ import annotations
 

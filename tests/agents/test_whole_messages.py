@@ -1,4 +1,4 @@
-"""What an agent says is shown to the policy whole, and an attempt that takes over shows the same."""
+"""The words of an agent are shown to the policy whole, and an attempt that takes over shows the same."""
 
 from __future__ import annotations
 

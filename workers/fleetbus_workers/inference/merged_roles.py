@@ -41,7 +41,7 @@ def _address_late_instructions(messages: Sequence[Message]) -> list[Message]:
 
 
 def _append_to_results(messages: Sequence[Message]) -> list[Message]:
-    """What the user says right after a tool's result as the end of that result."""
+    """The user's words right after a tool's result as the end of that result."""
     appended: list[Message] = []
     for message in messages:
         if appended and (appended[-1]["role"], message["role"]) == ("tool", "user"):

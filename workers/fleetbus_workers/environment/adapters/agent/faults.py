@@ -1,4 +1,4 @@
-"""Whose doing an agent's end with an error is, told by the last answer that it had. Pure.
+"""Evidence of who is at fault for an agent's end with an error, read off the last answer that it had. Pure.
 
 An agent may break for any reason, and then nothing is trained. But where the policy's last answer could not be used - it cannot
 be read, is empty, was cut, asks for what is not there - the end is the policy's. So it is where the agent, instead of using the
@@ -25,7 +25,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_problems(action: Action, answer: Answer, tools: Sequence[ToolSpec]) -> Iterator[str]:
-    """What an agent that offers these ``tools`` cannot use of an answer."""
+    """The parts of an answer that an agent that offers these ``tools`` cannot use."""
     if tools:
         yield from (f"a call that cannot be read: {error}" for error in action.tool_call_errors)
     if action.finish_reason == "length":

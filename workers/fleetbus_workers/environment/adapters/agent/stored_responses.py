@@ -24,11 +24,11 @@ class StoredResponses:
         self._places: dict[str, tuple[int, int]] = {}
 
     def add_messages(self, segment: int, messages: Sequence[ChatMessage]) -> None:
-        """What a call added to its segment."""
+        """Add the messages that a call added to its segment."""
         self._segments.setdefault(segment, []).extend(messages)
 
     def add_answer(self, segment: int, response: str, answer: ChatMessage) -> None:
-        """The answer to it; ``response`` is its id without a protocol's prefix."""
+        """Add the answer to it; ``response`` is its id without a protocol's prefix."""
         self.add_messages(segment, (answer,))
         self._places[response] = (segment, len(self._segments[segment]))
 
