@@ -90,7 +90,7 @@ test-api *arguments:
 # Agents with their own loops, by the clients that people use, in a separate environment: minutes
 test-agents *arguments:
     test -d .venv-agents || python3 -m venv .venv-agents
-    .venv-agents/bin/pip install -q -e . openai anthropic litellm openai-agents langgraph langchain-openai 'pydantic-ai-slim[openai]' 'smolagents[openai]' mini-swe-agent
+    .venv-agents/bin/pip install -q -e . openai anthropic google-genai openresponses-types litellm openai-agents langgraph langchain-openai 'pydantic-ai-slim[openai]' 'smolagents[openai]' mini-swe-agent
     AGENTS_PYTHON=$PWD/.venv-agents/bin/python .venv/bin/pytest -n0 -q -m 'slow or not slow' tests/agents {{arguments}}
 
 # 64 agents at once while the workers that serve them are killed every five seconds: for 20 s, then for two minutes

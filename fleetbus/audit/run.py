@@ -19,7 +19,7 @@ from fleetbus_schemas import MalformedMessage, Subjects
 from fleetbus_schemas.channels import STORED
 from fleetbus_schemas.message import decode_any
 
-_MESSAGES = {kind: STORED[kind] for kind in ("task", "obs", "act", "episode", "policy", "train", "floor")}
+_MESSAGES = {kind: STORED[kind] for kind in ("task", "obs", "act", "episode", "session", "policy", "train", "floor")}
 """What an audit looks into, by the kind of subject."""
 
 

@@ -167,6 +167,22 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
         str,
         Meta(description="Files and folders that agents in the sandbox read, beside their programs; comma separated"),
     ] = ""
+    agent_crash_reward: Annotated[
+        str,
+        Meta(
+            pattern=r"^(-?\d+(\.\d+)?)?$",
+            title="a number, or nothing",
+            description="Reward of an episode whose agent of agent:SPEC ends with an error after an answer that it cannot use; "
+            "empty: it is not trained",
+        ),
+    ] = "0"
+    agent_side_calls: Annotated[
+        Literal["untrained", "trained"],
+        Meta(
+            description="Calls of agents beside their task, such as the title of a chat: without tools where the agent has "
+            "some, over after one answer, with another system prompt or few tokens"
+        ),
+    ] = "untrained"
     boxes: Annotated[
         Literal["auto", "docker", "sandbox"],
         Meta(description="What Harbor tasks are played in; auto: containers where a Docker engine answers, else the sandbox"),

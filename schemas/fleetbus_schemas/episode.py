@@ -131,8 +131,8 @@ class ActionReference(msgspec.Struct, frozen=True, kw_only=True, array_like=True
     turn: int
 
 
-UntrainedReason = Literal["not_delivered"]
-"""Why a turn is not trained: the agent that asked for it never had its answer."""
+UntrainedReason = Literal["not_delivered", "side_call"]
+"""Why a turn is not trained: the agent that asked for it never had its answer, or asked for it beside its task."""
 
 
 class UntrainedTurn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

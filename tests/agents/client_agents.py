@@ -102,6 +102,20 @@ def anthropic_messages_streamed() -> str:
     return anthropic_messages(stream=True)
 
 
+def google_genai(*, stream: bool = False) -> str:
+    from google.genai import Client, types
+
+    client = Client(http_options=types.HttpOptions(retry_options=types.HttpRetryOptions(attempts=4)))
+    chat = client.chats.create(model="policy", config=types.GenerateContentConfig(tools=[look]))
+    if not stream:
+        return str(chat.send_message(PROMPT).text)
+    return "".join(event.text or "" for event in chat.send_message_stream(PROMPT)).removeprefix("I look.")
+
+
+def google_genai_streamed() -> str:
+    return google_genai(stream=True)
+
+
 def litellm() -> str:
     import litellm
 
@@ -170,6 +184,8 @@ AGENTS: dict[str, Callable[[], str]] = {
         openai_responses_streamed,
         anthropic_messages,
         anthropic_messages_streamed,
+        google_genai,
+        google_genai_streamed,
         litellm,
         openai_agents,
         openai_agents_streamed,
@@ -179,12 +195,16 @@ AGENTS: dict[str, Callable[[], str]] = {
     )
 }
 
+REPEATS_NO_LOST = ("google_genai", "google_genai_streamed")
+"""Clients that raise when a connection breaks."""
+
 if __name__ == "__main__":
     proxy = None
     if sys.argv[2:] == ["faulty"]:
         from faulty_proxy import FaultyProxy
 
         proxy = FaultyProxy()
+        proxy.loses_answer = sys.argv[1] not in REPEATS_NO_LOST
     answer = AGENTS[sys.argv[1]]()
     right = answer.strip() == "30" and sorted(called) == [1, 2]
     if proxy is not None:

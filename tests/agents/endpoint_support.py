@@ -16,8 +16,10 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall,
 from fleetbus_workers.environment.adapters.agent.endpoint import AgentEndpoint
 from fleetbus_workers.environment.adapters.agent.sessions import AgentSession
 
-CHAT, RESPONSES, MESSAGES = DIALECTS
+CHAT, RESPONSES, MESSAGES, *_ = DIALECTS
+GEMINI, GEMINI_STREAMED = (f"/v1beta/models/policy:{method}" for method in ("generateContent", "streamGenerateContent"))
 SCHEMA = {"type": "object", "properties": {"at": {"type": "integer"}}}
+GOOGLE_SCHEMA = {"type": "OBJECT", "properties": {"at": {"type": "INTEGER"}}}
 CALL = ToolCall(name="look", arguments={"at": 3}, id="call00000", arguments_text='{"at": 3}')
 ANSWER = Answer(number=1, text="Looking.", tool_calls=(CALL,), stop_reason="tool_calls", prompt_tokens=7, sampled_tokens=5)
 SAID = (
@@ -73,8 +75,24 @@ BODIES: dict[str, dict[str, Any]] = {
         ],
         "tools": [{"name": "look", "description": "Look there.", "input_schema": SCHEMA}],
     },
+    GEMINI: {
+        "systemInstruction": {"parts": [{"text": "Be brief."}]},
+        "contents": [
+            {"role": "user", "parts": [{"text": "Where?"}]},
+            {
+                "role": "model",
+                "parts": [
+                    {"text": "hm", "thought": True},
+                    {"text": "Hm."},
+                    {"functionCall": {"id": "c1", "name": "look", "args": {"at": 1}}, "thoughtSignature": "eA=="},
+                ],
+            },
+            {"role": "user", "parts": [{"functionResponse": {"name": "look", "response": {"output": "nothing"}}}]},
+        ],
+        "tools": [{"functionDeclarations": [{"name": "look", "description": "Look there.", "parameters": GOOGLE_SCHEMA}]}],
+    },
 }
-each_dialect = pytest.mark.parametrize("path", DIALECTS)
+each_dialect = pytest.mark.parametrize("path", BODIES)
 
 
 @asynccontextmanager
@@ -95,11 +113,16 @@ async def answer_next(session: AgentSession, answer: Answer = ANSWER) -> AgentCa
     return call
 
 
+def find_address(path: str, stream: bool) -> str:
+    """One protocol says in its path whether an answer is streamed."""
+    return GEMINI_STREAMED if path == GEMINI and stream else path
+
+
 async def ask(client: httpx.AsyncClient, session: AgentSession, path: str, **more: Any) -> tuple[httpx.Response, AgentCall]:
     answers: list[httpx.Response] = []
 
     async def post() -> None:
-        answers.append(await client.post(path, json=BODIES[path] | more))
+        answers.append(await client.post(find_address(path, more.get("stream") is True), json=BODIES[path] | more))
 
     async with anyio.create_task_group() as group:
         group.start_soon(post)

@@ -1,7 +1,7 @@
 """A proxy between an agent's client and its endpoint, in the agent's process, that misbehaves as networks and servers do.
 
 The first call is told to come later (429), the answer to the second is lost on its way, all others pass. With ``spoils_keys``
-calls arrive with a key of nobody's.
+calls arrive with a key of nobody's; without ``loses_answer`` no answer is lost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 TOO_MANY = b'{"error": {"message": "come later", "type": "rate_limit_error"}}'
-URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL")
+URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "GOOGLE_GEMINI_BASE_URL")
 
 
 class FaultyProxy(ThreadingHTTPServer):
@@ -22,6 +22,7 @@ class FaultyProxy(ThreadingHTTPServer):
         self.target = urlsplit(os.environ["ANTHROPIC_BASE_URL"])
         self.calls = 0
         self.spoils_keys = False
+        self.loses_answer = True
         for name in URLS:
             path = urlsplit(os.environ[name]).path
             os.environ[name] = f"http://127.0.0.1:{self.server_port}{path}"
@@ -40,13 +41,13 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {name: value for name, value in self.headers.items() if name.lower() != "host"}
         if self.server.spoils_keys:
             headers = {n: "Bearer nobody" if n.lower() == "authorization" else v for n, v in headers.items()}
-            headers = {n: "nobody" if n.lower() == "x-api-key" else v for n, v in headers.items()}
+            headers = {n: "nobody" if n.lower() in ("x-api-key", "x-goog-api-key") else v for n, v in headers.items()}
         target = http.client.HTTPConnection(self.server.target.hostname or "", self.server.target.port, timeout=60)
         target.request("POST", self.path, body, headers)
         answer = target.getresponse()
         content = answer.read()
         target.close()
-        if self.server.calls == 2:
+        if self.server.calls == 2 and self.server.loses_answer:
             self.close_connection = True
             return
         self._answer(answer.status, {"Content-Type": answer.headers["Content-Type"]}, content)

@@ -30,9 +30,15 @@ def play(task: dict[str, object]) -> None:
     answers = []
     for number in range(config.get("calls", 2)):
         messages.append({"role": "user", "content": f"{task['prompt']} {number}"})
-        answer = ask(messages)
+        limits = config.get("limits") or [{}] * 99
+        answer = ask(messages, **limits[number])
         answers.append(answer["content"])
         messages.append({"role": "assistant", "content": answer["content"]})
+    if config.get("repair"):
+        told = messages[:2]
+        if config["repair"] == "with the answer":
+            told = [*messages, {"role": "user", "content": "As JSON."}]
+        ask(told, response_format={"type": "json_object"})
     Path("answers.json").write_text(json.dumps(answers))
     if "reward" in config:
         body = json.dumps({"reward": config["reward"]}).encode()

@@ -1,4 +1,4 @@
-"""Answers to agents over HTTP: three protocols, streamed and not; repetitions; mistakes."""
+"""Answers to agents over HTTP: four protocols, streamed and not; repetitions; mistakes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import anyio
 import httpx
+import msgspec
 import pytest
+import structlog.testing
 
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall
 from fleetbus_workers.environment.adapters.agent.sessions import MAX_WAITING, SESSION_OVER
@@ -15,6 +17,7 @@ from tests.agents.endpoint_support import (
     ANSWER,
     BODIES,
     CHAT,
+    GEMINI,
     MESSAGES,
     RESPONSES,
     SAID,
@@ -31,7 +34,7 @@ async def test_every_protocol_says_the_same_conversation_and_tools(path: str) ->
     async with serving() as (client, session):
         response, call = await ask(client, session, path)
     assert response.status_code == 200
-    assert call.messages == SAID and call.tools == TOOLS
+    assert tuple(msgspec.structs.replace(message, name="") for message in call.messages) == SAID and call.tools == TOOLS
 
 
 async def test_an_answer_stands_where_each_protocol_has_it() -> None:
@@ -39,6 +42,7 @@ async def test_an_answer_stands_where_each_protocol_has_it() -> None:
         chat = (await ask(client, session, CHAT))[0].json()
         responses = (await ask(client, session, RESPONSES))[0].json()
         messages = (await ask(client, session, MESSAGES))[0].json()
+        gemini = (await ask(client, session, GEMINI))[0].json()
     (choice,) = chat["choices"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Looking."
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at": 3}'}
@@ -47,6 +51,10 @@ async def test_an_answer_stands_where_each_protocol_has_it() -> None:
     assert responses["output"][1]["arguments"] == '{"at": 3}' and responses["status"] == "completed"
     assert messages["content"][1] == {"type": "tool_use", "id": "call00000", "name": "look", "input": {"at": 3}}
     assert messages["stop_reason"] == "tool_use" and messages["usage"] == {"input_tokens": 7, "output_tokens": 5}
+    (candidate,) = gemini["candidates"]
+    call = {"functionCall": {"id": "call00000", "name": "look", "args": {"at": 3}}}
+    assert candidate["content"] == {"role": "model", "parts": [{"text": "Looking."}, call]}
+    assert candidate["finishReason"] == "STOP" and gemini["usageMetadata"]["totalTokenCount"] == 12
 
 
 @each_dialect
@@ -70,6 +78,9 @@ def read_stream(path: str, events: list[dict[str, Any]]) -> tuple[str, str]:
         assert events[-1]["type"] == "response.completed" and len(events[-1]["response"]["output"]) == 2
         named = {kind: "".join(event["delta"] for event in events if event["type"].endswith(kind)) for kind in ENDINGS}
         return named["output_text.delta"], named["arguments.delta"]
+    if path == GEMINI:
+        ((text, call),) = [event["candidates"][0]["content"]["parts"] for event in events]
+        return text["text"], json.dumps(call["functionCall"]["args"])
     assert events[-1]["type"] == "message_stop"
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
     return "".join(d.get("text", "") for d in deltas), "".join(d.get("partial_json", "") for d in deltas)
@@ -78,15 +89,35 @@ def read_stream(path: str, events: list[dict[str, Any]]) -> tuple[str, str]:
 ENDINGS = ("output_text.delta", "arguments.delta")
 
 
-@pytest.mark.parametrize("way", ["bearer", "x-api-key", "path"])
+@pytest.mark.parametrize("way", ["bearer", "x-api-key", "x-goog-api-key", "path"])
 async def test_the_key_is_taken_as_bearer_header_or_in_the_path(way: str) -> None:
     async with serving() as (client, session):
-        headers = {"bearer": {"Authorization": f"Bearer {session.key}"}, "x-api-key": {"x-api-key": session.key}}.get(way, {})
+        headers = {"Authorization": f"Bearer {session.key}"} if way == "bearer" else {way: session.key}
+        headers = {} if way == "path" else headers
         prefix = f"/s/{session.key}" if way == "path" else ""
         async with httpx.AsyncClient(base_url=client.base_url, headers=headers) as other:
             assert (await other.get(f"{prefix}/v1/models")).json()["data"][0]["id"] == "policy"
             counted = await other.post(f"{prefix}/v1/messages/count_tokens", json={"messages": []})
             assert counted.json()["input_tokens"] > 0
+
+
+async def test_what_a_client_asks_of_models_and_counts_is_answered_on_every_path() -> None:
+    async with serving() as (client, _):
+        for path in ("/v1/models", "/v1/models/policy", "/v1beta/models", "/v1beta/models/policy"):
+            assert "policy" in (await client.get(path)).text, path
+        for path, field in COUNTED.items():
+            counted = await client.post(path, json={"contents": [], "messages": []})
+            assert counted.status_code == 200 and counted.json()[field] > 0, path
+            refused = await client.post(path, json={}, headers={"Authorization": "Bearer other"})
+            assert refused.status_code == 401 and "session" in refused.json()["error"]["message"]
+
+
+COUNTED = {
+    "/v1/messages/count_tokens": "input_tokens",
+    "/v1/responses/input_tokens": "input_tokens",
+    "/v1beta/models/policy:countTokens": "totalTokens",
+    "/v1/models/policy:countTokens": "totalTokens",
+}
 
 
 @each_dialect
@@ -108,18 +139,69 @@ async def test_without_the_key_of_a_session_nothing_is_answered(path: str) -> No
         (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "role 'robot'"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
         (CHAT, {"messages": "x"}, "list of objects"),
-        (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
-        (RESPONSES, {"tools": [{"type": "web_search"}]}, "type 'web_search'"),
+        (RESPONSES, {"previous_response_id": "resp_1"}, "no response of this session"),
         (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'"),
         (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice is not supported"),
-        (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only custom tools"),
         (MESSAGES, {"thread": {"type": "create"}}, "thread is not supported"),
+        (GEMINI, {"generationConfig": {"candidateCount": 2}}, "candidateCount is not supported"),
+        (GEMINI, {"generation_config": {"response_mime_type": "application/json"}}, "responseMimeType is not supported"),
+        (GEMINI, {"toolConfig": {"functionCallingConfig": {"mode": "ANY"}}}, "mode is not supported"),
+        (GEMINI, {"cachedContent": "cachedContents/1"}, "cachedContent is not supported"),
+        (GEMINI, {"contents": [{"role": "robot", "parts": []}]}, "role 'robot'"),
+        (GEMINI, {"contents": [{"parts": [{"inlineData": {"data": "eA=="}}]}]}, "a part with inlineData"),
+        (GEMINI, {"contents": []}, "contents is empty"),
     ],
 )
 async def test_what_cannot_be_trained_on_is_refused_by_name(path: str, field: dict[str, Any], named: str) -> None:
     async with serving() as (client, _):
         response = await client.post(path, json=BODIES[path] | field)
         assert response.status_code == 400 and named in response.json()["error"]["message"]
+
+
+VENDORS_TOOLS: dict[str, list[dict[str, Any]]] = {
+    CHAT: [{"type": "custom", "custom": {"name": "grep"}}],
+    RESPONSES: [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": []}],
+    MESSAGES: [{"type": "bash_20250124", "name": "bash"}],
+    GEMINI: [{"googleSearch": {}}],
+}
+
+
+@each_dialect
+async def test_tools_that_only_their_vendor_runs_are_left_out_and_logged_once(path: str) -> None:
+    more = VENDORS_TOOLS[path]
+    async with serving() as (client, session):
+        with structlog.testing.capture_logs() as logs:
+            for _ in range(2):
+                response, call = await ask(client, session, path, tools=[*BODIES[path]["tools"], *more])
+                assert response.status_code == 200 and call.tools == TOOLS
+    (entry,) = [entry for entry in logs if "kinds" in entry]
+    assert len(entry["kinds"]) == len(more)
+
+
+def place_image(path: str) -> dict[str, Any]:
+    """The body of each protocol whose tool gave an image beside its text."""
+    body: dict[str, Any] = json.loads(json.dumps(BODIES[path]))
+    if path == CHAT:
+        body["messages"][-1]["content"] = [
+            {"type": "text", "text": "nothing"},
+            {"type": "image_url", "image_url": {"url": "x"}},
+        ]
+    elif path == RESPONSES:
+        body["input"][-1]["output"] = [{"type": "input_text", "text": "nothing"}, {"type": "input_image", "image_url": "x"}]
+    elif path == MESSAGES:
+        body["messages"][-1]["content"][0]["content"].append({"type": "image", "source": {"type": "base64", "data": "x"}})
+    else:
+        body["contents"][-1]["parts"][0]["functionResponse"]["parts"] = [{"inlineData": {"data": "x"}}]
+    return body
+
+
+@each_dialect
+async def test_an_image_that_a_tool_gave_is_named_in_its_place_and_the_agent_goes_on(path: str) -> None:
+    async with serving() as (client, session):
+        response, call = await ask(client, session, path, **place_image(path))
+    assert response.status_code == 200
+    said = str(call.messages[-1].content)
+    assert said.startswith("nothing\n[") and said.endswith("left out: only text is supported here]")
 
 
 async def test_a_client_that_sends_only_what_is_new_is_told_so_by_a_code_that_it_knows() -> None:

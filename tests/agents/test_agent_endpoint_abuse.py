@@ -10,7 +10,7 @@ from fleetbus_workers.environment.adapters.agent.dialects import DIALECTS
 from fleetbus_workers.environment.adapters.agent.dialects.base import Answer, InvalidCall
 from fleetbus_workers.environment.adapters.agent.endpoint import AgentEndpoint
 from fleetbus_workers.environment.adapters.agent.sessions import MAX_REQUESTS
-from tests.agents.endpoint_support import ANSWER, BODIES, CHAT, answer_next, ask, each_dialect, serving
+from tests.agents.endpoint_support import ANSWER, BODIES, CHAT, answer_next, ask, each_dialect, find_address, serving
 
 
 async def test_a_page_of_another_site_is_refused() -> None:
@@ -95,7 +95,7 @@ async def test_a_call_that_a_turn_cannot_hold_is_refused_in_a_stream_too(path: s
                 responses: list[httpx.Response] = []
 
                 async def post(stream: bool = stream, responses: list[httpx.Response] = responses) -> None:
-                    responses.append(await client.post(path, json=BODIES[path] | {"stream": stream}))
+                    responses.append(await client.post(find_address(path, stream), json=BODIES[path] | {"stream": stream}))
 
                 group.start_soon(post)
                 (await session.next_call()).set_answer(InvalidCall("too long"))

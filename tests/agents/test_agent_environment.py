@@ -38,8 +38,10 @@ class ScriptedGrader:
 
 
 @asynccontextmanager
-async def playing(spec: str = SPEC, grader: Any = None, **config: Any) -> AsyncIterator[tuple[AgentEnvironment, Any]]:
-    factory = build_environment_factory(spec, verifier=grader)
+async def playing(
+    spec: str = SPEC, grader: Any = None, configuration: Configuration | None = None, **config: Any
+) -> AsyncIterator[tuple[AgentEnvironment, Any]]:
+    factory = build_environment_factory(spec, verifier=grader, configuration=configuration)
     async with factory.run():
         environment: Any = factory()
         try:
@@ -110,6 +112,33 @@ async def test_an_agent_that_fails_is_no_doing_of_the_policys() -> None:
     async with playing(calls=1, fail_at_end=True) as (environment, _):
         with pytest.raises(EnvironmentFailed, match="ended with status 1: it broke"):
             await environment.step(act("one"))
+
+
+@pytest.mark.parametrize(
+    ("said", "config", "problem"),
+    [
+        ("", {"fail_at_end": True}, "no text and no call"),
+        ("no JSON", {"repair": "anew"}, "instead of using it the agent asked for another: response_format is not supported"),
+    ],
+)
+async def test_an_agent_that_fails_for_an_answer_that_it_cannot_use_is_the_policys_doing(
+    said: str, config: dict[str, Any], problem: str
+) -> None:
+    async with playing(calls=1, **config) as (environment, _):
+        step = await environment.step(act(said))
+        assert step.terminated and (await environment.verify()).reward == 0.0
+        fault = step.info["agent_failed_on_answer"]
+        assert fault["turn"] == 0 and fault["problems"][0].startswith(problem) and "status 1" in fault["ended"]
+
+
+@pytest.mark.parametrize(("config", "reward"), [({"repair": "with the answer"}, "0"), ({"repair": "anew"}, "")])
+async def test_a_format_that_belongs_to_the_agents_way_or_that_no_reward_is_set_for_is_no_fault_of_the_policys(
+    config: dict[str, Any], reward: str
+) -> None:
+    settings = Configuration(environment=EnvironmentSettings(agent_crash_reward=reward))
+    async with playing(calls=1, configuration=settings, **config) as (environment, _):
+        with pytest.raises(EnvironmentFailed, match="ended with status 1"):
+            await environment.step(act("no JSON"))
 
 
 async def test_an_agent_that_fails_after_its_reward_keeps_it() -> None:

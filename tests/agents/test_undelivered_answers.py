@@ -11,7 +11,10 @@ from fleetbus_schemas import Action, ChatMessage, EpisodeFinished, Observation, 
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs, pack_mask
 from fleetbus_workers.environment.adapters.agent.conversations import Conversations
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall
+from fleetbus_workers.environment.adapters.agent.environment import AgentEnvironment
 from fleetbus_workers.environment.adapters.agent.sessions import AgentSession
+from fleetbus_workers.environment.base import ReportsUntrained
+from fleetbus_workers.environment.composed_reward import ComposedRewardFactory
 from fleetbus_workers.learner.batches import CreditPlan, build_sequence, count_trained
 from tests.agents.endpoint_support import ANSWER, BODIES, CHAT, answer_next, serving
 
@@ -71,13 +74,13 @@ async def test_a_gateway_that_takes_over_gives_the_last_answer_once_to_whoever_a
     conversations = Conversations(session)
     conversations.restore_call(observe(0))
     conversations.answer(act(0))
-    assert [each.turn for each in conversations.list_undelivered()] == [0]
+    assert [each.turn for each in conversations.list_untrained()] == [0]
 
     known = session.enter(AgentCall(messages=QUESTION), "d", repetition=False)
     async with known.hold_request():
         assert (await known.wait()).text == "answer 0"
         known.delivered = True
-    assert conversations.list_undelivered() == ()
+    assert conversations.list_untrained() == ()
 
     fresh = session.enter(AgentCall(messages=QUESTION), "d", repetition=False)
     assert fresh is not known, "the agent has the answer: the same question is another sample"
@@ -92,7 +95,7 @@ async def test_a_turn_that_a_later_call_continues_was_delivered() -> None:
     pending = session.enter(AgentCall(messages=said), "d", repetition=False)
     async with pending.hold_request():
         assert await conversations.receive_call() is not None
-    assert conversations.list_undelivered() == ()
+    assert conversations.list_untrained() == ()
 
 
 async def test_an_answer_that_comes_after_the_session_was_ended_was_not_delivered() -> None:
@@ -104,7 +107,7 @@ async def test_an_answer_that_comes_after_the_session_was_ended_was_not_delivere
         session.end()
         conversations.answer(act(0))
         pending.delivered = True  # what it had is the request to stop
-    assert conversations.list_undelivered() == (UntrainedTurn(turn=0, reason="not_delivered"),)
+    assert conversations.list_untrained() == (UntrainedTurn(turn=0, reason="not_delivered"),)
 
 
 def sampled(turn: int) -> Action:
@@ -154,3 +157,13 @@ def test_a_mask_that_leaves_out_what_the_result_does_not_name_is_refused() -> No
     actions = [sampled(0), sampled(1)]
     assert find_actions_problem(finished((), [*PROMPT, False, False, False, *PROMPT, *SAID]), actions)
     assert find_actions_problem(finished(LEFT_OUT, [*PROMPT, *SAID, *PROMPT, *SAID]), actions)
+
+
+def test_weights_of_rewards_hide_no_turn_that_is_not_trained() -> None:
+    inner = AgentEnvironment(None, grader=None, exit_seconds=1.0)  # type: ignore[arg-type]
+    inner._conversations = Conversations(AgentSession(key="k"))
+    inner._conversations.restore_call(observe(0))
+    inner._conversations.answer(act(0))
+    factory = ComposedRewardFactory(lambda: inner, {"verifier": 1.0}, None, max_chars=9)  # type: ignore[arg-type]
+    outer = factory()
+    assert isinstance(outer, ReportsUntrained) and outer.list_untrained() == LEFT_OUT

@@ -97,6 +97,18 @@ async def test_what_is_no_number_is_told_and_not_null() -> None:
         assert (error["code"], error["error_class"]) == ("EXECUTION_ERROR", "reward_not_finite")
 
 
+@pytest.mark.parametrize("field", ["image", "confidence", "tool_name"])
+async def test_what_an_action_has_beside_its_text_is_refused_by_name_and_the_session_goes_on(field: str) -> None:
+    async with gateway() as here, here.socket() as socket:
+        await socket.ask("reset")
+        refused = (await socket.ask("step", text="x", **{field: "y"}))["data"]
+        assert refused["code"] == "VALIDATION_ERROR" and field in refused["message"]
+        assert "and not a click" in (await socket.ask("step", text="x", type="click"))["data"]["message"]
+        assert "not both" in (await socket.ask("step", text="x", message="y"))["data"]["message"]
+        assert (await socket.ask("step", text="x", metadata={"request_id": "r"}))["data"]["reward"] == 0.5
+        assert here.world.steps == ["x"]
+
+
 async def test_over_capacity_a_connection_waits_for_a_slot() -> None:
     async with gateway(slots=1, capacity_timeout=30) as here, here.socket() as second:
         async with here.socket() as first, anyio.create_task_group() as group:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fleetbus.client.sessions import sessions
@@ -13,6 +15,7 @@ from fleetbus.client.skyrl import FleetbusEnv
 from fleetbus.core.algorithms.turn_credit import compute_turn_returns, unpaid_reward
 from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.adapters.colours import ColoursEnvironment
+from fleetbus_workers.environment.base import Step
 from tests.support.gateway_processes import RUN, start_processes
 from tests.support.gym_service import Handler, serve_gym
 from tests.support.openenv_gateway import gateway
@@ -97,6 +100,24 @@ async def test_a_verdict_that_does_not_come_is_no_reward_even_where_steps_were_p
         last = await wire.call(session, "step", action_str="x")
         assert (last["done"], last["info"]["training_usable"]) == (True, False)
         await wire.call(session, "close")
+
+
+async def test_a_reward_that_is_none_is_null_with_a_reason_through_the_openenv_gateway() -> None:
+    class Silent(PayingEnvironment):
+        def __init__(self, verdict: float | None) -> None:
+            self._rewards, self._verdict, self._count = [0.0, 0.0], verdict, 0
+
+        async def open(self, task: Task) -> None: ...
+
+        async def step(self, action: Action) -> Step:
+            return msgspec.structs.replace(await super().step(action), unrewarded="sent as null")
+
+    for verdict, said in ((math.nan, "the verdict is nan"), (math.inf, "the verdict is inf"), (None, "as the task says")):
+        async with gateway(make=lambda v=verdict: Silent(v)) as here, here.socket() as socket:
+            await socket.ask("reset")
+            told = [(await socket.ask("step", text="x"))["data"] for _ in range(2)]
+        assert [(each["reward"], each["done"]) for each in told] == [(None, False), (None, True)]
+        assert told[0]["metadata"]["reward_reason"] == "sent as null" and said in told[1]["metadata"]["reward_reason"]
 
 
 async def test_the_turns_of_the_picture_environment_are_paid_their_share_of_its_verdict() -> None:

@@ -13,8 +13,8 @@ from anyio.abc import TaskGroup
 
 from fleetbus.audit.run import enter
 from fleetbus.bus.base import StreamEntry
-from fleetbus.core.audit import books as audit_limits
 from fleetbus.core.audit import training as audit_training
+from fleetbus.core.audit import versions as audit_limits
 from fleetbus.core.audit.books import Audit
 from fleetbus.log.archive_format import list_segments
 from fleetbus.log.archive_reader import read_archive

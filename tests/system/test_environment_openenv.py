@@ -139,8 +139,8 @@ async def test_no_reward_at_all_is_no_verdict_and_not_zero() -> None:
         task = Task(key="t", prompt="Play.", config={"reward": "last"})
         double.turns = 2
         async with playing(double, task=task) as (environment, _):
-            await environment.step(say("something"))
-            await environment.step(say("nothing"))
+            assert not (await environment.step(say("something"))).unrewarded
+            assert "no number" in (await environment.step(say("nothing"))).unrewarded
             assert (await environment.verify()).reward is None
 
 

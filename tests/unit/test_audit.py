@@ -7,7 +7,9 @@ import pytest
 from fleetbus.audit.run import audit_run
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
+from fleetbus.core.audit.findings import SessionBooks
 from fleetbus.errors import UserError
+from fleetbus_schemas import SessionAnswer, SessionCall, SessionClaimed, SessionEnded, SessionRecorded, Task, UntrainedTurn
 from tests.support.log_builder import SUBJECTS, LogBuilder, audit_log, fold_audit, kinds, start_log
 
 
@@ -83,6 +85,32 @@ async def test_an_entry_that_is_no_message_changes_nothing_and_is_counted() -> N
     log_builder.entries.append((SUBJECTS.episode("a"), b"\xff"))
     report = await audit_log(log_builder)
     assert (report.findings, report.malformed, report.entries) == ((), 1, len(log_builder.entries))
+
+
+async def test_sessions_that_callers_drive_are_counted_with_their_steps_and_ends() -> None:
+    log_builder = start_log()
+    for name, end in (("closed", "closed"), ("failed", "env_failed"), ("open", None)):
+        for attempt in (1, 2):
+            claim = SessionClaimed(session=name, attempt=attempt, worker="w", nonce="n", task=Task(key="t"))
+            log_builder.add(SUBJECTS.session(name), claim)
+        for number in range(3):
+            call = SessionCall(session=name, call="step", key=f"{number}")
+            is_failure = end == "env_failed" and number == 2
+            answer = SessionAnswer(session=name, key=call.key, number=number, end="env_failed" if is_failure else None)
+            log_builder.add(SUBJECTS.session(name), SessionRecorded(session=name, call=call, answer=answer))
+    log_builder.add(SUBJECTS.session("closed"), SessionEnded(session="closed", end="closed"))
+    report = await audit_log(log_builder)
+    assert report.sessions == SessionBooks(opened=3, open=1, steps=8, ended={"closed": 1, "env_failed": 1})
+    assert report.balanced and report.books.requested == 0
+
+
+async def test_turns_that_results_leave_out_are_counted_by_their_reasons() -> None:
+    log_builder = start_log()
+    left_out = (UntrainedTurn(turn=0, reason="side_call"), UntrainedTurn(turn=1, reason="not_delivered"))
+    log_builder.play("a", untrained=left_out)
+    log_builder.play("b", untrained=left_out[:1])
+    report = await audit_log(log_builder)
+    assert (report.side_calls, report.undelivered) == (2, 1)
 
 
 async def test_a_trimmed_log_is_not_judged_without_its_archive() -> None:

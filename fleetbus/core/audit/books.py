@@ -8,7 +8,7 @@ reader `fleetbus.audit.run`; it must never believe a message over the position o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 
@@ -18,7 +18,9 @@ from fleetbus.core.audit.episode import EpisodeAudit
 from fleetbus.core.audit.exclusions import Excluding, judge_exclusions
 from fleetbus.core.audit.findings import Attempts, Books, Findings, Report
 from fleetbus.core.audit.rewards import judge_rewards
+from fleetbus.core.audit.sessions import SessionsAudit
 from fleetbus.core.audit.training import Settled, TrainingAudit
+from fleetbus.core.audit.versions import PolicyVersions
 from fleetbus.core.training.floor import NO_FLOOR, merge_floors, parse_group_number, refuses_request
 from fleetbus_schemas import (
     GRADED,
@@ -33,53 +35,17 @@ from fleetbus_schemas import (
     Message,
     Observation,
     PolicyPublished,
+    SessionClaimed,
+    SessionEnded,
+    SessionRecorded,
     StepTrained,
     TrainingFinished,
 )
-
-MAX_VERSIONS = 1 << 14
-"""Newest versions of a policy that are known one by one."""
 
 LOST = {"task": "request", "obs": "observation", "act": "action", "episode": "claim or result"}
 """What an episode lost with an entry, by the kind of its subject."""
 
 EpisodeMessage = EpisodeRequested | AttemptStarted | AttemptReleased | Observation | Action | EpisodeFinished
-
-
-class _Versions(msgspec.Struct):
-    """Published versions of one policy with the step that made each; old ones are known by being below the newest.
-
-    ``void`` are those of steps that a later lineage went back behind.
-    """
-
-    _known: dict[int, int] = {}
-    void: set[int] = set()
-    _oldest: int = 0
-    _forgotten: int = 0
-
-    def __contains__(self, version: object) -> bool:
-        return version in self._known or (isinstance(version, int) and 0 <= version < self._oldest)
-
-    def __len__(self) -> int:
-        return len(self._known) + self._forgotten
-
-    @property
-    def steps(self) -> Mapping[int, int]:
-        return self._known
-
-    def add(self, version: int, step: int) -> None:
-        self._known[version] = step
-
-    def go_back(self, step: int) -> None:
-        """A lineage begins after ``step``: what the one before it made later is void."""
-        self.void.update(version for version, made in self._known.items() if made > step)
-
-    def forget_old(self) -> None:
-        if len(self._known) > 2 * MAX_VERSIONS:
-            kept = sorted(self._known)[-MAX_VERSIONS:]
-            self._forgotten += len(self._known) - len(kept)
-            self._known, self._oldest = {version: self._known[version] for version in kept}, kept[0]
-            self.void.intersection_update(kept)
 
 
 class Audit(msgspec.Struct):
@@ -93,7 +59,7 @@ class Audit(msgspec.Struct):
     _findings: Findings = msgspec.field(default_factory=Findings)
     _episodes: dict[str, EpisodeAudit] = {}
     _training: dict[str, TrainingAudit] = {}
-    _versions: dict[str, _Versions] = {}
+    _versions: dict[str, PolicyVersions] = {}
     _counts: Counter[str] = msgspec.field(default_factory=Counter)
     _closed: ClosedBooks = msgspec.field(default_factory=ClosedBooks)
     _floor: FloorRaised = NO_FLOOR
@@ -101,6 +67,7 @@ class Audit(msgspec.Struct):
     _unread: set[str] = set()
     _last_sequence: int = 0
     _addresses: Addresses = msgspec.field(default_factory=Addresses)
+    _sessions: SessionsAudit = msgspec.field(default_factory=SessionsAudit)
 
     def __len__(self) -> int:
         """Episodes that are known one by one: those that the floor has not passed."""
@@ -126,7 +93,7 @@ class Audit(msgspec.Struct):
             case LineageStarted() if tokens[2] == "train":
                 self._unread.update(self._collect_settled(Findings()).sequences)
                 self._get_training(tokens[-1]).on_lineage(sequence, message, self._findings)
-                self._versions.setdefault(tokens[-1], _Versions()).go_back(message.parent_step)
+                self._versions.setdefault(tokens[-1], PolicyVersions()).go_back(message.parent_step)
                 self._mark_passed(tokens[-1])
             case StepTrained():
                 self._counts["steps"] += 1
@@ -139,6 +106,8 @@ class Audit(msgspec.Struct):
             case TrainingFinished():
                 self._get_training(tokens[-1]).on_end(sequence, message, self._findings)
                 self._prove_exclusions(sequence, tokens[-1], message, message.step, is_end=True)
+            case SessionClaimed() | SessionRecorded() | SessionEnded():
+                self._sessions.enter(tokens[-1], message)
             case FloorRaised():
                 self._raise_floor(sequence, message)
             case EpisodeRequested() | AttemptStarted() | AttemptReleased() | Observation() | Action() | EpisodeFinished():
@@ -200,7 +169,9 @@ class Audit(msgspec.Struct):
             findings=findings.list_found(),
             unproven=self._list_unproven(),
             refused=self._counts["refused"],
-            untrained=self._counts["untrained"],
+            undelivered=self._counts["not_delivered"],
+            side_calls=self._counts["side_call"],
+            sessions=self._sessions.count(),
         )
 
     def _list_unproven(self) -> tuple[str, ...]:
@@ -284,7 +255,7 @@ class Audit(msgspec.Struct):
             case AttemptReleased():
                 episode.on_release(sequence, message, findings)
             case EpisodeFinished():
-                self._counts["untrained"] += len(message.untrained)
+                self._counts.update(each.reason for each in message.untrained)
                 episode.on_result(sequence, message, findings)
             case Observation():
                 self._counts["observations"] += 1
@@ -294,7 +265,7 @@ class Audit(msgspec.Struct):
                 episode.on_action(sequence, tokens[3], message, self._versions.get(episode.policy, ()), findings)
 
     def _publish(self, sequence: int, name: str, published: PolicyPublished) -> None:
-        versions = self._versions.setdefault(name, _Versions())
+        versions = self._versions.setdefault(name, PolicyVersions())
         if published.version in versions:
             self._findings.add("version_repeated", f"{name}/{published.version}", sequence)
         versions.add(published.version, published.step)
@@ -313,7 +284,7 @@ class Audit(msgspec.Struct):
     def _prove_exclusions(
         self, sequence: int, name: str, entry: StepTrained | TrainingFinished, step: int, *, is_end: bool = False
     ) -> None:
-        started, versions = self._get_training(name).find_lineage(entry.lineage), self._versions.get(name, _Versions())
+        started, versions = self._get_training(name).find_lineage(entry.lineage), self._versions.get(name, PolicyVersions())
         excluding = Excluding(
             step=step,
             is_end=is_end,

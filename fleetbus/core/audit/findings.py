@@ -138,6 +138,15 @@ class Attempts(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int = 0
 
 
+class SessionBooks(msgspec.Struct, frozen=True, kw_only=True):
+    """Sessions that callers drove step by step: ``ended`` by how they ended, ``steps`` those of all."""
+
+    opened: int = 0
+    open: int = 0
+    steps: int = 0
+    ended: dict[str, int] = msgspec.field(default_factory=dict)
+
+
 class ReachedStep(msgspec.Struct, frozen=True, kw_only=True):
     """The last step of the newest lineage."""
 
@@ -168,8 +177,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What was not looked at, or cannot be proven from what was read."""
     refused: int = 0
     """Entries below the floor of the log, which change nothing."""
-    untrained: int = 0
-    """Turns that results leave out of training, with a reason each."""
+    undelivered: int = 0
+    """Turns that results leave out of training, for their agents never had the answers."""
+    side_calls: int = 0
+    """Turns that results leave out of training, for their agents asked for them beside the task."""
+    sessions: SessionBooks = SessionBooks()
 
     @property
     def balanced(self) -> bool:

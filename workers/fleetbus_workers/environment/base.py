@@ -17,6 +17,7 @@ from fleetbus_schemas import (
     ContextChange,
     EpisodeRequested,
     Observation,
+    SamplingSettings,
     Task,
     ToolOutput,
     ToolSpec,
@@ -50,7 +51,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     ``reward`` is this turn's own part of the
     episode's reward, 0 if the environment grades only at the end (see `Verdict`). ``tool_calls`` and ``tool_errors`` count what
     this step did. ``info`` and ``images``: see `Start`; ``success`` (or ``is_success``) in ``info`` says whether the episode is
-    a success. ``output``: what the called tool gave, where ``messages`` say it in words for a policy. ``context``: how the
+    a success. ``unrewarded`` says why there is no reward at all, which then counts as 0 in sums and goes out as null; empty if
+    there is one. ``output``: what the called tool gave, where ``messages`` say it in words for a policy. ``context``: how the
     policy's context continues, if not by growing.
     """
 
@@ -64,6 +66,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     images: Sequence[Any] = ()
     output: ToolOutput | None = None
     context: ContextChange | None = None
+    unrewarded: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +148,41 @@ class LivesElsewhere(Protocol):
 
     def assign(self, request: EpisodeRequested, attempt: int, recorded: Sequence[RecordedTurn]) -> None:
         """The episode that it is for, and the turns that were played before this attempt. Called once, before `open`."""
+
+
+class TurnLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of one answer beside those of its episode: at most ``max_tokens``, ended by any of the texts ``stop``. See
+    docs/decisions/0193."""
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def apply(self, sampling: SamplingSettings) -> SamplingSettings:
+        """The settings of the episode within these limits."""
+        if self == NO_LIMITS:
+            return sampling
+        tokens = sampling.max_tokens if self.max_tokens is None else min(sampling.max_tokens, self.max_tokens)
+        return msgspec.structs.replace(sampling, max_tokens=tokens, stop=tuple(dict.fromkeys((*sampling.stop, *self.stop))))
+
+
+NO_LIMITS = TurnLimits()
+
+
+@runtime_checkable
+class LimitsTurns(Protocol):
+    """An environment that limits single answers of the policy, as an agent does in its calls."""
+
+    @property
+    def turn_limits(self) -> TurnLimits:
+        """The limits of the answer that comes next."""
+
+
+@runtime_checkable
+class ShowsWhole(Protocol):
+    """An environment that passes on what somebody else says, as an agent, who counts on it."""
+
+    shows_whole: bool
+    """True if its messages are not cut to ``environment.observation_bytes``."""
 
 
 @runtime_checkable

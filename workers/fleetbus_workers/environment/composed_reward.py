@@ -9,16 +9,21 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from fleetbus.core.algorithms.reward_components import JUDGE, VERIFIER, combine, find_missing
-from fleetbus_schemas import Action, ChatMessage, EpisodeRequested, Task
+from fleetbus_schemas import Action, ChatMessage, EpisodeRequested, Task, UntrainedTurn
 from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.environment.base import (
+    NO_LIMITS,
     Environment,
     HoldsElsewhere,
+    LimitsTurns,
     LivesElsewhere,
     RecordedTurn,
+    ReportsUntrained,
+    ShowsWhole,
     Start,
     Step,
     TaskEnvironmentFactory,
+    TurnLimits,
     Verdict,
 )
 from fleetbus_workers.environment.validation import validate_return
@@ -78,6 +83,20 @@ class ComposedRewardEnvironment:
         self._inner: Any = inner
         self._factory = factory
         self._seen: list[ChatMessage] = []
+
+    @property
+    def shows_whole(self) -> bool:
+        """See `ShowsWhole`."""
+        return isinstance(self._inner, ShowsWhole) and self._inner.shows_whole
+
+    @property
+    def turn_limits(self) -> TurnLimits:
+        """See `LimitsTurns`."""
+        return self._inner.turn_limits if isinstance(self._inner, LimitsTurns) else NO_LIMITS
+
+    def list_untrained(self) -> tuple[UntrainedTurn, ...]:
+        """See `ReportsUntrained`."""
+        return self._inner.list_untrained() if isinstance(self._inner, ReportsUntrained) else ()
 
     @property
     def implementation(self) -> object:

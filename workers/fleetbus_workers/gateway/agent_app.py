@@ -222,6 +222,7 @@ class _Service:
             "max_turns": request.max_turns,
             "openai_base_url": f"{url}/v1",
             "anthropic_base_url": url,
+            "gemini_base_url": url,
             "url": f"{url}/sessions/{request.episode_id}",
         }
         return JSONResponse(shown, status, headers={"Cache-Control": "no-store"})

@@ -69,7 +69,13 @@ async def run_agent_gateway(
         raise UserError(f"the run's folder cannot be written: {error}; set AGENTS_TOKEN, or --run-folder") from error
     sessions = AgentSessions(bus, subjects, keys)
     verifier = Verifier(VerifierLimits(seconds=limits.verify), sandbox=configuration.environment.sandbox)
-    make = partial(ElsewhereEnvironment, sessions, grader=verifier, reward_seconds=limits.verify / 2)
+    make = partial(
+        ElsewhereEnvironment,
+        sessions,
+        grader=verifier,
+        reward_seconds=limits.verify / 2,
+        settings=configuration.environment,
+    )
     configuration = msgspec.structs.replace(
         configuration, environment=msgspec.structs.replace(configuration.environment, session_slots=0)
     )

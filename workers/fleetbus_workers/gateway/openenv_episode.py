@@ -108,12 +108,13 @@ class OpenEnvEpisode:
     async def _step_session(self, key: str, text: str, calls: tuple[ToolCall, ...], timeout: float | None) -> dict[str, object]:
         answer = await self._call_session("step", key=key, timeout=timeout, text=text, tool_calls=calls)
         over = answer.terminated or answer.truncated
-        reward = answer.reward or 0.0
+        reward, reason = answer.reward, answer.reason
         if over:
             verdict = await self._call_session("verify", key=f"{key}v")
-            if verdict.unpaid is None:
-                raise FrameError("EXECUTION_ERROR", f"the episode has no verdict: {verdict.reason or 'unknown'}")
-            reward += verdict.unpaid
+            reward = None if verdict.unpaid is None else (reward or 0.0) + verdict.unpaid
+            reason = verdict.reason or "the episode has no verdict"
+        if reward is None:
+            answer = msgspec.structs.replace(answer, state=answer.state | {"reward_reason": reason})
         tool = calls[0].name if calls else ""
         return await write_observation(answer, self._load, tool=tool) | {"reward": reward, "done": over}
 

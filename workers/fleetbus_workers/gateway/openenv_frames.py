@@ -24,6 +24,9 @@ MAX_ID_CHARACTERS = 255
 INLINE_BYTES = 64 << 10
 """Larger images are encoded in a thread."""
 
+CALL_FIELDS = {"type", "tool_name", "arguments", "metadata"}
+TEXT_FIELDS = {"type", "text", "message", "metadata"}
+
 _write = json.JSONEncoder(allow_nan=False).encode
 
 
@@ -68,12 +71,19 @@ def read_object(data: Any) -> dict[str, object]:
 
 
 def read_action(data: dict[str, object]) -> tuple[str, tuple[ToolCall, ...]]:
-    """The text of an action, or its tool call."""
-    if data.get("type") == "call_tool":
+    """The text of an action, or its tool call. What else it has is refused by name: it would reach nobody."""
+    is_call = data.get("type") == "call_tool"
+    if unknown := sorted(set(data) - (CALL_FIELDS if is_call else TEXT_FIELDS)):
+        raise FrameError("VALIDATION_ERROR", f"an action here has a text, or is a call_tool; it has no {', '.join(unknown)}")
+    if is_call:
         name, arguments = data.get("tool_name"), data.get("arguments") or {}
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise FrameError("VALIDATION_ERROR", "a tool call has a tool_name and an object of arguments")
         return "", (ToolCall(name=name, arguments=arguments),)
+    if str(data.get("type", "text")) not in TEXT_FIELDS:
+        raise FrameError("VALIDATION_ERROR", f"an action here has a text, or is a call_tool, and not a {data['type']}")
+    if "text" in data and "message" in data:
+        raise FrameError("VALIDATION_ERROR", "an action has a text or a message, and not both")
     text = data.get("text", data.get("message"))
     if not isinstance(text, str):
         raise FrameError("VALIDATION_ERROR", "an action has a text, or is a call_tool")

@@ -20,6 +20,7 @@ import msgspec
 from fleetbus.core.text.tool_formats import HERMES, ParsedResponse, number_calls, parse_response
 from fleetbus.errors import UserError
 from fleetbus_schemas import ChatMessage, SegmentReason, Text, ToolSpec
+from fleetbus_workers.inference.merged_roles import join_contents, list_merges
 from fleetbus_workers.inference.rendered_history import find_reason
 from fleetbus_workers.inference.tool_support import (
     ToolSupport,
@@ -60,6 +61,7 @@ class ChatTemplate:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         self._encode_text = _build_encoder(self._tokenizer, backend)
         self._decode_ids: Callable[..., str] = (backend or self._tokenizer).decode
+        self._joins_system = False
         self._added = {str(token): token.special for token in self._tokenizer.added_tokens_decoder.values()}
         self._control = re.compile("|".join(re.escape(token) for token, special in self._added.items() if special) or "(?!)")
         self._turn_end = self._find_turn_end()
@@ -67,7 +69,6 @@ class ChatTemplate:
         self._ends = _read_end_ids(folder, self._tokenizer)
         self.stop_ids = frozenset({self._turn_end_id, *self._ends})
         self.turn_end = self._turn_end_id
-        self._joins_system = False
         self._check_append_only()
         self._tools = self._prove_tools()
         self.drops_reasoning = self._detect_dropped_reasoning()
@@ -125,9 +126,7 @@ class ChatTemplate:
         if tools:
             _ = self.tools
         plain = [self._convert_message(message) for message in messages]
-        text = self._render(
-            _merge_system_message(plain) if self._joins_system else plain, [build_tool_schema(tool) for tool in tools] or None
-        )
+        text = self._render_merged(plain, [build_tool_schema(tool) for tool in tools] or None)
         return list(self._cached_ids(text) if len(text) <= MAX_CACHED_CHARACTERS else self._encode_ids(text))
 
     def encode_continuation(self, last_sampled: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
@@ -147,7 +146,7 @@ class ChatTemplate:
             for message in messages
         ]
         schemas = [build_tool_schema(tool) for tool in tools] if tools and self.tools else None
-        return list(self._encode_ids(self._render(_merge_system_message(plain) if self._joins_system else plain, schemas)))
+        return list(self._encode_ids(self._render_merged(plain, schemas)))
 
     def explain_rendering(self, conversation: Sequence[ChatMessage], rendered: Sequence[int]) -> SegmentReason:
         """The reason why `encode_conversation` does not begin with what was sampled."""
@@ -179,14 +178,14 @@ class ChatTemplate:
         plain = [self._convert_message(message) for message in messages]
         results = list(takewhile(lambda message: message.get("tool_call_id"), plain))
         if results:
-            following = render_results(self._render, self.tools, results, plain[len(results) :])
+            following = render_results(self._render_merged, self.tools, results, plain[len(results) :])
             return tuple(self._encode_text(following))
         following = self._render_following(plain)
         return tuple(self._encode_text(following[following.index(self._turn_end) :]))
 
     def _render_following(self, messages: list[dict[str, Any]]) -> str:
         """Render ``messages`` after an assistant's words, as the template does, up to the assistant's next words."""
-        _, found, following = self._render([*_BASE, *messages]).partition(_ANSWER)
+        _, found, following = self._render_merged([*_BASE, *messages]).partition(_ANSWER)
         if not found:
             raise UserError(f"{self._folder}: the chat template does not repeat the assistant's text")
         return following
@@ -221,6 +220,21 @@ class ChatTemplate:
             roles = ", ".join(message["role"] for message in messages)
             raise UserError(f"{self._folder}: the chat template refuses messages of roles {roles}: {error}") from error
         return rendered
+
+    def _render_merged(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, object]] | None = None) -> str:
+        """The same, with neighbours merged if the template refuses them; see `list_merges`."""
+        try:
+            return self._render(self._place_system(messages), tools)
+        except UserError as refused:
+            for merged in list_merges(messages):
+                try:
+                    return self._render(self._place_system(merged), tools)
+                except UserError:  # it may take what is merged further
+                    continue
+            raise refused
+
+    def _place_system(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        return _merge_system_message(messages) if self._joins_system else messages
 
     def _find_turn_end(self) -> str:
         following = self._render_following([{"role": "user", "content": "Hello"}]).lstrip()
@@ -294,15 +308,11 @@ def _count_characters(message: ChatMessage) -> int:
     return sum(len(part.text) for part in message.content if isinstance(part, Text))
 
 
-def _merge_system_message(messages: list[dict[str, Any]]) -> list[dict[str, object]]:
+def _merge_system_message(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     """A leading system message as the beginning of the user message after it."""
     if len(messages) < 2 or (messages[0]["role"], messages[1]["role"]) != ("system", "user"):
         return messages
-    system, first = messages[0]["content"], messages[1]["content"]
-    if not isinstance(first, str):  # parts, where images are shown
-        return [{"role": "user", "content": [{"type": "text", "text": f"{system}\n\n"}, *first]}, *messages[2:]]
-    content = f"{system}\n\n{first}"
-    return [{"role": "user", "content": content}, *messages[2:]]
+    return [join_contents(messages[0], messages[1]) | {"role": "user"}, *messages[2:]]
 
 
 def _open_tokenizer(folder: Path) -> Any:

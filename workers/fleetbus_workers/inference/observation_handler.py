@@ -48,6 +48,7 @@ from fleetbus_workers.inference.base import (
 from fleetbus_workers.inference.history_cache import History, HistoryCache, HistoryMismatch, StaleObservation
 from fleetbus_workers.inference.pinned_versions import wait_for_version
 from fleetbus_workers.inference.rendered_history import count_shared
+from fleetbus_workers.inference.stops import end_at_stop
 from fleetbus_workers.inference.turn_rules import (
     VersionSuperseded,
     check_pinned_version,
@@ -242,6 +243,7 @@ class ObservationHandler:
         started = self._now()
         generation = await self._sampler.generate(await self._build_request(observation, ids, images, room))
         check_pinned_version(observation.pinned_version, generation)
+        generation = end_at_stop(generation, observation.sampling.stop, self._template.decode_text)
         prompt_delta, sampled = pack_ids(delta.ids), pack_ids(generation.ids)
         digest = extend_history(history.digest, prompt_delta, sampled, [image.object for image in delta.images])
         ids += generation.ids

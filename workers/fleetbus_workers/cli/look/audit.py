@@ -170,8 +170,14 @@ def _print(report: Report, run: str) -> None:
         print(f"  {books.void} trained by an abandoned lineage, and counted elsewhere")
     if books.abandoned:
         print(f"  {books.abandoned} settled for good before their lineage was abandoned")
-    if report.untrained:
-        print(f"  {report.untrained} turns that are not trained: their agents never had the answers")
+    if report.undelivered:
+        print(f"  {report.undelivered} turns that are not trained: their agents never had the answers")
+    if report.side_calls:
+        print(f"  {report.side_calls} turns that are not trained: their agents asked for them beside the task")
+    if (sessions := report.sessions).opened:
+        ended = [f"{count} {end}" for end, count in sessions.ended.items()]
+        counted = ", ".join([*ended, f"{sessions.open} open"])
+        print(f"  {sessions.opened} step-wise sessions with {sessions.steps} steps: {counted}")
     if report.refused:
         print(f"  {report.refused} late entries of what was settled for good, refused")
     if report.malformed:

@@ -36,7 +36,7 @@ from fleetbus_schemas import (
     decode,
     encode,
 )
-from fleetbus_workers.environment.base import LivesElsewhere, RecordedTurn
+from fleetbus_workers.environment.base import LimitsTurns, LivesElsewhere, RecordedTurn
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
 from fleetbus_workers.environment.episode.late_answers import check_late_answers
@@ -232,6 +232,7 @@ class Attempts:
             return None
         running.claim_sequence = claim_sequence
         running.policy_client = await self._build_policy_client(request, claim, claim_sequence, recorded)
+        running.policy_client.limited_by = environment if isinstance(environment, LimitsTurns) else None
         observed: Mapping[int, Observation] = NOTHING_OBSERVED
         if recorded:
             observed = await read_answered_observations(self._bus, self._subjects, request.policy, request.episode_id, recorded)

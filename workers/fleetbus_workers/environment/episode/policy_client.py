@@ -21,6 +21,7 @@ from fleetbus.errors import RequestUnanswered
 from fleetbus.log.episodes import decode_entries, read_episode_state, store_message
 from fleetbus_schemas import ANY_LANE, Action, AttemptStarted, ChatMessage, EpisodeRequested, Observation, ToolSpec
 from fleetbus_schemas.tokens import EMPTY_HISTORY
+from fleetbus_workers.environment.base import LimitsTurns
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
 from fleetbus_workers.environment.episode.segments import FIRST, Placement
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Superseded
@@ -68,6 +69,7 @@ class PolicyClient:
         "_wakeup",
         "_worker",
         "lane_in_use",
+        "limited_by",
     )
 
     def __init__(
@@ -97,6 +99,7 @@ class PolicyClient:
         self._checks = 0
         self._observation_sequence = 0
         self.lane_in_use = ANY_LANE
+        self.limited_by: LimitsTurns | None = None
 
     def deliver(self, sequence: int, action: Action) -> None:
         """An Action of this episode was read; anything but the awaited one is a repetition or from another attempt."""
@@ -186,7 +189,7 @@ class PolicyClient:
             policy=request.policy,
             messages=messages,
             tools=tools,
-            sampling=request.sampling,
+            sampling=self.limited_by.turn_limits.apply(request.sampling) if self.limited_by else request.sampling,
             tokens_left=tokens_left,
             pinned_version=request.pinned_version,
             history_hash=self._history_hashes.get(stands_on, EMPTY_HISTORY),

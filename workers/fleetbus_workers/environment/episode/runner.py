@@ -32,7 +32,7 @@ from fleetbus_schemas import (
     ToolSpec,
 )
 from fleetbus_schemas.tokens import count_tokens, pack_mask
-from fleetbus_workers.environment.base import Environment, ReportsUntrained, Start, Step, Verdict
+from fleetbus_workers.environment.base import Environment, ReportsUntrained, ShowsWhole, Start, Step, Verdict
 from fleetbus_workers.environment.episode.conclusion import TIMED_OUT, Conclusion, grade_timeout
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
@@ -290,7 +290,8 @@ class EpisodeRunner:
     async def _step_environment(self, turn: Turn) -> Step:
         with self._stages.time_limit("step", self._limits.step):
             step = validate_return(Step, await self._environment.step(turn.action), "step", self._environment)
-            step = msgspec.structs.replace(step, messages=clip_messages(step.messages, self._settings.observation_bytes))
+            if not (isinstance(self._environment, ShowsWhole) and self._environment.shows_whole):
+                step = msgspec.structs.replace(step, messages=clip_messages(step.messages, self._settings.observation_bytes))
             self._last = step
         self._tool_calls += step.tool_calls
         self._tool_errors += step.tool_errors

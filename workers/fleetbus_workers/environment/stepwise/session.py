@@ -300,7 +300,8 @@ class StepwiseSession:
             return self._build_answer(
                 call,
                 messages=clip_messages(step.messages, self._context.settings.observation_bytes),
-                reward=step.reward,
+                reward=None if step.unrewarded else step.reward,
+                reason=step.unrewarded,
                 terminated=step.terminated,
                 truncated=step.truncated,
                 tool_calls=step.tool_calls,

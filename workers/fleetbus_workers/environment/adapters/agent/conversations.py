@@ -5,17 +5,21 @@ and the paths of its conversations.
 """
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 import structlog
 
 from fleetbus.core.text.reasoning import remove_reasoning
 from fleetbus.core.text.tool_formats import TOOL_FORMATS, build_call_id, parse_response
-from fleetbus_schemas import Action, ChatMessage, ContextChange, Observation, ToolCall, ToolSpec, UntrainedTurn
+from fleetbus_schemas import Action, ChatMessage, ContextChange, Observation, ToolCall, ToolSpec, UntrainedReason, UntrainedTurn
 from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer, InvalidCall, StopReason
+from fleetbus_workers.environment.adapters.agent.faults import find_problems, find_repair
 from fleetbus_workers.environment.adapters.agent.paths import Attachment, Paths
 from fleetbus_workers.environment.adapters.agent.sessions import AgentEnded, AgentSession, PendingCall
+from fleetbus_workers.environment.adapters.agent.side_calls import Line, describe_line, find_side_turns
+from fleetbus_workers.environment.base import NO_LIMITS, TurnLimits
 
 log = structlog.get_logger(__name__)
 
@@ -23,8 +27,10 @@ log = structlog.get_logger(__name__)
 class Conversations:
     """All that one agent said and was answered; strictly a call, then its answer."""
 
-    def __init__(self, session: AgentSession) -> None:
+    def __init__(self, session: AgentSession, *, trains_side_calls: bool = False) -> None:
         self._session = session
+        self._trains_side_calls = trains_side_calls
+        self._lines: dict[int, Line] = {}
         self._paths = Paths()
         self._pending: PendingCall | None = None
         self._attached: Attachment | None = None
@@ -32,6 +38,10 @@ class Conversations:
         self._given: list[PendingCall] = []
         self._last_given: dict[int, PendingCall] = {}
         """By segment the answer that it ends with."""
+        self._problems: tuple[str, ...] = ()
+        self._last: Answer | None = None
+        self.turn_limits = NO_LIMITS
+        """Of the answer to the call in play."""
         self._segment = 0
         self._answers = 0
         self._tool_calls = 0
@@ -61,11 +71,13 @@ class Conversations:
                 pending.set_answer(invalid)
                 continue
             self._pending = pending
-            self._enter(attached)
+            self.turn_limits = TurnLimits(max_tokens=pending.call.max_tokens, stop=pending.call.stop)
+            self._enter(attached, pending.call.max_tokens)
             return attached
 
-    def restore_call(self, observed: Observation) -> Attachment:
-        """The same for a call of which only the log is left: it is where its observation says."""
+    def restore_call(self, observed: Observation, *, own_stops: Sequence[str] = ()) -> Attachment:
+        """The same for a call of which only the log is left: it is where its observation says. ``own_stops`` are the episode's:
+        the others are the call's."""
         begins = observed.origin is not None or not self._tools
         attached = Attachment(
             segment=observed.segment,
@@ -74,16 +86,20 @@ class Conversations:
             reason=observed.origin.reason if observed.origin is not None else None,
         )
         self._pending = None
+        self.turn_limits = TurnLimits(stop=tuple(stop for stop in observed.sampling.stop if stop not in own_stops))
         self._paths.restore(attached, tools=self._tools.get(observed.segment, observed.tools))
-        self._enter(attached)
+        self._enter(attached, None)
         return attached
 
-    def _enter(self, attached: Attachment) -> None:
+    def _enter(self, attached: Attachment, max_tokens: int | None) -> None:
         self._attached = attached
         if (given := self._last_given.get(attached.segment)) is not None:
             given.delivered = True  # what follows an answer proves that it came
-        self._tools.setdefault(attached.segment, attached.tools)
+        if attached.segment not in self._lines:
+            self._tools[attached.segment] = attached.tools
+            self._lines[attached.segment] = describe_line(attached.messages, attached.tools, max_tokens)
         self.messages += attached.messages
+        self._session.responses.add_messages(attached.segment, attached.messages)
 
     def answer(self, action: Action) -> Answer:
         """Pass the policy's turn to whoever waits for it."""
@@ -91,19 +107,33 @@ class Conversations:
         calls = self._number_calls(action)
         answer = self._build_answer(action, calls)
         self.messages.append(ChatMessage(role="assistant", content=answer.text, tool_calls=calls))
+        self._session.responses.add_answer(self._attached.segment, answer.id, self.messages[-1])
         asked = self._paths.add_answer(self._attached.segment, self.messages[-1])
         self._tool_calls += len(answer.tool_calls)
         pending = self._pending or self._session.remember(asked)
+        self._problems = tuple(find_problems(action, answer, self.segment_tools))
+        self._last, self._session.refused = answer, None
         is_given = pending.set_answer(answer)
+        self._lines[self._attached.segment].turns.append(len(self._given))
         self._given.append(pending if is_given else PendingCall(AgentCall(messages=())))
         self._last_given[self._attached.segment] = pending
         return answer
 
-    def list_undelivered(self) -> tuple[UntrainedTurn, ...]:
-        """The turns whose answers no request of the agent got, as far as one can tell."""
-        return tuple(
-            UntrainedTurn(turn=turn, reason="not_delivered") for turn, given in enumerate(self._given) if not given.delivered
-        )
+    def find_fault(self) -> dict[str, object]:
+        """The evidence that an agent that breaks now does so for the policy's last answer; empty if there is none."""
+        if self._last is None or not self._given[-1].delivered:
+            return {}
+        problems = [*self._problems, *find_repair(self._session.refused, self._last)]
+        return {"turn": len(self._given) - 1, "problems": problems} if problems else {}
+
+    def list_untrained(self) -> tuple[UntrainedTurn, ...]:
+        """The turns whose answers no request of the agent got, as far as one can tell, and its calls beside the task."""
+        reasons: dict[int, UntrainedReason] = dict.fromkeys(self._find_side_turns(), "side_call")
+        reasons |= {turn: "not_delivered" for turn, given in enumerate(self._given) if not given.delivered}
+        return tuple(UntrainedTurn(turn=turn, reason=reasons[turn]) for turn in sorted(reasons))
+
+    def _find_side_turns(self) -> list[int]:
+        return [] if self._trains_side_calls else find_side_turns(list(self._lines.values()))
 
     def follow(self, attached: Attachment) -> ContextChange | None:
         """The change of the policy's context after the segment of the turn before."""
@@ -113,7 +143,9 @@ class Conversations:
         return None if attached.segment == before else ContextChange(resume=attached.segment)
 
     def describe(self) -> dict[str, object]:
-        return {"calls_extending": self._paths.extended, "segments_begun": dict(self._paths.reasons)}
+        side_calls = len(self._find_side_turns())
+        counted = {"side_calls": side_calls} if side_calls else {}
+        return {"calls_extending": self._paths.extended, "segments_begun": dict(self._paths.reasons), **counted}
 
     def describe_state(self) -> dict[str, object]:
         return {"calls": self._answers, "tool_calls": self._tool_calls, **self.describe()}
@@ -133,16 +165,27 @@ class Conversations:
         reason: StopReason = "tool_calls" if calls else "length" if action.finish_reason == "length" else "stop"
         self._answers += 1
         ids = self._session.call_ids
+        text, stopped_by = cut_at_stop(read_content(action), self.turn_limits.stop)
         return Answer(
             number=self._answers,
             id=ids.make(self._answers),
             created=int(time.time()),
-            text=read_content(action),
+            text=text,
+            stopped_by=stopped_by,
             tool_calls=ids.show(calls, self._answers),
             stop_reason=reason,
             prompt_tokens=count_tokens(action.prompt_delta),
             sampled_tokens=count_tokens(action.sampled),
         )
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """The text before the first of ``stops`` in it, and which that is; as it was and an empty text if there is none."""
+    found = [(text.index(stop), stop) for stop in stops if stop in text]
+    if not found:
+        return text, ""
+    place, stop = min(found)
+    return text[:place], stop
 
 
 def read_content(action: Action) -> str:

@@ -9,11 +9,12 @@ from typing import Any, Protocol
 
 import anyio
 
+from fleetbus.config.settings import EnvironmentSettings
 from fleetbus_schemas import Action, EpisodeRequested, Task, UntrainedTurn
 from fleetbus_workers.environment.adapters.agent.conversations import Conversations
 from fleetbus_workers.environment.adapters.agent.paths import Attachment
 from fleetbus_workers.environment.adapters.agent.sessions import AgentSession
-from fleetbus_workers.environment.base import EnvironmentFailed, RecordedTurn, Start, Step, Verdict
+from fleetbus_workers.environment.base import NO_LIMITS, EnvironmentFailed, RecordedTurn, Start, Step, TurnLimits, Verdict
 from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
 
 
@@ -34,11 +35,15 @@ class ElsewhereEnvironment:
     """One episode of an agent outside."""
 
     replayable = True
+    shows_whole = True
 
-    def __init__(self, registry: SessionRegistry, *, grader: Grader, reward_seconds: float) -> None:
+    def __init__(
+        self, registry: SessionRegistry, *, grader: Grader, reward_seconds: float, settings: EnvironmentSettings | None = None
+    ) -> None:
         self._registry = registry
         self._grader = grader
         self._reward_seconds = reward_seconds
+        self._settings = settings or EnvironmentSettings()
         self._request: EpisodeRequested | None = None
         self._recorded: Sequence[RecordedTurn] = ()
         self._is_new = False
@@ -56,7 +61,7 @@ class ElsewhereEnvironment:
         assert self._request is not None
         self._session = self._registry.open_session(self._request)
         self._session.takes_late_reward = True
-        self._conversations = Conversations(self._session)
+        self._conversations = Conversations(self._session, trains_side_calls=self._settings.agent_side_calls == "trained")
 
     async def reset(self) -> Start:
         """Wait for the agent's first call. Raises `EnvironmentFailed` if it ends without one."""
@@ -80,14 +85,19 @@ class ElsewhereEnvironment:
         assert self._conversations is not None and self._session is not None and self._request is not None
         if self._turn < len(self._recorded):
             await anyio.lowlevel.checkpoint()
-            return self._conversations.restore_call(self._recorded[self._turn].observed)
+            own_stops = self._request.sampling.stop
+            return self._conversations.restore_call(self._recorded[self._turn].observed, own_stops=own_stops)
         if not self._known:
             self._known = True
             self._registry.admit_calls(self._session, self._request, is_new=self._is_new)
         return await self._conversations.receive_call()
 
+    @property
+    def turn_limits(self) -> TurnLimits:
+        return self._conversations.turn_limits if self._conversations is not None else NO_LIMITS
+
     def list_untrained(self) -> tuple[UntrainedTurn, ...]:
-        return self._conversations.list_undelivered() if self._conversations is not None else ()
+        return self._conversations.list_untrained() if self._conversations is not None else ()
 
     async def state(self) -> dict[str, Any]:
         await anyio.lowlevel.checkpoint()

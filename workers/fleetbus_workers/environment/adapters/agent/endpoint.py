@@ -1,7 +1,7 @@
 """The HTTP endpoint that agents take for a language model: one per environment worker, on loopback, a key per session.
 
-The key is taken as bearer token, as ``x-api-key`` or in the path (``/s/KEY/v1/...``); no other header names a session. A call
-is answered when its episode's step has the policy's action, which is in the log by then.
+The key is taken as bearer token, as ``x-api-key`` or ``x-goog-api-key``, or in the path (``/s/KEY/v1/...``); no other header
+names a session. A call is answered when its episode's step has the policy's action, which is in the log by then.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,9 @@ from starlette.types import Receive, Scope, Send
 
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus_workers.environment.adapters.agent.dialects import DIALECTS
-from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Dialect, InvalidCall, write_event
+from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Dialect, InvalidCall
+from fleetbus_workers.environment.adapters.agent.faults import Refused
+from fleetbus_workers.environment.adapters.agent.models import COUNTS, MODEL, describe_model, estimate_tokens, list_models
 from fleetbus_workers.environment.adapters.agent.sessions import (
     AgentSession,
     KeyRefused,
@@ -44,7 +46,6 @@ from fleetbus_workers.serving.request_body import BodyRefused, read_body
 from fleetbus_workers.serving.serve import serve
 
 HOST = "127.0.0.1"
-MODEL = "policy"
 KEEPALIVE_SECONDS = 10.0
 RETRY_SECONDS = "1"
 BODY_BYTES = 4 << 20
@@ -102,21 +103,21 @@ class ModelCalls:
         self._sessions = sessions
 
     def build_routes(self) -> list[BaseRoute]:
-        calls: list[BaseRoute] = [
-            Route(path, partial(self._call, dialect), methods=["POST"]) for path, dialect in DIALECTS.items()
+        counts = [Route(path, partial(self._count_tokens, each), methods=["POST"]) for path, each in COUNTS.items()]
+        calls = [Route(path, partial(self._call, each), methods=["POST"]) for path, each in DIALECTS.items()]
+        models = [
+            Route(f"/{version}/models{name}", self._describe_models, methods=["GET"])
+            for version in ("v1", "v1beta")
+            for name in ("", "/{model:path}")
         ]
-        return [
-            *calls,
-            Route("/v1/models", self._list_models, methods=["GET"]),
-            Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
-        ]
+        return [*counts, *calls, *models]
 
     async def _call(self, dialect: Dialect, request: Request) -> Response:
         try:
             session = await self._sessions.find(read_keys(request))
             with session.one_request():
                 body = await read_body(request, limit=BODY_BYTES)
-                call = parse_call(dialect, body)
+                call = self._parse(session, dialect, body, request)
                 pending = session.enter(call, digest_call(request, body), repetition=is_repetition(request))
                 if call.stream:
                     events = stream_answer(dialect, call, pending)
@@ -130,19 +131,31 @@ class ModelCalls:
         except REFUSALS as refused:
             return refuse(dialect, get_status(refused), str(refused))
 
-    async def _list_models(self, request: Request) -> Response:
-        model = {"id": MODEL, "object": "model", "type": "model", "display_name": MODEL, "created": 0, "owned_by": "fleetbus"}
-        listing = {"object": "list", "data": [model], "has_more": False, "first_id": MODEL, "last_id": MODEL}
-        await self._sessions.find(read_keys(request))
-        return JSONResponse(listing)
+    def _parse(self, session: AgentSession, dialect: Dialect, body: bytes, request: Request) -> AgentCall:
+        """The call in a body; one that is refused is remembered, for what becomes of its agent."""
+        try:
+            call = parse_call(dialect, body, read_named(request))
+            if fresh := set(call.left_out) - session.left_out:
+                session.left_out |= fresh
+                log.warning("agent offers tools that only their vendor runs; leaving them out", kinds=sorted(fresh))
+            return call
+        except InvalidCall as invalid:
+            session.refused = Refused(body=body, reason=str(invalid))
+            raise
 
-    async def _count_tokens(self, request: Request) -> Response:
-        """An estimate: clients decide by it when to shorten their history, and it is no turn."""
+    async def _describe_models(self, request: Request) -> Response:
+        """The model that the path names, or all."""
+        await self._sessions.find(read_keys(request))
+        name = request.path_params.get("model")
+        return JSONResponse(list_models() if name is None else describe_model(name))
+
+    async def _count_tokens(self, dialect: Dialect, request: Request) -> Response:
+        """An estimate, and no turn."""
         try:
             await self._sessions.find(read_keys(request))
         except REFUSALS as refused:
-            return refuse(DIALECTS["/v1/messages"], get_status(refused), str(refused))
-        return JSONResponse({"input_tokens": len(await read_body(request, limit=BODY_BYTES)) // 4})
+            return refuse(dialect, get_status(refused), str(refused))
+        return JSONResponse(estimate_tokens(await read_body(request, limit=BODY_BYTES)))
 
     async def grade(self, request: Request) -> Response:
         """``{"reward": NUMBER or null, "reason": TEXT}``, once; null excludes the episode from training."""
@@ -203,8 +216,13 @@ def bind_path(path: Path) -> socket.socket:
     return listener
 
 
-def parse_call(dialect: Dialect, body: bytes) -> AgentCall:
-    """The call in a body. Raises `InvalidCall`."""
+def read_named(request: Request) -> dict[str, object]:
+    """Read what the path says of a call."""
+    return {name: value for name, value in request.path_params.items() if name != "key"}
+
+
+def parse_call(dialect: Dialect, body: bytes, named: Mapping[str, object]) -> AgentCall:
+    """The call in a body, with what its path ``named``. Raises `InvalidCall`."""
     try:
         check_values(body)
         decoded = msgspec.json.decode(body)
@@ -215,7 +233,7 @@ def parse_call(dialect: Dialect, body: bytes) -> AgentCall:
     if not isinstance(decoded, dict):
         raise InvalidCall("the body has to be a JSON object")
     try:
-        call = dialect.parse(decoded)
+        call = dialect.parse({**decoded, **named})
         msgspec.msgpack.encode(call)
     except (OverflowError, UnicodeEncodeError, RecursionError) as error:
         raise InvalidCall(f"the body has a value that cannot be stored: {error}") from None
@@ -235,11 +253,12 @@ def is_repetition(request: Request) -> bool:
 
 
 def read_keys(request: Request) -> tuple[str, ...]:
-    """The keys that a request brings: in the path, as ``x-api-key``, as bearer token."""
+    """The keys that a request brings: in the path, in a vendor's header, as bearer token."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     keys = (
         request.path_params.get("key", ""),
         request.headers.get("x-api-key", ""),
+        request.headers.get("x-goog-api-key", ""),
         token.strip() if scheme.lower() == "bearer" else "",
     )
     return tuple(filter(None, keys))
@@ -262,6 +281,11 @@ async def answer_refusal(request: Request, refused: Exception) -> Response:
 def refuse(dialect: Dialect, status: int, message: str, code: str = "") -> Response:
     headers = {"Retry-After": RETRY_SECONDS} if status in (429, 503) else {}
     return JSONResponse(dialect.render_error(status, message, code), status, headers=headers)
+
+
+def write_failure(dialect: Dialect, status: int, failure: Exception) -> bytes:
+    """The end of a stream that has begun."""
+    return dialect.FAILURE_HEAD + msgspec.json.encode(dialect.render_error(status, str(failure))) + b"\n\n"
 
 
 async def refuse_body(request: Request, refused: Exception) -> Response:
@@ -297,10 +321,10 @@ async def stream_answer(dialect: Dialect, call: AgentCall, pending: PendingCall)
                 answer = await pending.wait()
                 break
         except InvalidCall as invalid:
-            yield write_event(dialect.render_error(400, str(invalid)), "error")
+            yield write_failure(dialect, 400, invalid)
             return
         except SessionMoved as moved:
-            yield write_event(dialect.render_error(503, str(moved)), "error")
+            yield write_failure(dialect, 503, moved)
             return
         yield dialect.KEEPALIVE
     *events, last = dialect.stream(answer, call.model or MODEL, usage=call.stream_usage)

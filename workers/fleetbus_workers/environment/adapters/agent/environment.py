@@ -15,12 +15,14 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from fleetbus.config.settings import EnvironmentSettings
 from fleetbus_schemas import Action, Task, UntrainedTurn
 from fleetbus_workers.environment.adapters.agent.conversations import Conversations
+from fleetbus_workers.environment.adapters.agent.faults import is_programs_error
 from fleetbus_workers.environment.adapters.agent.host import AgentHost
 from fleetbus_workers.environment.adapters.agent.process import AgentProcess
 from fleetbus_workers.environment.adapters.agent.sessions import AgentSession
-from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.base import NO_LIMITS, EnvironmentFailed, Start, Step, TurnLimits, Verdict
 from fleetbus_workers.environment.isolation.foreign_files import find_outside, read_regular_file
 from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
 
@@ -32,23 +34,28 @@ class AgentEnvironment:
     """One episode of an agent that ``host`` starts."""
 
     replayable = False
+    shows_whole = True
 
-    def __init__(self, host: AgentHost, *, grader: Grader, exit_seconds: float) -> None:
+    def __init__(
+        self, host: AgentHost, *, grader: Grader, exit_seconds: float, settings: EnvironmentSettings | None = None
+    ) -> None:
         self._host = host
         self._grader = grader
         self._exit_seconds = exit_seconds
+        self._settings = settings or EnvironmentSettings()
         self._held = AsyncExitStack()
         self._task: Task | None = None
         self._session: AgentSession | None = None
         self._process: AgentProcess | None = None
         self._folder = Path()
         self._conversations: Conversations | None = None
+        self._fault_reward: float | None = None
 
     async def open(self, task: Task) -> None:
         """Make the session and the working folder, with the task as ``task.json``."""
         self._task = task
         self._session = self._held.enter_context(self._host.endpoint.open_session(takes_reward=not task.verifier))
-        self._conversations = Conversations(self._session)
+        self._conversations = Conversations(self._session, trains_side_calls=self._settings.agent_side_calls == "trained")
         self._folder = self._host.make_folder()
         self._held.push_async_callback(self._host.remove_folder, self._folder)
         shown = {"key": task.key, "prompt": task.prompt, "seed": task.seed, "config": task.config, "env": task.env}
@@ -69,8 +76,8 @@ class AgentEnvironment:
         called = len(self._conversations.answer(action).tool_calls)
         attached = await self._conversations.receive_call()
         if attached is None:
-            self._raise_if_failed()
-            return Step(terminated=True, tool_calls=called, info=self._conversations.describe())
+            fault = self._judge_failure()
+            return Step(terminated=True, tool_calls=called, info=self._conversations.describe() | fault)
         return Step(messages=attached.messages, tool_calls=called, context=self._conversations.follow(attached))
 
     def _build_variables(self) -> dict[str, str]:
@@ -84,18 +91,31 @@ class AgentEnvironment:
             "OPENAI_API_KEY": key,
             "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": key,
+            "GOOGLE_GEMINI_BASE_URL": url,
+            "GEMINI_API_KEY": key,
             "FLEETBUS_TASK_FILE": str(self._folder / "task.json"),
         }
 
-    def _raise_if_failed(self) -> None:
-        """An agent that fails before it has a reward is no doing of the policy's."""
-        assert self._process is not None and self._session is not None
+    def _judge_failure(self) -> dict[str, object]:
+        """An agent that fails before it has a reward is no doing of the policy's, unless its last answer could not be used:
+        then the evidence, for the result. Raises `EnvironmentFailed` otherwise."""
+        assert self._process is not None and self._session is not None and self._conversations is not None
         status = self._process.status
-        if status and not self._session.is_graded:
-            raise EnvironmentFailed(f"the agent ended with status {status}{self._process.read_last_line()}")
+        if not status or self._session.is_graded:
+            return {}
+        ended = f"the agent ended with status {status}{self._process.read_last_line()}"
+        fault = self._conversations.find_fault() if is_programs_error(status) else {}
+        if not fault or not self._settings.agent_crash_reward:
+            raise EnvironmentFailed(ended)
+        self._fault_reward = float(self._settings.agent_crash_reward)
+        return {"agent_failed_on_answer": fault | {"ended": ended}}
+
+    @property
+    def turn_limits(self) -> TurnLimits:
+        return self._conversations.turn_limits if self._conversations is not None else NO_LIMITS
 
     def list_untrained(self) -> tuple[UntrainedTurn, ...]:
-        return self._conversations.list_undelivered() if self._conversations is not None else ()
+        return self._conversations.list_untrained() if self._conversations is not None else ()
 
     async def state(self) -> dict[str, Any]:
         task = self._task.key if self._task else ""
@@ -108,6 +128,8 @@ class AgentEnvironment:
         with anyio.move_on_after(self._exit_seconds):
             await self._process.wait()
         await self._process.end_all()
+        if self._fault_reward is not None:
+            return Verdict(reward=self._fault_reward, reason="the agent could not use the policy's answer")
         if self._session.is_graded:
             return Verdict(reward=self._session.reward, reason=self._session.reward_reason or "the agent gave none")
         said = self._conversations

@@ -38,7 +38,9 @@ def build(context: AdapterContext) -> Factory:
         files=split_names(wanted.agent_files),
         secret_files=[run_folder(settings.run).path, *([Path(settings.nats.auth)] if settings.nats.auth else [])],
     )
-    return Factory(partial(AgentEnvironment, host, grader=context.grader, exit_seconds=settings.limits.verify / 2), host.run)
+    exit_seconds = settings.limits.verify / 2
+    make = partial(AgentEnvironment, host, grader=context.grader, exit_seconds=exit_seconds, settings=wanted)
+    return Factory(make, host.run)
 
 
 def split_names(text: str) -> set[str]:

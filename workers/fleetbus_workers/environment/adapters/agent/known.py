@@ -23,7 +23,7 @@ class KnownAgent(msgspec.Struct, frozen=True, kw_only=True):
         return any(case.endswith("_streamed") for case in self.cases)
 
 
-CHAT, RESPONSES, MESSAGES = "chat completions", "responses", "messages"
+CHAT, RESPONSES, MESSAGES, GEMINI = "chat completions", "responses", "messages", "gemini"
 
 KNOWN_AGENTS = (
     KnownAgent(
@@ -45,6 +45,13 @@ KNOWN_AGENTS = (
         dialects=(MESSAGES,),
         cases=("anthropic_messages", "anthropic_messages_streamed"),
         trains=".313 to .938 in 40 steps",
+    ),
+    KnownAgent(
+        name="google-genai",
+        install="pip install google-genai",
+        dialects=(GEMINI,),
+        cases=("google_genai", "google_genai_streamed"),
+        needed="retry_options, for it repeats nothing otherwise; a call whose connection broke it never repeats",
     ),
     KnownAgent(name="langgraph", install="pip install langgraph langchain-openai", dialects=(CHAT,), cases=("langgraph",)),
     KnownAgent(name="litellm", install="pip install litellm", dialects=(CHAT,), cases=("litellm",)),

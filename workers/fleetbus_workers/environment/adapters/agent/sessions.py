@@ -20,7 +20,9 @@ import msgspec
 from fleetbus.concurrency.wakeup import Wakeup
 from fleetbus_workers.environment.adapters.agent.call_ids import CallIds
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer, InvalidCall
+from fleetbus_workers.environment.adapters.agent.faults import Refused
 from fleetbus_workers.environment.adapters.agent.paths import digest_question
+from fleetbus_workers.environment.adapters.agent.stored_responses import StoredResponses
 
 MAX_WAITING = 64
 """Calls of one session that wait at a time; a further one is answered 429."""
@@ -130,6 +132,7 @@ class AgentSession:
     def __init__(self, *, takes_reward: bool = True, key: str = "") -> None:
         self.key = key or f"fbs-{secrets.token_hex(24)}"
         self.call_ids = CallIds(self.key)
+        self.responses = StoredResponses()
         self.takes_reward = takes_reward
         self.takes_late_reward = False
         """Whether the agent may still grade itself when its calls are answered with a request to stop."""
@@ -142,6 +145,10 @@ class AgentSession:
         self.concluded = anyio.Event()
         """Set when the agent has ended, or says so itself; see `conclude`."""
         self.closed = anyio.Event()
+        self.left_out: set[str] = set()
+        """Kinds of tools that were left out of its calls, each of which is logged once."""
+        self.refused: Refused | None = None
+        """The call that was refused last, since the last answer."""
         self.repeated = 0
         """Repetitions that joined a call or got its answer."""
         self._waiting: deque[PendingCall] = deque()
@@ -156,10 +163,12 @@ class AgentSession:
 
     def enter(self, call: AgentCall, digest: str, *, repetition: bool) -> PendingCall:
         """The call in its queue, or the one that it repeats; played while it is `PendingCall.wanted`. Raises `TooManyCalls`,
-        `SessionMoved`."""
+        `SessionMoved`, `InvalidCall`."""
         if self.moved:
             raise SessionMoved(MOVED)
         call = msgspec.structs.replace(call, messages=self.call_ids.restore(call.messages))
+        if not self.over:
+            call = self.responses.expand(call)
         known = self._remembered.get(digest)
         if known is None and self._restored:
             known = self._restored.get(digest_question(call.messages, call.tools))

@@ -49,6 +49,9 @@ ACT = "act"
 """The tool that represents an action with several fields."""
 METHOD_NOT_FOUND, NO_MCP = -32601, "does not support MCP"
 """How a server says that an environment has no tools; any other error of a listing is a failure, not an answer."""
+NO_REWARD = "the environment gave no reward, or one that is no number"
+"""A server sends NaN and infinity as null."""
+
 _HIDDEN_FIELDS = frozenset({"metadata", "done", "reward"})
 
 
@@ -187,6 +190,7 @@ class OpenEnvEnvironment:
             self._format_observation(observed),
             more=more,
             reward=reward,
+            unrewarded=NO_REWARD if observed.reward is None else "",
             done=done or (observed.done and not truncated),
             truncated=truncated,
             calls=calls,
@@ -213,6 +217,7 @@ class OpenEnvEnvironment:
         *,
         more: str = "",
         reward: float = 0.0,
+        unrewarded: str = "",
         done: bool = False,
         truncated: bool = False,
         calls: int = 0,
@@ -225,6 +230,7 @@ class OpenEnvEnvironment:
         return Step(
             messages=(message,),
             reward=reward,
+            unrewarded=unrewarded,
             terminated=done,
             truncated=truncated and not done,
             tool_calls=calls,

@@ -11,6 +11,10 @@ from fleetbus_schemas import ChatMessage, ToolCall, ToolSpec
 StopReason = Literal["stop", "length", "tool_calls"]
 
 
+MAX_STOPS = 16
+"""Texts that end an answer, per call; further ones are ignored."""
+
+
 class InvalidCall(Exception):
     """The body is none that this endpoint can train on: HTTP 400, its text says what to change."""
 
@@ -21,18 +25,26 @@ class InvalidCall(Exception):
 
 class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call of an agent: the whole conversation and the tools, as every protocol sends them. ``stream``: the answer is
-    wanted as server-sent events, with usage at its end if ``stream_usage``."""
+    wanted as server-sent events, with usage at its end if ``stream_usage``. ``max_tokens``: the most that the answer may have,
+    None if the call does not say; ``stop``: texts that end it. ``previous``: the id of the response that it continues, all
+    else being before that. ``left_out``: the kinds of tools that the policy is not offered, for only their vendor runs
+    them."""
 
     messages: tuple[ChatMessage, ...]
     tools: tuple[ToolSpec, ...] = ()
     model: str = ""
     stream: bool = False
     stream_usage: bool = False
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    previous: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """The policy's turn: ``text`` without reasoning and calls. ``number`` counts the answers of a session, from 0; ``id`` is of
-    this answer alone among those of all sessions, and ``created`` Unix seconds."""
+    this answer alone among those of all sessions, and ``created`` Unix seconds. ``stopped_by``: the text, of those that the
+    call named, which ended it; it is not part of ``text``."""
 
     number: int
     text: str
@@ -40,6 +52,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     created: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
     stop_reason: StopReason = "stop"
+    stopped_by: str = ""
     prompt_tokens: int = 0
     sampled_tokens: int = 0
 
@@ -61,6 +74,9 @@ class Dialect(Protocol):
 
     KEEPALIVE: bytes
     """An event that clients skip."""
+
+    FAILURE_HEAD: bytes
+    """The start of an event that holds an error; its JSON and an empty line follow."""
 
 
 class Forbidden(NamedTuple):
@@ -92,6 +108,17 @@ def read_list(value: object, name: str) -> list[dict[str, object]]:
     return value
 
 
+def read_limit(value: object) -> int | None:
+    """A number of tokens; None for what is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def read_stops(value: object) -> tuple[str, ...]:
+    """Texts that end an answer: one, or a list of them."""
+    listed = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+    return tuple(text for text in listed[:MAX_STOPS] if isinstance(text, str) and text)
+
+
 def read_text(content: Any, kinds: tuple[str, ...], name: str) -> str:
     """The text of a message: a string, nothing, or parts of these ``kinds``."""
     if content is None or isinstance(content, str):
@@ -102,6 +129,28 @@ def read_text(content: Any, kinds: tuple[str, ...], name: str) -> str:
             raise InvalidCall(f"{name} has a part of type {part.get('type')!r}; only text is supported here")
         texts.append(str(part.get("text") or ""))
     return "\n".join(texts)
+
+
+def read_result(content: Any, kinds: tuple[str, ...], name: str) -> str:
+    """The text of a tool's result; other parts, as images, are named in their place: an agent cannot choose what its tools
+    give, so it would not survive a refusal."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = read_list(content, name)
+    return "\n".join(
+        str(part.get("text") or "") if part.get("type") in kinds else note_left_out(str(part.get("type"))) for part in parts
+    )
+
+
+def note_left_out(kind: str) -> str:
+    """The words in the place of a part that is no text."""
+    return f"[{kind} left out: only text is supported here]"
+
+
+def sort_tools(tools: list[dict[str, Any]], kind: str, default: str) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """The tools of the ``kind`` that an agent runs itself, and the other kinds; a tool without one is of the ``default``."""
+    own = [tool for tool in tools if tool.get("type", default) == kind]
+    return own, tuple(dict.fromkeys(str(tool.get("type")) for tool in tools if tool.get("type", default) != kind))
 
 
 def read_arguments(text: Any) -> tuple[dict[str, object], str]:

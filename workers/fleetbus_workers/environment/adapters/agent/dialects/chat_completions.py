@@ -11,14 +11,19 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
     Forbidden,
     InvalidCall,
     read_arguments,
+    read_limit,
     read_list,
+    read_result,
+    read_stops,
     read_text,
     refuse_fields,
+    sort_tools,
     write_arguments,
     write_event,
 )
 
 KEEPALIVE = b": keepalive\n\n"
+FAILURE_HEAD = b"event: error\ndata: "
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 TEXT_PARTS = ("text",)
 FORBIDDEN = (
@@ -36,13 +41,17 @@ def parse(body: dict[str, object]) -> AgentCall:
     messages = tuple(_parse_message(item) for item in read_list(body.get("messages"), "messages"))
     if not messages:
         raise InvalidCall("messages is empty")
-    tools = tuple(parse_function(item.get("function")) for item in read_list(body.get("tools"), "tools"))
+    own, left_out = sort_tools(read_list(body.get("tools"), "tools"), "function", "function")
+    tools = tuple(parse_function(item.get("function")) for item in own)
     options = body.get("stream_options")
     return AgentCall(
         messages=messages,
         tools=() if body.get("tool_choice") == "none" else tools,
         model=str(body.get("model") or ""),
         stream=body.get("stream") is True,
+        left_out=left_out,
+        stop=read_stops(body.get("stop")),
+        max_tokens=read_limit(body.get("max_completion_tokens") or body.get("max_tokens")),
         stream_usage=isinstance(options, dict) and options.get("include_usage") is True,
     )
 
@@ -75,7 +84,7 @@ def _parse_message(item: dict[str, object]) -> ChatMessage:
         calls.append(ToolCall(name=name, arguments=arguments, id=call_id, arguments_text=text))
     return ChatMessage(
         role=role,  # type: ignore[arg-type]
-        content=read_text(item.get("content"), TEXT_PARTS, "content"),
+        content=(read_result if role == "tool" else read_text)(item.get("content"), TEXT_PARTS, "content"),
         tool_calls=tuple(calls),
         tool_call_id=str(item.get("tool_call_id") or ""),
         name=str(item.get("name") or "") if role == "tool" else "",

@@ -12,14 +12,19 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
     Forbidden,
     InvalidCall,
     read_arguments,
+    read_limit,
     read_list,
+    read_result,
+    read_stops,
     read_text,
     refuse_fields,
+    sort_tools,
     write_arguments,
     write_event,
 )
 
 KEEPALIVE = write_event({"type": "ping"}, "ping")
+FAILURE_HEAD = b"event: error\ndata: "
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 TEXT_PARTS = ("text",)
 NOT_SAMPLED = ("thinking", "redacted_thinking")
@@ -40,15 +45,22 @@ def parse(body: dict[str, object]) -> AgentCall:
         raise InvalidCall("messages is empty")
     if system := read_text(body.get("system"), TEXT_PARTS, "system"):
         messages.insert(0, ChatMessage(role="system", content=system))
-    tools = () if bare == {"type": "none"} else tuple(map(_parse_tool, read_list(body.get("tools"), "tools")))
+    own, left_out = sort_tools(read_list(body.get("tools"), "tools"), "custom", "custom")
+    tools = () if bare == {"type": "none"} else tuple(map(_parse_tool, own))
     return AgentCall(
-        messages=tuple(messages), tools=tools, model=str(body.get("model") or ""), stream=body.get("stream") is True
+        messages=tuple(messages),
+        tools=tools,
+        model=str(body.get("model") or ""),
+        stream=body.get("stream") is True,
+        left_out=left_out,
+        stop=read_stops(body.get("stop_sequences")),
+        max_tokens=read_limit(body.get("max_tokens")),
     )
 
 
 def _parse_tool(tool: dict[str, Any]) -> ToolSpec:
-    if tool.get("type", "custom") != "custom" or not isinstance(tool.get("name"), str):
-        raise InvalidCall(f"a tool has the type {tool.get('type')!r}; only custom tools with names are supported here")
+    if not isinstance(tool.get("name"), str):
+        raise InvalidCall("tools has to hold tools with names")
     schema = tool.get("input_schema")
     return ToolSpec(
         name=tool["name"],
@@ -70,7 +82,7 @@ def _parse_message(item: dict[str, object]) -> Iterator[ChatMessage]:
     for part in read_list(content, "content"):
         kind = part.get("type")
         if kind == "tool_result":
-            result = read_text(part.get("content"), TEXT_PARTS, "content of a tool result")
+            result = read_result(part.get("content"), TEXT_PARTS, "content of a tool result")
             yield ChatMessage(role="tool", content=result, tool_call_id=str(part.get("tool_use_id") or ""))
         elif kind == "tool_use":
             arguments, text = read_arguments(part.get("input"))
@@ -85,7 +97,7 @@ def _parse_message(item: dict[str, object]) -> Iterator[ChatMessage]:
 def render(answer: Answer, model: str) -> dict[str, Any]:
     return _envelope(answer, model) | {
         "content": _render_blocks(answer),
-        "stop_reason": STOP_REASONS[answer.stop_reason],
+        **_end(answer),
         "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.sampled_tokens},
     }
 
@@ -104,10 +116,14 @@ def stream(answer: Answer, model: str, *, usage: bool) -> Iterator[bytes]:
         yield write_event(start, "content_block_start")
         yield write_event({"type": "content_block_delta", "index": index, "delta": delta}, "content_block_delta")
         yield write_event({"type": "content_block_stop", "index": index}, "content_block_stop")
-    ended = {"stop_reason": STOP_REASONS[answer.stop_reason], "stop_sequence": None}
     used = {"output_tokens": answer.sampled_tokens}
-    yield write_event({"type": "message_delta", "delta": ended, "usage": used}, "message_delta")
+    yield write_event({"type": "message_delta", "delta": _end(answer), "usage": used}, "message_delta")
     yield write_event({"type": "message_stop"}, "message_stop")
+
+
+def _end(answer: Answer) -> dict[str, object]:
+    reason = "stop_sequence" if answer.stopped_by and answer.stop_reason == "stop" else STOP_REASONS[answer.stop_reason]
+    return {"stop_reason": reason, "stop_sequence": answer.stopped_by or None}
 
 
 def render_error(status: int, message: str, code: str = "") -> dict[str, object]:

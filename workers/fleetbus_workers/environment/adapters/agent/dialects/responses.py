@@ -1,9 +1,9 @@
-"""OpenAI's responses: ``POST /v1/responses``, without stored responses: every call brings its whole input."""
+"""OpenAI's responses: ``POST /v1/responses``. A call brings its whole input, or continues a response of its session."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from fleetbus_schemas import ChatMessage, ToolCall, ToolSpec
+from fleetbus_schemas import ChatMessage, ToolCall
 from fleetbus_workers.environment.adapters.agent.dialects.base import (
     CHANGES_SAMPLING,
     AgentCall,
@@ -11,19 +11,52 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
     Forbidden,
     InvalidCall,
     read_arguments,
+    read_limit,
     read_list,
+    read_result,
     read_text,
     refuse_fields,
+    sort_tools,
     write_arguments,
     write_event,
 )
-from fleetbus_workers.environment.adapters.agent.dialects.chat_completions import KEEPALIVE, ROLES, parse_function, render_error
+from fleetbus_workers.environment.adapters.agent.dialects.chat_completions import (
+    FAILURE_HEAD,
+    KEEPALIVE,
+    ROLES,
+    parse_function,
+    render_error,
+)
 
-__all__ = ["KEEPALIVE", "parse", "render", "render_error", "stream"]
+__all__ = ["FAILURE_HEAD", "KEEPALIVE", "parse", "render", "render_error", "stream"]
 
 TEXT_PARTS = ("input_text", "output_text", "text")
+UNSAID: dict[str, object] = {
+    "background": False,
+    "frequency_penalty": 0,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "presence_penalty": 0,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "reasoning": None,
+    "safety_identifier": None,
+    "service_tier": "default",
+    "store": False,
+    "temperature": 1,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": 1,
+    "truncation": "disabled",
+}
+"""Fields that strict clients require and that say nothing here."""
+
 FORBIDDEN = (
-    Forbidden("previous_response_id", ("",), "responses are not stored; send the whole input"),
     Forbidden("conversation", (), "conversations are not stored; send the whole input"),
     Forbidden("tool_choice", ("auto", "none"), CHANGES_SAMPLING),
     Forbidden("background", (False,), "responses are not stored"),
@@ -41,20 +74,16 @@ def parse(body: dict[str, object]) -> AgentCall:
         messages.insert(0, ChatMessage(role="system", content=str(body["instructions"])))
     if not messages:
         raise InvalidCall("input is empty")
+    own, left_out = sort_tools(read_list(body.get("tools"), "tools"), "function", "")
     return AgentCall(
         messages=tuple(messages),
-        tools=() if body.get("tool_choice") == "none" else _parse_tools(body),
+        tools=() if body.get("tool_choice") == "none" else tuple(map(parse_function, own)),
+        left_out=left_out,
+        previous=str(body.get("previous_response_id") or ""),
         model=str(body.get("model") or ""),
         stream=body.get("stream") is True,
+        max_tokens=read_limit(body.get("max_output_tokens")),
     )
-
-
-def _parse_tools(body: dict[str, object]) -> tuple[ToolSpec, ...]:
-    tools = read_list(body.get("tools"), "tools")
-    for tool in tools:
-        if tool.get("type") != "function":
-            raise InvalidCall(f"a tool has the type {tool.get('type')!r}; only functions are supported here")
-    return tuple(parse_function(tool) for tool in tools)
 
 
 def _parse_items(items: list[dict[str, object]]) -> list[ChatMessage]:
@@ -73,7 +102,7 @@ def _parse_items(items: list[dict[str, object]]) -> list[ChatMessage]:
             last = messages.pop() if messages and messages[-1].role == "assistant" else ChatMessage(role="assistant")
             messages.append(ChatMessage(role="assistant", content=last.content, tool_calls=(*last.tool_calls, call)))
         elif kind == "function_call_output":
-            output = read_text(item.get("output"), TEXT_PARTS, "output")
+            output = read_result(item.get("output"), TEXT_PARTS, "output")
             messages.append(ChatMessage(role="tool", content=output, tool_call_id=str(item.get("call_id") or "")))
         elif kind == "message":
             role = ROLES.get(str(item.get("role")))
@@ -91,7 +120,7 @@ def render(answer: Answer, model: str) -> dict[str, Any]:
         "output": _render_items(answer),
         "usage": {
             "input_tokens": answer.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": answer.sampled_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": answer.prompt_tokens + answer.sampled_tokens,
@@ -161,17 +190,12 @@ def _envelope(answer: Answer, model: str, status: str) -> dict[str, Any]:
         "id": f"resp_{answer.id or answer.number}",
         "object": "response",
         "created_at": answer.created,
+        "completed_at": answer.created if status == "completed" else None,
         "status": status,
         "model": model,
         "output": [],
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "instructions": None,
-        "metadata": {},
-        "parallel_tool_calls": True,
-        "temperature": None,
-        "top_p": None,
-        "tool_choice": "auto",
-        "tools": [],
         "usage": None,
+        **UNSAID,
     }

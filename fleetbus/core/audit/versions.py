@@ -1,0 +1,46 @@
+"""Published versions of a policy, as an audit knows them. Pure; the audit's state holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+MAX_VERSIONS = 1 << 14
+"""Newest versions of a policy that are known one by one."""
+
+
+class PolicyVersions(msgspec.Struct):
+    """Published versions of one policy with the step that made each; old ones are known by being below the newest.
+
+    ``void`` are those of steps that a later lineage went back behind.
+    """
+
+    _known: dict[int, int] = {}
+    void: set[int] = set()
+    _oldest: int = 0
+    _forgotten: int = 0
+
+    def __contains__(self, version: object) -> bool:
+        return version in self._known or (isinstance(version, int) and 0 <= version < self._oldest)
+
+    def __len__(self) -> int:
+        return len(self._known) + self._forgotten
+
+    @property
+    def steps(self) -> Mapping[int, int]:
+        return self._known
+
+    def add(self, version: int, step: int) -> None:
+        self._known[version] = step
+
+    def go_back(self, step: int) -> None:
+        """A lineage begins after ``step``: what the one before it made later is void."""
+        self.void.update(version for version, made in self._known.items() if made > step)
+
+    def forget_old(self) -> None:
+        if len(self._known) > 2 * MAX_VERSIONS:
+            kept = sorted(self._known)[-MAX_VERSIONS:]
+            self._forgotten += len(self._known) - len(kept)
+            self._known, self._oldest = {version: self._known[version] for version in kept}, kept[0]
+            self.void.intersection_update(kept)

@@ -1,0 +1,38 @@
+"""Answers to what clients ask of models beside their calls: which there are, and how many tokens a call has. Pure.
+
+There is one model, the policy. Calls may name any, so any name is described.
+"""
+
+from fleetbus_workers.environment.adapters.agent.dialects import gemini, messages, responses
+from fleetbus_workers.environment.adapters.agent.dialects.base import Dialect
+
+MODEL = "policy"
+BYTES_OF_A_TOKEN = 4
+
+COUNTS: dict[str, Dialect] = {
+    "/v1/messages/count_tokens": messages,
+    "/v1/responses/input_tokens": responses,
+    "/v1beta/models/{model}:countTokens": gemini,
+    "/v1/models/{model}:countTokens": gemini,
+}
+"""The paths on which the tokens of a call are counted, and who asks there."""
+
+
+def describe_model(name: str = MODEL) -> dict[str, object]:
+    """A model as all clients read it: OpenAI's, Anthropic's and Google's ask on one path."""
+    anthropic = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active"}
+    methods = ["generateContent", "streamGenerateContent", "countTokens"]
+    google = {"name": f"models/{name}", "displayName": name, "version": "1", "supportedGenerationMethods": methods}
+    return {"id": name, "object": "model", "created": 0, "owned_by": "fleetbus", **anthropic, **google}
+
+
+def list_models() -> dict[str, object]:
+    """All models, for the same clients."""
+    models = [describe_model()]
+    return {"object": "list", "data": models, "models": models, "has_more": False, "first_id": MODEL, "last_id": MODEL}
+
+
+def estimate_tokens(body: bytes) -> dict[str, object]:
+    """The tokens of a call, for every protocol: clients decide by it when to shorten their history."""
+    tokens = len(body) // BYTES_OF_A_TOKEN
+    return {"object": "response.input_tokens", "input_tokens": tokens, "totalTokens": tokens}

@@ -1,0 +1,30 @@
+"""A sampled sequence ended where its text first says one of some words. Pure.
+
+What stands before depends on nothing that comes after, so the tokens that stay are sampled from the same distribution, with the
+same log-probabilities, as if the engine had stopped there. See docs/decisions/0193.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from fleetbus_workers.inference.base import Generation
+
+
+def end_at_stop(generation: Generation, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> Generation:
+    """The generation up to the token with which the text, as ``decode`` has it, holds the first of ``stops``; unchanged if it
+    holds none."""
+
+    def holds_stop(count: int) -> bool:
+        text = decode(generation.ids[:count])
+        return any(stop in text for stop in stops)
+
+    whole = len(generation.ids)
+    if not stops or not holds_stop(whole):
+        return generation
+    count = bisect_left(range(whole), True, key=holds_stop)
+    spans = [msgspec.structs.replace(span, stop=min(span.stop, count)) for span in generation.versions if span.start < count]
+    return Generation(
+        ids=generation.ids[:count], logprobs=generation.logprobs[:count], finish_reason="stop", versions=tuple(spans)
+    )
