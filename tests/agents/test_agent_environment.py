@@ -39,7 +39,8 @@ class ScriptedGrader:
 
 @asynccontextmanager
 async def playing(spec: str = SPEC, grader: Any = None, **config: Any) -> AsyncIterator[tuple[AgentEnvironment, Any]]:
-    factory = build_environment_factory(spec, verifier=grader)
+    settings = Configuration(environment=EnvironmentSettings(agent_reward_url=True))
+    factory = build_environment_factory(spec, verifier=grader, configuration=settings)
     async with factory.run():
         environment: Any = factory()
         try:

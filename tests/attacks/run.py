@@ -23,6 +23,7 @@ NEW_MOUNTS = 0x20000
 BY_ISOLATION = (
     "test_agents",
     "test_forged_rewards",
+    "test_own_rewards",
     "test_siblings_of_verifiers",
     "test_uncounted_memory",
     "test_without_isolation",

@@ -1,7 +1,8 @@
 """Keys of agents' sessions: each names its episode and proves that this run made it, so that any replica knows it by itself.
 
-A key is ``fbs-EPISODE.EXPIRY.PROOF``: the deadline of the episode in Unix seconds (hexadecimal), and a keyed hash of both. What
-makes keys is derived from the token that opens sessions, or lies in the run's folder; nothing of either enters the log.
+A key is ``fbs-EPISODE.EXPIRY.PROOF``: the deadline of the episode in Unix seconds (hexadecimal), and a keyed hash of all of it.
+A session's calls are made with that one; its reward is posted with another, which begins with ``fbr-``. What makes keys is
+derived from the token that opens sessions, or lies in the run's folder; nothing of either enters the log.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import RunSettings
-from fleetbus_workers.environment.adapters.agent.sessions import UNKNOWN_KEY, KeyRefused
+from fleetbus_workers.environment.adapters.agent.sessions import NO_REWARD_KEY, REWARD_PREFIX, UNKNOWN_KEY, KeyRefused
 
 PREFIX = "fbs-"
 SECRET_FILE = "agents-secret"
@@ -26,17 +27,18 @@ class SessionKeys:
     def __init__(self, secret: bytes, run: str) -> None:
         self._secret = hmac.digest(secret, f"fleetbus agents of {run}".encode(), "sha256")
 
-    def make(self, episode: str, deadline_ns: int) -> str:
+    def make(self, episode: str, deadline_ns: int, prefix: str = PREFIX) -> str:
         """The key of an episode's session, which ends with it."""
-        said = f"{episode}.{deadline_ns // 10**9:x}"
-        return f"{PREFIX}{said}.{self._prove(said)}"
+        said = f"{prefix}{episode}.{deadline_ns // 10**9:x}"
+        return f"{said}.{self._prove(said)}"
 
-    def read(self, key: str, now_ns: int) -> str:
-        """The episode that a key is of. Raises `KeyRefused` for one that is not of this run, and one that has expired."""
-        said, _, proof = key.removeprefix(PREFIX).rpartition(".")
-        if not key.startswith(PREFIX) or not hmac.compare_digest(proof.encode("utf-8", "replace"), self._prove(said).encode()):
-            raise KeyRefused(UNKNOWN_KEY)
-        episode, _, expiry = said.rpartition(".")
+    def read(self, key: str, now_ns: int, prefix: str = PREFIX) -> str:
+        """The episode that a key is of. Raises `KeyRefused` for one that is not of this run, or of another kind, and one that
+        has expired."""
+        said, _, proof = key.rpartition(".")
+        if not key.startswith(prefix) or not hmac.compare_digest(proof.encode("utf-8", "replace"), self._prove(said).encode()):
+            raise KeyRefused(NO_REWARD_KEY if prefix == REWARD_PREFIX else UNKNOWN_KEY)
+        episode, _, expiry = said.removeprefix(prefix).rpartition(".")
         if int(expiry, 16) * 10**9 <= now_ns:
             raise KeyRefused(EXPIRED_KEY)
         return episode

@@ -13,7 +13,7 @@ from fleetbus.errors import UserError
 from fleetbus.python_process import build_module_command
 from fleetbus.user_code import load_callable
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
-from fleetbus_workers.environment.adapters.agent.environment import AgentEnvironment
+from fleetbus_workers.environment.adapters.agent.environment import AgentEnvironment, OwnReward
 from fleetbus_workers.environment.adapters.agent.host import AgentHost
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -38,7 +38,11 @@ def build(context: AdapterContext) -> Factory:
         files=split_names(wanted.agent_files),
         secret_files=[run_folder(settings.run).path, *([Path(settings.nats.auth)] if settings.nats.auth else [])],
     )
-    return Factory(partial(AgentEnvironment, host, grader=context.grader, exit_seconds=settings.limits.verify / 2), host.run)
+    grades: OwnReward = "returns" if FUNCTION.fullmatch(context.rest) else "never"
+    if wanted.agent_reward_url:
+        grades = "posts"
+    exit_seconds = settings.limits.verify / 2
+    return Factory(partial(AgentEnvironment, host, grader=context.grader, exit_seconds=exit_seconds, grades=grades), host.run)
 
 
 def split_names(text: str) -> set[str]:
