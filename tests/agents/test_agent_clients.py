@@ -15,6 +15,7 @@ from fleetbus_workers.environment.specs import build_environment_factory
 from tests.agents.client_agents import AGENTS, PROMPT
 
 SCRIPT = Path(__file__).with_name("client_agents.py")
+PROXY = str(SCRIPT.with_name("faulty_proxy.py"))
 PYTHON = os.environ.get("AGENTS_PYTHON", "")
 
 pytestmark = [
@@ -36,7 +37,7 @@ def act(text: str, *calls: ToolCall) -> Action:
 @pytest.mark.parametrize("client", AGENTS)
 async def test_a_clients_own_loop_calls_tools_side_by_side_and_answers(client: str, way: str) -> None:
     """On a faulty way its own repetitions get the answer that was lost, and no other is sampled."""
-    settings = Configuration(environment=EnvironmentSettings(agent_reward_url=True))
+    settings = Configuration(environment=EnvironmentSettings(agent_reward_url=True, agent_files=PROXY))
     spec = f"agent:{PYTHON} {SCRIPT} {client} {way}"
     factory = build_environment_factory(spec, verifier=None, configuration=settings)  # type: ignore[arg-type]
     with anyio.fail_after(280):

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 NOBODY = 65534
 NEW_MOUNTS = 0x20000
 BY_ISOLATION = (
+    "test_agent_folders",
     "test_agents",
     "test_forged_rewards",
     "test_own_rewards",

@@ -3,8 +3,8 @@
 Per episode the agent is started with a base URL and a key of its own. Its first call is what the policy sees first, the
 policy's action is the answer to it, its next call the next observation: it continues an earlier conversation token for token,
 or begins a segment, where the agent edited its history, changed its tools or started a sub-agent. When the agent ends, it is
-graded: by the task's verifier, which may read the files of its working folder, or by what a function returned. What posts a reward
-never stands where the policy's own programs could read it (docs/decisions/0185-rewards-have-a-key-of-their-own.md).
+graded: by the task's verifier, which may read the files of its working folder, or by what a function returned. What posts a
+reward never stands where the policy's own programs could read it (docs/decisions/0185-rewards-have-a-key-of-their-own.md).
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from fleetbus_workers.environment.isolation.foreign_files import find_outside, r
 from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
 
 OwnReward = Literal["never", "returns", "posts"]
-"""How an agent grades itself where its task has no verifier: not at all, by what its function returns, or by a post to
+"""The way in which an agent grades itself where its task has no verifier: not at all, by what its function returns, or by a post to
 ``FLEETBUS_REWARD_URL``."""
 
 UNGRADED = (
