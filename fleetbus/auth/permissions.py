@@ -122,7 +122,9 @@ class _GatheredRights:
     def add(self, channel: Channel, use: Use) -> None:
         for way in use.ways:
             if way in ("call", "hear"):
-                self._others[way] += [(role, channel.fill(run=self._plan.run, role=role)) for role in use.of]
+                self._others[way] += [
+                    (role, channel.fill(run=self._plan.run, role=role, command=use.command)) for role in use.of
+                ]
                 if way == "hear" and len(use.of) > 1:
                     self._listens.append(channel.below(run=self._plan.run))
             elif way == "serve" or (way == "send" and not channel.kept):

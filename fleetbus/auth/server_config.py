@@ -118,10 +118,10 @@ def _streams_exports(run: RunAccess, rights: Mapping[str, Rights]) -> Iterator[s
 def _worker_exports(run: RunAccess, user: str, rights: Mapping[str, Rights]) -> Iterator[str]:
     if user not in WORKERS:
         return
-    for subject in rights[user].serves:
-        callers = [account_of(run.plan.run, other) for other in ROLES if (user, subject) in rights[other].calls]
-        if callers:
-            yield _service(subject, callers, ANSWER_SECONDS, streamed=True)
+    called = dict.fromkeys(call for other in ROLES for call in rights[other].calls if call[0] == user)
+    for call in called:  # some call a part of what is served: one command
+        callers = [account_of(run.plan.run, other) for other in ROLES if call in rights[other].calls]
+        yield _service(call[1], callers, ANSWER_SECONDS, streamed=True)
     for subject in rights[user].tells:
         listeners = [account_of(run.plan.run, other) for other in ROLES if (user, subject) in rights[other].hears]
         if listeners:

@@ -95,8 +95,9 @@ class Subjects:
     def rpc(self, worker: str, session: str) -> str:
         return self._templates["sessionCalls"].format(worker=worker, session=session)
 
-    def control(self, role: str, worker: str) -> str:
-        return self._templates["control"].format(role=role, worker=worker)
+    def control(self, role: str, worker: str, command: str) -> str:
+        """What a worker, or `all` of a role, is told to do; ``*``: whatever it is."""
+        return self._templates["control"].format(role=role, worker=worker, command=command)
 
     def heartbeat(self, role: str, worker: str) -> str:
         return self._templates["heartbeats"].format(role=role, worker=worker)
