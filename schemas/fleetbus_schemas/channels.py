@@ -64,8 +64,8 @@ _PARAMETER = re.compile(r"\{(\w+)\}")
 
 
 class Use(msgspec.Struct, frozen=True):
-    """``role`` uses a channel in these ``ways``. ``of``: the roles that it calls or hears; all else is its own. ``command``: the
-    only one that it gives, where the address has one."""
+    """``role`` uses a channel in these ``ways``. ``of``: the roles that it calls or hears; all else is its own.
+    ``command``: the only one that it gives, where the address has one."""
 
     role: str
     ways: tuple[Way, ...]

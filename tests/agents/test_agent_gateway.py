@@ -132,8 +132,9 @@ async def test_null_excludes_an_episode_and_a_verifier_grades_alone(tmp_path: Pa
 
 
 async def test_evaluations_are_opened_by_whoever_has_the_token_and_given_to_nobody_else(tmp_path: Path) -> None:
-    token = {"Authorization": "Bearer opener"}
-    async with running(tmp_path) as run, run.gateway("--environment-slots", "2", AGENTS_TOKEN="opener") as client:
+    opener = "opener-x7Kq2mPz9vLw4tRb5"
+    token = {"Authorization": f"Bearer {opener}"}
+    async with running(tmp_path) as run, run.gateway("--environment-slots", "2", AGENTS_TOKEN=opener) as client:
         asked = {"task": {"key": "mine", "prompt": "p"}, "version": 0}
         assert (await client.post("/sessions", json=asked)).status_code == 401
         assert (await client.post("/sessions", json={"task_key": "none"}, headers=token)).status_code == 404

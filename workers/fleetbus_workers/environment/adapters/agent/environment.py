@@ -26,8 +26,8 @@ from fleetbus_workers.environment.isolation.foreign_files import find_outside, r
 from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
 
 OwnReward = Literal["never", "returns", "posts"]
-"""The way in which an agent grades itself where its task has no verifier: not at all, by what its function returns, or by a post
-to ``FLEETBUS_REWARD_URL``."""
+"""The way in which an agent grades itself where its task has no verifier: not at all, by what its function returns, or by a
+post to ``FLEETBUS_REWARD_URL``."""
 
 UNGRADED = (
     "the task has no verifier, and a command cannot grade itself: give tasks a verifier, make the agent a function that "
