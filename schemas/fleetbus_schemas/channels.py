@@ -189,10 +189,10 @@ CHANNELS: tuple[Channel, ...] = (
     Channel(
         name="life",
         address="fb.{run}.life.{role}.{worker}",
-        about="Workers come, drain, go, fail.",
+        about="Workers come, drain, go, fail: all but gateways, which store nothing and say it in their heartbeats.",
         messages=(WorkerStarted, WorkerDraining, WorkerStopped, WorkerFailed),
         kept="log",
-        uses=(*_all_workers("send"), Use("monitor", ("scan",))),
+        uses=(*(Use(role, ("send",)) for role in WORKERS if role != "gateway"), Use("monitor", ("scan",))),
     ),
     Channel(
         name="floor",

@@ -110,6 +110,7 @@ FORBIDDEN: list[tuple[str, str, Operation]] = [
     ("environment", "writes into another run", publish(Subjects(RUN).episode("e1"))),
     ("monitor", "reads the learner's mail", listen("_INBOX_learner.>")),
     ("gateway", "requests episodes", publish(SUBJECTS.task("default", "e1"))),
+    ("gateway", "fills the log with greetings", publish(SUBJECTS.life("gateway", "w"))),
     ("gateway", "reads the log", lambda bus: scan(bus, SUBJECTS.log)),
     ("inference", "replaces weights", publish(f"$O.fbweights_{TRUST}.M.bmFtZQ==")),
     ("operator", "publishes a policy", publish(SUBJECTS.policy("default"))),
