@@ -33,10 +33,12 @@ WRITTEN_BY = "# Written by `fleetbus auth init`"
 
 
 class RunAccess(msgspec.Struct, frozen=True, kw_only=True):
-    """One run on the server: what its consumers are called there, and the public keys of its users."""
+    """One run on the server: what its consumers are called there, by which names a user may read, and the public keys of its
+    users."""
 
     plan: RunPlan
     names: Mapping[str, str]
+    readers: Mapping[str, Sequence[str]]
     public_keys: Mapping[str, str]
 
 
@@ -73,7 +75,7 @@ def server_config(runs: Sequence[RunAccess], folder: PurePosixPath, *, cluster: 
 
 def run_accounts(run: RunAccess) -> str:
     """The accounts of one run, as they stand in the file."""
-    rights = {user: build_rights(user, run.plan, run.names) for user in ROLES}
+    rights = {user: build_rights(user, run.plan, run.names, run.readers.get(user, ())) for user in ROLES}
     lines: list[str] = []
     for user in ROLES:
         lines += [f"  {json.dumps(account_of(run.plan.run, user))}: {{"]
