@@ -13,12 +13,12 @@ import pytest
 
 from fleetbus.config.settings import Configuration, EnvironmentSettings
 from fleetbus_schemas import Action, Task
-from fleetbus_workers.environment.adapters.agent.sessions import NO_REWARD_KEY, KeyRefused
+from fleetbus_workers.environment.adapters.agent.sessions import NO_REWARD_KEY, REWARD_PREFIX, KeyRefused
 from fleetbus_workers.environment.base import EnvironmentFailed, Verdict
 from fleetbus_workers.environment.isolation.sandbox import IsolationUnavailable
 from fleetbus_workers.environment.isolation.sandbox.backends import require_isolation
 from fleetbus_workers.environment.specs import build_environment_factory
-from fleetbus_workers.gateway.agent_keys import REWARD_PREFIX, SessionKeys
+from fleetbus_workers.gateway.agent_keys import SessionKeys
 from tests.support.backends import asyncio_alone
 
 AGENT = Path(__file__).with_name("rewarding_agent.py")
