@@ -29,6 +29,10 @@ GREETING_SECONDS = 2
 a busy machine, who then hears a greeting where it expects a handshake."""
 
 
+CONNECTIONS_PER_LANE, SPARE_CONNECTIONS = 4, 256
+"""One key may hold so many connections: those of as many workers as there may be of a role, and of clients. Without a bound one
+key takes all that the server has, 65,536."""
+
 WRITTEN_BY = "# Written by `fleetbus auth init`"
 
 
@@ -91,6 +95,8 @@ def parse_runs(text: str) -> list[str]:
 
 def _account_lines(run: RunAccess, user: str, rights: Mapping[str, Rights]) -> Iterator[str]:
     own = rights[user]
+    lanes = sum(consumer.name.startswith("act_") for consumer in run.plan.consumers)
+    yield f"limits: {{ max_connections: {CONNECTIONS_PER_LANE * lanes + SPARE_CONNECTIONS} }}"
     if user == "admin":
         yield "jetstream: enabled"
     yield f"users: [ {{ nkey: {run.public_keys[user]}"
