@@ -24,6 +24,7 @@ BY_ISOLATION = (
     "test_agent_folders",
     "test_agents",
     "test_forged_rewards",
+    "test_hidden_setups",
     "test_own_rewards",
     "test_siblings_of_verifiers",
     "test_uncounted_memory",

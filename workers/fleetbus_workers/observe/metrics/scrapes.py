@@ -29,6 +29,7 @@ class ScrapeServer(ThreadingMixIn, WSGIServer):
     """One thread per connection, so many at a time."""
 
     daemon_threads = True
+    request_queue_size = 4 * MAX_CONNECTIONS
 
     def __init__(self, *arguments: Any) -> None:
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
