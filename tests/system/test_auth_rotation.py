@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -147,3 +147,17 @@ def test_what_cannot_be_replaced_is_named_in_one_line_and_nothing_changes(
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+async def test_a_monitors_readers_change_their_names_with_its_key(tmp_path: Path) -> None:
+    async with place(tmp_path) as made, made.connect("learner") as learner:
+        await learner.publish(SUBJECTS.life("learner", "l"), b"x")
+        before = made.copy_keys(tmp_path / "before")
+        names = made.keys.access(PLAN).readers["monitor"]
+        rotate_key(made.keys, RUN, "monitor")
+        assert not any(name in made.keys.server_config.read_text() for name in names)
+        made.reload()
+        with suppress(BusClosed):  # by the reload itself
+            await until_refused(made, "monitor", before)
+        async with made.connect("monitor") as bus:
+            assert [entry.payload async for entry in bus.scan([SUBJECTS.log])] == [b"x"]
