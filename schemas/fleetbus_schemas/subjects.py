@@ -96,7 +96,7 @@ class Subjects:
         return self._templates["sessionCalls"].format(worker=worker, session=session)
 
     def control(self, role: str, worker: str, command: str) -> str:
-        """What a worker, or `all` of a role, is told to do; ``*``: whatever it is."""
+        """The subject of a command to a worker, or to `all` of a role; ``*``: of every command."""
         return self._templates["control"].format(role=role, worker=worker, command=command)
 
     def heartbeat(self, role: str, worker: str) -> str:

@@ -55,7 +55,7 @@ def build(context: AdapterContext) -> Factory:
 
 
 def list_secret_files(settings: Configuration) -> list[Path]:
-    """What an agent never sees, unless it is listed: the run's files, its tasks, keys and configuration."""
+    """List what an agent never sees, unless it is listed: the run's files, its tasks, keys and configuration."""
     tasks = settings.run.tasks.removeprefix(HARBOR)
     places = [DEFAULT_FILE, tasks, split_version(tasks)[0], settings.nats.auth]
     return [run_folder(settings.run).path, *(Path(place).expanduser() for place in places if place and not is_remote(place))]
