@@ -1,4 +1,4 @@
-"""An agent with one session's key tries tokens against it, offline: short ones are refused, and a guess of a long one is slow."""
+"""An agent with one session's key tries tokens against it, offline: short ones are refused, and each guess is slow."""
 
 from __future__ import annotations
 
