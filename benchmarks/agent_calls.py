@@ -93,7 +93,9 @@ async def serve_workers(url: str, clients: int) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     configuration = Configuration(
         run=RunSettings(name=RUN),
-        environment=EnvironmentSettings(slots=clients, agent_isolation="off", pass_variables="AGENT_KEYS"),
+        environment=EnvironmentSettings(
+            slots=clients, agent_isolation="off", pass_variables="AGENT_KEYS", agent_reward_url=True
+        ),
         inference=InferenceSettings(slots=128, max_model_len=1 << 20),
     )
     async with connect(url, run=RUN, role=role, worker=role) as bus:

@@ -271,7 +271,7 @@ class ChaosDeployment:
         """What the worker says to hold; nothing if it does not answer, as one that is just starting."""
         if member.role == "learner":
             return ()
-        subject = self._subjects.control(member.role, member.name)
+        subject = self._subjects.control(member.role, member.name, "ping")
         try:
             answer = await self._bus.request(subject, encode(ControlRequested(command="ping")), timeout=PING_SECONDS)
             return decode(ControlAnswered, answer, subject=subject).busy_with

@@ -43,9 +43,10 @@ async def serve_bus_environment(kind: str, environment: str, *, in_process: bool
                 started = running("-m", "fleetbus_workers.cli", *command, *common)
                 serving[name] = stack.enter_context(started).pid
             with anyio.fail_after(START_SECONDS):
-                async with bus.read([Subjects(RUN).life("*", "*")]) as reader:
-                    for _ in range(2):
-                        await reader.receive()
+                async with bus.listen(Subjects(RUN).heartbeats) as heartbeats:
+                    heard: set[str] = set()
+                    while len(heard) < 2:
+                        heard.add((await heartbeats.receive())[0])
             yield f"http://127.0.0.1:{port}", serving
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypedDict
 
-from fleetbus.auth.consumer_names import rename_consumers
+from fleetbus.auth.consumer_names import reader_names, rename_consumers
 from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.keys import public_key
 from fleetbus.auth.permissions import NARROW_READERS, get_user
@@ -21,6 +21,7 @@ class Access(TypedDict, total=False):
     user: str
     narrow: bool
     plan_on_server: Callable[[RunPlan], RunPlan]
+    readers: tuple[str, ...]
 
 
 def build_access(role: str, folder: str, run: str) -> Access:
@@ -42,6 +43,8 @@ def build_access(role: str, folder: str, run: str) -> Access:
         raise UserError(f"cannot read {error.filename or files.path}: {error.strerror}") from error
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     access = Access(nkey_seed=key, tls=context, user=user, narrow=user in NARROW_READERS)
+    if user == "monitor":
+        access["readers"] = reader_names(run, key.read_bytes().strip())
     if user == "admin":
         access["plan_on_server"] = lambda plan: rename_consumers(plan, files.names(plan))
     return access

@@ -1,9 +1,12 @@
-"""Durable consumers under names that cannot be guessed, for servers with accounts.
+"""Consumers under names that cannot be guessed, for servers with accounts: the durable ones, and those of who only reads.
 
 Whoever knows the name of a consumer can disturb it from any account that may ask the run's account anything at all: the server
 hands a reply subject below ``$JS.ACK.`` on as it is, so an answer can be made an ack, and a consumer that delivers to the pull
 subject of another one drains it. So the names are a secret of the server, the admin and those who pull: made from the
 admin's key, each for itself, so that one that is known reveals nothing of another.
+
+A monitor's readers have names of its own key, as many as it may have at a time: its rights list them, so that it cannot make
+consumers without end (docs/decisions/0188-a-monitor-reads-under-names-that-are-counted.md).
 """
 
 import base64
@@ -17,6 +20,15 @@ from fleetbus.bus.streams import RunPlan
 
 DIGEST_BYTES = 15
 """24 letters and digits behind the name."""
+
+
+MAX_READERS = 32
+"""Readers of the log that all who use a monitor's key may have at a time; each page, `top` or exporter has two or three."""
+
+
+def reader_names(run: str, seed: bytes) -> tuple[str, ...]:
+    """The names of the consumers that a monitor reads by; ``seed`` is its own."""
+    return tuple(_secret_name(run, f"read_{number}", seed) for number in range(MAX_READERS))
 
 
 def secret_names(plan: RunPlan, seed: bytes) -> dict[str, str]:

@@ -12,7 +12,7 @@ import msgspec
 
 from fleetbus.auth.certificates import lets_into_cluster, make_certificates
 from fleetbus.auth.cluster_config import cluster_config
-from fleetbus.auth.consumer_names import secret_names
+from fleetbus.auth.consumer_names import reader_names, secret_names
 from fleetbus.auth.keys import create_seed, public_key
 from fleetbus.auth.secret_files import create_secret_file, replace_secret_file
 from fleetbus.auth.server_config import RunAccess, server_config
@@ -70,8 +70,12 @@ class AuthFolder(msgspec.Struct, frozen=True):
 
     def access(self, plan: RunPlan) -> RunAccess:
         """The facts that the server needs of a run whose keys are here; raises `UserError`."""
-        names = self.names(plan)
-        return RunAccess(plan=plan, names=names, public_keys={user: public_key(self.key(plan.run, user)) for user in ROLES})
+        return RunAccess(
+            plan=plan,
+            names=self.names(plan),
+            readers={"monitor": reader_names(plan.run, self.key(plan.run, "monitor").read_bytes().strip())},
+            public_keys={user: public_key(self.key(plan.run, user)) for user in ROLES},
+        )
 
 
 def list_runs_with_keys(folder: str, user: str = "admin") -> list[str]:

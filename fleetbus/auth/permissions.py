@@ -83,11 +83,12 @@ def build_inbox_prefix(user: str) -> str:
     return f"_INBOX_{user}"
 
 
-def build_rights(user: str, plan: RunPlan, names: Mapping[str, str] | None = None) -> Rights:
+def build_rights(user: str, plan: RunPlan, names: Mapping[str, str] | None = None, readers: Sequence[str] = ()) -> Rights:
     """The rights of ``user`` in one run: what the table of channels says that it does (`fleetbus_schemas.channels`). ``names``:
     what the durable consumers of the plan are called on the server, where they have names that cannot be guessed
-    (`fleetbus.auth.consumer_names`); without, as in the plan."""
-    gathered = _GatheredRights(user, plan, names or {})
+    (`fleetbus.auth.consumer_names`); without, as in the plan. ``readers``: the names of all consumers that it may read the log
+    by; without, any."""
+    gathered = _GatheredRights(user, plan, names or {}, readers)
     for channel in CHANNELS:
         for use in channel.uses:
             if use.role == user:
@@ -108,10 +109,11 @@ def _api(*questions: str, streamed: bool = False) -> tuple[Need, ...]:
 class _GatheredRights:
     """The operations of one user of one run on each channel, as the subjects that this takes."""
 
-    def __init__(self, user: str, plan: RunPlan, names: Mapping[str, str]) -> None:
+    def __init__(self, user: str, plan: RunPlan, names: Mapping[str, str], readers: Sequence[str]) -> None:
         self._user = user
         self._plan = plan
         self._names = names
+        self._readers = readers
         self._log = plan.log.name
         self._streams = {"log": plan.log.name, "lanes": plan.lanes.name, "bucket": f"OBJ_{weights_bucket(plan.run)}"}
         self._asks: list[Need] = []
@@ -122,7 +124,9 @@ class _GatheredRights:
     def add(self, channel: Channel, use: Use) -> None:
         for way in use.ways:
             if way in ("call", "hear"):
-                self._others[way] += [(role, channel.fill(run=self._plan.run, role=role)) for role in use.of]
+                self._others[way] += [
+                    (role, channel.fill(run=self._plan.run, role=role, command=use.command)) for role in use.of
+                ]
                 if way == "hear" and len(use.of) > 1:
                     self._listens.append(channel.below(run=self._plan.run))
             elif way == "serve" or (way == "send" and not channel.kept):
@@ -181,10 +185,14 @@ class _GatheredRights:
     def _scan(self, channel: Channel) -> tuple[Need, ...]:
         """To follow and scan by own consumers. They have names that nobody can guess, as the durable ones have: who may pull
         from any consumer can pull from those alone whose name it knows."""
-        log = self._log
-        created = f"CONSUMER.CREATE.{log}.>" if channel.name == "log" else f"CONSUMER.CREATE.{log}.*.{self._subject(channel)}"
-        own = (created, f"CONSUMER.INFO.{log}.*", f"CONSUMER.DELETE.{log}.*")
-        return (*_api(*own), *_api(f"CONSUMER.MSG.NEXT.{log}.*", streamed=True))
+        needs: list[Need] = []
+        for name in self._readers or ("*",):
+            known = f"{self._log}.{name}"
+            filtered = [known, f"{known}.>"] if channel.name == "log" else [f"{known}.{self._subject(channel)}"]
+            created = (f"CONSUMER.CREATE.{each}" for each in filtered)
+            needs += _api(*created, f"CONSUMER.INFO.{known}", f"CONSUMER.DELETE.{known}")
+            needs += _api(f"CONSUMER.MSG.NEXT.{known}", streamed=True)
+        return tuple(needs)
 
     def _consumer_needs(
         self, channel: Channel, verbs: Sequence[str], *, lane: str = "*", acks: bool = False

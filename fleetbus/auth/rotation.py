@@ -1,15 +1,18 @@
 """Replaces or withdraws one key of a running deployment: in the folder, and in the servers' configuration.
 
 The servers take the new configuration upon SIGHUP, and end the connections of the old key then. Consumers keep their names:
-what they were made from, the first key of the admin, is kept beside the keys (`AuthFolder.consumer_secret`).
+what they were made from, the first key of the admin, is kept beside the keys (`AuthFolder.consumer_secret`). The names that a
+monitor reads under are made from its key and change with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
+from fleetbus.auth.consumer_names import reader_names
 from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.keys import create_seed, public_key
 from fleetbus.auth.secret_files import create_secret_file, replace_secret_file
@@ -37,9 +40,10 @@ def rotate_key(folder: AuthFolder, run: str, user: str) -> KeyReplaced:
     following = key.with_name(key.name + NEXT)
     create_secret_file(following, create_seed())
     old, new = public_key(key), public_key(following)
+    names = [reader_names(run, file.read_bytes().strip()) for file in (key, following)] if user == "monitor" else [(), ()]
     if user == "admin":
         create_secret_file(folder.consumer_secret(run), key.read_bytes())
-    _replace_in_config(folder, old, new)
+    _replace_in_config(folder, old, new, dict(zip(*names, strict=True)))
     following.replace(key)
     return KeyReplaced(run=run, user=user, old=old, new=new, key=str(key), config=str(folder.server_config))
 
@@ -64,9 +68,11 @@ def _find_key(folder: AuthFolder, run: str, user: str) -> Path:
     return key
 
 
-def _replace_in_config(folder: AuthFolder, old: str, new: str) -> None:
+def _replace_in_config(folder: AuthFolder, old: str, new: str, names: Mapping[str, str]) -> None:
     text = folder.server_config.read_text()
     if old in text:
-        replace_secret_file(folder.server_config, text.replace(old, new).encode())
+        for replaced, name in {old: new, **names}.items():
+            text = text.replace(replaced, name)
+        replace_secret_file(folder.server_config, text.encode())
     elif new not in text:
         raise UserError(f"{folder.server_config} does not know this key: write it again with fleetbus auth init, with all runs")

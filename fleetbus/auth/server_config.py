@@ -29,14 +29,20 @@ GREETING_SECONDS = 2
 a busy machine, who then hears a greeting where it expects a handshake."""
 
 
+CONNECTIONS_PER_LANE, SPARE_CONNECTIONS = 4, 256
+"""One key may hold so many connections: those of as many workers as there may be of a role, and of clients. Without a bound one
+key takes all that the server has, 65,536."""
+
 WRITTEN_BY = "# Written by `fleetbus auth init`"
 
 
 class RunAccess(msgspec.Struct, frozen=True, kw_only=True):
-    """One run on the server: what its consumers are called there, and the public keys of its users."""
+    """One run on the server: what its consumers are called there, by which names a user may read, and the public keys of its
+    users."""
 
     plan: RunPlan
     names: Mapping[str, str]
+    readers: Mapping[str, Sequence[str]]
     public_keys: Mapping[str, str]
 
 
@@ -73,7 +79,7 @@ def server_config(runs: Sequence[RunAccess], folder: PurePosixPath, *, cluster: 
 
 def run_accounts(run: RunAccess) -> str:
     """The accounts of one run, as they stand in the file."""
-    rights = {user: build_rights(user, run.plan, run.names) for user in ROLES}
+    rights = {user: build_rights(user, run.plan, run.names, run.readers.get(user, ())) for user in ROLES}
     lines: list[str] = []
     for user in ROLES:
         lines += [f"  {json.dumps(account_of(run.plan.run, user))}: {{"]
@@ -89,6 +95,8 @@ def parse_runs(text: str) -> list[str]:
 
 def _account_lines(run: RunAccess, user: str, rights: Mapping[str, Rights]) -> Iterator[str]:
     own = rights[user]
+    lanes = sum(consumer.name.startswith("act_") for consumer in run.plan.consumers)
+    yield f"limits: {{ max_connections: {CONNECTIONS_PER_LANE * lanes + SPARE_CONNECTIONS} }}"
     if user == "admin":
         yield "jetstream: enabled"
     yield f"users: [ {{ nkey: {run.public_keys[user]}"
@@ -118,10 +126,10 @@ def _streams_exports(run: RunAccess, rights: Mapping[str, Rights]) -> Iterator[s
 def _worker_exports(run: RunAccess, user: str, rights: Mapping[str, Rights]) -> Iterator[str]:
     if user not in WORKERS:
         return
-    for subject in rights[user].serves:
-        callers = [account_of(run.plan.run, other) for other in ROLES if (user, subject) in rights[other].calls]
-        if callers:
-            yield _service(subject, callers, ANSWER_SECONDS, streamed=True)
+    called = dict.fromkeys(call for other in ROLES for call in rights[other].calls if call[0] == user)
+    for call in called:  # some call a part of what is served: one command
+        callers = [account_of(run.plan.run, other) for other in ROLES if call in rights[other].calls]
+        yield _service(call[1], callers, ANSWER_SECONDS, streamed=True)
     for subject in rights[user].tells:
         listeners = [account_of(run.plan.run, other) for other in ROLES if (user, subject) in rights[other].hears]
         if listeners:

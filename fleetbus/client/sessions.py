@@ -206,7 +206,7 @@ class SessionClient:
 
     async def _ping(self, worker: str) -> ControlAnswered | None:
         """Ask a worker about itself; None if it does not answer."""
-        control = self.subjects.control("environment", worker)
+        control = self.subjects.control("environment", worker, "ping")
         try:
             answer = await self.bus.request(control, encode(ControlRequested(command="ping")), timeout=PING_SECONDS)
             return decode(ControlAnswered, answer, subject=control)

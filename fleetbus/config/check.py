@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from fleetbus.config.engine_arguments import parse_engine_arguments
 from fleetbus.config.engines import list_engines
 from fleetbus.config.settings import AlgorithmSettings, Configuration, EpisodeSettings, LearnerSettings, TrainerSettings
@@ -9,11 +11,28 @@ from fleetbus.errors import UserError
 from fleetbus_schemas.episode import DISTORTING
 from fleetbus_schemas.subjects import InvalidName, check_name
 
+_CREDENTIAL_VARIABLES = {
+    "remote-gym": "GYM_API_KEY",
+    "openenv": "OPENENV_TOKEN",
+    "fleet": "FLEET_API_KEY",
+    "http": "MCP_BEARER_TOKEN",
+    "https": "MCP_BEARER_TOKEN",
+}
+"""The variable that takes the credential of each kind of address, by the form of the spec."""
+
+_CREDENTIAL_IN_QUERY = re.compile(
+    rf"(?i)(?:^|[\s,=])({'|'.join(_CREDENTIAL_VARIABLES)}):[^\s?]*\?(?:[^\s]*?[&;])??"
+    r"([\w.-]*(?:token|secret|passw(?:or)?d|credentials?|signature)|(?:[\w.-]*(?:api|access|auth|private)[_.-]?)?key|auth|sig)"
+    r"=[^&;\s]"
+)
+"""Form and name of a credential in an address; commands are redacted where they are written instead."""
+
 
 def check_configuration(configuration: Configuration) -> None:
     """Raise `UserError` for the first rule that does not hold; its line names the settings to change."""
     _check_names(configuration)
     _check_lanes(configuration)
+    _check_environment_addresses(configuration.run.environment)
     learner, episode, inference = configuration.learner, configuration.episode, configuration.inference
     if learner.min_group_size > learner.group_size:
         raise UserError(
@@ -50,6 +69,16 @@ def check_configuration(configuration: Configuration) -> None:
             f"episode.max_episode_tokens = {episode.max_episode_tokens} exceeds inference.max_model_len = "
             f"{inference.max_model_len}: raise inference.max_model_len, lower the episode's limit, or let episodes drop turns "
             "(environment.compaction)"
+        )
+
+
+def _check_environment_addresses(specs: str) -> None:
+    """Refuse a credential in the query of an address: settings are written to files, logs and recordings."""
+    found = _CREDENTIAL_IN_QUERY.search(specs)
+    if found:
+        raise UserError(
+            f"the address of an environment must not hold a credential ({found[2]}=...), because settings are written to "
+            f"files: set {_CREDENTIAL_VARIABLES[found[1].lower()]} instead, which is sent as a header"
         )
 
 

@@ -183,6 +183,13 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
             "some, over after one answer, with another system prompt or few tokens"
         ),
     ] = "untrained"
+    agent_reward_url: Annotated[
+        bool,
+        Meta(
+            description="Give agents FLEETBUS_REWARD_URL among their variables, where the task has no verifier: only for "
+            "agents that execute nothing that the policy says, which could post its own reward"
+        ),
+    ] = False
     boxes: Annotated[
         Literal["auto", "docker", "sandbox"],
         Meta(description="What Harbor tasks are played in; auto: containers where a Docker engine answers, else the sandbox"),

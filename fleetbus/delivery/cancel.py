@@ -99,8 +99,9 @@ async def drain_workers(bus: CallBus, subjects: Subjects, workers: Sequence[str]
 async def pause_admission(bus: CallBus, subjects: Subjects, *, is_paused: bool) -> str | None:
     """Ask the learner to request no new groups, or to continue; returns its name, None without a learner. Raises
     `RequestUnanswered` if it does not answer, as one of an earlier version."""
-    subject = subjects.control("learner", "all")
-    question = encode(ControlRequested(command="pause" if is_paused else "resume"))
+    command: Literal["pause", "resume"] = "pause" if is_paused else "resume"
+    subject = subjects.control("learner", "all", command)
+    question = encode(ControlRequested(command=command))
     try:
         answer = await bus.request(subject, question, timeout=ANSWER_SECONDS)
     except NoResponders:
@@ -113,7 +114,7 @@ async def drain_worker(bus: CallBus, subjects: Subjects, worker: str) -> WorkerR
     for role in WORKERS:
         try:
             question = encode(ControlRequested(command="drain"))
-            await bus.request(subjects.control(role, worker), question, timeout=ANSWER_SECONDS)
+            await bus.request(subjects.control(role, worker, "drain"), question, timeout=ANSWER_SECONDS)
         except NoResponders:
             continue
         return role
@@ -136,7 +137,7 @@ async def _is_stopping(bus: CallBus, subjects: Subjects, episode_state: EpisodeS
     newest = episode_state.newest
     if newest is None or episode_state.released:
         return False
-    subject = subjects.control("environment", newest.worker)
+    subject = subjects.control("environment", newest.worker, "cancel")
     question = encode(ControlRequested(command="cancel", episodes=(episode_id,)))
     try:
         answer = await bus.request(subject, question, timeout=ANSWER_SECONDS)

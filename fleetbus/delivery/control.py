@@ -14,7 +14,8 @@ log = structlog.get_logger()
 
 
 class Control:
-    """Serves ``fbctl`` for one worker, under its own name and under ``all``.
+    """Serves ``fbctl`` for one worker, under its own name and under ``all``. The command stands in the subject, for rights are
+    by subject: who may ask whether a worker lives may not end it (docs/decisions/0186-commands-stand-in-their-subjects.md).
 
     ``cancel`` gets episode ids and returns those that it cancelled; ``busy_with`` lists what is in work; ``pause`` gets whether
     to pause, for a role that can.
@@ -35,7 +36,7 @@ class Control:
         self._bus = bus
         self._role = role
         self._worker = worker
-        self._subjects = (subjects.control(role, worker), subjects.control(role, "all"))
+        self._subjects = (subjects.control(role, worker, "*"), subjects.control(role, "all", "*"))
         self._drain = drain
         self._cancel = cancel
         self._busy_with = busy_with
@@ -56,6 +57,9 @@ class Control:
             wanted = decode(ControlRequested, request.payload, subject=request.subject)
         except MalformedMessage as malformed:
             log.warning("control request is malformed; ignoring it", reason=str(malformed))
+            return
+        if request.subject.rpartition(".")[2] != wanted.command:
+            log.warning("control request is not of its subject; ignoring it", command=wanted.command, subject=request.subject)
             return
         busy = tuple(self._busy_with())
         detail = ""

@@ -30,7 +30,7 @@ class Microservice:
         self._worker = worker
         self.name = f"fleetbus-{role}"
         self.identifier = f"{subjects.run}-{worker}"
-        self._control = subjects.control(role, worker)
+        self._control = subjects.control(role, worker, "*")
         self._metadata = {"run": subjects.run, "role": role, "worker": worker}
         self._started = ""
 

@@ -1,5 +1,8 @@
-"""Lifecycle of one worker: start and stop are stored in the log, heartbeats are broadcast, the lane lease is renewed with
-them."""
+"""Lifecycle of one worker: start and stop are stored in the log, heartbeats are broadcast, the lane lease is renewed with them.
+
+A gateway stores nothing, so that its key cannot fill the log: its last heartbeat says that it goes
+(docs/decisions/0187-gateways-store-nothing.md).
+"""
 
 import os
 import socket
@@ -7,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
+import msgspec
 import structlog
 
 from fleetbus.bus.base import Bus, LogBus
@@ -62,6 +66,8 @@ class WorkerLifecycle:
 
     async def publish_stopped(self) -> None:
         await self._publish_entry(WorkerStopped(role=self._role, worker=self._worker))
+        if self._role == "gateway":
+            await self._broadcast(msgspec.structs.replace(self._beat(), draining=True))
         log.info("stopped")
 
     async def publish_failed(self, error: BaseException) -> None:
@@ -72,7 +78,10 @@ class WorkerLifecycle:
         )
 
     async def publish_heartbeat(self) -> None:
-        await self._bus.broadcast(self._subjects.heartbeat(self._role, self._worker), encode(self._beat()))
+        await self._broadcast(self._beat())
+
+    async def _broadcast(self, beat: Heartbeat) -> None:
+        await self._bus.broadcast(self._subjects.heartbeat(self._role, self._worker), encode(beat))
 
     async def run(self) -> None:
         """Send heartbeats and renew the lane until cancelled; raises `LaneLost` when this worker has been replaced."""
@@ -84,6 +93,8 @@ class WorkerLifecycle:
 
     async def _publish_entry(self, message: Message) -> None:
         """Lifecycle entries inform; a log that is full or away must not stop a worker because of them."""
+        if self._role == "gateway":
+            return
         subject = self._subjects.life(self._role, self._worker)
         try:
             await self._bus.publish(subject, encode(message), timeout=5.0)

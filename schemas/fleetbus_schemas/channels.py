@@ -64,11 +64,13 @@ _PARAMETER = re.compile(r"\{(\w+)\}")
 
 
 class Use(msgspec.Struct, frozen=True):
-    """``role`` uses a channel in these ``ways``. ``of``: the roles that it calls or hears; all else is its own."""
+    """``role`` uses a channel in these ``ways``. ``of``: the roles that it calls or hears; all else is its own.
+    ``command``: the only one that it gives, where the address has one."""
 
     role: str
     ways: tuple[Way, ...]
     of: tuple[str, ...] = ()
+    command: str = "*"
 
 
 class Channel(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,10 +189,10 @@ CHANNELS: tuple[Channel, ...] = (
     Channel(
         name="life",
         address="fb.{run}.life.{role}.{worker}",
-        about="Workers come, drain, go, fail.",
+        about="Workers come, drain, go, fail: all but gateways, which store nothing and say it in their heartbeats.",
         messages=(WorkerStarted, WorkerDraining, WorkerStopped, WorkerFailed),
         kept="log",
-        uses=(*_all_workers("send"), Use("monitor", ("scan",))),
+        uses=(*(Use(role, ("send",)) for role in WORKERS if role != "gateway"), Use("monitor", ("scan",))),
     ),
     Channel(
         name="floor",
@@ -254,15 +256,15 @@ CHANNELS: tuple[Channel, ...] = (
     ),
     Channel(
         name="control",
-        address="fbctl.{run}.{role}.{worker}",
-        about="Drain, cancel, ping, to one worker or to `all` of a role; answered on the reply subject.",
+        address="fbctl.{run}.{role}.{worker}.{command}",
+        about="Drain, cancel, ping, to one worker or to `all` of a role; answered on the reply subject. Rights are by command.",
         messages=(ControlRequested,),
         answers=(ControlAnswered,),
         uses=(
             *_all_workers("serve"),
             Use("operator", ("call",), of=WORKERS),
-            Use("environment", ("call",), of=("inference",)),
-            Use("gateway", ("call",), of=("environment",)),
+            Use("environment", ("call",), of=("inference",), command="ping"),
+            Use("gateway", ("call",), of=("environment",), command="ping"),
         ),
     ),
     Channel(

@@ -95,8 +95,9 @@ class Subjects:
     def rpc(self, worker: str, session: str) -> str:
         return self._templates["sessionCalls"].format(worker=worker, session=session)
 
-    def control(self, role: str, worker: str) -> str:
-        return self._templates["control"].format(role=role, worker=worker)
+    def control(self, role: str, worker: str, command: str) -> str:
+        """The subject of a command to a worker, or to `all` of a role; ``*``: of every command."""
+        return self._templates["control"].format(role=role, worker=worker, command=command)
 
     def heartbeat(self, role: str, worker: str) -> str:
         return self._templates["heartbeats"].format(role=role, worker=worker)

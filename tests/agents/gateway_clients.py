@@ -90,7 +90,7 @@ async def play(name: str, session: dict[str, Any], http: httpx.AsyncClient) -> N
     except Exception as error:
         print(f"{session['id']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         reward = {"reward": None, "reason": f"{type(error).__name__}: {error}"[:500]}
-    await http.post(f"{session['url']}/reward", json=reward, headers={"Authorization": f"Bearer {session['key']}"})
+    await http.post(f"{session['url']}/reward", json=reward, headers={"Authorization": f"Bearer {session['reward_key']}"})
 
 
 async def play_in_turn(name: str, url: str, http: httpx.AsyncClient) -> None:

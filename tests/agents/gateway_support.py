@@ -121,6 +121,11 @@ def bearer(session: dict[str, Any]) -> dict[str, str]:
     return {"Authorization": f"Bearer {session['key']}"}
 
 
+def grader(session: dict[str, Any]) -> dict[str, str]:
+    """What ends a session: its reward key, which its agent does not have."""
+    return {"Authorization": f"Bearer {session['reward_key']}"}
+
+
 async def say(client: httpx.AsyncClient, session: dict[str, Any], *said: str, **headers: str) -> httpx.Response:
     """A call whose conversation is these messages, the user's and the policy's in turn."""
     roles = ("user", "assistant")

@@ -48,12 +48,12 @@ class Agent:
                 continue
             session = given.json()
             try:
-                await self._converse(session["id"], session["key"])
+                await self._converse(session["id"], session["key"], session["reward_key"])
                 print("played", session["id"], flush=True)
             except AssertionError as wrong:
                 print("failed", session["id"], wrong, flush=True)
 
-    async def _converse(self, episode: str, key: str) -> None:
+    async def _converse(self, episode: str, key: str, reward_key: str) -> None:
         messages: list[dict[str, str]] = []
         for number in range(CALLS):
             messages.append({"role": "user", "content": f"call {number}"})
@@ -61,7 +61,7 @@ class Agent:
             answer = await self.send("POST", "/v1/chat/completions", key, json=body)
             assert answer.status_code == 200, answer.text
             messages.append({"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]})
-        done = await self.send("POST", f"/sessions/{episode}/reward", key, json={"reward": 1.0})
+        done = await self.send("POST", f"/sessions/{episode}/reward", reward_key, json={"reward": 1.0})
         assert done.status_code == 200, done.text
 
 

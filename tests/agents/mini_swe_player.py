@@ -82,7 +82,7 @@ async def main() -> None:
     async def play_next() -> None:
         session = (await http.get(f"{url}/sessions/next", params={"wait": 300})).raise_for_status().json()
         reward = {"reward": await play(session, folder)}
-        key = {"Authorization": f"Bearer {session['key']}"}
+        key = {"Authorization": f"Bearer {session['reward_key']}"}
         answer = await http.post(f"{session['url']}/reward", json=reward, headers=key)
         print(session["task"]["key"], answer.json(), flush=True)
 

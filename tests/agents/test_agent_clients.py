@@ -9,11 +9,13 @@ from typing import Any
 import anyio
 import pytest
 
+from fleetbus.config.settings import Configuration, EnvironmentSettings
 from fleetbus_schemas import Action, Task, ToolCall
 from fleetbus_workers.environment.specs import build_environment_factory
 from tests.agents.client_agents import AGENTS, PROMPT, REPEATS_NO_LOST
 
 SCRIPT = Path(__file__).with_name("client_agents.py")
+PROXY = str(SCRIPT.with_name("faulty_proxy.py"))
 PYTHON = os.environ.get("AGENTS_PYTHON", "")
 
 pytestmark = [
@@ -35,7 +37,9 @@ def act(text: str, *calls: ToolCall) -> Action:
 @pytest.mark.parametrize("client", AGENTS)
 async def test_a_clients_own_loop_calls_tools_side_by_side_and_answers(client: str, way: str) -> None:
     """On a faulty way its own repetitions get the answer that was lost, and no other is sampled."""
-    factory = build_environment_factory(f"agent:{PYTHON} {SCRIPT} {client} {way}", verifier=None)  # type: ignore[arg-type]
+    settings = Configuration(environment=EnvironmentSettings(agent_reward_url=True, agent_files=PROXY))
+    spec = f"agent:{PYTHON} {SCRIPT} {client} {way}"
+    factory = build_environment_factory(spec, verifier=None, configuration=settings)  # type: ignore[arg-type]
     with anyio.fail_after(280):
         async with factory.run():
             environment: Any = factory()

@@ -292,6 +292,10 @@ async def test_a_call_whose_client_went_away_is_not_played() -> None:
 
 async def test_a_reward_is_taken_once_and_only_if_it_is_a_number() -> None:
     async with serving() as (client, session):
+        refused = await client.post("/v1/reward", json={"reward": 1.0})
+        assert refused.status_code == 401 and "reward key" in refused.json()["detail"], "the key of its calls is none"
+        client.headers["Authorization"] = f"Bearer {session.reward_key}"
+        assert (await client.get("/v1/models")).status_code == 401, "nor the other way around"
         for body in (b'{"reward": "high"}', b"{}", b'{"reward": 1, "x": 2}', b"nan"):
             bad = await client.post("/v1/reward", content=body, headers={"Content-Type": "application/json"})
             assert bad.status_code == 400

@@ -21,8 +21,10 @@ async def test_a_page_of_another_site_is_refused() -> None:
 
 @pytest.mark.parametrize("path", [*DIALECTS, "/v1/messages/count_tokens", "/v1/reward"])
 async def test_a_body_beyond_the_limit_is_refused_before_all_of_it_is_read(path: str) -> None:
-    async with serving() as (client, _):
-        response = await client.post(path, content=b"x" * (10 << 20), headers={"Content-Type": "application/json"})
+    async with serving() as (client, session):
+        key = session.reward_key if path.endswith("reward") else session.key
+        headers = {"Content-Type": "application/json", "x-api-key": key}
+        response = await client.post(path, content=b"x" * (10 << 20), headers=headers)
         assert response.status_code == 413
 
 
@@ -115,8 +117,8 @@ async def test_a_call_that_a_turn_cannot_hold_is_refused_in_a_stream_too(path: s
 async def test_a_request_that_two_readers_would_read_differently_opens_nothing(head: str) -> None:
     async with serving() as (client, session):
         async with await anyio.connect_tcp("127.0.0.1", client.base_url.port or 0) as stream:
-            start = f"POST /s/{session.key}/v1/reward HTTP/1.1\r\nHost: 127.0.0.1\r\n{head}\r\n\r\n"
-            hidden = f'POST /s/{session.key}/v1/reward HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 13\r\n\r\n{{"reward": 1}}'
+            line = f"POST /s/{session.reward_key}/v1/reward HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+            start, hidden = f"{line}{head}\r\n\r\n", f'{line}Content-Length: 13\r\n\r\n{{"reward": 1}}'
             await stream.send((start + "0\r\n\r\n" + hidden).encode())
             answer = await stream.receive()
         assert answer.startswith(b"HTTP/1.1 4"), answer
@@ -138,6 +140,6 @@ async def test_where_a_verifier_grades_the_agent_does_not() -> None:
     endpoint = AgentEndpoint()
     async with endpoint.run():
         with endpoint.open_session(takes_reward=False) as session:
-            async with httpx.AsyncClient(base_url=endpoint.url, headers={"x-api-key": session.key}) as client:
+            async with httpx.AsyncClient(base_url=endpoint.url, headers={"x-api-key": session.reward_key}) as client:
                 response = await client.post("/v1/reward", json={"reward": 1})
     assert response.status_code == 403 and not session.is_graded

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from fleetbus.config.settings import Configuration, EnvironmentSettings, InferenceSettings
@@ -41,7 +42,10 @@ class ScriptedGrader:
 async def playing(
     spec: str = SPEC, grader: Any = None, configuration: Configuration | None = None, **config: Any
 ) -> AsyncIterator[tuple[AgentEnvironment, Any]]:
-    factory = build_environment_factory(spec, verifier=grader, configuration=configuration)
+    settings = configuration or Configuration()
+    posting = msgspec.structs.replace(settings.environment, agent_reward_url=True)
+    settings = msgspec.structs.replace(settings, environment=posting)
+    factory = build_environment_factory(spec, verifier=grader, configuration=settings)
     async with factory.run():
         environment: Any = factory()
         try:

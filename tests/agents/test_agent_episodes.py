@@ -8,7 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.config.settings import LimitSettings
+from fleetbus.config.settings import Configuration, EnvironmentSettings, LimitSettings
 from fleetbus_workers.environment.specs import build_environment_factory
 from tests.support.processes import children
 from tests.support.small_deployment import build_configuration, small_deployment
@@ -20,7 +20,9 @@ pytestmark = pytest.mark.timeout(120)
 
 
 async def test_sub_agents_and_edited_histories_are_segments_of_one_episode() -> None:
-    factory = build_environment_factory(f"agent:{sys.executable} {FOREST}", verifier=None)  # type: ignore[arg-type]
+    settings = Configuration(environment=EnvironmentSettings(agent_reward_url=True))
+    spec = f"agent:{sys.executable} {FOREST}"
+    factory = build_environment_factory(spec, verifier=None, configuration=settings)  # type: ignore[arg-type]
     with anyio.fail_after(100):
         async with factory.run(), small_deployment(configuration=build_configuration(limits=LIMITS)) as fleet:
             await fleet.publish_policy()

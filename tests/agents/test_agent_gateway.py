@@ -12,7 +12,7 @@ from fleetbus.audit.run import audit_run
 from fleetbus.config.settings import RunSettings
 from fleetbus_schemas import Task
 from fleetbus_workers.gateway.agent_keys import SECRET_FILE, read_secret
-from tests.agents.gateway_support import SUBJECTS, bearer, find_port, read_text, running, say, take, wait_for
+from tests.agents.gateway_support import SUBJECTS, bearer, find_port, grader, read_text, running, say, take, wait_for
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.integration]
 
@@ -24,11 +24,11 @@ async def test_an_agent_outside_plays_the_learners_episode_and_posts_its_reward_
         assert (session["id"], session["purpose"], session["task"]["prompt"]) == ("e1", "train", "Say it.")
         first = read_text(await say(client, session, "one"))
         second = read_text(await say(client, session, "one", first, "two"))
-        rewarded = await client.post("/sessions/e1/reward", json={"reward": 0.5}, headers=bearer(session))
+        rewarded = await client.post("/sessions/e1/reward", json={"reward": 0.5}, headers=grader(session))
         assert rewarded.json() | {"outcome": "completed", "reward": 0.5} == rewarded.json(), "it is in the log by then"
-        repeated = await client.post("/sessions/e1/reward", json={"reward": 0.5}, headers=bearer(session))
+        repeated = await client.post("/sessions/e1/reward", json={"reward": 0.5}, headers=grader(session))
         assert (repeated.status_code, repeated.json()) == (200, rewarded.json()), "its answer may have been lost"
-        again = await client.post("/sessions/e1/reward", json={"reward": 1.0}, headers=bearer(session))
+        again = await client.post("/sessions/e1/reward", json={"reward": 1.0}, headers=grader(session))
         assert (again.status_code, again.json()["reward"]) == (409, 0.5)
         late = read_text(await say(client, session, "one", first, "two", second, "three"))
         assert "over" in late
@@ -66,7 +66,7 @@ async def test_a_repeated_request_for_a_session_gets_the_same_one(tmp_path: Path
         assert (await take(client))["id"] != session["id"]
         read_text(await say(client, session, "one"))
         assert await take(client, **key) == session
-        await client.post(session["url"] + "/reward", json={"reward": 1.0}, headers=bearer(session))
+        await client.post(session["url"] + "/reward", json={"reward": 1.0}, headers=grader(session))
         await run.request("e3")
         assert (await take(client, **key))["id"] == "e3", "what is over is not given again"
 
@@ -75,7 +75,7 @@ async def test_a_session_that_ends_before_a_call_trains_nothing(tmp_path: Path) 
     async with running(tmp_path) as run, run.gateway() as client:
         await run.request("e1")
         session = await take(client)
-        ended = (await client.post("/sessions/e1/end", headers=bearer(session))).json()
+        ended = (await client.post("/sessions/e1/end", headers=grader(session))).json()
         assert ended["outcome"] == "env_failed" and "before its agent called" in ended["error"]
 
 
@@ -85,7 +85,7 @@ async def test_an_agent_is_asked_to_stop_when_its_turns_are_used_up_and_its_rewa
         session = await take(client)
         first = read_text(await say(client, session, "one"))
         assert "over" in read_text(await say(client, session, "one", first, "two"))
-        done = await client.post("/sessions/e1/reward", json={"reward": 0.5}, headers=bearer(session))
+        done = await client.post("/sessions/e1/reward", json={"reward": 0.5}, headers=grader(session))
         assert done.json() | {"outcome": "truncated", "reward": 0.5} == done.json()
 
 
@@ -94,7 +94,7 @@ async def test_what_is_wrong_with_a_key_is_said_in_the_callers_protocol(tmp_path
         await run.request("e1")
         await run.request("e2")
         one, two = await take(client), await take(client)
-        other = await client.post(f"/sessions/{one['id']}/reward", json={"reward": 1.0}, headers=bearer(two))
+        other = await client.post(f"/sessions/{one['id']}/reward", json={"reward": 1.0}, headers=grader(two))
         assert (other.status_code, other.json()) == (401, {"detail": "this key is of another session"})
         forged = {"key": one["key"][:-1] + ("0" if one["key"][-1] != "0" else "1")}
         wrong = await say(client, forged, "one")
@@ -118,22 +118,23 @@ async def test_null_excludes_an_episode_and_a_verifier_grades_alone(tmp_path: Pa
         await run.request("e1")
         session = await take(client)
         await say(client, session, "one")
-        await client.post("/sessions/e1/reward", json={"reward": None, "reason": "no network"}, headers=bearer(session))
+        await client.post("/sessions/e1/reward", json={"reward": None, "reason": "no network"}, headers=grader(session))
         result = await run.result("e1")
         assert (result.outcome, result.reward, result.error) == ("verifier_unknown", None, "no network")
         await run.request("e2", task=Task(key="v", prompt="p", verifier=verifier))
         session = await take(client)
         assert session["takes_reward"] is False
         await say(client, session, "one")
-        refused = await client.post("/sessions/e2/reward", json={"reward": 1.0}, headers=bearer(session))
+        refused = await client.post("/sessions/e2/reward", json={"reward": 1.0}, headers=grader(session))
         assert refused.status_code == 403
-        ended = (await client.post("/sessions/e2/end", headers=bearer(session))).json()
+        ended = (await client.post("/sessions/e2/end", headers=grader(session))).json()
         assert (ended["outcome"], ended["reward"]) == ("completed", 0.25)
 
 
 async def test_evaluations_are_opened_by_whoever_has_the_token_and_given_to_nobody_else(tmp_path: Path) -> None:
-    token = {"Authorization": "Bearer opener"}
-    async with running(tmp_path) as run, run.gateway("--environment-slots", "2", AGENTS_TOKEN="opener") as client:
+    opener = "opener-x7Kq2mPz9vLw4tRb5"
+    token = {"Authorization": f"Bearer {opener}"}
+    async with running(tmp_path) as run, run.gateway("--environment-slots", "2", AGENTS_TOKEN=opener) as client:
         asked = {"task": {"key": "mine", "prompt": "p"}, "version": 0}
         assert (await client.post("/sessions", json=asked)).status_code == 401
         assert (await client.post("/sessions", json={"task_key": "none"}, headers=token)).status_code == 404
@@ -152,7 +153,7 @@ async def test_evaluations_are_opened_by_whoever_has_the_token_and_given_to_nobo
         read_text(await say(client, more, "one"))
         full = await client.post("/sessions", json=asked, headers=token)
         assert (full.status_code, "retry-after" in full.headers) == (429, True)
-        done = await client.post(f"/sessions/{session['id']}/reward", json={"reward": 1.0}, headers=bearer(session))
+        done = await client.post(f"/sessions/{session['id']}/reward", json={"reward": 1.0}, headers=grader(session))
         assert done.json()["reward"] == 1.0
 
 
@@ -200,7 +201,7 @@ async def test_a_killed_gateway_is_replaced_in_the_middle_of_a_session(tmp_path:
             assert read_text(repeated) == second, "it was sampled before the kill, and is not sampled again"
             third = read_text(await say(client, session, "one", first, "two", second, "three"))
             assert third
-            ended = await client.post("/sessions/e1/reward", json={"reward": 1.0}, headers=bearer(session))
+            ended = await client.post("/sessions/e1/reward", json={"reward": 1.0}, headers=grader(session))
             assert ended.json()["outcome"] == "completed"
         result = await run.result("e1")
         assert (result.reward, result.turns, result.attempts, result.segments) == (1.0, 3, 2, ())

@@ -26,7 +26,7 @@ def train(folder: Path, python: str, client: str, *, steps: int, held_out: int) 
     run = [sys.executable, "-m", "fleetbus", "up", "--run", "agents", "--environment", f"agent:{python} {AGENT}"]
     settings = ["--tasks", "tasks.json", "--steps", f"{steps}", "--evaluation-episodes", f"{held_out}", "--learner-groups", "8"]
     done = subprocess.run(
-        [*run, *settings, "--environment-pass-variables", "AGENT_CLIENT"],
+        [*run, *settings, "--environment-pass-variables", "AGENT_CLIENT", "--environment-agent-reward-url"],
         cwd=folder,
         env=os.environ | {"AGENT_CLIENT": client},
         capture_output=True,

@@ -51,7 +51,7 @@ role, name, url, agent = sys.argv[1:]
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
 configuration = Configuration(
     run=RunSettings(name="kills"),
-    environment=EnvironmentSettings(slots=32, max_attempts=1000),
+    environment=EnvironmentSettings(slots=32, max_attempts=1000, agent_reward_url=True),
     inference=InferenceSettings(slots=64, max_model_len=1 << 16),
     limits=LimitSettings(reset=120, step=120, episode=600),
 )

@@ -160,7 +160,7 @@ def test_a_mask_that_leaves_out_what_the_result_does_not_name_is_refused() -> No
 
 
 def test_weights_of_rewards_hide_no_turn_that_is_not_trained() -> None:
-    inner = AgentEnvironment(None, grader=None, exit_seconds=1.0)  # type: ignore[arg-type]
+    inner = AgentEnvironment(None, grader=None, exit_seconds=1.0, grades="never")  # type: ignore[arg-type]
     inner._conversations = Conversations(AgentSession(key="k"))
     inner._conversations.restore_call(observe(0))
     inner._conversations.answer(act(0))

@@ -19,8 +19,8 @@ MAX_TURNS = 5
 CLIENT = os.environ.get("AGENT_CLIENT", "urllib")
 
 
-def play(task: dict[str, Any]) -> None:
-    """Call tools until the answer, then say what it is worth."""
+def play(task: dict[str, Any]) -> float:
+    """Call tools until the answer; returns what that is worth."""
     warehouse = draw_warehouse(task["seed"])
     system, messages = build_compact_system_prompt(TOOLS), [{"role": "user", "content": task["prompt"]}]
     answer = ""
@@ -33,7 +33,7 @@ def play(task: dict[str, Any]) -> None:
         found = CALL.search(text)
         messages.append({"role": "user", "content": run_tool(warehouse, found[1]) if found else "Error: no call"})
     wanted = next(item for item in warehouse.items if item.name == warehouse.name).field(warehouse.field)
-    post(os.environ["FLEETBUS_REWARD_URL"], {"reward": float(answer == str(wanted))}, {})
+    return float(answer == str(wanted))
 
 
 def run_tool(warehouse: Any, text: str) -> str:
@@ -75,3 +75,9 @@ def post(url: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), headers | {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=300) as answer:
         return json.load(answer)
+
+
+if __name__ == "__main__":
+    with open(os.environ["FLEETBUS_TASK_FILE"], "rb") as file:
+        reward = play(json.load(file))
+    post(os.environ["FLEETBUS_REWARD_URL"], {"reward": reward}, {})

@@ -102,7 +102,11 @@ ATTACKS: dict[str, Callable[..., Any]] = {
     for attack in (read_files, connect, leave_grandchildren, fill_folder, fill_memory, kill_others, use_other_key)
 }
 
-if __name__ == "__main__":
-    task = json.loads(Path(os.environ["FLEETBUS_TASK_FILE"]).read_text())
+
+def play(task: dict[str, Any]) -> None:
     told = ATTACKS[task["config"]["attack"]](*task["config"].get("with", ()))
     post("/chat/completions", {"messages": [{"role": "user", "content": json.dumps(told)}]}, os.environ["OPENAI_API_KEY"])
+
+
+if __name__ == "__main__":
+    play(json.loads(Path(os.environ["FLEETBUS_TASK_FILE"]).read_text()))

@@ -21,8 +21,11 @@ ROOT = Path(__file__).parents[2]
 NOBODY = 65534
 NEW_MOUNTS = 0x20000
 BY_ISOLATION = (
+    "test_agent_folders",
     "test_agents",
     "test_forged_rewards",
+    "test_hidden_setups",
+    "test_own_rewards",
     "test_siblings_of_verifiers",
     "test_uncounted_memory",
     "test_without_isolation",

@@ -54,7 +54,7 @@ def isolated() -> None:
 
 def build_factory(**settings: Any) -> Any:
     run = RunSettings(folder=settings.pop("folder", ".fleetbus/runs"))
-    configuration = Configuration(run=run, environment=EnvironmentSettings(**settings))
+    configuration = Configuration(run=run, environment=EnvironmentSettings(**{"agent_reward_url": True} | settings))
     return build_environment_factory(SPEC, verifier=None, configuration=configuration)  # type: ignore[arg-type]
 
 
@@ -132,7 +132,7 @@ from fleetbus_schemas import Task
 from fleetbus_workers.environment.specs import build_environment_factory
 
 async def main():
-    settings = Configuration(environment=EnvironmentSettings(agent_isolation=sys.argv[2]))
+    settings = Configuration(environment=EnvironmentSettings(agent_isolation=sys.argv[2], agent_reward_url=True))
     factory = build_environment_factory({SPEC!r}, verifier=None, configuration=settings)
     async with factory.run():
         environment = factory()

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import structlog
 
+from fleetbus.config.check import check_configuration
 from fleetbus.config.load import dump_configuration
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, LogSettings, RunSettings
@@ -54,6 +55,33 @@ def test_log_lines_do_not_hold_them(restored_logs: object) -> None:
     structlog.get_logger().warning("environment chosen", environment=ENVIRONMENT, spec=ENVIRONMENT)
     written = stream.getvalue()
     assert "environment chosen" in written and not any(secret in written for secret in SECRETS), written
+
+
+@pytest.mark.parametrize(
+    ("address", "variable"),
+    [
+        (ADDRESS, "GYM_API_KEY"),
+        ("remote-gym:https://a.example,https://b.example/?size=3&sig=q-67890", "GYM_API_KEY"),
+        ("http:https://mcp.example/mcp?api_key=q-67890", "MCP_BEARER_TOKEN"),
+        ("https://mcp.example/mcp?x=1&Client-Secret=q-67890", "MCP_BEARER_TOKEN"),
+        ("openenv:http://h:8000?authToken=q-67890", "OPENENV_TOKEN"),
+        ("fleet:https://h/v1?password=q-67890", "FLEET_API_KEY"),
+        ("one=scripted,two=remote-gym:https://h/?token=q-67890", "GYM_API_KEY"),
+    ],
+)
+def test_an_address_with_a_credential_is_refused_before_anything_is_written(
+    address: str, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_program(["up", "--environment", address]) == 2
+    said = capsys.readouterr().err
+    assert f"set {variable} instead" in said and "q-67890" not in said
+    assert not list(tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize("address", ["remote-gym:https://h/v1?size=3&task_key=4", "http:https://h/mcp?max_tokens=2&author=x"])
+def test_an_address_with_another_query_is_not(address: str) -> None:
+    check_configuration(Configuration(run=RunSettings(environment=address)))
 
 
 def test_a_command_keeps_what_is_no_secret() -> None:

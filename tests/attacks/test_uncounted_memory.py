@@ -100,6 +100,18 @@ if ctypes.CDLL(None, use_errno=True).vmsplice(writing, None, 0, 0): raise OSErro
 """
 
 
+ASYNCHRONOUS_IO = """
+import ctypes, os, time
+library = ctypes.CDLL(None, use_errno=True)
+number = {"x86_64": 206, "aarch64": 0}[os.uname().machine]
+for taken in range(4):
+    context = ctypes.c_ulong(0)
+    if library.syscall(number, 64, ctypes.byref(context)):
+        raise OSError(ctypes.get_errno(), "refused")
+print("taken")
+"""
+
+
 @pytest.mark.parametrize("attack", [STREAMS, CLOSED_SENDERS, FILES], ids=["streams", "closed senders", "empty files"])
 async def test_what_no_process_is_charged_for_is_counted(session: SandboxSession, attack: str) -> None:
     with anyio.fail_after(50):
@@ -110,6 +122,12 @@ async def test_what_no_process_is_charged_for_is_counted(session: SandboxSession
 async def test_pages_in_pipes_are_refused(session: SandboxSession) -> None:
     with anyio.fail_after(50):
         assert "PermissionError" in (await session.run(HUGE_PAGES)).stderr
+
+
+async def test_what_the_whole_machine_has_of_asynchronous_io_is_refused(session: SandboxSession) -> None:
+    with anyio.fail_after(50):
+        result = await session.run(ASYNCHRONOUS_IO)
+    assert "PermissionError" in result.stderr and "taken" not in result.stdout, result
 
 
 async def test_no_socket_has_buffers_that_grow(session: SandboxSession) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.support.openenv_gateway import GatewayFixtures, gateway
 pytestmark = pytest.mark.integration
 
 IDLE_SOCKETS = 150
+DELAY_SECONDS = 0.5
 HANDSHAKE = (
     b"GET /ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
@@ -188,3 +190,19 @@ async def test_a_socket_that_never_begins_is_closed_and_one_that_plays_is_not() 
         await idle.connection.wait_closed()
         assert idle.connection.close_code == 1001
         assert (await player.ask("step", text="x"))["data"]["reward"] == 0.5
+
+
+@pytest.mark.parametrize("payload", [b"", b"{}", b"x"])
+async def test_a_flood_of_messages_that_say_nothing_delays_nobody(payload: bytes) -> None:
+    async with gateway() as here:
+        flooding, other = await complete_handshake(here), await complete_handshake(here)
+        async with flooding, other:
+            await flooding.send(frame(payload) * (300_000 // len(frame(payload))))
+            began = time.monotonic()
+            await other.send(build_request_frame("reset"))
+            with anyio.fail_after(30):
+                await other.receive()
+            assert time.monotonic() - began < DELAY_SECONDS
+            with anyio.fail_after(10), pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                while True:
+                    await flooding.receive()

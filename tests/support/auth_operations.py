@@ -1,4 +1,4 @@
-"""The same 48 operations on the bus for every user: what each may do, as a table that people read and tests carry out.
+"""The same 51 operations on the bus for every user: what each may do, as a table that people read and tests carry out.
 
 A row is one message of a client. Whether a user may do it follows from `fleetbus.auth.permissions` alone.
 """
@@ -79,7 +79,8 @@ def operations(run: str) -> tuple[Operation, ...]:
         yield "remove objects", ASK, f"{IMPORTED_API}.STREAM.PURGE.OBJ_{bucket}"
         yield "call a session", CALL, subjects.rpc("w", EPISODE)
         for role in ("environment", "inference", "learner"):
-            yield f"control {role}", CALL, subjects.control(role, "w")
+            yield f"ask whether {role} lives", CALL, subjects.control(role, "w", "ping")
+            yield f"drain {role}", CALL, subjects.control(role, "w", "drain")
         yield "ask for services", CALL, "$SRV.PING"
         yield "beat as environment", TELL, subjects.heartbeat("environment", "w")
         yield "hear inference workers live", LISTEN, subjects.heartbeat("inference", "*")

@@ -16,8 +16,7 @@ import httpx
 
 from fleetbus.bus.base import Bus
 from fleetbus.bus.streams import plan_run
-from fleetbus_schemas import Subjects, WorkerStarted
-from fleetbus_schemas.message import decode_any
+from fleetbus_schemas import Subjects
 from tests.support.gym_service import Wire, new_boundary
 from tests.support.servers import connect, run_server
 
@@ -35,17 +34,11 @@ class ProcessDeployment:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     async def start(self, name: str, *command: str) -> None:
-        """A role's process; returns when it has said hello."""
-        async with self.bus.read([SUBJECTS.life("*", name)], start=(await self.bus.log_state()).last_sequence + 1) as reader:
+        """A role's process; returns when its heart beats."""
+        async with self.bus.listen(SUBJECTS.heartbeat("*", name)) as heartbeats:
             arguments = [*command, "--nats", self.url, "--run", RUN, "--name", name]
             self.processes[name] = subprocess.Popen([sys.executable, "-m", "fleetbus_workers.cli", *arguments])  # noqa: ASYNC220
-            while True:
-                entry = await reader.receive()
-                try:
-                    decode_any((WorkerStarted,), entry.payload)
-                except ValueError:
-                    continue
-                return
+            await heartbeats.receive()
 
     def kill(self, name: str) -> None:
         process = self.processes.pop(name)

@@ -242,7 +242,7 @@ class SmallDeployment:
 
     async def control(self, member: Member, command: str, *episodes: str) -> ControlAnswered:
         payload = encode(ControlRequested(command=command, episodes=episodes))  # type: ignore[arg-type]
-        subject = self.subjects.control(member.role, member.name)
+        subject = self.subjects.control(member.role, member.name, command)
         return decode(ControlAnswered, await self.operator.request(subject, payload, timeout=30))
 
     # Episodes

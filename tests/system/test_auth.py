@@ -196,10 +196,10 @@ async def test_who_looks_on_hears_the_heartbeats_of_every_role(secured: SecuredS
 @pytest.mark.parametrize(
     ("caller", "subject"),
     [
-        ("environment", SUBJECTS.control("inference", "gone")),
+        ("environment", SUBJECTS.control("inference", "gone", "ping")),
         ("gateway", SUBJECTS.rpc("gone", "s")),
-        ("gateway", SUBJECTS.control("environment", "gone")),
-        ("operator", SUBJECTS.control("learner", "gone")),
+        ("gateway", SUBJECTS.control("environment", "gone", "ping")),
+        ("operator", SUBJECTS.control("learner", "gone", "drain")),
     ],
 )
 async def test_a_call_to_a_worker_that_is_gone_fails_at_once_across_accounts(

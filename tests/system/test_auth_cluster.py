@@ -207,6 +207,6 @@ async def test_accounts_reach_the_streams_whichever_server_a_worker_is_on(where:
                 await inference.broadcast(subjects.heartbeat("inference", "i"), b"beat")
                 assert (await heartbeats.receive())[1] == b"beat"
             with pytest.raises(NoResponders):
-                await environment.request(subjects.control("inference", "gone"), b"ping", timeout=60)
+                await environment.request(subjects.control("inference", "gone", "ping"), b"ping", timeout=60)
             entries = [entry.payload async for entry in learner.scan([subjects.log])]
             assert entries == [b"task", b"seen", b"act"] * 20

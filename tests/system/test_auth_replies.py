@@ -28,6 +28,8 @@ DURABLE = "task_default"
 MISSING = json.dumps({"last_by_subj": "fb.trust.task.default.none"}).encode()
 """A direct get whose answer is an empty message: what requests to delete have to be."""
 
+PLAN = plan_run(TRUST, lanes=LANES)
+
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[SecuredServer]:
@@ -148,7 +150,8 @@ async def test_a_consumer_of_ones_own_can_neither_drain_nor_change_those_that_wo
     secured: SecuredServer, user: str
 ) -> None:
     """Who may make a consumer may have it deliver to any subject of the streams' account, the pull subject of another included,
-    and may give it any name. Neither meets a durable consumer: their names cannot be guessed."""
+    and may give it any name (a monitor: those of its own). Neither meets a durable consumer: their names cannot be guessed."""
+    drain, taken, *_ = AuthFolder(secured.folder).access(PLAN).readers.get(user, ("drain", DURABLE))
     followed = SUBJECTS.session("*") if user == "gateway" else SUBJECTS.episode("*")
     async with attacking(secured, user) as (attacker, admin):
         for _ in range(3):
@@ -157,14 +160,14 @@ async def test_a_consumer_of_ones_own_can_neither_drain_nor_change_those_that_wo
         names = [name for name in before if name.startswith(DURABLE)]
         assert names and names != [DURABLE]
         delivered = {"deliver_subject": f"$JS.API.CONSUMER.MSG.NEXT.{LOG}.{DURABLE}", "ack_policy": "explicit"}
-        for config in (delivered | {"name": "drain"}, {"name": DURABLE, "ack_policy": "none"}):
+        for config in (delivered | {"name": drain}, {"name": taken, "ack_policy": "none"}):
             question = {"stream_name": LOG, "config": config | {"filter_subject": followed, "headers_only": True}}
             payload = json.dumps(question).encode()
             answer = await attacker.ask(f"fbapi.CONSUMER.CREATE.{LOG}.{config['name']}.{followed}", payload)
             assert answer is not None and b'"error"' not in answer.data
         await anyio.sleep(0.3)
         assert await describe_state(admin, TRUST) == before
-        for name in ("drain", DURABLE):
+        for name in (drain, taken):
             await attacker.ask(f"fbapi.CONSUMER.DELETE.{LOG}.{name}")
 
 
@@ -191,7 +194,7 @@ async def test_an_answer_does_not_ack_what_another_worker_was_given(secured: Sec
 
 async def test_in_one_account_the_same_permissions_do_not_hold(secured: SecuredServer, tmp_path: Path) -> None:
     """What the accounts are for: the monitor's rights as permissions of one account, and one question deletes the log."""
-    rights = build_rights("monitor", plan_run(TRUST, lanes=LANES))
+    rights = build_rights("monitor", PLAN)
     allowed = [need.target or need.subject for need in rights.asks]
     config = tmp_path / "one-account.conf"
     monitor = {"user": "monitor", "password": "m", "permissions": {"publish": {"allow": allowed}, "subscribe": ["_INBOX.>"]}}

@@ -28,8 +28,8 @@ LOGGED: dict[str, Callable[[Subjects], str]] = {
 }
 UNLOGGED: dict[str, Callable[[Subjects], str]] = {
     "rpc": lambda subjects: subjects.rpc("w1", "s1"),
-    "control of one": lambda subjects: subjects.control("inference", "w1"),
-    "control of all": lambda subjects: subjects.control("inference", "all"),
+    "control of one": lambda subjects: subjects.control("inference", "w1", "drain"),
+    "control of all": lambda subjects: subjects.control("inference", "all", "drain"),
     "heartbeat": lambda subjects: subjects.heartbeat("learner", "w1"),
     "lane lease": lambda subjects: subjects.lane("environment", "e3"),
 }

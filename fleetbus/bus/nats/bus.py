@@ -280,16 +280,17 @@ async def connect(
     user: str = "",
     narrow: bool = False,
     plan_on_server: PlanOnServer | None = None,
+    readers: Sequence[str] = (),
 ) -> AsyncGenerator[NatsBus]:
     """A bus for the length of the block.
 
     ``url`` may list several servers, separated by commas; ``nkey_seed`` and ``credentials`` are files. With ``tls`` the
     handshake comes first, so that nothing is ever said in the clear. ``user`` has the rights to be used, on a server with
     accounts (default: a server without, and ``role``); ``narrow`` reads histories by filtered consumers, for users that must
-    not read the whole log; ``plan_on_server`` says under which names an admin declares a plan. Raises `UserError` if no
-    server answers within about 3 s, if it runs without JetStream or refuses the credentials, and in the block `NotPermitted`
-    when the server forbids something, `BusClosed` when the connection is gone for good (with ``reconnect`` False: as soon as
-    it is lost).
+    not read the whole log; ``plan_on_server`` says under which names an admin declares a plan; ``readers`` are the names that
+    consumers of this user's have to have, where it has no choice. Raises `UserError` if no server answers within about 3 s,
+    if it runs without JetStream or refuses the credentials, and in the block `NotPermitted` when the server forbids something,
+    `BusClosed` when the connection is gone for good (with ``reconnect`` False: as soon as it is lost).
     """
     options: dict[str, Any] = {}
     if nkey_seed is not None:
@@ -309,6 +310,7 @@ async def connect(
         reconnect=reconnect,
         options=options,
     ) as connection:
+        connection.reader_names = tuple(readers)
         bus = NatsBus(
             connection, run, narrow=narrow, imports=imports, lists_consumers=lists_consumers, on_server=plan_on_server
         )

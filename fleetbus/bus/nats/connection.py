@@ -66,6 +66,8 @@ class Connection:
         self.inbox = f"{inbox_prefix}.{secrets.token_hex(8)}"
         self.wire: Wire
         self.on_reconnect: dict[object, Callable[[], None]] = {}
+        self.reader_names: tuple[str, ...] = ()
+        """The names that consumers of readers have to have, one each; none: any that cannot be guessed."""
         self.on_lost: dict[object, Callable[[str], None]] = {}
         """Called with words about an entry that the server had acked and has lost."""
 

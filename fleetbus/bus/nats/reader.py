@@ -17,7 +17,7 @@ from typing import Any
 import anyio
 
 from fleetbus.bus.base import StreamEntry
-from fleetbus.bus.nats.api import NO_CONSUMERS_LEFT, STREAM_NOT_FOUND, ApiRefused
+from fleetbus.bus.nats.api import CONSUMER_EXISTS, NO_CONSUMERS_LEFT, STREAM_NOT_FOUND, ApiRefused
 from fleetbus.bus.nats.connection import Connection
 from fleetbus.bus.nats.log_identity import LogIdentity, LogReplaced
 from fleetbus.bus.nats.protocol import check_subject, parse_ack_subject, publish_command
@@ -38,6 +38,7 @@ MAX_PLACEMENT_TRIES = 16
 
 _CHECK_EVERY_SECONDS = 1.0
 _RETRY_SECONDS = 0.5
+_NO_NAME_LEFT = "has as many readers by this key as it may have: end one; those of programs that were killed end after a minute"
 _TOO_MANY_READERS = "takes no more readers: raise max_consumers of the stream or the account, or declare fewer lanes"
 
 _NO_END = 1 << 63
@@ -127,6 +128,8 @@ class NatsReader:
                 self._queue.fail(BusError(f"stream {self._stream} does not exist: create the run first"))
             elif refused.code == NO_CONSUMERS_LEFT:
                 self._queue.fail(UserError(f"stream {self._stream} {_TOO_MANY_READERS}"))
+            elif refused.code in CONSUMER_EXISTS:
+                self._queue.fail(UserError(f"stream {self._stream} {_NO_NAME_LEFT}"))
             else:
                 self._queue.fail(BusError(f"stream {self._stream} cannot be read: {refused}"))
             return False
@@ -146,13 +149,27 @@ class NatsReader:
         """A consumer and what the server says of it. A server chooses where it lives: what is not where it should be is made
         anew."""
         for left in reversed(range(MAX_PLACEMENT_TRIES)):
-            name = f"read_{secrets.token_hex(8)}"
-            answer = await self._connection.api.ask(self._build_create_subject(name), self._build_create_request(name))
+            name, answer = await self._create_under_free_name()
             cluster = answer.get("cluster")  # none where one server is all there is
             if not left or not self._beside or not cluster or cluster.get("leader") == self._beside:
                 break
             self._delete(name)
         return name, answer
+
+    async def _create_under_free_name(self) -> tuple[str, dict[str, Any]]:
+        """A consumer under a name that cannot be guessed, or under one of those that this user has to take."""
+        names = secrets.SystemRandom().sample(self._connection.reader_names, len(self._connection.reader_names))
+        for name in names:
+            try:
+                return name, await self._ask_for_consumer(name)
+            except ApiRefused as refused:
+                if refused.code not in CONSUMER_EXISTS or name == names[-1]:
+                    raise
+        name = f"read_{secrets.token_hex(8)}"
+        return name, await self._ask_for_consumer(name)
+
+    async def _ask_for_consumer(self, name: str) -> dict[str, Any]:
+        return await self._connection.api.ask(self._build_create_subject(name), self._build_create_request(name))
 
     def fail_lost(self, what: str) -> None:
         """The log is not what it was: let `receive` raise."""
@@ -175,6 +192,7 @@ class NatsReader:
             "mem_storage": True,
             "num_replicas": 1,
             "inactive_threshold": int(INACTIVE_SECONDS * 1e9),
+            "metadata": {"reader": secrets.token_hex(8)},  # what reads the same is not the same reader
         }
         if len(self._subjects) == 1:
             config["filter_subject"] = self._subjects[0]

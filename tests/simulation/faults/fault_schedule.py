@@ -204,7 +204,7 @@ class FaultInjector:
         self._observer.trace(order.command, *order.episodes, worker)
         try:
             async with self._server.connect(RUN, worker="operator") as bus:
-                await bus.request(Subjects(RUN).control(role, worker), encode(order), timeout=ORDER_SECONDS)
+                await bus.request(Subjects(RUN).control(role, worker, order.command), encode(order), timeout=ORDER_SECONDS)
         except (BusError, UserError) as error:
             self._observer.trace(order.command, *order.episodes, "unanswered", type(error).__name__)
             return False

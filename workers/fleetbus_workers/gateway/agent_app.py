@@ -1,6 +1,7 @@
 """The HTTP interface of ``fleetbus gateway agents``: sessions for agents that run elsewhere, and what these agents call.
 
-Who opens sessions brings the token, where there is one; what concerns one session is asked with its key.
+Who opens sessions brings the token, where there is one; what concerns one session is asked with its key, and what ends it with
+its reward key, which the agent does not need (docs/decisions/0185-rewards-have-a-key-of-their-own.md).
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ from fleetbus_workers.environment.adapters.agent.endpoint import (
     read_keys,
     take_reward,
 )
-from fleetbus_workers.environment.adapters.agent.sessions import MOVED, AgentSession, KeyRefused, SessionMoved, TooManyCalls
+from fleetbus_workers.environment.adapters.agent.sessions import (
+    MOVED,
+    REWARD_PREFIX,
+    AgentSession,
+    KeyRefused,
+    SessionMoved,
+    TooManyCalls,
+)
+from fleetbus_workers.gateway.agent_keys import PREFIX
 from fleetbus_workers.gateway.agent_sessions import AgentSessions, Offer
 from fleetbus_workers.serving.bounded_json import TooManyValues, check_values
 from fleetbus_workers.serving.browser_guard import GuardSettings
@@ -172,18 +181,18 @@ class _Service:
 
     async def show(self, request: Request) -> Response:
         """Show a session as the log has it: its turns with token ids, and its end."""
-        episode = self._read_episode(request)
+        episode = self._read_episode(request, PREFIX)
         trajectory = await self._gateway.read(episode)
         return JSONResponse({"detail": "there is no such session"}, 404) if trajectory is None else JSONResponse(trajectory)
 
     async def _find(self, request: Request) -> tuple[str, AgentSession]:
-        episode = self._read_episode(request)
+        episode = self._read_episode(request, REWARD_PREFIX)
         return episode, await self._sessions.find_episode(episode)
 
-    def _read_episode(self, request: Request) -> str:
-        """The session that is named. Raises `KeyRefused` if the key is another's."""
+    def _read_episode(self, request: Request, prefix: str) -> str:
+        """The session that is named. Raises `KeyRefused` if the key is another's, or of another kind."""
         named = str(request.path_params["session"])
-        if self._sessions.read_episode(read_keys(request)) != named:
+        if self._sessions.read_episode(read_keys(request), prefix) != named:
             raise KeyRefused("this key is of another session")
         return named
 
@@ -215,6 +224,7 @@ class _Service:
         shown = {
             "id": request.episode_id,
             "key": key,
+            "reward_key": self._sessions.make_key(request, REWARD_PREFIX),
             "expires": request.deadline_ns // 10**9,
             "purpose": "train" if request.split == "train" else "evaluate",
             "task": {"key": task.key, "prompt": task.prompt, "seed": task.seed, "config": task.config, "env": task.env},

@@ -17,7 +17,7 @@ from fleetbus.errors import RequestUnanswered
 from fleetbus.log.episodes import read_episode_state
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, MalformedMessage, Subjects, decode
 from fleetbus_workers.environment.adapters.agent.sessions import MOVED, AgentSession, KeyRefused, SessionMoved, TooManyCalls
-from fleetbus_workers.gateway.agent_keys import SessionKeys
+from fleetbus_workers.gateway.agent_keys import PREFIX, SessionKeys
 
 OWN_PREFIX = "session-"
 """Episodes that were asked for at a gateway: they are their opener's, and given to nobody else."""
@@ -173,16 +173,16 @@ class AgentSessions:
                 self._waiters.remove(waiter)
         return waiter.offer
 
-    def make_key(self, request: EpisodeRequested) -> str:
-        """The key of an episode that was asked for here."""
-        return self._keys.make(request.episode_id, request.deadline_ns)
+    def make_key(self, request: EpisodeRequested, prefix: str = PREFIX) -> str:
+        """The key of an episode that was asked for here, or the one for its reward."""
+        return self._keys.make(request.episode_id, request.deadline_ns, prefix)
 
-    def read_episode(self, keys: Sequence[str]) -> str:
+    def read_episode(self, keys: Sequence[str], prefix: str = PREFIX) -> str:
         """The episode that one of these keys is of. Raises `KeyRefused` for what is wrong with the last."""
         refused = KeyRefused("the request has no key")
         for key in keys:
             try:
-                return self._keys.read(key, self._bus.now_ns())
+                return self._keys.read(key, self._bus.now_ns(), prefix)
             except KeyRefused as error:
                 refused = error
         raise refused

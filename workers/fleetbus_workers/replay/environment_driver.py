@@ -160,7 +160,7 @@ class EnvironmentDriver(Driver):
 
     async def _cancel(self, episode: RecordedEpisode) -> None:
         """Make the worker end the episode, so that its slot is free."""
-        subject = self.environment.subjects.control("environment", WORKER)
+        subject = self.environment.subjects.control("environment", WORKER, "cancel")
         payload = encode(ControlRequested(command="cancel", episodes=(episode.episode_id,)))
         await self.environment.bus.request(subject, payload, timeout=self.options.patience_seconds)
 

@@ -1,8 +1,9 @@
 """Ends WebSockets whose clients are gone or stop reading: uvicorn's protocol with the limit on sending that it has not.
 
 uvicorn closes such a connection politely, which waits for ever where bytes are left that the client never reads: the
-application would never hear of it, and its session would keep its slot. Beside it is `fleetbus_workers.serving.connections`,
-for HTTP.
+application would never hear of it, and its session would keep its slot. Nor does it bound how many messages wait to be read:
+a quarter of a megabyte of empty ones keeps everybody else waiting for seconds. Beside it is
+`fleetbus_workers.serving.connections`, for HTTP.
 """
 
 import asyncio
@@ -17,11 +18,25 @@ END_SECONDS = 3.0
 """From a connection's end on our side until it is cut, even if something is left to be sent."""
 
 
+MAX_WAITING_MESSAGES = 256
+"""Messages of one client that nobody has read yet; one that sends more without waiting for answers is cut."""
+
+SLICE_BYTES = 4096
+"""So much is parsed at a time, before the messages in it are counted."""
+
+
 class BoundedSocket(WebSocketsSansIOProtocol):
     """One WebSocket. What its client does not take within ``send_seconds`` ends it."""
 
     bounds: ClassVar[Bounds]
     _abort_timer: asyncio.TimerHandle | None = None
+
+    def data_received(self, data: bytes) -> None:
+        for start in range(0, len(data), SLICE_BYTES):
+            super().data_received(data[start : start + SLICE_BYTES])
+            if self.queue.qsize() > MAX_WAITING_MESSAGES:
+                self.transport.abort()
+                return
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -51,6 +51,7 @@ def _sink_options(function: Callable[..., Any]) -> Callable[..., Any]:
     "--port", type=click.IntRange(-1, 65_535), default=DEFAULT_PORT, metavar="N", help="Port; 0: any, -1: none [9464]"
 )
 @click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on")
+@click.option("--allow-host", multiple=True, metavar="NAME", help="Answer under this host name, too")
 @_sink_options
 @click.option("--until-finished", is_flag=True, help="End when the training has finished")
 @nats_http_option
@@ -60,7 +61,7 @@ def command(run: str | None, port: int, until_finished: bool, **values: Any) -> 
 
     Prometheus scrapes http://127.0.0.1:9464/metrics. Needs `pip install 'fleetbus[metrics]'`.
     """
-    chosen = {name: values.pop(name) for name in ("host", "nats_http")}
+    chosen = {name: values.pop(name) for name in ("host", "allow_host", "nats_http")}
     chosen["sinks"] = {kind.name: values.pop(kind.name) for kind in SINKS}
     configuration = load_settings({**values, "run__name": run}).configuration
     if port >= 0:
@@ -79,6 +80,7 @@ async def _export(
     *,
     port: int,
     host: str,
+    allow_host: tuple[str, ...],
     sinks: Mapping[str, Any],
     nats_http: Callable[[], str | None],
     until_finished: bool,
@@ -96,7 +98,7 @@ async def _export(
     async with open_run(configuration, "metrics", own_server=True) as bus, anyio.create_task_group() as tasks:
         await tasks.start(call_on_signal, tasks.cancel_scope.cancel)
         with ExitStack() as stack:
-            publish = _start_exposition(stack, run, host, port)
+            publish = _start_exposition(stack, run, host, port, allow_host)
             kept = await tasks.start(_hold_sinks, opening)
             watch = RunObserver(bus, Subjects(run), state, build_driver(configuration))
             tasks.start_soon(watch.run)
@@ -134,12 +136,12 @@ async def _hold_sinks(
             print(f"fleetbus: some metrics were not sent within {CLOSE_SECONDS:g} s", file=sys.stderr)
 
 
-def _start_exposition(stack: ExitStack, run: str, host: str, port: int) -> Any:
+def _start_exposition(stack: ExitStack, run: str, host: str, port: int, allowed_hosts: tuple[str, ...]) -> Any:
     if port < 0:
         return lambda samples: None
     from fleetbus_workers.observe.metrics.exposition import Exposition, serve_metrics
 
     exposition = Exposition(run)
-    found = stack.enter_context(serve_metrics(exposition, host, port))
+    found = stack.enter_context(serve_metrics(exposition, host, port, allowed_hosts))
     print(f"run {run}: http://{host}:{found}/metrics", flush=True)
     return exposition.update

@@ -73,7 +73,7 @@ async def _list_workers(bus: Any, subjects: Any) -> list[tuple[str, str]]:
 async def _request_sessions(bus: Any, subjects: Any, role: str, worker: str) -> tuple[str, ...] | None:
     from fleetbus_schemas import ControlAnswered, ControlRequested, MalformedMessage, decode, encode
 
-    subject = subjects.control(role, worker)
+    subject = subjects.control(role, worker, "ping")
     try:
         answer = await bus.request(subject, encode(ControlRequested(command="ping")), timeout=ANSWER_SECONDS)
         return decode(ControlAnswered, answer, subject=subject).busy_with

@@ -136,7 +136,7 @@ def agents(host: str, port: int, public_url: str, **values: object) -> int:
     """Give the run's episodes to agents that run elsewhere, and serve their model calls (OpenAI's and Anthropic's protocols).
 
     It takes the place of the run's environment workers: --environment-slots agents may play at a time. If the variable
-    AGENTS_TOKEN is set, its value is needed to open sessions; gateways of one run need the same.
+    AGENTS_TOKEN is set, its value is needed to open sessions: 24 random characters or more. Gateways of one run need the same.
     """
     token = os.environ.get("AGENTS_TOKEN", "")
     guard = _build_guard(host, values, "" if token else ": set AGENTS_TOKEN to the token that opens sessions")
@@ -145,8 +145,10 @@ def agents(host: str, port: int, public_url: str, **values: object) -> int:
 
 def _load_agents(host: str, port: int, public_url: str, token: str, guard: GuardSettings) -> Work:
     from fleetbus_workers.gateway.agent_gateway import AgentGatewaySettings, run_agent_gateway
+    from fleetbus_workers.gateway.agent_keys import check_token
     from fleetbus_workers.serving.listeners import bind, format_host
 
+    check_token(token)
     listener = bind(host, port)
     url = public_url or f"http://{format_host(host)}:{listener.getsockname()[1]}"
     settings = AgentGatewaySettings(url=url, find_server=resolve_server_url, token=token, guard=guard)

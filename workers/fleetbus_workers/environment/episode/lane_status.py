@@ -59,7 +59,7 @@ class LaneStatus:
     async def ask_turns(self, worker: str) -> Sequence[str] | None:
         """Ask an inference worker which turns it works on (``episode.attempt.turn``); None if it does not answer."""
         question = encode(ControlRequested(command="ping"))
-        subject = self._subjects.control("inference", worker)
+        subject = self._subjects.control("inference", worker, "ping")
         try:
             answer = await self._bus.request(subject, question, timeout=ANSWER_SECONDS)
             return decode(ControlAnswered, answer, subject=subject).busy_with

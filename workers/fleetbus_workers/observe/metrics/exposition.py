@@ -5,11 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from fleetbus.errors import UserError
 from fleetbus_workers.observe.metrics.metric import Sample
+from fleetbus_workers.observe.metrics.scrapes import open_server
 from fleetbus_workers.observe.metrics.table import METRICS_BY_NAME
 
 
@@ -41,16 +42,19 @@ class Exposition:
 
 
 @contextmanager
-def serve_metrics(exposition: Exposition, host: str, port: int) -> Iterator[int]:
-    """Serve ``/metrics`` for the length of the block and yield the port; raises `UserError` if it is taken."""
+def serve_metrics(exposition: Exposition, host: str, port: int, allowed_hosts: Sequence[str] = ()) -> Iterator[int]:
+    """Serve ``/metrics`` for the length of the block, also under these host names, and yield the port; raises `UserError` if it
+    is taken."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(exposition)
     try:
-        server, thread = start_http_server(port, addr=host, registry=registry)
+        server = open_server(registry, host, port, allowed_hosts)
     except OSError as error:
         raise UserError(f"port {port} on {host} cannot be served: {error.strerror}: choose another --port") from error
     except UnicodeError as error:
         raise UserError(f"--host {host} is not a valid host: give an address of this machine") from error
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
     try:
         yield int(server.server_address[1])
     finally:

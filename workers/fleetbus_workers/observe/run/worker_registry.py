@@ -143,7 +143,7 @@ def _compute_state(seen: _WorkerRecord, silence: float) -> State:
     if seen.ended:
         return seen.ended
     if silence > SILENT_AFTER_SECONDS:
-        return "silent"
+        return "stopped" if seen.role == "gateway" and seen.draining else "silent"
     if seen.beat is None:
         return "starting"
     return "draining" if seen.draining else "working"

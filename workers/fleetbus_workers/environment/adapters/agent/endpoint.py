@@ -84,9 +84,16 @@ class AgentEndpoint:
 
     def build_application(self) -> Starlette:
         calls = ModelCalls(self._sessions)
-        routes = [*calls.build_routes(), Route("/v1/reward", calls.grade, methods=["POST"])]
+        routes = [*calls.build_routes(), Route("/v1/reward", self._grade, methods=["POST"])]
         settings = build_guard_settings(HOST, (), (), content_types=("application/json",))
         return build_application([*routes, Mount("/s/{key}", routes=routes)], settings)
+
+    async def _grade(self, request: Request) -> Response:
+        """``{"reward": NUMBER or null, "reason": TEXT}``, once, with the reward key; null excludes the episode."""
+        session = self._sessions.find_graded(read_keys(request))
+        posted = parse_reward(await read_body(request, limit=REWARD_BYTES))
+        refused = posted if isinstance(posted, Response) else take_reward(session, posted)
+        return refused or JSONResponse({"accepted": True})
 
 
 def build_application(routes: Sequence[BaseRoute], settings: GuardSettings) -> Starlette:
@@ -156,13 +163,6 @@ class ModelCalls:
         except REFUSALS as refused:
             return refuse(dialect, get_status(refused), str(refused))
         return JSONResponse(estimate_tokens(await read_body(request, limit=BODY_BYTES)))
-
-    async def grade(self, request: Request) -> Response:
-        """``{"reward": NUMBER or null, "reason": TEXT}``, once; null excludes the episode from training."""
-        session = await self._sessions.find(read_keys(request))
-        posted = parse_reward(await read_body(request, limit=REWARD_BYTES))
-        refused = posted if isinstance(posted, Response) else take_reward(session, posted)
-        return refused or JSONResponse({"accepted": True})
 
 
 def parse_reward(body: bytes) -> PostedReward | Response:

@@ -3,13 +3,14 @@
 Per episode the agent is started with a base URL and a key of its own. Its first call is what the policy sees first, the
 policy's action is the answer to it, its next call the next observation: it continues an earlier conversation token for token,
 or begins a segment, where the agent edited its history, changed its tools or started a sub-agent. When the agent ends, it is
-graded: by what it posted itself, or by the task's verifier, which may read the files of its working folder.
+graded: by the task's verifier, which may read the files of its working folder, or by what a function returned. What posts a
+reward never stands where the policy's own programs could read it (docs/decisions/0185-rewards-have-a-key-of-their-own.md).
 """
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import anyio.to_thread
@@ -26,6 +27,14 @@ from fleetbus_workers.environment.base import NO_LIMITS, EnvironmentFailed, Star
 from fleetbus_workers.environment.isolation.foreign_files import find_outside, read_regular_file
 from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
 
+OwnReward = Literal["never", "returns", "posts"]
+"""The way in which an agent grades itself where its task has no verifier: not at all, by what its function returns, or by a
+post to ``FLEETBUS_REWARD_URL``."""
+
+UNGRADED = (
+    "the task has no verifier, and a command cannot grade itself: give tasks a verifier, make the agent a function that "
+    "returns its reward, or set environment.agent_reward_url if nothing that the policy says is executed"
+)
 FILE_BYTES = 1 << 20
 """Most of a file that a verifier reads."""
 
@@ -37,10 +46,17 @@ class AgentEnvironment:
     shows_whole = True
 
     def __init__(
-        self, host: AgentHost, *, grader: Grader, exit_seconds: float, settings: EnvironmentSettings | None = None
+        self,
+        host: AgentHost,
+        *,
+        grader: Grader,
+        exit_seconds: float,
+        grades: OwnReward,
+        settings: EnvironmentSettings | None = None,
     ) -> None:
         self._host = host
         self._grader = grader
+        self._grades = grades
         self._exit_seconds = exit_seconds
         self._settings = settings or EnvironmentSettings()
         self._held = AsyncExitStack()
@@ -53,12 +69,17 @@ class AgentEnvironment:
 
     async def open(self, task: Task) -> None:
         """Make the session and the working folder, with the task as ``task.json``."""
+        if not task.verifier and self._grades == "never":
+            raise EnvironmentFailed(UNGRADED)
         self._task = task
         self._session = self._held.enter_context(self._host.endpoint.open_session(takes_reward=not task.verifier))
+        self._session.takes_late_reward = True
         self._conversations = Conversations(self._session, trains_side_calls=self._settings.agent_side_calls == "trained")
         self._folder = self._host.make_folder()
         self._held.push_async_callback(self._host.remove_folder, self._folder)
         shown = {"key": task.key, "prompt": task.prompt, "seed": task.seed, "config": task.config, "env": task.env}
+        if self._grades == "returns":
+            shown["reward_url"] = self._build_reward_url()
         (self._folder / "task.json").write_bytes(msgspec.json.encode(shown))
 
     async def reset(self) -> Start:
@@ -82,10 +103,9 @@ class AgentEnvironment:
 
     def _build_variables(self) -> dict[str, str]:
         assert self._session is not None
-        assert self._task is not None
         url, key = self._host.endpoint.url, self._session.key
-        reward_url = {} if self._task.verifier else {"FLEETBUS_REWARD_URL": f"{url}/s/{key}/v1/reward"}
-        return reward_url | {
+        reward_url = self._build_reward_url() if self._grades == "posts" else ""
+        return ({"FLEETBUS_REWARD_URL": reward_url} if reward_url else {}) | {
             "OPENAI_BASE_URL": f"{url}/v1",
             "OPENAI_API_BASE": f"{url}/v1",
             "OPENAI_API_KEY": key,
@@ -95,6 +115,12 @@ class AgentEnvironment:
             "GEMINI_API_KEY": key,
             "FLEETBUS_TASK_FILE": str(self._folder / "task.json"),
         }
+
+    def _build_reward_url(self) -> str:
+        """The address that takes the reward; none where a verifier decides."""
+        assert self._session is not None
+        session = self._session
+        return f"{self._host.endpoint.url}/s/{session.reward_key}/v1/reward" if session.takes_reward else ""
 
     def _judge_failure(self) -> dict[str, object]:
         """An agent that fails before it has a reward is no doing of the policy's, unless its last answer could not be used:

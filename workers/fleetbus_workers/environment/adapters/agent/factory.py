@@ -8,13 +8,18 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from fleetbus.config.load import DEFAULT_FILE
 from fleetbus.config.run_folder import run_folder
+from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus.python_process import build_module_command
+from fleetbus.tasks.datasets import is_remote, split_version
+from fleetbus.tasks.harbor import PREFIX as HARBOR
 from fleetbus.user_code import load_callable
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
-from fleetbus_workers.environment.adapters.agent.environment import AgentEnvironment
+from fleetbus_workers.environment.adapters.agent.environment import AgentEnvironment, OwnReward
 from fleetbus_workers.environment.adapters.agent.host import AgentHost
+from fleetbus_workers.environment.adapters.agent.visible import list_module
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 RUNNER = "fleetbus_workers.environment.adapters.agent.run_function"
@@ -31,16 +36,30 @@ def build(context: AdapterContext) -> Factory:
         )
     wanted = settings.environment
     policy = "required" if wanted.sandbox == "required" and wanted.agent_isolation == "auto" else wanted.agent_isolation
+    files = split_names(wanted.agent_files)
+    is_function = FUNCTION.fullmatch(context.rest) is not None
+    if is_function and (module := list_module(context.rest.partition(":")[0])):
+        files.add(str(module))
     host = AgentHost(
         command,
         policy=policy,
         passed=split_names(wanted.pass_variables),
-        files=split_names(wanted.agent_files),
-        secret_files=[run_folder(settings.run).path, *([Path(settings.nats.auth)] if settings.nats.auth else [])],
+        files=files,
+        secret_files=list_secret_files(settings),
     )
+    grades: OwnReward = "returns" if is_function else "never"
+    if wanted.agent_reward_url:
+        grades = "posts"
     exit_seconds = settings.limits.verify / 2
-    make = partial(AgentEnvironment, host, grader=context.grader, exit_seconds=exit_seconds, settings=wanted)
+    make = partial(AgentEnvironment, host, grader=context.grader, exit_seconds=exit_seconds, grades=grades, settings=wanted)
     return Factory(make, host.run)
+
+
+def list_secret_files(settings: Configuration) -> list[Path]:
+    """List what an agent never sees, unless it is listed: the run's files, its tasks, keys and configuration."""
+    tasks = settings.run.tasks.removeprefix(HARBOR)
+    places = [DEFAULT_FILE, tasks, split_version(tasks)[0], settings.nats.auth]
+    return [run_folder(settings.run).path, *(Path(place).expanduser() for place in places if place and not is_remote(place))]
 
 
 def split_names(text: str) -> set[str]:

@@ -41,6 +41,8 @@ OVERTAKEN_SECONDS = 5.0
 
 MOVED = "the session is not served here at the moment: repeat the call"
 UNKNOWN_KEY = "this key belongs to no running session"
+REWARD_PREFIX = "fbr-"
+NO_REWARD_KEY = "a reward is posted with the reward key of the session, which the key of its calls is not"
 SESSION_OVER = "The session is over: no further turns. Stop now."
 
 
@@ -126,11 +128,12 @@ class PendingCall:
 
 
 class AgentSession:
-    """One episode's calls. ``key`` is its secret: who has it speaks for the agent until the session ends. ``takes_reward``: the
-    agent may grade itself, for there is nobody else."""
+    """One episode's calls. ``key`` is its secret: who has it speaks for the agent until the session ends, but cannot grade it:
+    that takes ``reward_key``. ``takes_reward``: who started the agent may grade it, for there is nobody else."""
 
     def __init__(self, *, takes_reward: bool = True, key: str = "") -> None:
         self.key = key or f"fbs-{secrets.token_hex(24)}"
+        self.reward_key = f"{REWARD_PREFIX}{secrets.token_hex(24)}"
         self.call_ids = CallIds(self.key)
         self.responses = StoredResponses()
         self.takes_reward = takes_reward
@@ -262,6 +265,14 @@ class LocalSessions:
 
     def __init__(self) -> None:
         self._sessions: dict[str, AgentSession] = {}
+        self._graded: dict[str, AgentSession] = {}
+
+    def find_graded(self, keys: Sequence[str]) -> AgentSession:
+        """The session that one of these is the reward key of. Raises `KeyRefused`."""
+        found = next((self._graded[key] for key in keys if key in self._graded), None)
+        if found is None:
+            raise KeyRefused(NO_REWARD_KEY)
+        return found
 
     async def find(self, keys: Sequence[str]) -> AgentSession:
         found = next((self._sessions[key] for key in keys if key in self._sessions), None)
@@ -273,12 +284,12 @@ class LocalSessions:
     def open(self, *, takes_reward: bool = True) -> Iterator[AgentSession]:
         """A session whose key is known here until the end."""
         session = AgentSession(takes_reward=takes_reward)
-        self._sessions[session.key] = session
+        self._sessions[session.key] = self._graded[session.reward_key] = session
         try:
             yield session
         finally:
             session.close()
-            del self._sessions[session.key]
+            del self._sessions[session.key], self._graded[session.reward_key]
 
     def end_all(self) -> None:
         for session in self._sessions.values():

@@ -1,4 +1,8 @@
-"""The files that an agent in the sandbox may read: its program and what that imports, without names that begin with a dot."""
+"""The files that an agent in the sandbox may read: its program and what is installed, without names that begin with a dot.
+
+Of the folder in which an agent lies it gets its own file, or the package that this is part of: beside it lie tasks with answers
+and verifiers, held-out ones too. What else it reads is listed (``environment.agent_files``).
+"""
 
 import importlib
 import os
@@ -28,12 +32,21 @@ def list_visible(command: Sequence[str], listed: Iterable[str]) -> list[Path]:
     found |= dict.fromkeys(_list_program(Path(command[0])))
     if command[0] == sys.executable:
         found |= dict.fromkeys(_list_imports())
-    for word in command[1:]:
-        path = Path(word)
-        if path.is_absolute() and path.exists():
-            found[path if path.is_dir() else path.parent] = None
+    words = [Path(word) for word in command[1:] if os.path.isabs(word)]
+    found |= dict.fromkeys(path for path in words if path != Path.cwd())
     found |= {Path(path).resolve(): None for path in listed if path}
     return [path for path in found if path.exists() and path != Path("/")]
+
+
+def list_module(name: str) -> Path | None:
+    """The folder of the outermost package that an imported module is part of, or its own file if it is in none; None for a
+    module without a file."""
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        module = sys.modules[".".join(parts[:count])]
+        if module.__file__ is not None:
+            return Path(module.__file__).parent if hasattr(module, "__path__") else Path(module.__file__)
+    return None
 
 
 def list_hidden(visible: Sequence[Path], secrets: Iterable[Path]) -> list[Path]:
@@ -70,12 +83,24 @@ def _list_program(program: Path) -> Iterator[Path]:
     for listing in prefix.glob("lib*/python*/site-packages/*.pth"):
         for line in listing.read_text(errors="replace").splitlines():
             if os.path.isabs(line.strip()) and os.path.isdir(line.strip()):
-                yield Path(line.strip())
+                yield from _list_importable(Path(line.strip()))
 
 
 def _list_imports() -> Iterator[Path]:
     """The folders that this Python imports from, fleetbus included, but for the current folder."""
     yield Path(sys.prefix)
-    yield from (Path(path) for path in sys.path if os.path.isabs(path) and os.path.isdir(path) and path != os.getcwd())
+    for path in sys.path:
+        if os.path.isabs(path) and os.path.isdir(path) and path != os.getcwd():
+            yield from _list_importable(Path(path))
     for name in ("fleetbus", "fleetbus_schemas", "fleetbus_workers"):
         yield from map(Path, importlib.import_module(name).__path__)
+
+
+def _list_importable(folder: Path) -> Iterator[Path]:
+    """A folder of packages, or what can be imported of one that holds anything else as well."""
+    if folder.name in ("site-packages", "dist-packages", "lib-dynload") or folder.is_relative_to(sys.base_prefix):
+        yield folder
+        return
+    for entry in folder.iterdir():
+        if entry.suffix in (".py", ".so") or (entry.name.isidentifier() and any(entry.glob("*.py"))):
+            yield entry

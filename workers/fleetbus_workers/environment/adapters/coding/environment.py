@@ -76,7 +76,7 @@ class CodingEnvironment:
         self._session = self._make_session()
         await self._session.open()
         if setup:
-            result = await self._session.run(setup, seconds=seconds)
+            result = await self._session.run(setup, seconds=seconds, hidden=True)
             if result.exit_code:
                 last = result.stderr.strip().splitlines()[-1:] or [f"exit code {result.exit_code}"]
                 raise EnvironmentFailed(f"the setup of task {task.key} failed: {last[0]}")

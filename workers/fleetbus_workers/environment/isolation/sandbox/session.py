@@ -133,8 +133,9 @@ class SandboxSession:
             self._interpreter = await _start(self._isolation, self._limits, self._user, self._writable)
             self._watch.add(self)
 
-    async def run(self, code: str, *, seconds: float | None = None) -> ExecutionResult:
-        """Execute code, for ``seconds`` at most. Raises `SandboxFailed` if there is no interpreter to be had."""
+    async def run(self, code: str, *, seconds: float | None = None, hidden: bool = False) -> ExecutionResult:
+        """Execute code, for ``seconds`` at most; the source of ``hidden`` code is not kept for tracebacks, where later code
+        could read it. Raises `SandboxFailed` if there is no interpreter to be had."""
         if self._interpreter is not None and (self._ended or self._interpreter.process.returncode is not None):
             await self._stop()  # it was ended since the last code
             self._lost = True
@@ -142,7 +143,7 @@ class SandboxSession:
         assert self._interpreter is not None
         self._interpreter.discard_output()
         fresh, self._lost = self._lost, False
-        answer, ended, (stdout, stderr) = await self._request(self._interpreter, {"code": code}, seconds)
+        answer, ended, (stdout, stderr) = await self._request(self._interpreter, {"code": code, "hidden": hidden}, seconds)
         return ExecutionResult(
             stdout=stdout,
             stderr=stderr,

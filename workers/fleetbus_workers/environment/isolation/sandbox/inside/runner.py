@@ -74,6 +74,8 @@ def main() -> NoReturn:
         if "function" in request:
             answer = call(request["function"], request["arguments"], request["seconds"], module.__dict__)
         else:
+            if not request.get("hidden"):
+                keep_lines(request["code"], f"<code {count}>")
             answer = execute(request["code"], request["seconds"], module.__dict__, f"<code {count}>")
         for stream in (sys.stdout, sys.stderr, *output):
             try:
@@ -85,10 +87,14 @@ def main() -> NoReturn:
         channel.sendall(frame(answer | {"number": request["number"]}))
 
 
+def keep_lines(source: str, name: str) -> None:
+    """Show the lines of this code in tracebacks, and to all code that comes after it."""
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+
+
 def execute(source: str, seconds: float, scope: dict[str, Any], name: str) -> dict[str, object]:
     """Run one piece of code: ``exit_code``, as a process of its own would have had it, and ``ended``, what stopped it before
     its last statement."""
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     try:
         try:
             code = compile(source, name, "exec", dont_inherit=True)

@@ -1,0 +1,79 @@
+"""A monitor's key, which only reads, makes no consumers without end: those of learner, inference and recorder find room."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+
+import anyio
+import pytest
+
+from fleetbus.auth.consumer_names import MAX_READERS
+from fleetbus.auth.folder import AuthFolder
+from fleetbus.bus.streams import plan_run
+from fleetbus.errors import UserError
+from tests.support.backends import asyncio_alone
+from tests.support.bare_client import BareClient, bare_client
+from tests.support.secured_server import LOG, SUBJECTS, TRUST, SecuredServer, scan, secured_server
+from tests.support.small_deployment import LANES
+
+pytestmark = pytest.mark.timeout(120)
+
+anyio_backend = asyncio_alone
+
+MONTH_NS = 30 * 86_400 * 10**9
+ATTEMPTS = 300
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[SecuredServer]:
+    with secured_server(tmp_path_factory) as server:
+        yield server
+
+
+def ask_for(name: str, place: str, subject: str = "") -> tuple[str, bytes]:
+    config = {"ack_policy": "none", "inactive_threshold": MONTH_NS, "mem_storage": True, **({"name": name} if name else {})}
+    if subject:
+        config["filter_subject"] = subject
+    return f"fbapi.{place}", json.dumps({"stream_name": LOG, "config": config, "action": "create"}).encode()
+
+
+async def count(admin: BareClient) -> int:
+    answer = await admin.ask(f"$JS.API.STREAM.INFO.{LOG}", b"")
+    assert answer is not None
+    found: int = json.loads(answer.data)["state"]["consumer_count"]
+    return found
+
+
+async def test_no_names_but_its_own_make_a_consumer_and_these_are_counted(secured: SecuredServer) -> None:
+    own = AuthFolder(secured.folder).access(plan_run(TRUST, lanes=LANES)).readers["monitor"]
+    async with bare_client(secured, "monitor", TRUST) as attacker, bare_client(secured, "admin", TRUST) as admin:
+        before = await count(admin)
+        for number in range(ATTEMPTS):
+            name, mine = f"endless-{number}", own[number % len(own)]
+            for asked in (
+                ask_for(name, f"CONSUMER.CREATE.{LOG}.{name}"),
+                ask_for(name, f"CONSUMER.CREATE.{LOG}.{name}.{SUBJECTS.log}", SUBJECTS.log),
+                ask_for(name, f"CONSUMER.CREATE.{LOG}.{mine}"),
+                ask_for(name, f"CONSUMER.CREATE.{LOG}.{mine}.{SUBJECTS.log}", SUBJECTS.log),
+                ask_for("", f"CONSUMER.CREATE.{LOG}"),
+                ask_for("", f"CONSUMER.CREATE.{LOG}.{mine}"),
+                ask_for(name, f"CONSUMER.DURABLE.CREATE.{LOG}.{name}"),
+            ):
+                await attacker.send(*asked)
+        await attacker.settle()
+        await anyio.sleep(0.3)  # what is created is not always answered
+        assert await count(admin) - before <= MAX_READERS
+        for mine in own:
+            await attacker.ask(*ask_for(mine, f"CONSUMER.CREATE.{LOG}.{mine}"))
+        assert await count(admin) - before == MAX_READERS
+        with pytest.raises(UserError, match="as many readers by this key as it may have"):
+            async with secured.connect("monitor") as monitor:
+                await scan(monitor, SUBJECTS.log)
+        async with secured.connect("learner") as learner:
+            assert await scan(learner, SUBJECTS.log), "everybody else reads"
+        for mine in own:
+            await attacker.ask(f"fbapi.CONSUMER.DELETE.{LOG}.{mine}", b"")
+        assert await count(admin) == before
+        async with secured.connect("monitor") as monitor:
+            assert await scan(monitor, SUBJECTS.log)
