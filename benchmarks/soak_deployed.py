@@ -34,9 +34,10 @@ import anyio.lowlevel
 import structlog
 
 from benchmarks.deployed_processes import Place
-from fleetbus.auth.certificates import make_certificates
-from fleetbus.auth.folder import AuthFolder, write_folder
-from fleetbus.bus.streams import RunPlan, plan_run
+from fleetbus.auth.folder import AuthFolder
+from fleetbus.auth.renewal import renew_certificates
+from fleetbus.auth.rotation import rotate_key
+from fleetbus.bus.streams import plan_run
 from fleetbus.config.load import dump_configuration
 from fleetbus.config.settings import (
     Configuration,
@@ -80,11 +81,10 @@ def build_settings(servers: RunningServers, folder: Path) -> Configuration:
 class Deployment:
     """Servers, places, and what was seen of them."""
 
-    def __init__(self, servers: RunningServers, plan: RunPlan, folder: Path, minutes: float) -> None:
+    def __init__(self, servers: RunningServers, folder: Path, minutes: float) -> None:
         assert servers.auth is not None
         self._servers = servers
         self._auth: AuthFolder = servers.auth
-        self._plan = plan
         self._folder = folder
         self._seconds = minutes * 60
         self._subjects = Subjects(RUN)
@@ -198,18 +198,12 @@ class Deployment:
 
     async def _renew_certificates(self) -> None:
         """The bundle first, to everybody; then the servers' new certificate; then the new authority alone."""
-        made = make_certificates(["127.0.0.1"], days=1)
-        old = self._auth.authority.read_bytes()
-        replace(self._auth.authority, old + made.authority)
-        self._reload_servers()
-        await self._restart_all()
-        replace(self._auth.server_key, made.server_key)
-        replace(self._auth.server_certificate, made.server)
-        self._reload_servers()
-        await self._wait_for_step(anyio.current_time())
-        replace(self._auth.authority, made.authority)
-        self._reload_servers()
-        await self._restart_all()
+        for _ in range(3):
+            step = renew_certificates(self._auth, days=1).step
+            self._reload_servers()
+            if step != "show":
+                await self._restart_all()
+            await self._wait_for_step(anyio.current_time())
 
     async def _restart_all(self) -> None:
         self._watch.cancel()
@@ -217,14 +211,9 @@ class Deployment:
             await place.restart()
 
     async def _replace_key(self) -> None:
-        """The environment workers' key: how long the servers still take the old one, and what its holders say."""
-        key = self._auth.key(RUN, "environment")
-        old = self._folder / f"old.{RUN}.environment.nk"
-        old.write_bytes(key.read_bytes())
-        key.unlink()
-        routes = _read_routes(self._auth)
-        write_folder(self._auth, [self._plan], hosts=["127.0.0.1"], days=1, routes=routes)
-        _write_configs(self._auth, routes)
+        """The environment workers' key; its holders end, and are started again with the new one."""
+        rotate_key(self._auth, RUN, "environment")
+        _write_configs(self._auth, _read_routes(self._auth))
         workers = [self.places[name] for name in ("environment-0", "environment-1")]
         for worker in workers:
             worker.expect_end()
@@ -233,7 +222,7 @@ class Deployment:
         async with anyio.create_task_group() as tasks:
             for worker in workers:
                 tasks.start_soon(worker.wait_until_restarted)
-        self.report["seconds_until_old_key_is_refused"] = round(anyio.current_time() - began, 2)
+        self.report["seconds_until_workers_have_the_new_key"] = round(anyio.current_time() - began, 2)
 
     async def _fill_disk(self) -> None:
         store = self._servers.processes[2].store
@@ -292,14 +281,6 @@ class Deployment:
         }
 
 
-def replace(file: Path, content: bytes) -> None:
-    """Whoever reads it meanwhile reads one or the other."""
-    beside = file.with_suffix(".new")
-    beside.write_bytes(content)
-    beside.chmod(file.stat().st_mode)
-    beside.replace(file)
-
-
 @contextmanager
 def small_disk(store: Path) -> Iterator[None]:
     """A file system of its own for one server's store, where this user may mount one."""
@@ -319,7 +300,7 @@ async def soak(folder: Path, minutes: float) -> dict[str, Any]:
         async with running_servers(folder, [plan], form="cluster") as servers:
             await servers.declare(plan)
             (folder / "config.json").write_bytes(dump_configuration(build_settings(servers, folder)))
-            return await Deployment(servers, plan, folder, minutes).run()
+            return await Deployment(servers, folder, minutes).run()
 
 
 def is_sound(report: dict[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """A certificate authority for one fleet, and the server's certificate signed by it. The authority's key is never written.
 
-To get another certificate later, recreate both, or put those of an authority of their own in their place.
+`fleetbus.auth.renewal` makes another one later; those of an authority of one's own may stand in their place.
 """
 
 from __future__ import annotations
@@ -95,6 +95,18 @@ def lets_into_cluster(certificate: bytes) -> bool:
     except (ValueError, x509.ExtensionNotFound):
         return True  # one of their own authority's: theirs to know
     return ExtendedKeyUsageOID.CLIENT_AUTH in usage.value
+
+
+def read_hosts(certificate: bytes) -> list[str]:
+    """The names and addresses that a server's certificate (PEM) is for; raises `UserError`."""
+    from cryptography import x509
+
+    try:
+        extensions = x509.load_pem_x509_certificate(certificate).extensions
+        names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (ValueError, x509.ExtensionNotFound) as error:
+        raise UserError(f"the server's certificate names no hosts ({error}): renew it where it was made") from error
+    return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
 
 
 def check_host(host: str) -> None:

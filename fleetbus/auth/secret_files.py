@@ -15,9 +15,9 @@ def create_secret_file(file: Path, content: bytes, *, readable: bool = False) ->
     return True
 
 
-def replace_secret_file(file: Path, content: bytes) -> None:
+def replace_secret_file(file: Path, content: bytes, *, readable: bool = False) -> None:
     """Write a file anew; whoever reads it meanwhile reads one or the other."""
     temporary = file.with_name(file.name + ".part")
     temporary.unlink(missing_ok=True)
-    create_secret_file(temporary, content)
+    create_secret_file(temporary, content, readable=readable)
     os.replace(temporary, file)

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import anyio
 import msgspec
 
 from fleetbus.auth.access import build_access
+from fleetbus.auth.folder import AuthFolder
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import Configuration
@@ -43,6 +45,8 @@ MINIMUM_MEMORY_BYTES = 2 << 30
 MINIMUM_DISK_BYTES = 2 << 30
 SKEW_SECONDS = 1.0
 SERVER_SECONDS = 15.0
+CERTIFICATE_DAYS = 30
+"""Fewer than these are a warning."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +72,7 @@ def diagnose(configuration: Configuration, nats_http: str | None = None) -> list
         check_run_folder(folder),
         *run_async(check_bus, configuration.nats.url, configuration.run.name, configuration.nats.auth),
         *check_nats_http(nats_http, configuration.run.name),
+        *check_certificates(configuration.nats.auth),
     ]
 
 
@@ -171,6 +176,20 @@ async def check_bus(url: str, run: str, auth: str = "") -> list[Finding]:
         reason = str(error) or f"no answer within {SERVER_SECONDS:g} s"
         return [Finding(name=what, state="failed", detail=reason)]
     return [Finding(name=what, state="ok", detail="answers"), _build_clock_finding(seconds, run)]
+
+
+def check_certificates(folder: str) -> Iterator[Finding]:
+    """Until when the servers' certificates are trusted: `fleetbus auth init` lets an authority and what it signed end together.
+    Of several authorities, as while one takes the place of another, the one that ends last."""
+    file = AuthFolder(Path(folder).expanduser()).authority
+    if not folder or not file.is_file():  # the check of the server says so
+        return
+    context = ssl.create_default_context(cafile=file)
+    ends = max(ssl.cert_time_to_seconds(str(each["notAfter"])) for each in context.get_ca_certs())
+    days = (ends - time.time()) / 86400
+    state: State = "failed" if days < 0 else "warning" if days < CERTIFICATE_DAYS else "ok"
+    advice = "" if state == "ok" else ": fleetbus auth renew"
+    yield Finding(name="certificates", state=state, detail=f"{file.name} is valid for {days:.0f} more days{advice}")
 
 
 def check_nats_http(url: str | None, run: str) -> list[Finding]:

@@ -10,6 +10,7 @@ import msgspec
 from fleetbus.auth.certificates import check_host
 from fleetbus.auth.cluster_config import with_port
 from fleetbus.auth.folder import AuthFolder, WriteResult, write_folder
+from fleetbus.auth.renewal import renew_certificates
 from fleetbus.auth.rotation import KeyReplaced, revoke_key, rotate_key
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import UserError
@@ -19,7 +20,7 @@ from fleetbus_workers.cli.output import json_option
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
-@click.group("auth", subcommand_metavar="init|rotate|revoke")
+@click.group("auth", subcommand_metavar="init|rotate|revoke|renew")
 def command() -> None:
     """Manage keys, certificates and rights on the bus."""
 
@@ -90,6 +91,34 @@ def _show(written: WriteResult, as_json: bool) -> None:
     print(f"{written.folder}: {keys}; {certificates}")
     print(f"  server   nats-server -c {written.config} -js -sd FOLDER")
     print(f"  workers  --nats-auth {written.folder}, or FLEETBUS_NATS_AUTH; each needs ca.pem and the key RUN.ROLE.nk alone")
+
+
+STEPS = {
+    "trust": "servers: SIGHUP; workers and viewers: start them again, one after another; then call this again",
+    "show": "servers: SIGHUP; then call this again",
+    "forget": "workers and viewers: with their next start; the renewal is complete",
+}
+
+
+@command.command("renew", short_help="Renew the certificates of a running deployment, step by step")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), metavar="DIR")
+@click.option(
+    "--days", type=click.IntRange(1, 36_500), default=825, metavar="N", help="Validity of the certificates in days [825]"
+)
+@json_option("the step that was taken")
+def renew(folder: Path, days: int, as_json: bool) -> None:
+    """Take the next of three steps: everybody trusts a new authority beside the old one (ca.pem), the servers show its
+    certificate (server.pem, server-key.pem), the old authority goes (ca.pem).
+
+    Between them bring the files to where they are used, as is printed. `fleetbus doctor --nats-auth DIR` says when the
+    certificates end.
+    """
+    taken = renew_certificates(AuthFolder(folder), days=days)
+    if as_json:
+        print(msgspec.json.encode(taken).decode())
+        return
+    print(f"{taken.step}: bring {' and '.join(taken.changed)} of {folder} to where they are used")
+    print(f"  {STEPS[taken.step]}")
 
 
 def _user_arguments(function: Callable[..., None]) -> Callable[..., None]:
