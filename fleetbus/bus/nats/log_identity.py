@@ -49,7 +49,8 @@ class LogIdentity:
         self._short_checks = 0
 
     def doubt(self) -> None:
-        """The log may have lost entries: `check` asks for what is stored by now, however much is stored until then."""
+        """The log may have lost entries: `check` asks for what is stored by now, however much is stored until then
+        (docs/decisions/0198-what-is-known-before-a-reader-looks.md)."""
         self._doubted = self._doubted or self._get_last_stored()
 
     async def check(self, last_read: int, last_time_ns: int) -> bool:
