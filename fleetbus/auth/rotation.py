@@ -2,7 +2,8 @@
 
 The servers take the new configuration upon SIGHUP, and end the connections of the old key then. Consumers keep their names:
 what they were made from, the first key of the admin, is kept beside the keys (`AuthFolder.consumer_secret`). The names that a
-monitor reads under are made from its key and change with it (docs/decisions/0199-keys-and-certificates-replaced-while-it-runs.md).
+monitor reads under are made from its key and change with it.
+Source: docs/decisions/0199-keys-and-certificates-replaced-while-it-runs.md.
 """
 
 from __future__ import annotations
