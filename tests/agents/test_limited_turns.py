@@ -8,7 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus.config.settings import LimitSettings
+from fleetbus.config.settings import Configuration, EnvironmentSettings, LimitSettings
 from fleetbus_schemas import Action, ChatMessage, Observation, SamplingSettings, Task, VersionSpan
 from fleetbus_schemas.tokens import unpack_ids
 from fleetbus_workers.environment.adapters.agent.conversations import Conversations, cut_at_stop
@@ -121,7 +121,9 @@ async def test_an_answer_that_a_stop_ended_is_continued_live_and_after_a_takeove
 
 @pytest.mark.parametrize("weights", [None, {"verifier": 1.0}], ids=["plain", "weighed"])
 async def test_the_limits_of_a_call_reach_the_sampler(weights: dict[str, float] | None) -> None:
-    factory = build_environment_factory(f"agent:{sys.executable} {AGENT}", verifier=None)  # type: ignore[arg-type]
+    settings = Configuration(environment=EnvironmentSettings(agent_reward_url=True))
+    spec = f"agent:{sys.executable} {AGENT}"
+    factory = build_environment_factory(spec, verifier=None, configuration=settings)  # type: ignore[arg-type]
     make = factory if weights is None else ComposedRewardFactory(factory, weights, None, max_chars=1000)
     config = {"calls": 2, "reward": 1, "limits": [{"stop": [" tw"]}, {"max_tokens": 3}]}
     with anyio.fail_after(60):

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from fleetbus.audit.run import audit_run
-from fleetbus.config.settings import EnvironmentSettings, InferenceSettings, LimitSettings
+from fleetbus.config.settings import Configuration, EnvironmentSettings, InferenceSettings, LimitSettings
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.composed_reward import ComposedRewardFactory
 from fleetbus_workers.environment.specs import build_environment_factory
@@ -25,7 +25,9 @@ LONG = "x" * 3 * SMALL
 
 @pytest.mark.parametrize("weights", [None, {"verifier": 1.0}], ids=["plain", "weighed"])
 async def test_a_later_message_of_an_agent_is_not_cut(weights: dict[str, float] | None) -> None:
-    factory = build_environment_factory(f"agent:{sys.executable} {AGENT}", verifier=None)  # type: ignore[arg-type]
+    settings = Configuration(environment=EnvironmentSettings(agent_reward_url=True))
+    spec = f"agent:{sys.executable} {AGENT}"
+    factory = build_environment_factory(spec, verifier=None, configuration=settings)  # type: ignore[arg-type]
     make = factory if weights is None else ComposedRewardFactory(factory, weights, None, max_chars=1000)
     configuration = build_configuration(
         limits=LIMITS,

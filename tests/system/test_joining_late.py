@@ -98,7 +98,7 @@ async def test_a_learner_begins_where_the_surviving_lineage_stands(tmp_path: Pat
             return StepTrained(lineage=lineage, step=number, version=number, episodes=())
 
         whole = Checkpoint(lineage="l1", step=2, version=2, floor=1, settled=(), next_group=0)
-        file = write_checkpoint(tmp_path, whole, ScriptedTrainer())
+        file = write_checkpoint(tmp_path, whole, ScriptedTrainer()).path
         checkpoint = CheckpointStored(lineage="l1", step=2, version=2, file=str(file), floor=1)
         started = LineageStarted(lineage="l1", worker="w")
         await book(started, step("l1", 1), step("l1", 2), checkpoint, b"not a message", step("l1", 3))
@@ -200,7 +200,7 @@ async def test_a_checkpoint_that_cannot_be_read_is_waited_for_although_the_log_d
 async def test_a_checkpoint_is_read_outside_of_the_event_loop(tmp_path: Path) -> None:
     """Its check sums are those of all weights: many gigabytes, while the connection has to be kept."""
     checkpoint = Checkpoint(lineage="l1", step=2, version=2, floor=1, settled=(), next_group=0)
-    path = write_checkpoint(tmp_path, checkpoint, ScriptedTrainer())
+    path = write_checkpoint(tmp_path, checkpoint, ScriptedTrainer()).path
     offloaded: list[Any] = []
 
     async def offload(function: Any, *arguments: Any) -> Any:

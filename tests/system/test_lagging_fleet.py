@@ -112,7 +112,7 @@ async def test_a_result_that_is_older_than_the_floor_of_a_learner_is_trained_tho
         await fleet.all_results(2)
         floor = (await fleet.bus.log_state()).last_sequence + 1
         checkpoint = Checkpoint(lineage="l1", step=1, version=1, floor=floor, settled=(), next_group=0)
-        file = write_checkpoint(tmp_path, checkpoint, ScriptedTrainer())
+        file = write_checkpoint(tmp_path, checkpoint, ScriptedTrainer()).path
         for entry in (
             LineageStarted(lineage="l1", worker="l"),
             CheckpointStored(lineage="l1", step=1, version=1, file=str(file), floor=floor),
