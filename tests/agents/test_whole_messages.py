@@ -14,7 +14,7 @@ from fleetbus.config.settings import Configuration, EnvironmentSettings, Inferen
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.composed_reward import ComposedRewardFactory
 from fleetbus_workers.environment.specs import build_environment_factory
-from tests.agents.gateway_support import SUBJECTS, bearer, find_port, read_text, running, say, take, wait_for
+from tests.agents.gateway_support import SUBJECTS, find_port, grader, read_text, running, say, take, wait_for
 from tests.support.small_deployment import build_configuration, small_deployment
 
 AGENT = Path(__file__).with_name("scripted_agent.py")
@@ -62,7 +62,7 @@ async def test_a_gateway_that_is_killed_after_a_long_message_is_replaced(tmp_pat
         with run.start_gateway(port, *small):
             await wait_for(client)
             read_text(await say(client, session, "one", first, LONG, second, "three"))
-            ended = await client.post("/sessions/e1/reward", json={"reward": 1.0}, headers=bearer(session))
+            ended = await client.post("/sessions/e1/reward", json={"reward": 1.0}, headers=grader(session))
             assert ended.json()["outcome"] == "completed"
         result = await run.result("e1")
         assert (result.turns, result.attempts, result.segments) == (3, 2, ())

@@ -156,10 +156,11 @@ class LogTrimmer:
         except _WentBack:
             log.error("log lost entries that are archived; removing nothing", archived_up_to=self.last_entered)
             return
-        if (settled or trimmed) and anyio.current_time() >= self._tells_at:
-            self._tells_at = anyio.current_time() + TELL_SECONDS
+        if settled or trimmed:
+            is_due = anyio.current_time() >= self._tells_at
+            self._tells_at = anyio.current_time() + TELL_SECONDS if is_due else self._tells_at
             state = await self._bus.log_state()
-            log.info(
+            (log.info if is_due else log.debug)(
                 "log trimmed",
                 up_to=self.trimmed,
                 settled_up_to=self._retention.floor.sequence - 1,
