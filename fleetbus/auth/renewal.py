@@ -37,7 +37,7 @@ def renew_certificates(folder: AuthFolder, *, days: int) -> RenewalStep:
     kept = folder.path / NEXT
     following = _read_or_make(kept, certificate, days)
     if following.authority not in authority.read_bytes():
-        replace_secret_file(authority, authority.read_bytes() + following.authority, readable=True)
+        replace_secret_file(authority, authority.read_bytes().rstrip() + b"\n" + following.authority, readable=True)
         return RenewalStep(step="trust", changed=(authority.name,))
     if certificate.read_bytes() != following.server:
         replace_secret_file(key, following.server_key)

@@ -50,7 +50,7 @@ def rotate_key(folder: AuthFolder, run: str, user: str) -> KeyReplaced:
 
 
 def revoke_key(folder: AuthFolder, run: str, user: str) -> KeyReplaced:
-    """Let nobody in as this user, until `rotate_key` or ``auth init`` gives it a key again. Raises `UserError`."""
+    """Let nobody in as this user, until ``auth init`` gives it a key again. Raises `UserError`."""
     if user == "admin":
         raise UserError("a run needs its admin: fleetbus auth rotate replaces the key")
     replaced = rotate_key(folder, run, user)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleetbus_schemas import Action, ChatMessage, ToolSpec, UntrainedTurn
+from fleetbus_schemas import Action, ChatMessage, FinishReason, ToolSpec, UntrainedTurn
 from fleetbus_workers.environment.adapters.agent.conversations import Conversations
 from fleetbus_workers.environment.adapters.agent.dialects import DIALECTS
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall
@@ -40,11 +40,13 @@ def test_side_calls_are_told_by_their_shape(lines: list[Line], turns: list[int])
 LOOK = (ToolSpec(name="look"),)
 
 
-async def play(conversations: Conversations, session: AgentSession, call: AgentCall, digest: str) -> str:
+async def play(
+    conversations: Conversations, session: AgentSession, call: AgentCall, digest: str, finish_reason: FinishReason = "stop"
+) -> str:
     pending = session.enter(call, digest, repetition=False)
     async with pending.hold_request():
         assert await conversations.receive_call() is not None
-        conversations.answer(Action(episode_id="e", attempt=1, turn=0, text=digest))
+        conversations.answer(Action(episode_id="e", attempt=1, turn=0, text=digest, finish_reason=finish_reason))
         pending.delivered = True
     return (await pending.wait()).text
 
@@ -62,6 +64,20 @@ async def test_a_title_is_answered_and_not_trained_unless_that_is_wanted(trains:
     wanted = () if trains else (UntrainedTurn(turn=1, reason="side_call"),)
     assert conversations.list_untrained() == wanted
     assert conversations.describe().get("side_calls", 0) == len(wanted)
+
+
+@pytest.mark.parametrize("works_before", [False, True])
+async def test_an_agent_that_breaks_after_a_probe_does_not_break_for_the_policys_answer(works_before: bool) -> None:
+    """A check of the quota asks for one token, so that its answer is cut."""
+    session = AgentSession(key="k")
+    conversations = Conversations(session)
+    said = (ChatMessage(role="user", content="Go."),)
+    if works_before:
+        await play(conversations, session, AgentCall(messages=said, tools=LOOK), "first")
+    await play(conversations, session, AgentCall(messages=said, max_tokens=1), "probe", finish_reason="length")
+    assert conversations.find_fault() == {}
+    await play(conversations, session, AgentCall(messages=said, tools=LOOK, max_tokens=9), "cut", finish_reason="length")
+    assert conversations.find_fault()["problems"] == ["cut after 0 tokens"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from fleetbus.auth.consumer_names import MAX_READERS
 from fleetbus.auth.folder import AuthFolder
+from fleetbus.bus.nats import bus
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import UserError
 from tests.support.backends import asyncio_alone
@@ -23,12 +24,21 @@ anyio_backend = asyncio_alone
 
 MONTH_NS = 30 * 86_400 * 10**9
 ATTEMPTS = 300
+VIEWERS = 12
+LIVES = 3000
 
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[SecuredServer]:
     with secured_server(tmp_path_factory) as server:
+        server.portal.call(_publish_lives, server)
         yield server
+
+
+async def _publish_lives(server: SecuredServer) -> None:
+    async with server.connect("learner") as learner:
+        for number in range(LIVES):
+            await learner.publish(SUBJECTS.life("learner", f"l{number}"), b"x" * 1000)
 
 
 def ask_for(name: str, place: str, subject: str = "") -> tuple[str, bytes]:
@@ -45,7 +55,10 @@ async def count(admin: BareClient) -> int:
     return found
 
 
-async def test_no_names_but_its_own_make_a_consumer_and_these_are_counted(secured: SecuredServer) -> None:
+async def test_no_names_but_its_own_make_a_consumer_and_these_are_counted(
+    secured: SecuredServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bus, "NAME_SECONDS", 0.2)
     own = AuthFolder(secured.folder).access(plan_run(TRUST, lanes=LANES)).readers["monitor"]
     async with bare_client(secured, "monitor", TRUST) as attacker, bare_client(secured, "admin", TRUST) as admin:
         before = await count(admin)
@@ -77,3 +90,31 @@ async def test_no_names_but_its_own_make_a_consumer_and_these_are_counted(secure
         assert await count(admin) == before
         async with secured.connect("monitor") as monitor:
             assert await scan(monitor, SUBJECTS.log)
+
+
+async def test_many_monitors_that_begin_at_once_all_read_the_log(secured: SecuredServer) -> None:
+    """Each reads what was before by one reader per filter: together more than there are names."""
+    filters = [SUBJECTS.tasks(), SUBJECTS.episodes, SUBJECTS.train("*"), SUBJECTS.policy("*"), SUBJECTS.life("*", "*")]
+    assert VIEWERS * len(filters) > MAX_READERS
+    found: list[int] = []
+
+    async def view(number: int) -> None:
+        async with secured.connect("monitor", worker=f"monitor-{number}") as monitor:
+            found.append(len([entry async for entry in monitor.scan(filters)]))
+
+    async with anyio.create_task_group() as viewers:
+        for number in range(VIEWERS):
+            viewers.start_soon(view, number)
+    assert found == [2 + LIVES] * VIEWERS
+
+
+async def test_a_reader_waits_for_a_name_that_becomes_free(secured: SecuredServer) -> None:
+    own = AuthFolder(secured.folder).access(plan_run(TRUST, lanes=LANES)).readers["monitor"]
+    async with bare_client(secured, "monitor", TRUST) as other, secured.connect("monitor") as monitor:
+        for name in own:
+            await other.ask(*ask_for(name, f"CONSUMER.CREATE.{LOG}.{name}"))
+        async with monitor.read([SUBJECTS.episodes]) as reader, anyio.create_task_group() as tasks:
+            tasks.start_soon(reader.receive)
+            await anyio.sleep(0.7)
+            for name in own:
+                await other.ask(f"fbapi.CONSUMER.DELETE.{LOG}.{name}", b"")

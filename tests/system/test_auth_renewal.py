@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import ssl
 import time
 from pathlib import Path
 
@@ -67,6 +68,14 @@ def test_a_step_that_was_cut_off_is_taken_again(tmp_path: Path) -> None:
     keys.server_certificate.write_bytes(before)  # the key was written, the certificate was not
     assert [renew_certificates(keys, days=2).step for _ in range(2)] == ["show", "forget"]
     assert keys.server_key.stat().st_mode & 0o77 == 0 and keys.authority.stat().st_mode & 0o44 == 0o44
+
+
+def test_an_authority_of_ones_own_without_a_last_line_end_stays_readable_beside_the_next_one(tmp_path: Path) -> None:
+    keys = AuthFolder(tmp_path)
+    write_folder(keys, [PLAN], hosts=["127.0.0.1"], days=1)
+    keys.authority.write_bytes(keys.authority.read_bytes().rstrip())
+    renew_certificates(keys, days=2)
+    assert len(ssl.create_default_context(cafile=keys.authority).get_ca_certs()) == 2
 
 
 @pytest.mark.parametrize(("days", "state"), [(1, "warning"), (400, "ok")])

@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import anyio
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from fleetbus.auth.access import build_access
 from fleetbus.auth.folder import AuthFolder, write_folder
 from fleetbus.auth.rotation import NEXT, revoke_key, rotate_key
+from fleetbus.auth.secret_files import create_secret_file
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
@@ -132,6 +134,23 @@ def test_a_rotation_that_was_cut_off_at_any_point_goes_on_when_it_is_asked_for_a
         assert rotate_key(keys, RUN, "learner").new == made.new
         assert key.read_bytes() == new and made.new in config.read_text() and made.old not in config.read_text()
         assert not key.with_name(key.name + NEXT).exists()
+
+
+def test_who_is_cut_off_while_it_writes_a_secret_leaves_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty secret of the consumers would give them names that anybody can compute."""
+    keys = AuthFolder(tmp_path)
+    write_folder(keys, [PLAN], hosts=["127.0.0.1"], days=1)
+    names = keys.names(PLAN)
+
+    def cut_off(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "fdopen", cut_off)
+        create_secret_file(keys.consumer_secret(RUN), b"secret")
+    assert keys.names(PLAN) == names
+    rotate_key(keys, RUN, "admin")
+    assert keys.names(PLAN) == names
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from functools import partial
 import anyio
 import pytest
 
+from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus_schemas import Action, ChatMessage, PolicyPublished, Task
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed, Step, Verdict
@@ -115,6 +116,23 @@ async def test_an_observation_that_kills_the_engine_is_recorded_as_lost_after_it
             await fleet.request("sound")
             assert (await fleet.result("sound")).outcome == "completed"
             await fleet.check_at_rest()
+
+
+async def test_an_observation_that_kills_engines_is_bounded_too_where_the_servers_clock_is_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(MemoryBus, "now_ns", lambda bus: bus._server.now_ns() - 300 * 10**9)
+    with anyio.fail_after(2000):
+        async with small_deployment(build_configuration(limits=PATIENT)) as fleet:
+            fleet.environment("environment-0")
+            await fleet.request("bad", task=Task(key="task", prompt="bad"))
+            engines: list[Member] = []
+            while len(engines) <= fleet.configuration.environment.max_hops:
+                engines.append(fleet.inference(f"inference-{len(engines)}", sampler=BreakingSampler("bad")))
+                await engines[-1].ended.wait()
+                assert isinstance(engines[-1].failure(), ZeroDivisionError)
+            fleet.inference("sound")
+            assert (await fleet.result("bad")).error_class == "poison_observation"
 
 
 # env hangs, env raises, verifier raises, tool unknown, malformed tool call, NaN reward, 10 MB observation: the outcome table

@@ -42,7 +42,7 @@ anyio_backend = asyncio_alone
 
 @pytest.fixture
 async def reader() -> NatsReader:
-    connection: Any = SimpleNamespace(wire=Wire(), api=Api(), new_inbox=lambda: "inbox", reader_names=())
+    connection: Any = SimpleNamespace(reader_names=(), wire=Wire(), api=Api(), new_inbox=lambda: "inbox")
     return NatsReader(connection, "s", ("a.>",), 1)
 
 

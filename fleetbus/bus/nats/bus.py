@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
@@ -25,7 +26,7 @@ from fleetbus.bus.nats.objects import NatsObjectStore
 from fleetbus.bus.nats.protocol import parse_time_ns
 from fleetbus.bus.nats.publisher import Positions, Publisher
 from fleetbus.bus.nats.pull_subscription import open_subscription
-from fleetbus.bus.nats.reader import merge_entries, open_reader, scan_histories, split_filters
+from fleetbus.bus.nats.reader import NAME_SECONDS, NoNameLeft, merge_entries, open_reader, scan_histories, split_filters
 from fleetbus.bus.nats.retention_api import count_unacked, list_floors, list_subjects, purge, read_floor
 from fleetbus.bus.nats.runs import RunOnServer, list_runs, remove_run
 from fleetbus.bus.objects import ObjectStore
@@ -121,6 +122,22 @@ class NatsBus:
         end, leader = info["state"]["last_seq"], (info.get("cluster") or {}).get("leader", "")
         if end < start:
             return
+        give_up_at = anyio.current_time() + NAME_SECONDS
+        while True:
+            try:
+                async with aclosing(self._scan_once(stream, subjects, start, end, leader, info["created"])) as entries:
+                    async for entry in entries:
+                        start, give_up_at = entry.sequence + 1, anyio.current_time() + NAME_SECONDS
+                        yield entry
+                return
+            except NoNameLeft:
+                if anyio.current_time() >= give_up_at:
+                    raise
+                await anyio.sleep(secrets.SystemRandom().uniform(0.1, 1.0))  # all of them, or none: others wait for them too
+
+    async def _scan_once(
+        self, stream: str, subjects: Sequence[str], start: int, end: int, leader: str, created: str
+    ) -> AsyncGenerator[StreamEntry]:
         async with AsyncExitStack() as stack:
             opened = [
                 open_reader(
@@ -129,7 +146,8 @@ class NatsBus:
                     filters,
                     start,
                     beside=leader,
-                    identity=LogIdentity(self._connection, stream, created=info["created"]),
+                    identity=LogIdentity(self._connection, stream, created=created),
+                    name_seconds=0.0,
                 )
                 for filters in split_filters(subjects)
             ]

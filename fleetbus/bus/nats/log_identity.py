@@ -56,12 +56,21 @@ class LogIdentity:
     async def check(self, last_read: int, last_time_ns: int) -> bool:
         """True if the log has what was read last, at ``last_read`` (0: nothing), and what was stored last; False if it ends
         before, and should be asked again. Raises `LogReplaced` and what the API raises."""
+        self.doubt()
+        stored, self._doubted = self._doubted or NOTHING_STORED, None  # a doubt that comes meanwhile is another one
+        is_there = False
+        try:
+            is_there = await self._compare(stored, last_read, last_time_ns)
+        finally:
+            if not is_there:
+                self._doubted = stored
+        return is_there
+
+    async def _compare(self, stored: Stored, last_read: int, last_time_ns: int) -> bool:
         info = await self._connection.api.ask(f"STREAM.INFO.{self._stream}")
         self._created = self._created or info["created"]
         if info["created"] != self._created:
             raise LogReplaced(f"stream {self._stream} was created again at {info['created']}")
-        self.doubt()
-        stored = self._doubted or NOTHING_STORED
         if not self._is_long_enough(info["state"]["last_seq"], last_read, stored.sequence):
             return False
         if self._looks_up:
@@ -72,7 +81,6 @@ class LogIdentity:
             found = await self._look_up(stored.sequence, has_replicas)
             if found is not None and (found.subject, found.payload) != (stored.subject, stored.payload):
                 raise LogReplaced(f"entry {stored.sequence} of stream {self._stream} is not the one that was stored there")
-        self._doubted = None
         return True
 
     def _is_long_enough(self, last: int, last_read: int, last_stored: int) -> bool:

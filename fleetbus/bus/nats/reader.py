@@ -8,6 +8,7 @@ one `PullRequests` and the API. It never skips and never repeats an entry.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -39,10 +40,17 @@ MAX_PLACEMENT_TRIES = 16
 _CHECK_EVERY_SECONDS = 1.0
 _RETRY_SECONDS = 0.5
 _NO_NAME_LEFT = "has as many readers by this key as it may have: end one; those of programs that were killed end after a minute"
+NAME_SECONDS = 10.0
+"""How long one waits for a name where others have them all: most readers are there for a scan alone."""
+
 _TOO_MANY_READERS = "takes no more readers: raise max_consumers of the stream or the account, or declare fewer lanes"
 
 _NO_END = 1 << 63
 """Beyond every sequence: read until nothing is pending."""
+
+
+class NoNameLeft(UserError):
+    """Others read under all names that this user may read under."""
 
 
 class NatsReader:
@@ -57,6 +65,7 @@ class NatsReader:
         *,
         beside: str = "",
         identity: LogIdentity | None = None,
+        name_seconds: float = NAME_SECONDS,
     ) -> None:
         self._connection = connection
         self._identity = identity or LogIdentity(connection, stream)
@@ -75,6 +84,8 @@ class NatsReader:
         self._last_time_ns = 0
         self._is_first = True
         self._is_repeating = False
+        self._name_seconds = name_seconds
+        self._nameless_since = math.inf
 
     async def receive(self) -> StreamEntry:
         entry = await self._queue.take()
@@ -129,7 +140,9 @@ class NatsReader:
             elif refused.code == NO_CONSUMERS_LEFT:
                 self._queue.fail(UserError(f"stream {self._stream} {_TOO_MANY_READERS}"))
             elif refused.code in CONSUMER_EXISTS:
-                self._queue.fail(UserError(f"stream {self._stream} {_NO_NAME_LEFT}"))
+                self._nameless_since = min(self._nameless_since, anyio.current_time())
+                if anyio.current_time() - self._nameless_since >= self._name_seconds:
+                    self._queue.fail(NoNameLeft(f"stream {self._stream} {_NO_NAME_LEFT}"))
             else:
                 self._queue.fail(BusError(f"stream {self._stream} cannot be read: {refused}"))
             return False
@@ -138,6 +151,7 @@ class NatsReader:
             return False
         except RequestUnanswered:
             return False
+        self._nameless_since = math.inf
         self._consumer = name
         self._consumer_sequence = 0
         self._is_repeating = bool(self._last_read)
@@ -266,6 +280,8 @@ async def open_reader(
     - ``beside``: if possible on the server of this name. The leader of a replicated stream has all of it, and another replica
       may lag and take what is missing for the end.
     - ``identity``: what tells it, when it comes back, whether this is still the same log.
+    - ``name_seconds``: how long it waits for a name, if it has to take one of a few. Who waits for one of several readers must
+      not wait so: others may wait for those that it has.
     """
     reader = NatsReader(connection, stream, subjects, start, **options)
     scope = anyio.CancelScope()

@@ -204,8 +204,11 @@ class ObservationHandler:
     def _count_lost_tries(self, delivery: Delivery) -> int:
         """Deliveries before this one that may have ended the worker that had them: each is repeated when its lease is over, no
         sooner. Sooner comes what a worker handed back, and what never arrived while a server was restarted
-        (docs/decisions/0197-tries-that-nobody-died-of.md)."""
+        (docs/decisions/0197-tries-that-nobody-died-of.md). Where the clock of the server that stored it is ahead of ours, all
+        count: they would be subtracted otherwise."""
         age_seconds = (self._bus.now_ns() - delivery.message.time_ns) / 1e9
+        if age_seconds < -OBSERVATION_LEASE_SECONDS / 2:
+            return delivery.delivered - 1
         return min(delivery.delivered - 1, round(age_seconds / OBSERVATION_LEASE_SECONDS))
 
     async def _sample_action(self, observation: Observation, history: History) -> Action:

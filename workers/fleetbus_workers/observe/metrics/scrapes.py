@@ -77,6 +77,6 @@ def guard(application: Application, settings: GuardSettings) -> Application:
         if is_allowed_host(environment.get("HTTP_HOST", ""), settings):
             return application(environment, start)
         start("400 Bad Request", [("Content-Type", "text/plain")])
-        return [b"this host name is not allowed here\n"]
+        return [b"this host name is not allowed here: --allow-host adds it\n"]
 
     return answer

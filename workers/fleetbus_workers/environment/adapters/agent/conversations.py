@@ -18,7 +18,7 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall,
 from fleetbus_workers.environment.adapters.agent.faults import find_problems, find_repair
 from fleetbus_workers.environment.adapters.agent.paths import Attachment, Paths
 from fleetbus_workers.environment.adapters.agent.sessions import AgentEnded, AgentSession, PendingCall
-from fleetbus_workers.environment.adapters.agent.side_calls import Line, describe_line, find_side_turns
+from fleetbus_workers.environment.adapters.agent.side_calls import Line, describe_line, find_side_turns, is_probe
 from fleetbus_workers.environment.base import NO_LIMITS, TurnLimits
 
 log = structlog.get_logger(__name__)
@@ -120,11 +120,15 @@ class Conversations:
         return answer
 
     def find_fault(self) -> dict[str, object]:
-        """The evidence that an agent that breaks now does so for the policy's last answer; empty if there is none."""
+        """The evidence that an agent that breaks now does so for the policy's last answer; empty if there is none, and where
+        that was an answer beside the task, or to a probe, which is cut by what it asks for."""
         if self._last is None or not self._given[-1].delivered:
             return {}
+        turn = len(self._given) - 1
+        if any(turn in line.turns and is_probe(line) for line in self._lines.values()) or turn in self._find_side_turns():
+            return {}
         problems = [*self._problems, *find_repair(self._session.refused, self._last)]
-        return {"turn": len(self._given) - 1, "problems": problems} if problems else {}
+        return {"turn": turn, "problems": problems} if problems else {}
 
     def list_untrained(self) -> tuple[UntrainedTurn, ...]:
         """The turns whose answers no request of the agent got, as far as one can tell, and its calls beside the task."""

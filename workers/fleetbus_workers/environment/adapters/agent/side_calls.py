@@ -48,5 +48,10 @@ def find_side_turns(lines: Sequence[Line]) -> list[int]:
 def _is_side_call(line: Line, prompts: set[tuple[bytes, ...]]) -> bool:
     if line.has_tools or not line.is_fresh or len(line.turns) != 1:
         return False
+    return is_probe(line) or line.system not in prompts
+
+
+def is_probe(line: Line) -> bool:
+    """True for one question that leaves no room for an answer, as to see that the model answers at all."""
     is_small = line.max_tokens is not None and line.max_tokens <= SMALL_TOKENS
-    return is_small or line.system not in prompts
+    return is_small and not line.has_tools and line.is_fresh and len(line.turns) == 1
