@@ -14,7 +14,7 @@ from fleetbus.auth.certificates import lets_into_cluster, make_certificates
 from fleetbus.auth.cluster_config import cluster_config
 from fleetbus.auth.consumer_names import reader_names, secret_names
 from fleetbus.auth.keys import create_seed, public_key
-from fleetbus.auth.secret_files import create_secret_file, replace_secret_file
+from fleetbus.auth.secret_files import create_secret_file, lock_folder, replace_secret_file
 from fleetbus.auth.server_config import RunAccess, server_config
 from fleetbus.bus.streams import RunPlan
 from fleetbus.errors import UserError
@@ -108,14 +108,15 @@ def write_folder(
     """
     try:
         folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        users = [(plan.run, user) for plan in plans for user in ROLES]
-        new_keys = [f"{run}.{user}" for run, user in users if create_secret_file(folder.key(run, user), create_seed())]
-        certificates = _write_certificates(folder, hosts, days)
-        where = mounted_at or PurePosixPath(folder.path.absolute().as_posix())
-        if routes:
-            _write_cluster(folder, routes, where)
-        text = server_config([folder.access(plan) for plan in plans], where, cluster=bool(routes))
-        replace_secret_file(folder.server_config, text.encode())
+        with lock_folder(folder.path):
+            users = [(plan.run, user) for plan in plans for user in ROLES]
+            new_keys = [f"{run}.{user}" for run, user in users if create_secret_file(folder.key(run, user), create_seed())]
+            certificates = _write_certificates(folder, hosts, days)
+            where = mounted_at or PurePosixPath(folder.path.absolute().as_posix())
+            if routes:
+                _write_cluster(folder, routes, where)
+            text = server_config([folder.access(plan) for plan in plans], where, cluster=bool(routes))
+            replace_secret_file(folder.server_config, text.encode())
     except OSError as error:
         raise UserError(f"cannot write {error.filename or folder.path}: {error.strerror}") from error
     return WriteResult(

@@ -14,7 +14,7 @@ import msgspec
 
 from fleetbus.auth.certificates import Certificates, make_certificates, read_hosts
 from fleetbus.auth.folder import AuthFolder
-from fleetbus.auth.secret_files import create_secret_file, replace_secret_file
+from fleetbus.auth.secret_files import create_secret_file, lock_folder, replace_secret_file
 from fleetbus.errors import UserError
 
 NEXT = "certificates.next"
@@ -30,10 +30,15 @@ class RenewalStep(msgspec.Struct, frozen=True, kw_only=True):
 def renew_certificates(folder: AuthFolder, *, days: int) -> RenewalStep:
     """Take the next step. The first makes an authority and a server's certificate for the hosts of the present one, valid for
     ``days``. Raises `UserError`."""
-    authority, certificate, key = folder.authority, folder.server_certificate, folder.server_key
-    for file in (authority, certificate, key):
+    for file in (folder.authority, folder.server_certificate, folder.server_key):
         if not file.is_file():
             raise UserError(f"no {file}: fleetbus auth init writes the certificates")
+    with lock_folder(folder.path):
+        return _take_step(folder, days)
+
+
+def _take_step(folder: AuthFolder, days: int) -> RenewalStep:
+    authority, certificate, key = folder.authority, folder.server_certificate, folder.server_key
     kept = folder.path / NEXT
     following = _read_or_make(kept, certificate, days)
     if following.authority not in authority.read_bytes():

@@ -16,7 +16,7 @@ import msgspec
 from fleetbus.auth.consumer_names import reader_names
 from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.keys import create_seed, public_key
-from fleetbus.auth.secret_files import create_secret_file, replace_secret_file
+from fleetbus.auth.secret_files import create_secret_file, lock_folder, replace_secret_file
 from fleetbus.errors import UserError
 from fleetbus_schemas.channels import ROLES
 
@@ -37,6 +37,12 @@ class KeyReplaced(msgspec.Struct, frozen=True, kw_only=True):
 
 def rotate_key(folder: AuthFolder, run: str, user: str) -> KeyReplaced:
     """Give a user another key; raises `UserError` with nothing changed. Called again after a crash, it goes on."""
+    _find_key(folder, run, user)
+    with lock_folder(folder.path):
+        return _rotate(folder, run, user)
+
+
+def _rotate(folder: AuthFolder, run: str, user: str) -> KeyReplaced:
     key = _find_key(folder, run, user)
     following = key.with_name(key.name + NEXT)
     create_secret_file(following, create_seed())
@@ -53,8 +59,10 @@ def revoke_key(folder: AuthFolder, run: str, user: str) -> KeyReplaced:
     """Let nobody in as this user, until ``auth init`` gives it a key again. Raises `UserError`."""
     if user == "admin":
         raise UserError("a run needs its admin: fleetbus auth rotate replaces the key")
-    replaced = rotate_key(folder, run, user)
-    Path(replaced.key).unlink()
+    _find_key(folder, run, user)
+    with lock_folder(folder.path):
+        replaced = _rotate(folder, run, user)
+        Path(replaced.key).unlink()
     return msgspec.structs.replace(replaced, key="")
 
 

@@ -1,8 +1,40 @@
 """Files with secrets: there with their content and their rights at once, or not at all."""
 
+import fcntl
 import os
 import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from fleetbus.errors import UserError
+
+LOCK_SECONDS = 10.0
+_LOCK_PAUSE_SECONDS = 0.05
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Change a folder alone: two that change one file by what they read of it lose the change of one. Raises `UserError` if
+    another one has not ended after ten seconds; who dies leaves no lock."""
+    descriptor, give_up_at = os.open(folder, os.O_RDONLY), time.monotonic() + LOCK_SECONDS
+    try:
+        while not _try_lock(descriptor):
+            if time.monotonic() >= give_up_at:
+                raise UserError(f"another fleetbus auth changes {folder}: call this again when it has ended")
+            time.sleep(_LOCK_PAUSE_SECONDS)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def create_secret_file(file: Path, content: bytes, *, readable: bool = False) -> bool:

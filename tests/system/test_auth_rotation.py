@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -134,6 +135,15 @@ def test_a_rotation_that_was_cut_off_at_any_point_goes_on_when_it_is_asked_for_a
         assert rotate_key(keys, RUN, "learner").new == made.new
         assert key.read_bytes() == new and made.new in config.read_text() and made.old not in config.read_text()
         assert not key.with_name(key.name + NEXT).exists()
+
+
+def test_keys_that_are_replaced_at_the_same_time_are_all_in_the_configuration(tmp_path: Path) -> None:
+    keys, users = AuthFolder(tmp_path), ("learner", "recorder", "gateway")
+    write_folder(keys, [plan_run(RUN, lanes=16)], hosts=["127.0.0.1"], days=1)
+    with ThreadPoolExecutor(len(users)) as threads:
+        replaced = list(threads.map(lambda user: rotate_key(keys, RUN, user), users))
+    text = keys.server_config.read_text()
+    assert all(each.new in text and each.old not in text for each in replaced)
 
 
 def test_who_is_cut_off_while_it_writes_a_secret_leaves_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
