@@ -60,7 +60,7 @@ def test_limits_only_narrow_the_settings_of_the_episode() -> None:
     assert NO_LIMITS.apply(settings) is settings
     assert TurnLimits(max_tokens=200).apply(settings) == settings
     assert TurnLimits(max_tokens=5, stop=("x", "<done>")).apply(settings) == SamplingSettings(
-        max_tokens=5, stop=("<done>", "x")
+        max_tokens=5, stop=("<done>", "x", "<done>")
     )
 
 
@@ -83,13 +83,14 @@ def test_stops_are_read_in_every_protocol_that_has_them(path: str, field: dict[s
     assert dialect.parse(BODIES[path] | field | {"method": "generateContent"}).stop == ("END",)
 
 
-async def test_an_answer_that_a_stop_ended_is_continued_live_and_after_a_takeover() -> None:
+@pytest.mark.parametrize("own_stops", [("<done>",), ("<done>", "END")])
+async def test_an_answer_that_a_stop_ended_is_continued_live_and_after_a_takeover(own_stops: tuple[str, ...]) -> None:
     action = Action(episode_id="e", attempt=1, turn=0, text="one END")
     for is_restored in (False, True):
         session = AgentSession(key="k")
         conversations = Conversations(session)
         if is_restored:
-            sampling = SamplingSettings(stop=("<done>", "END"))
+            sampling = TurnLimits(stop=("END",)).apply(SamplingSettings(stop=own_stops))
             observed = Observation(
                 episode_id="e",
                 attempt=1,
@@ -101,7 +102,7 @@ async def test_an_answer_that_a_stop_ended_is_continued_live_and_after_a_takeove
                 deadline_ns=1,
                 sampling=sampling,
             )
-            conversations.restore_call(observed, own_stops=("<done>",))
+            conversations.restore_call(observed, own_stops=own_stops)
         else:
             pending = session.enter(AgentCall(messages=SAID, stop=("END",)), "d", repetition=False)
             async with pending.hold_request():

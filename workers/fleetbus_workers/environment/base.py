@@ -158,11 +158,11 @@ class TurnLimits(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
 
     def apply(self, sampling: SamplingSettings) -> SamplingSettings:
-        """The settings of the episode within these limits."""
+        """The settings of the episode within these limits; its own stops are the first, and may come again."""
         if self == NO_LIMITS:
             return sampling
         tokens = sampling.max_tokens if self.max_tokens is None else min(sampling.max_tokens, self.max_tokens)
-        return msgspec.structs.replace(sampling, max_tokens=tokens, stop=tuple(dict.fromkeys((*sampling.stop, *self.stop))))
+        return msgspec.structs.replace(sampling, max_tokens=tokens, stop=(*sampling.stop, *dict.fromkeys(self.stop)))
 
 
 NO_LIMITS = TurnLimits()

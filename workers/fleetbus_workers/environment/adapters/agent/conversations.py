@@ -77,7 +77,7 @@ class Conversations:
 
     def restore_call(self, observed: Observation, *, own_stops: Sequence[str] = ()) -> Attachment:
         """The same for a call of which only the log is left: it is where its observation says. ``own_stops`` are the episode's:
-        the others are the call's."""
+        those after them are the call's (`TurnLimits.apply`)."""
         begins = observed.origin is not None or not self._tools
         attached = Attachment(
             segment=observed.segment,
@@ -86,7 +86,7 @@ class Conversations:
             reason=observed.origin.reason if observed.origin is not None else None,
         )
         self._pending = None
-        self.turn_limits = TurnLimits(stop=tuple(stop for stop in observed.sampling.stop if stop not in own_stops))
+        self.turn_limits = TurnLimits(stop=observed.sampling.stop[len(own_stops) :])
         self._paths.restore(attached, tools=self._tools.get(observed.segment, observed.tools))
         self._enter(attached, None)
         return attached
