@@ -27,8 +27,6 @@ from fleetbus_workers.run_access.server_address import generate_worker_name
 from fleetbus_workers.up.lock import is_held
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from fleetbus.bus.base import CallBus
     from fleetbus.bus.nats.bus import NatsBus
     from fleetbus.bus.nats.runs import RunOnServer
