@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 import time
@@ -35,6 +34,7 @@ import structlog
 from benchmarks.chaos_faults import MEAN_SECONDS, Fault, plan_faults, plan_kills
 from benchmarks.chaos_processes import ChaosDeployment
 from benchmarks.chaos_recovery import Entry, Heard, Recovery, compute_percentiles
+from benchmarks.until_signal import run_until_signal
 from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
@@ -345,22 +345,6 @@ async def run_chaos(plan: Plan) -> dict[str, Any]:
                 return await Chaos(bus, fleet, plan, settings).run()
 
 
-async def run_until_signal(plan: Plan) -> dict[str, Any]:
-    """As `run_chaos`; a signal ends everything."""
-    report: dict[str, Any] = {}
-    async with anyio.create_task_group() as tasks:
-
-        async def obey() -> None:
-            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-                async for _ in signals:
-                    tasks.cancel_scope.cancel()
-
-        tasks.start_soon(obey)
-        report = await run_chaos(plan)
-        tasks.cancel_scope.cancel()
-    return report
-
-
 def parse_arguments() -> Plan:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
@@ -389,7 +373,7 @@ def is_sound(report: dict[str, Any]) -> bool:
 if __name__ == "__main__":
     options = parse_arguments()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
-    outcome = anyio.run(run_until_signal, options, backend_options={"use_uvloop": True})
+    outcome = anyio.run(run_until_signal, partial(run_chaos, options), backend_options={"use_uvloop": True})
     if not outcome:
         sys.exit(130)
     print(json.dumps(outcome, indent=None if options.json else 2))

@@ -18,12 +18,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ import anyio.lowlevel
 import structlog
 
 from benchmarks.deployed_processes import Place
+from benchmarks.until_signal import run_until_signal
 from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.renewal import renew_certificates
 from fleetbus.auth.rotation import rotate_key
@@ -295,8 +296,9 @@ def small_disk(store: Path) -> Iterator[None]:
 
 
 async def soak(folder: Path, minutes: float) -> dict[str, Any]:
+    """The report, within its time and some more."""
     plan = plan_run(RUN, lanes=LANES, max_bytes=1 << 28, replicas=3)
-    with small_disk(folder / "nats2"):
+    with small_disk(folder / "nats2"), anyio.fail_after(minutes * 60 + 20 * STEP_SECONDS):
         async with running_servers(folder, [plan], form="cluster") as servers:
             await servers.declare(plan)
             (folder / "config.json").write_bytes(dump_configuration(build_settings(servers, folder)))
@@ -308,23 +310,6 @@ def is_sound(report: dict[str, Any]) -> bool:
     return not (report["deaths"] or report["violations"] or report["audit_exit"] or stood)
 
 
-async def run_until_signal(folder: Path, minutes: float) -> dict[str, Any]:
-    """As `soak`, within its time and some more; a signal ends everything."""
-    report: dict[str, Any] = {}
-    async with anyio.create_task_group() as tasks:
-
-        async def obey() -> None:
-            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-                async for _ in signals:
-                    tasks.cancel_scope.cancel()
-
-        tasks.start_soon(obey)
-        with anyio.fail_after(minutes * 60 + 20 * STEP_SECONDS):
-            report = await soak(folder, minutes)
-        tasks.cancel_scope.cancel()
-    return report
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=120.0)
@@ -333,9 +318,8 @@ def main() -> int:
     options = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as temporary:
-        report = anyio.run(
-            run_until_signal, options.folder or Path(temporary), options.minutes, backend_options={"use_uvloop": True}
-        )
+        work = partial(soak, options.folder or Path(temporary), options.minutes)
+        report = anyio.run(run_until_signal, work, backend_options={"use_uvloop": True})
     if not report:
         return 130
     print(json.dumps(report, indent=None if options.json else 2))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import anyio
 import pytest
 
-from fleetbus.config.settings import Configuration, EnvironmentSettings, LimitSettings
+from fleetbus.config.settings import LimitSettings
 from fleetbus_schemas import Action, ChatMessage, Observation, SamplingSettings, Task, VersionSpan
 from fleetbus_schemas.tokens import unpack_ids
 from fleetbus_workers.environment.adapters.agent.conversations import Conversations, cut_at_stop
@@ -16,15 +13,13 @@ from fleetbus_workers.environment.adapters.agent.dialects import DIALECTS, messa
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall
 from fleetbus_workers.environment.adapters.agent.sessions import AgentSession
 from fleetbus_workers.environment.base import NO_LIMITS, TurnLimits
-from fleetbus_workers.environment.composed_reward import ComposedRewardFactory
-from fleetbus_workers.environment.specs import build_environment_factory
 from fleetbus_workers.inference.base import Generation
 from fleetbus_workers.inference.canned import CannedSampler, CannedTemplate
 from fleetbus_workers.inference.stops import end_at_stop
 from tests.agents.endpoint_support import BODIES, CHAT, GEMINI, MESSAGES
+from tests.agents.scripted_factory import build_scripted_agents
 from tests.support.small_deployment import build_configuration, small_deployment
 
-AGENT = Path(__file__).with_name("scripted_agent.py")
 LIMITS = LimitSettings(open=30, reset=30, step=30, action=30, verify=30, close=30, episode=50, grace=10, drain=10)
 SAID = (ChatMessage(role="user", content="Go."),)
 
@@ -122,10 +117,7 @@ async def test_an_answer_that_a_stop_ended_is_continued_live_and_after_a_takeove
 
 @pytest.mark.parametrize("weights", [None, {"verifier": 1.0}], ids=["plain", "weighed"])
 async def test_the_limits_of_a_call_reach_the_sampler(weights: dict[str, float] | None) -> None:
-    settings = Configuration(environment=EnvironmentSettings(agent_reward_url=True))
-    spec = f"agent:{sys.executable} {AGENT}"
-    factory = build_environment_factory(spec, verifier=None, configuration=settings)  # type: ignore[arg-type]
-    make = factory if weights is None else ComposedRewardFactory(factory, weights, None, max_chars=1000)
+    make = build_scripted_agents(weights)
     config = {"calls": 2, "reward": 1, "limits": [{"stop": [" tw"]}, {"max_tokens": 3}]}
     with anyio.fail_after(60):
         async with make.run(), small_deployment(build_configuration(limits=LIMITS)) as fleet:

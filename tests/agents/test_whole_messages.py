@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import anyio
@@ -10,14 +9,12 @@ import httpx
 import pytest
 
 from fleetbus.audit.run import audit_run
-from fleetbus.config.settings import Configuration, EnvironmentSettings, InferenceSettings, LimitSettings
+from fleetbus.config.settings import EnvironmentSettings, InferenceSettings, LimitSettings
 from fleetbus_schemas import Task
-from fleetbus_workers.environment.composed_reward import ComposedRewardFactory
-from fleetbus_workers.environment.specs import build_environment_factory
 from tests.agents.gateway_support import SUBJECTS, find_port, grader, read_text, running, say, take, wait_for
+from tests.agents.scripted_factory import build_scripted_agents
 from tests.support.small_deployment import build_configuration, small_deployment
 
-AGENT = Path(__file__).with_name("scripted_agent.py")
 LIMITS = LimitSettings(open=30, reset=30, step=30, action=30, verify=30, close=30, episode=50, grace=10, drain=10)
 SMALL = 1024
 LONG = "x" * 3 * SMALL
@@ -25,10 +22,7 @@ LONG = "x" * 3 * SMALL
 
 @pytest.mark.parametrize("weights", [None, {"verifier": 1.0}], ids=["plain", "weighed"])
 async def test_a_later_message_of_an_agent_is_not_cut(weights: dict[str, float] | None) -> None:
-    settings = Configuration(environment=EnvironmentSettings(agent_reward_url=True))
-    spec = f"agent:{sys.executable} {AGENT}"
-    factory = build_environment_factory(spec, verifier=None, configuration=settings)  # type: ignore[arg-type]
-    make = factory if weights is None else ComposedRewardFactory(factory, weights, None, max_chars=1000)
+    make = build_scripted_agents(weights)
     configuration = build_configuration(
         limits=LIMITS,
         environment=EnvironmentSettings(slots=8, observation_bytes=SMALL),

@@ -74,9 +74,7 @@ async def test_who_reads_a_log_whose_tail_was_lost_meanwhile_is_told(
                         await entries.receive()
                         if number == 11:
                             await copy_store(server.pid, store, copy)
-                    await server.kill()
-                    shutil.rmtree(store)
-                    copy.rename(store)
+                    await lose(server, store, copy)
                     await server.restart()
                     async with connect(server.url, run=RUN) as quick:
                         for number, kind in enumerate(stored):
@@ -104,9 +102,7 @@ async def test_who_stored_what_was_lost_is_told_although_nothing_is_lost_that_it
                 await copy_store(server.pid, store, copy)
                 for number in range(20):
                     await bus.publish(SUBJECTS.life("learner", f"n{number}"), b"x")
-                await server.kill()
-                shutil.rmtree(store)
-                copy.rename(store)
+                await lose(server, store, copy)
                 if when == "when it stores the next one":
                     monkeypatch.setattr(log_identity.LogIdentity, "check", always_the_same)
                 await server.restart()
@@ -138,9 +134,7 @@ async def test_who_has_stored_beyond_its_lost_entry_before_it_looks_is_told_all_
                 await entries.receive()
                 await copy_store(server.pid, store, copy)
                 await bus.publish(SUBJECTS.policy("default"), b"version 1")
-                await server.kill()
-                shutil.rmtree(store)
-                copy.rename(store)
+                await lose(server, store, copy)
                 monkeypatch.setattr(log_identity.LogIdentity, "check", check_later)
                 await server.restart()
                 async with connect(server.url, run=RUN) as other:
@@ -160,6 +154,13 @@ async def copy_store(pid: int, store: Path, copy: Path) -> None:
     os.kill(pid, signal.SIGSTOP)
     await anyio.to_thread.run_sync(shutil.copytree, store, copy)
     os.kill(pid, signal.SIGCONT)
+
+
+async def lose(server: Any, store: Path, copy: Path) -> None:
+    """End the server, and leave of its store what was there when it was copied."""
+    await server.kill()
+    shutil.rmtree(store)
+    copy.rename(store)  # noqa: ASYNC240
 
 
 async def test_who_reads_a_log_that_was_trimmed_behind_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
