@@ -20,6 +20,7 @@ from fleetbus_schemas import (
     StepTrained,
     TrainingFinished,
     WorkerFailed,
+    WorkerRole,
     WorkerStarted,
     WorkerStopped,
 )
@@ -60,7 +61,7 @@ class ProgressGuard:
         self._first_seen: dict[int, float] = {}
         self._problems: list[str] = []
         self._said_problems: set[str] = set()
-        self._workers: dict[str, _HeardWorker] = {}
+        self._workers: dict[tuple[WorkerRole, str], _HeardWorker] = {}
         self._ungraded = 0
         self._has_graded = False
         self._progressed_at = now
@@ -85,26 +86,30 @@ class ProgressGuard:
             case TrainingFinished():
                 self._is_finished = True
         if isinstance(message, (WorkerStopped, WorkerFailed)):
-            self._workers.pop(message.worker, None)
+            self._workers.pop((message.role, message.worker), None)
 
     def record_heartbeat(self, beat: Heartbeat, now: float) -> None:
-        """Take in a heartbeat: actions that were sampled are progress, a learner that has its batch, and one that is paused."""
-        seen = self._workers.setdefault(beat.worker, _HeardWorker(heard_at=now))
+        """Take in a heartbeat: actions that were sampled are progress, a learner that has its batch, and one that is paused.
+
+        Each role says its own: a gateway samples no actions, pauses nothing and keeps no learner from its work.
+        """
+        seen = self._workers.setdefault((beat.role, beat.worker), _HeardWorker(heard_at=now))
         seen.heard_at, seen.problem, seen.is_silence_said = now, beat.problem, False
         seen.episodes = beat.in_flight if beat.role == "environment" else 0
-        actions = beat.counters.get("actions", 0.0)
-        if actions > seen.actions or beat.paused or self._is_training(beat):
+        actions = beat.counters.get("actions", 0.0) if beat.role == "inference" else 0.0
+        is_paused = beat.paused and beat.role == "learner"
+        if actions > seen.actions or is_paused or self._is_training(beat):
             self._progressed_at = now
-        if beat.paused != seen.paused:
-            seen.paused = beat.paused
-            self._problems.append("admission is paused by request" if beat.paused else "admission is resumed")
+        if is_paused != seen.paused:
+            seen.paused = is_paused
+            self._problems.append("admission is paused by request" if is_paused else "admission is resumed")
         seen.actions = max(actions, seen.actions)
         if beat.problem:
             self._add_problem(f"{beat.worker}: {beat.problem}")
 
     def take_lines(self, now: float) -> list[str]:
         """Take the lines that are to be printed now and have not been."""
-        for name, worker in self._workers.items():
+        for (_, name), worker in self._workers.items():
             if now - worker.heard_at > SILENT_SECONDS and not worker.is_silence_said:
                 worker.is_silence_said = True
                 self._problems.append(f"{name}: no heartbeat for {SILENT_SECONDS:g} s: it is blocked, suspended or dead")
@@ -170,7 +175,7 @@ class ProgressGuard:
 
     def _is_training(self, beat: Heartbeat) -> bool:
         """A learner that has a batch of groups while nothing is played trains, publishes or stores a checkpoint."""
-        is_idle = not any(worker.episodes or worker.problem for worker in self._workers.values())
+        is_idle = not any(seen.episodes or seen.problem for (role, _), seen in self._workers.items() if role != "gateway")
         return beat.role == "learner" and beat.in_flight >= beat.slots > 0 and is_idle
 
     def _add_problem(self, line: str) -> None:
@@ -179,8 +184,8 @@ class ProgressGuard:
             self._problems.append(line)
 
     def _describe_cause(self) -> str:
-        problems = [f"{name}: {worker.problem}" for name, worker in sorted(self._workers.items()) if worker.problem]
-        silent = [f"{name} is silent" for name, worker in sorted(self._workers.items()) if worker.is_silence_said]
+        problems = [f"{name}: {worker.problem}" for (_, name), worker in sorted(self._workers.items()) if worker.problem]
+        silent = [f"{name} is silent" for (_, name), worker in sorted(self._workers.items()) if worker.is_silence_said]
         failures = [kind.reason for kind in self._failures.kinds[-1:]]
         causes = [*failures, *problems, *silent] if self._ungraded else [*problems, *silent, *failures]
         return "; ".join(causes) or "no episode ended and no action was sampled; `fleetbus top` says where it waits"

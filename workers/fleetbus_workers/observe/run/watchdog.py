@@ -289,7 +289,7 @@ def _stages(state: RunState, alive: set[str]) -> Counter[str]:
     """Number of episodes in each stage now, as the heartbeats of environment workers count beginnings and ends."""
     found: Counter[str] = Counter()
     for beat in state.worker_registry.list_heartbeats():
-        if beat.worker in alive:
+        if beat.role == "environment" and beat.worker in alive:
             for name, count in beat.counters.items():
                 if name.startswith("begun_"):
                     stage = name.removeprefix("begun_")

@@ -61,15 +61,18 @@ def merge_heartbeat(last: Heartbeat | None, beat: Heartbeat) -> Heartbeat:
 
 
 class WorkerRegistry:
-    """Times are monotonic seconds of the caller. Life entries of long ago count only where a heartbeat follows them."""
+    """Times are monotonic seconds of the caller. Life entries of long ago count only where a heartbeat follows them.
+
+    Workers are told apart by role and name: who may speak for one role says nothing of another one's workers.
+    """
 
     def __init__(self) -> None:
-        self._records: dict[str, _WorkerRecord] = {}
+        self._records: dict[tuple[WorkerRole, str], _WorkerRecord] = {}
 
     def record_heartbeat(self, beat: Heartbeat, now: float) -> None:
-        seen = self._records.get(beat.worker)
+        seen = self._records.get((beat.role, beat.worker))
         if seen is None or seen.ended:
-            seen = self._records[beat.worker] = _WorkerRecord(role=beat.role, at=now)
+            seen = self._records[beat.role, beat.worker] = _WorkerRecord(role=beat.role, at=now)
         seen.beat = merge_heartbeat(seen.beat, beat)
         seen.at, seen.draining = now, seen.beat.draining
 
@@ -81,9 +84,9 @@ class WorkerRegistry:
         ):
             return
         at = now - max(age_seconds, 0.0)
-        seen = self._records.get(message.worker)
+        seen = self._records.get((message.role, message.worker))
         if seen is None or isinstance(message, WorkerStarted):
-            seen = self._records[message.worker] = _WorkerRecord(role=message.role, at=at)
+            seen = self._records[message.role, message.worker] = _WorkerRecord(role=message.role, at=at)
         seen.at = max(seen.at, at)
         match message:
             case WorkerDraining():
@@ -95,21 +98,21 @@ class WorkerRegistry:
 
     def take_over(self, other: WorkerRegistry) -> None:
         """Take in what another registry of the same workers knows: of each worker the newer of both records."""
-        for name, seen in other._records.items():
-            known = self._records.get(name)
+        for key, seen in other._records.items():
+            known = self._records.get(key)
             if known is None or seen.at > known.at:
-                self._records[name] = seen
+                self._records[key] = seen
             elif known.beat is None:
                 known.beat = seen.beat
 
     def list_heartbeats(self) -> list[Heartbeat]:
-        """The newest heartbeat of every worker that has not ended, by name."""
+        """The newest heartbeat of every worker that has not ended, by role and name."""
         return [seen.beat for _, seen in sorted(self._records.items()) if seen.beat is not None and not seen.ended]
 
     @property
     def is_paused(self) -> bool:
         """True if the learner was asked to request no new groups."""
-        return any(beat.paused for beat in self.list_heartbeats())
+        return any(beat.paused and beat.role == "learner" for beat in self.list_heartbeats())
 
     def list_live(self, now: float) -> list[Heartbeat]:
         """The newest heartbeat of every worker that is neither silent nor at its end, by role and name."""
@@ -118,8 +121,8 @@ class WorkerRegistry:
 
     def rows(self, now: float) -> list[WorkerRow]:
         """The workers of now and of late, by role and name; the others are forgotten."""
-        self._records = {name: seen for name, seen in self._records.items() if now - seen.at <= RETENTION_SECONDS}
-        rows = [_build_row(name, seen, now) for name, seen in self._records.items()]
+        self._records = {key: seen for key, seen in self._records.items() if now - seen.at <= RETENTION_SECONDS}
+        rows = [_build_row(name, seen, now) for (_, name), seen in self._records.items()]
         return sorted(rows, key=lambda row: (row.role, row.worker))
 
 

@@ -1,0 +1,88 @@
+"""A gateway's key beats under the names of other roles' workers, and says what only they may: nobody takes it for theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import anyio
+import pytest
+
+from fleetbus.config.settings import LimitSettings
+from fleetbus.delivery.heartbeats import SILENT_AFTER_SECONDS, follow_heartbeats
+from fleetbus_schemas import Heartbeat, WorkerFailed, WorkerStarted, WorkerStopped, encode
+from fleetbus_workers.observe.run.worker_registry import WorkerRegistry
+from fleetbus_workers.up.progress_guard import SILENT_SECONDS, ProgressGuard
+from tests.support.backends import asyncio_alone
+from tests.support.bare_client import bare_client
+from tests.support.secured_server import SUBJECTS, TRUST, SecuredServer, secured_server
+
+pytestmark = pytest.mark.timeout(60)
+
+anyio_backend = asyncio_alone
+
+LEARNER = Heartbeat(role="learner", worker="learner-1", slots=2, in_flight=2)
+FORGED = Heartbeat(
+    role="gateway",
+    worker="learner-1",
+    paused=True,
+    draining=True,
+    problem="forged",
+    counters={"actions": 1e9, "begun_reset": 7},
+)
+LIMITS = LimitSettings(no_progress=60.0)
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[SecuredServer]:
+    with secured_server(tmp_path_factory) as server:
+        yield server
+
+
+async def test_what_a_gateways_key_beats_is_a_gateways_and_pauses_no_learner(secured: SecuredServer) -> None:
+    registry, guard, heard = WorkerRegistry(), ProgressGuard(LIMITS, 0.0), anyio.Event()
+
+    def record(beat: Heartbeat) -> None:
+        registry.record_heartbeat(beat, 0.0)
+        guard.record_heartbeat(beat, 50.0)
+        heard.set()
+
+    registry.record_heartbeat(LEARNER, 0.0)
+    with anyio.fail_after(30):
+        async with secured.connect("monitor") as monitor, bare_client(secured, "gateway", TRUST) as attacker:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(follow_heartbeats, monitor, SUBJECTS.heartbeats, record)
+                while not heard.is_set():
+                    await attacker.send(SUBJECTS.heartbeat("gateway", "learner-1"), encode(FORGED))
+                    await attacker.settle()
+                tasks.cancel_scope.cancel()
+    rows = {row.role: row for row in registry.rows(1.0)}
+    assert (rows["learner"].state, rows["learner"].slots, rows["gateway"].state) == ("working", 2, "draining")
+    assert not registry.is_paused
+    assert {row.role: row.state for row in registry.rows(SILENT_AFTER_SECONDS + 1)} == {
+        "learner": "silent",
+        "gateway": "stopped",
+    }
+    assert guard.find_stall(61.0) is not None, "nothing progressed but what was forged"
+    assert "admission is paused by request" not in guard.take_lines(51.0)
+
+
+def test_a_life_entry_ends_no_worker_of_another_role() -> None:
+    registry, guard = WorkerRegistry(), ProgressGuard(LIMITS, 0.0)
+    for told in (registry, guard):
+        told.record_heartbeat(LEARNER, 0.0)
+    for ended in (
+        WorkerStopped(role="environment", worker="learner-1"),
+        WorkerFailed(role="environment", worker="learner-1", error_class="x", error="x"),
+        WorkerStarted(role="environment", worker="learner-1", slots=0, lane="", host="", pid=1),
+    ):
+        registry.record_life_event(ended, 0.0, 0.5)
+        guard.apply(ended, 0.5)
+    assert [row.state for row in registry.rows(1.0) if row.role == "learner"] == ["working"]
+    assert [line for line in guard.take_lines(SILENT_SECONDS + 1) if line.startswith("learner-1: no heartbeat")]
+
+
+def test_a_gateways_problem_does_not_end_a_run_whose_learner_trains() -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    guard.record_heartbeat(Heartbeat(role="gateway", worker="g0", problem="forged"), 0.0)
+    guard.record_heartbeat(LEARNER, 59.0)
+    assert guard.find_stall(100.0) is None
