@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from fleetbus.bus.streams import RunPlan
+from fleetbus.bus.streams import READER, RunPlan
 
 DIGEST_BYTES = 15
 """24 letters and digits behind the name."""
@@ -28,7 +28,7 @@ MAX_READERS = 32
 
 def reader_names(run: str, seed: bytes) -> tuple[str, ...]:
     """The names of the consumers that a monitor reads by; ``seed`` is its own."""
-    return tuple(_secret_name(run, f"read_{number}", seed) for number in range(MAX_READERS))
+    return tuple(_secret_name(run, f"{READER}{number}", seed) for number in range(MAX_READERS))
 
 
 def secret_names(plan: RunPlan, seed: bytes) -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from fleetbus_schemas import ANY_LANE, Subjects
-from fleetbus_schemas.channels import BY_NAME
+from fleetbus_schemas.channels import BY_NAME, CHANNELS
 
 TASK_LEASE_SECONDS = 10.0
 """``ack_wait`` of requests: a dead environment worker's episodes are elsewhere after this."""
@@ -91,6 +91,18 @@ def observations_consumer(policy: str, lane: str) -> str:
 def actions_consumer(lane: str) -> str:
     """The durable consumer of the Actions on one environment worker's lane."""
     return BY_NAME["actions"].consumer.format(lane=lane)
+
+
+READER = "read_"
+"""Begins the names of the consumers that a log is read by."""
+
+_WORK = [[channel.consumer.partition("_")[0]] for channel in CHANNELS if channel.consumer]
+
+
+def takes_work(name: str, subject: str) -> bool:
+    """True if a consumer of this name and filter may be one that work is taken from. A monitor's rights list names that begin
+    as a reader's, and a gateway's a filter that is not of work, so neither's are."""
+    return not name.startswith(READER) and subject.split(".")[2:3] in _WORK
 
 
 def environment_lanes(count: int) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from fleetbus.bus.nats.log_identity import LogIdentity, LogReplaced
 from fleetbus.bus.nats.protocol import check_subject, parse_ack_subject, publish_command
 from fleetbus.bus.nats.pull_requests import PullRequests
 from fleetbus.bus.nats.receive_queue import ReceiveQueue
+from fleetbus.bus.streams import READER
 from fleetbus.errors import BusError, LogLost, RequestUnanswered, UserError
 
 log = logging.getLogger(__name__)
@@ -179,7 +180,7 @@ class NatsReader:
             except ApiRefused as refused:
                 if refused.code not in CONSUMER_EXISTS or name == names[-1]:
                     raise
-        name = f"read_{secrets.token_hex(8)}"
+        name = f"{READER}{secrets.token_hex(8)}"
         return name, await self._ask_for_consumer(name)
 
     async def _ask_for_consumer(self, name: str) -> dict[str, Any]:

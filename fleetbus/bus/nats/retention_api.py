@@ -10,10 +10,12 @@ from typing import Any
 from fleetbus.bus.base import ConsumerFloor
 from fleetbus.bus.nats.api import ApiRefused, JetStreamApi
 from fleetbus.bus.nats.protocol import check_subject
+from fleetbus.bus.streams import takes_work
 
 
 async def list_floors(api: JetStreamApi, stream: str) -> list[ConsumerFloor]:
-    """All consumers that ack, by name; the server lists them in pages. Readers ack nothing and are left out."""
+    """All consumers that work is taken from, by name; the server lists them in pages. Readers are left out, and whatever else
+    has been made: who may read may make a consumer that never acks, and trimming would wait for it for ever."""
     found: dict[str, dict[str, Any]] = {}
     seen = 0
     while True:
@@ -23,8 +25,11 @@ async def list_floors(api: JetStreamApi, stream: str) -> list[ConsumerFloor]:
         seen += len(page)
         if not page or seen >= answer["total"]:
             break
-    durable = [info for _, info in sorted(found.items()) if info["config"].get("ack_policy", "none") != "none"]
-    return [_build_floor(info["name"], info) for info in durable]
+    return [_build_floor(name, info) for name, info in sorted(found.items()) if _is_of_work(name, info["config"])]
+
+
+def _is_of_work(name: str, config: dict[str, Any]) -> bool:
+    return config.get("ack_policy", "none") != "none" and takes_work(name, config.get("filter_subject", ""))
 
 
 async def read_floor(api: JetStreamApi, stream: str, consumer: str) -> ConsumerFloor:
