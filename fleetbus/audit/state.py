@@ -28,6 +28,9 @@ from fleetbus.files import replace_file
 _MAGIC = b"fleetbus audit state\n"
 _DIGEST_BYTES = 32
 
+BOOKS = 2
+"""To be raised with what the books hold: older ones lack it, and would be taken for books of a log without it."""
+
 
 class LogPosition(msgspec.Struct, frozen=True, kw_only=True):
     """The identity of one entry; no two have the same, in any log."""
@@ -73,7 +76,7 @@ def read_audit_state(file: Path, run: str) -> tuple[Audit, LogPosition] | None:
         raise UserError(f"{file} is damaged: {again}")
     try:
         version = msgspec.msgpack.decode(body, type=_Version).version
-        if version != (version_here := find_version("fleetbus")):
+        if version != (version_here := _name_version()):
             raise UserError(f"{file} was written by fleetbus {version}, and this is {version_here}: {again}")
         state = msgspec.msgpack.decode(body, type=AuditState)
         if state.run != run:
@@ -86,12 +89,16 @@ def read_audit_state(file: Path, run: str) -> tuple[Audit, LogPosition] | None:
 
 def write_audit_state(file: Path, run: str, audit: Audit, position: LogPosition) -> None:
     """Replace the state in ``file``, a link to it stays one. Raises `UserError`, and then the file is as it was."""
-    state = AuditState(version=find_version("fleetbus"), run=run, position=position, books=audit.encode())
+    state = AuditState(version=_name_version(), run=run, position=position, books=audit.encode())
     body = msgspec.msgpack.encode(state)
     try:
         replace_file(file.resolve(), _MAGIC + hashlib.sha256(body).digest() + body)
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}") from error
+
+
+def _name_version() -> str:
+    return f"{find_version('fleetbus')} (books {BOOKS})"
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import anyio
 import anyio.lowlevel
 
 from fleetbus.bus.base import Delivery, StreamEntry
+from fleetbus.bus.doubts import add_doubts
 from fleetbus.bus.memory_connection import MemoryConnection
 from fleetbus.bus.memory_consumer import MemoryConsumer
 from fleetbus.bus.memory_faults import Faults
@@ -176,7 +177,7 @@ class MemoryReader:
         self._next = max(start, 1)
         self._start = self._next
         self._last: StreamEntry | None = None
-        self._doubted: StreamEntry | None = None
+        self._doubted: list[StreamEntry] = []
         self._link = link
         self._wake = anyio.Event()
 
@@ -189,7 +190,7 @@ class MemoryReader:
                 self._require_kept(is_truncated=self._is_truncated)
             self._require_kept(is_truncated=False)
             if self._link.up:
-                self._doubted = None
+                self._doubted = []
                 if (entry := self._advance()) is not None:
                     self._last = entry
                     return entry
@@ -198,11 +199,12 @@ class MemoryReader:
 
     def _doubt(self) -> None:
         """Expect what is stored by now to be there, however much this client stores before it can look."""
-        self._doubted = self._doubted or self._get_last_stored()
+        if (stored := self._get_last_stored()) is not None:
+            self._doubted = add_doubts(self._doubted, [stored])
 
     @property
     def _is_truncated(self) -> bool:
-        known = max((entry.sequence for entry in (self._last, self._doubted) if entry is not None), default=0)
+        known = max((entry.sequence for entry in (self._last, *self._doubted) if entry is not None), default=0)
         return self._link.up and self._stream.last_sequence < known
 
     def _require_kept(self, *, is_truncated: bool) -> None:
@@ -210,7 +212,8 @@ class MemoryReader:
         before it."""
         if not self._link.up:
             return
-        for entry, done in ((self._link.lost, "stored"), (self._doubted, "stored"), (self._last, "read")):
+        stored = [(entry, "stored") for entry in (self._link.lost, *self._doubted)]
+        for entry, done in (*stored, (self._last, "read")):
             if entry is None:
                 continue
             found = self._stream.get(entry.sequence)

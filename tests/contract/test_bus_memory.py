@@ -350,3 +350,19 @@ async def test_a_reader_of_a_connection_whose_own_entry_was_lost_is_told_althoug
         await bus.publish(SUBJECTS.life("learner", "l"), b"what it stores next hides nothing")
         with anyio.fail_after(30), pytest.raises(BusError, match="entry 2 of the log was stored before, and is not there"):
             await reading.receive()
+
+
+async def test_a_reader_is_told_of_what_was_stored_and_lost_between_two_losses_although_nobody_looked_between_them() -> None:
+    server = ready(MemoryServer())
+    async with server.connect("r") as bus, bus.read([SUBJECTS.episodes]) as reading, server.connect("r") as other:
+        await bus.publish(SUBJECTS.policy("default"), b"version 1")
+        server.kill()
+        server.restart()
+        files = server.copy_files()
+        await bus.publish(SUBJECTS.policy("default"), b"version 2")
+        server.kill()
+        server.put_back(files)
+        server.restart()
+        await other.publish(SUBJECTS.episode("new"), b"x")
+        with anyio.fail_after(30), pytest.raises(BusError, match="entry 2 of the log was stored before, and is not there"):
+            await reading.receive()

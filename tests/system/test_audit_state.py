@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -190,6 +191,7 @@ def test_a_state_whose_last_entry_was_trimmed_asks_for_the_archive(
         ("flipped", "is damaged: remove it"),
         ("no state", "is not the state of an audit"),
         ("newer", "was written by fleetbus 99.0, and this is"),
+        ("older books", f"was written by fleetbus {version('fleetbus')}, and this is"),
         ("other run", "is of run other: give another --state"),
         ("other fields", "cannot be read"),
         ("no position", "cannot be read"),
@@ -206,6 +208,7 @@ def test_a_file_that_is_no_whole_state_of_this_run_is_refused(
     state = msgspec.msgpack.decode(content[len(audit_state._MAGIC) + 32 :], type=audit_state.AuditState)
     changes: dict[str, dict[str, Any]] = {
         "newer": {"version": "99.0"},
+        "older books": {"version": version("fleetbus")},
         "other run": {"run": "other"},
         "no position": {"position": msgspec.structs.replace(state.position, sequence=-1)},
         "other fields": {"books": msgspec.msgpack.encode({"_counts": 1})},

@@ -79,3 +79,22 @@ async def test_no_number_of_gaps_leaves_a_reader_without_credits(reader: NatsRea
         reader._drop_consumer()
         await attach(reader)
     assert reader._pull_requests.asked == credits
+
+
+async def test_a_consumer_that_was_given_up_in_silence_is_deleted_again_when_the_server_answers(
+    reader: NatsReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server, which heard nothing, keeps it for a minute: a key that counts its readers has no name left for that long."""
+    deleted: list[str] = []
+    await attach(reader)
+    monkeypatch.setattr(reader, "_delete", deleted.append)
+    monkeypatch.setattr(reader._pull_requests, "is_silent", lambda: True)
+    lost = reader._consumer
+    reader._drop_consumer()
+    assert await reader._attach()
+    assert deleted == [lost, lost]
+    monkeypatch.setattr(reader._pull_requests, "is_silent", lambda: False)
+    heard = reader._consumer
+    reader._drop_consumer()
+    assert await reader._attach()
+    assert deleted == [lost, lost, heard]

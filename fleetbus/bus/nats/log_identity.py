@@ -7,11 +7,12 @@ before they go on. Above it are readers; below it the API and direct gets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import anyio
 
 from fleetbus.bus.base import StreamEntry
+from fleetbus.bus.doubts import add_doubts
 from fleetbus.bus.nats.connection import Connection
 from fleetbus.bus.nats.direct import get_entry
 from fleetbus.bus.nats.publisher import NOTHING_STORED, Stored
@@ -45,42 +46,43 @@ class LogIdentity:
         self._created = created
         self._looks_up = looks_up
         self._get_last_stored = get_last_stored
-        self._doubted: Stored | None = None
+        self._doubted: list[Stored] = []
         self._short_checks = 0
 
     def doubt(self) -> None:
         """The log may have lost entries: `check` asks for what is stored by now, however much is stored until then
         (docs/decisions/0198-what-is-known-before-a-reader-looks.md)."""
-        self._doubted = self._doubted or self._get_last_stored()
+        self._doubted = add_doubts(self._doubted, [self._get_last_stored()])
 
     async def check(self, last_read: int, last_time_ns: int) -> bool:
         """True if the log has what was read last, at ``last_read`` (0: nothing), and what was stored last; False if it ends
         before, and should be asked again. Raises `LogReplaced` and what the API raises."""
         self.doubt()
-        stored, self._doubted = self._doubted or NOTHING_STORED, None  # a doubt that comes meanwhile is another one
+        stored, self._doubted = self._doubted, []  # a doubt that comes meanwhile is another one
         is_there = False
         try:
             is_there = await self._compare(stored, last_read, last_time_ns)
         finally:
             if not is_there:
-                self._doubted = stored
+                self._doubted = add_doubts(stored, self._doubted)
         return is_there
 
-    async def _compare(self, stored: Stored, last_read: int, last_time_ns: int) -> bool:
+    async def _compare(self, doubted: Sequence[Stored], last_read: int, last_time_ns: int) -> bool:
         info = await self._connection.api.ask(f"STREAM.INFO.{self._stream}")
         self._created = self._created or info["created"]
         if info["created"] != self._created:
             raise LogReplaced(f"stream {self._stream} was created again at {info['created']}")
-        if not self._is_long_enough(info["state"]["last_seq"], last_read, stored.sequence):
+        if not self._is_long_enough(info["state"]["last_seq"], last_read, max(stored.sequence for stored in doubted)):
             return False
         if self._looks_up:
             has_replicas = bool((info.get("cluster") or {}).get("replicas"))
             found = await self._look_up(last_read, has_replicas)
             if found is not None and found.time_ns != last_time_ns:
                 raise LogReplaced(f"entry {last_read} of stream {self._stream} is not the one that was read before")
-            found = await self._look_up(stored.sequence, has_replicas)
-            if found is not None and (found.subject, found.payload) != (stored.subject, stored.payload):
-                raise LogReplaced(f"entry {stored.sequence} of stream {self._stream} is not the one that was stored there")
+            for stored in doubted:
+                found = await self._look_up(stored.sequence, has_replicas)
+                if found is not None and (found.subject, found.payload) != (stored.subject, stored.payload):
+                    raise LogReplaced(f"entry {stored.sequence} of stream {self._stream} is not the one that was stored there")
         return True
 
     def _is_long_enough(self, last: int, last_read: int, last_stored: int) -> bool:

@@ -75,6 +75,8 @@ class NatsReader:
         self._subjects = [check_subject(subject) for subject in subjects]
         self._next = max(start, 1)
         self._consumer = ""
+        self._left_behind = ""
+        """A consumer that nothing was heard of any more: that it is deleted was said to nobody, and it keeps its name."""
         self._consumer_sequence = 0
         self._pull_requests = PullRequests(connection, self._on_message, self._on_trouble, acks=False)
         self._pull_requests.add(WINDOW_CREDITS)
@@ -163,6 +165,9 @@ class NatsReader:
     async def _create_consumer(self) -> tuple[str, dict[str, Any]]:
         """A consumer and what the server says of it. A server chooses where it lives: what is not where it should be is made
         anew."""
+        if self._left_behind:
+            self._delete(self._left_behind)
+            self._left_behind = ""
         for left in reversed(range(MAX_PLACEMENT_TRIES)):
             name, answer = await self._create_under_free_name()
             cluster = answer.get("cluster")  # none where one server is all there is
@@ -261,8 +266,10 @@ class NatsReader:
         self.interrupt()
 
     def _drop_consumer(self) -> None:
+        is_silent = self._pull_requests.is_silent()
         self._pull_requests.detach()
         if self._consumer:
+            self._left_behind = self._consumer if is_silent else ""
             self._delete(self._consumer)
             self._consumer = ""
 

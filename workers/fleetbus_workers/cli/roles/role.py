@@ -20,7 +20,7 @@ import click
 
 from fleetbus.config.profile import TABLES, describe_profile
 from fleetbus.config.settings import Configuration
-from fleetbus.errors import BusClosed, LogLost, TakenOver, find_leaf, is_bad_input
+from fleetbus.errors import BusClosed, BusError, LogLost, TakenOver, find_leaf, is_bad_input, iterate_leaves
 from fleetbus_workers.assembly.work import Work, import_work, serve_role
 from fleetbus_workers.cli.options import load_settings, validate_name
 from fleetbus_workers.command.event_loop import run_async
@@ -81,7 +81,7 @@ def run_role(
                 "stopped: the log lost entries; start again to go on from what is left", reason=str(lost)
             )
             return CRASHED
-        if closed := find_leaf(error, BusClosed):
+        if (closed := find_leaf(error, BusClosed)) and all(isinstance(leaf, BusError) for leaf in iterate_leaves(error)):
             structlog.get_logger().error("stopped: the connection is closed for good", reason=str(closed))
             return CRASHED
         structlog.get_logger().exception("crashed")
