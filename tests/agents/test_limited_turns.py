@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import anyio
 import pytest
 
@@ -48,6 +50,30 @@ def test_a_generation_ends_with_the_token_that_completes_a_stop(text: str, stops
     assert ended.logprobs == whole.logprobs[: len(ended.ids)]
     assert sum(span.stop - span.start for span in ended.versions) == len(ended.ids)
     assert ended.finish_reason == ("length" if not any(stop in text for stop in stops) else "stop")
+
+
+@pytest.mark.parametrize("place", [0, 1, 100, 16_000, 32_700])
+def test_a_stop_in_a_long_answer_is_found_without_decoding_it_again_and_again(place: int) -> None:
+    whole = generate("a" * place + "END" + "é" * ((32_765 - place) // 2))
+    decoded: list[int] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        decoded.append(len(ids))
+        return bytes(ids).decode(errors="replace")
+
+    assert len(end_at_stop(whole, ["END"], decode).ids) == place + 3
+    assert sum(decoded) <= 4.1 * len(whole.ids)
+
+
+def test_a_stop_is_found_too_where_the_text_depends_on_what_is_far_before() -> None:
+    """As with fallbacks to bytes: where one byte of a run makes no character, none of the run does."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids)) if ids[:1] == [ord("a")] else "?" * len(ids)
+
+    for stops, kept in ((["END"], 503), (["?"], 1000)):
+        text = "a" * 500 + "END" + "b" * (1000 - 503 - 1) + "?"
+        assert len(end_at_stop(generate(text), stops, decode).ids) == kept
 
 
 def test_limits_only_narrow_the_settings_of_the_episode() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fleetbus_schemas import ChatMessage
+from fleetbus_workers.inference import merged_roles
 from fleetbus_workers.inference.chat_template import ChatTemplate
 from fleetbus_workers.inference.merged_roles import join_contents, list_merges
 from tests.support.template_folders import write_template_folder
@@ -38,6 +39,27 @@ def describe(messages: list[dict[str, str]]) -> str:
 )
 def test_each_merge_changes_a_little_more_and_loses_nothing(said: str, merges: list[str]) -> None:
     assert [describe(merged) for merged in list_merges(build(said))] == merges
+
+
+def test_many_neighbours_are_joined_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one by one: each time all that was joined so far would be copied."""
+    joined: list[int] = []
+
+    def count(*messages: merged_roles.Message) -> merged_roles.Message:
+        joined.append(len(messages))
+        return join_contents(*messages)
+
+    monkeypatch.setattr(merged_roles, "join_contents", count)
+    (merged,) = list_merges(build("s1 " + "u2 " * 1000))
+    assert [len(message["content"]) for message in merged] == [1, 1000 + 999 * 2]
+    assert 1000 in joined and len(joined) <= 10
+
+
+def test_contents_of_texts_and_parts_are_joined_in_order() -> None:
+    contents: list[object] = ["a", "b", [{"type": "image"}], "c", [{"type": "text", "text": "d"}]]
+    joined = join_contents(*({"role": "user", "content": content} for content in contents))
+    texts = [part.get("text", "image") for part in joined["content"]]
+    assert texts == ["a\n\nb\n\n", "image", "\n\n", "c", "\n\n", "d"]
 
 
 def test_parts_stay_parts() -> None:

@@ -6,6 +6,7 @@ template that refused a conversation as it is gets it merged. See docs/decisions
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby, takewhile
 from typing import Any
 
 Message = dict[str, Any]
@@ -26,11 +27,9 @@ def list_merges(messages: Sequence[Message]) -> Iterator[list[Message]]:
 def _join_neighbours(messages: Sequence[Message]) -> list[Message]:
     """Neighbouring system messages as one, and the user's."""
     joined: list[Message] = []
-    for message in messages:
-        if joined and message["role"] in JOINED and message["role"] == joined[-1]["role"]:
-            joined[-1] = join_contents(joined[-1], message)
-        else:
-            joined.append(message)
+    for role, group in groupby(messages, key=lambda message: message["role"]):
+        neighbours = list(group)
+        joined += [join_contents(*neighbours)] if role in JOINED else neighbours
     return joined
 
 
@@ -51,13 +50,19 @@ def _append_to_results(messages: Sequence[Message]) -> list[Message]:
     return appended
 
 
-def join_contents(first: Message, second: Message) -> Message:
-    """The first message with the content of the second at its end; parts, where images are shown, stay parts."""
-    one, other = first["content"], second["content"]
-    if isinstance(one, str) and isinstance(other, str):
-        return first | {"content": f"{one}{BETWEEN}{other}"}
-    parts = [_make_part(f"{one}{BETWEEN}")] if isinstance(one, str) else [*one, _make_part(BETWEEN)]
-    return first | {"content": [*parts, *([_make_part(other)] if isinstance(other, str) else other)]}
+def join_contents(first: Message, *others: Message) -> Message:
+    """The first message with the contents of the others at its end; parts, where images are shown, stay parts."""
+    if not others:
+        return first
+    contents = [message["content"] for message in (first, *others)]
+    texts = list(takewhile(lambda content: isinstance(content, str), contents))
+    text, rest = BETWEEN.join(texts), contents[len(texts) :]
+    if not rest:
+        return first | {"content": text}
+    parts = [_make_part(f"{text}{BETWEEN}"), *rest[0]] if texts else [*rest[0]]
+    for content in rest[1:]:
+        parts += [_make_part(BETWEEN), *([_make_part(content)] if isinstance(content, str) else content)]
+    return first | {"content": parts}
 
 
 def _make_part(text: str) -> dict[str, Any]:

@@ -135,14 +135,14 @@ class AgentHost:
             labels = Labels(run="", episode=secrets.token_hex(8), owner=build_process_owner(), expires=NEVER)
             return await start_as_this_user(self._command, folder, {**selected, **variables}, self.limits, labels)
         inside = {name: value for name, value in selected.items() if name not in NOT_PASSED and not name.startswith("XDG_")}
+        visible, hidden = await anyio.to_thread.run_sync(self._list_files)  # a folder of a project's may hold very many
         user, forwarder = allocate_user(), allocate_user()
         if os.geteuid() == 0:
             give_tree(folder, user)
-        visible = list_visible(self._command, self._files)
         confinement = Confinement(
             isolation=self._isolation,
             visible=(*visible, self._root / SOCKET),
-            hidden=tuple(list_hidden(visible, (*self._secret_files, self._root))),
+            hidden=tuple(hidden),
             socket=str(self._root / SOCKET),
             port=self.endpoint.port,
             users=(user, forwarder),
@@ -150,6 +150,11 @@ class AgentHost:
         return await start_in_sandbox(
             self._command, folder, {**inside, "HOME": str(folder), **variables}, self.limits, confinement
         )
+
+    def _list_files(self) -> tuple[list[Path], list[Path]]:
+        """The files that an agent sees, and those of them that are hidden all the same."""
+        visible = list_visible(self._command, self._files)
+        return visible, list_hidden(visible, (*self._secret_files, self._root))
 
 
 def find_agent_isolation(policy: IsolationPolicy) -> Isolation | None:

@@ -5,7 +5,8 @@ Names of fields are taken in both forms of JSON that Google's servers take, ``sy
 
 import json
 import re
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fleetbus_schemas import ChatMessage, ToolCall, ToolSpec
@@ -46,6 +47,30 @@ FORBIDDEN_OPTIONS = (
     Forbidden("responseModalities", ([], ["TEXT"]), "only text is supported"),
 )
 FORBIDDEN_MODE = (Forbidden("mode", ("AUTO", "NONE", "MODE_UNSPECIFIED"), CHANGES_SAMPLING),)
+
+
+class _Unanswered:
+    """The calls so far that have no result, found without looking through them: conversations are long."""
+
+    def __init__(self) -> None:
+        self._found_by: defaultdict[tuple[str, str], deque[list[str]]] = defaultdict(deque)
+        """By id and by name the ids of calls, in their order; each call's own list is empty once it is answered."""
+
+    def add(self, calls: Iterable[ToolCall]) -> None:
+        """Add calls that came after those before."""
+        for call in calls:
+            left = [call.id]
+            self._found_by["id", call.id].append(left)
+            self._found_by["name", call.name].append(left)
+
+    def take(self, name: str, call_id: str) -> str:
+        """The id of the first call with this id, or without one of this ``name``, which is answered now; ``call_id`` if there
+        is none."""
+        found = self._found_by["id", call_id] if call_id else self._found_by["name", name]
+        while found:
+            if left := found.popleft():
+                return left.pop()
+        return call_id
 
 
 def parse(body: dict[str, object]) -> AgentCall:
@@ -89,7 +114,7 @@ def _parse_system(body: dict[str, Any]) -> Iterator[ChatMessage]:
 
 def _parse_contents(body: dict[str, Any]) -> Iterator[ChatMessage]:
     contents = body.get("contents")
-    unanswered: list[ToolCall] = []
+    unanswered = _Unanswered()
     for content in [contents] if isinstance(contents, dict) else read_list(contents, "contents"):
         role = ROLES.get(str(content.get("role") or "user"))
         if role is None:
@@ -103,7 +128,7 @@ def _list_parts(parts: object) -> list[dict[str, Any]]:
     return [part for part in listed if part.get("thought") is not True]
 
 
-def _parse_content(role: str, parts: list[dict[str, Any]], unanswered: list[ToolCall]) -> Iterator[ChatMessage]:
+def _parse_content(role: str, parts: list[dict[str, Any]], unanswered: _Unanswered) -> Iterator[ChatMessage]:
     """Results of tools are messages of their own, before what the user says beside them."""
     texts: list[str] = []
     calls: list[ToolCall] = []
@@ -117,7 +142,7 @@ def _parse_content(role: str, parts: list[dict[str, Any]], unanswered: list[Tool
             calls.append(ToolCall(name=name, arguments=arguments, id=call_id, arguments_text=text))
         elif set(part) != {"thoughtSignature"}:
             texts.append(_read_text(part))
-    unanswered += calls
+    unanswered.add(calls)
     if texts or calls:
         text = ("" if role == "assistant" else "\n").join(texts)  # an answer's text comes in pieces
         yield ChatMessage(role=role, content=text, tool_calls=tuple(calls))  # type: ignore[arg-type]
@@ -129,13 +154,10 @@ def _read_text(part: dict[str, Any]) -> str:
     return str(part["text"])
 
 
-def _parse_result(result: dict[str, Any], unanswered: list[ToolCall]) -> ChatMessage:
+def _parse_result(result: dict[str, Any], unanswered: _Unanswered) -> ChatMessage:
     """The result of a tool; without an id it is that of the first call of its name that has none."""
     name, call_id = str(result.get("name") or ""), str(result.get("id") or "")
-    answered = next((call for call in unanswered if (call.id == call_id if call_id else call.name == name)), None)
-    if answered is not None:
-        unanswered.remove(answered)
-        call_id = answered.id
+    call_id = unanswered.take(name, call_id)
     said = result.get("response")
     (only,) = said.values() if isinstance(said, dict) and set(said) in OUTPUTS else (None,)
     content = only if isinstance(only, str) else json.dumps(said, ensure_ascii=False)
