@@ -24,6 +24,7 @@ COPY pyproject.toml README.md LICENSE /src/
 COPY schemas /src/schemas
 COPY fleetbus /src/fleetbus
 COPY workers /src/workers
+COPY recipes /src/recipes
 RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel /src
 
 FROM base AS server

@@ -3,8 +3,8 @@
     just all-groups                 # all of them: hours, most of them for installing what a group needs
     just all-groups trl sinks api   # some; the rows of the others stay as they are, with the commit that they ran at
 
-Each group is a recipe of the justfile with a time limit. What a machine lacks is named instead of run. Exits with 1 if a test
-failed or a group did not finish.
+Each group is a recipe of the justfile with a time limit; what it prints is in build/groups/GROUP.log. What a machine lacks is
+named instead of run. Exits with 1 if a test failed or a group did not finish.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs/test_groups.md"
+OUTPUTS = ROOT / "build/groups"
 HEAD = """# Opt-in groups of tests
 
 Written by `just all-groups [GROUP ...]`. These need what the tests of every change do without: packages of others, a Docker
@@ -106,17 +107,21 @@ def run_group(name: str, group: Group) -> Row:
         return Row(name, Counter(), f"not possible here: {missing}", 0.0, commit)
     just = shutil.which("just", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") or "just"
     started = time.monotonic()
-    with subprocess.Popen(
-        [just, *group.recipe.split()],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    ) as running:  # fmt: skip
+    OUTPUTS.mkdir(parents=True, exist_ok=True)
+    file = OUTPUTS / f"{name}.log"
+    with (
+        file.open("w") as log,
+        subprocess.Popen(
+            [just, *group.recipe.split()], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        ) as running,
+    ):
         try:
-            output, _ = running.communicate(timeout=group.minutes * 60)
-            result = judge(output, running.returncode)
+            status = running.wait(timeout=group.minutes * 60)
         except subprocess.TimeoutExpired:
             os.killpg(running.pid, signal.SIGKILL)
-            output, _ = running.communicate()
-            result = f"not finished in {group.minutes} minutes"
+            status = None
+    output = file.read_text(errors="replace")
+    result = f"not finished in {group.minutes} minutes" if status is None else judge(output, status)
     print(output[-4000:], flush=True)
     return Row(name, count(output), result, time.monotonic() - started, commit)
 

@@ -79,8 +79,9 @@ def left_behind() -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline"]) if MARK in (process.info["cmdline"] or ())[-1:]]
 
 
-def find_folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
+def find_folders(worker: int) -> list[Path]:
+    """Those of one process: tests that run beside this one have theirs in the same place."""
+    return list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*_{worker}_*"))
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +150,6 @@ anyio.run(main)
 async def test_a_successor_finds_nothing_left_of_a_killed_worker(isolation: str, request: pytest.FixtureRequest) -> None:
     if isolation == "required":
         request.getfixturevalue("isolated")
-    before = find_folders()
     async with await anyio.open_process([sys.executable, "-c", WORKER, MARK, isolation], stderr=None) as worker:
         await wait_for_output(worker.stdout, b"ready")
         left = len(left_behind())
@@ -157,9 +157,9 @@ async def test_a_successor_finds_nothing_left_of_a_killed_worker(isolation: str,
     assert left == 2
     if isolation == "required":
         await until(lambda: not left_behind())
-    assert find_folders() - before
+    assert find_folders(worker.pid)
     await anyio.to_thread.run_sync(sweep)
-    assert not find_folders() - before
+    assert not find_folders(worker.pid)
     await until(lambda: len(left_behind()) == (0 if isolation == "required" else 1))
 
 

@@ -25,6 +25,7 @@ from tests.support.vllm_engine import (
     generate_all,
     move_weights,
     open_sampler,
+    until_sampled,
 )
 from tests.support.vllm_engine import publish as write_version
 
@@ -133,7 +134,7 @@ async def test_new_weights_answer_as_a_torch_engine_with_them_also_for_prompts_t
 
 
 async def test_a_swap_in_mid_generation_drops_nothing_and_gives_a_span_by_version(sampler: Any, publish: Any) -> None:
-    old, policy = sampler.version, publish(sampler.version + 1, seed=12)
+    old, policy, before = sampler.version, publish(sampler.version + 1, seed=12), sampler.stats["sampled_tokens"]
     request = GenerationRequest(
         cache_key="long", ids=[9, 8, 7], sampling=SamplingSettings(), stop_ids=frozenset(), max_tokens=480, seed=1
     )
@@ -145,7 +146,7 @@ async def test_a_swap_in_mid_generation_drops_nothing_and_gives_a_span_by_versio
     with anyio.fail_after(LIMIT_SECONDS):
         async with anyio.create_task_group() as group:
             group.start_soon(generate)
-            await anyio.sleep(0.1)
+            await until_sampled(sampler, before)
             await sampler.load(policy)
     [generation] = found
     assert len(generation.ids) == len(generation.logprobs) == 480
@@ -163,9 +164,10 @@ async def run_turns_across_swap(sampler: Any, reference: Any, policy: PolicyPubl
     async def play() -> None:
         found.extend(await generate_all(sampler, requests * 4))
 
+    before = sampler.stats["sampled_tokens"]
     async with anyio.create_task_group() as group:
         group.start_soon(play)
-        await anyio.sleep(0.05)
+        await until_sampled(sampler, before)
         await sampler.load(policy)
     expected = await generate_all(await reference(policy), requests)
     whole = [(ours, expected[index % 12]) for index, ours in enumerate(found) if len(ours.versions) == 1]
@@ -277,7 +279,7 @@ async def test_what_cannot_be_answered_is_refused_or_ends_at_its_length(sampler:
 
 async def test_requests_outlive_the_engine_that_is_killed_under_them(sampler: Any) -> None:
     expected = (await sampler.generate(build_request(7, temperature=0.0, tokens=200))).ids
-    version, restarts = sampler.version, sampler.stats["engine_restarts"]
+    version, restarts, before = sampler.version, sampler.stats["engine_restarts"], sampler.stats["sampled_tokens"]
     found: list[Any] = []
 
     async def generate() -> None:
@@ -286,7 +288,7 @@ async def test_requests_outlive_the_engine_that_is_killed_under_them(sampler: An
     with anyio.fail_after(LIMIT_SECONDS):
         async with anyio.create_task_group() as group:
             group.start_soon(generate)
-            await anyio.sleep(0.05)
+            await until_sampled(sampler, before)
             for child in psutil.Process().children(recursive=True):
                 if "resource_tracker" not in " ".join(child.cmdline()):
                     os.kill(child.pid, signal.SIGKILL)

@@ -22,6 +22,8 @@ from fleetbus_schemas import ChatMessage, PolicyPublished
 from fleetbus_workers.inference.base import GenerationRequest
 from fleetbus_workers.inference.chat_template import ChatTemplate
 from fleetbus_workers.inference.openai import OpenAISampler
+from fleetbus_workers.inference.openai.dialects import StreamChunk
+from fleetbus_workers.inference.openai.partial_generation import PartialGeneration
 from fleetbus_workers.inference.weight_folders import WeightFolders
 from tests.support import vllm_engine
 from tests.support.openai_sampling import until
@@ -79,7 +81,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 async def test_a_real_server_answers_as_the_torch_engine_before_and_after_a_swap_and_in_the_middle_of_one(
-    url: str, served: WeightFolders, tmp_path: Path
+    url: str, served: WeightFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fleetbus_workers.inference.torch import TorchSampler
 
@@ -103,7 +105,8 @@ async def test_a_real_server_answers_as_the_torch_engine_before_and_after_a_swap
                     await torch_sampler.load(policy)
                 for seed in range(3):
                     await compare_samplers(sampler, torch_sampler, build_request(seed, temperature=0.0), version)
-            [old, new] = (await swap_mid_generation(sampler, publish(tmp_path, 3, move_weights(3)))).versions
+            policy = publish(tmp_path, 3, move_weights(3))
+            [old, new] = (await swap_mid_generation(sampler, policy, monkeypatch)).versions
             assert (old.version, new.version, new.stop) == (2, 3, 300)
             await until(lambda: sampler.engine_load.running is not None)
             load = sampler.engine_load
@@ -117,15 +120,23 @@ async def compare_samplers(sampler: Any, torch_sampler: Any, request: Generation
     assert [span.version for span in ours.versions] == [version]
 
 
-async def swap_mid_generation(sampler: Any, policy: PolicyPublished) -> Any:
+async def swap_mid_generation(sampler: Any, policy: PolicyPublished, monkeypatch: pytest.MonkeyPatch) -> Any:
     found: list[Any] = []
+    begun, append = anyio.Event(), PartialGeneration.append_chunk
+
+    def append_and_tell(answer: PartialGeneration, piece: StreamChunk, version: int) -> None:
+        append(answer, piece, version)
+        if answer.ids:
+            begun.set()
+
+    monkeypatch.setattr(PartialGeneration, "append_chunk", append_and_tell)
 
     async def generate() -> None:
         found.append(await sampler.generate(build_request(9, tokens=300, stops=frozenset())))
 
     async with anyio.create_task_group() as group:
         group.start_soon(generate)
-        await anyio.sleep(0.3)
+        await begun.wait()
         await sampler.load(policy)
     assert sampler.stats["interruptions"] == 1
     return found[0]

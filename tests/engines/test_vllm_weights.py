@@ -12,15 +12,27 @@ import anyio
 import msgspec
 import pytest
 
+from fleetbus.config.settings import Configuration, InferenceSettings, RunSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import PolicyPublished
+from fleetbus_workers.assembly.engines import launch_engine
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.vllm.engine import EngineSettings, start_engine
 from fleetbus_workers.inference.vllm.load_recorder import LoadRecorder
 from fleetbus_workers.weights.adapters import DOWN, PREFIX, UP, read_version
 from fleetbus_workers.weights.file import WeightsRejected
 from tests.support import vllm_engine
-from tests.support.vllm_engine import CLOSE, MARKS, STARTER, generate_all, move_weights, open_sampler, publish
+from tests.support.vllm_engine import (
+    CLOSE,
+    LENGTH,
+    MARKS,
+    STARTER,
+    generate_all,
+    move_weights,
+    open_sampler,
+    publish,
+    until_sampled,
+)
 
 pytestmark = MARKS
 
@@ -72,26 +84,28 @@ def measure_difference(model: Any, request: GenerationRequest, generation: Gener
     return max(abs(float(values[offset + place, token]) - known) for place, (token, known) in pairs if place >= start)
 
 
-async def generate_across(
-    sampler: Any, requests: list[GenerationRequest], swap: Callable[[], Any], seconds: float = 0.15
-) -> list[Generation]:
+async def generate_across(sampler: Any, requests: list[GenerationRequest], swap: Callable[[], Any]) -> list[Generation]:
     """Turns that run while ``swap`` loads a version."""
     found: list[Generation] = []
+    before = sampler.stats["sampled_tokens"]
 
     async def generate() -> None:
         found.extend(await generate_all(sampler, requests))
 
     async with anyio.create_task_group() as group:
         group.start_soon(generate)
-        await anyio.sleep(seconds)
+        await until_sampled(sampler, before)
         await swap()
     return found
 
 
 @pytest.fixture(scope="module")
 async def plain(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
-    options = {"max_num_batched_tokens": 2048, "seed": 7, "max_logprobs": 3}
-    async with open_sampler(STARTER, tmp_path_factory.mktemp("served"), options=options) as sampler:
+    """Opened as an inference worker opens it."""
+    options = '{"max_num_batched_tokens": 2048, "seed": 7, "max_logprobs": 3}'
+    settings = InferenceSettings(engine="vllm", max_num_seqs=16, max_model_len=LENGTH, kv_cache_mib=64, vllm=options)
+    run = RunSettings(folder=str(tmp_path_factory.mktemp("runs")), model=str(STARTER))
+    async with launch_engine(Configuration(run=run, inference=settings), "inference-1") as (sampler, _), sampler.run():
         yield sampler
 
 

@@ -43,6 +43,13 @@ async def open_sampler(
         yield sampler
 
 
+async def until_sampled(sampler: Any, before: float) -> None:
+    """Wait for a token beyond the ``before`` that `VllmSampler.stats` counted: vLLM tells of no token but in its figures."""
+    with anyio.fail_after(LIMIT_SECONDS):
+        while sampler.stats["sampled_tokens"] <= before:  # noqa: ASYNC110
+            await anyio.sleep(0.005)
+
+
 def move_weights(seed: int, spread: float = 0.02) -> dict[str, Any]:
     """The starter policy's, moved by noise."""
     import torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,18 @@ def test_images_are_targets_of_the_dockerfile(compose: dict[str, Any], targets: 
     images = {container["image"].removeprefix("fleetbus/") for pod in pods() for container in pod["containers"]}
     assert composed | images <= targets
     assert all(service["image"] == f"fleetbus/{service['build']['target']}" for service in compose["services"].values())
+
+
+def test_all_that_the_wheel_is_built_of_is_copied_into_the_image_that_builds_it() -> None:
+    content = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = content["tool"]["hatch"]["build"]["targets"]["wheel"]
+    parts = {path.split("/")[0] for path in (*wheel["packages"], *wheel["force-include"])}
+    needed = {"pyproject.toml", content["project"]["readme"], *content["project"]["license-files"], *parts}
+    (stage,) = re.findall(r"^FROM base AS source$(.*?)^FROM", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE | re.DOTALL)
+    copied = {name for names in re.findall(r"^COPY (.*) /src/", stage, flags=re.MULTILINE) for name in names.split()}
+    let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert needed - copied == set()
+    assert needed - let_in == set()
 
 
 def test_the_variables_are_settings(compose: dict[str, Any]) -> None:

@@ -32,6 +32,13 @@ def test_a_machine_that_lacks_something_runs_nothing() -> None:
     assert (row.result, row.seconds) == ("not possible here: no Docker engine runs", 0.0)
 
 
+def test_all_that_a_group_prints_is_kept_also_when_no_test_ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(groups, "OUTPUTS", tmp_path / "outputs")
+    row = run_group("listed", Group("--list", 1))
+    assert row.result.startswith("no test ran")
+    assert "all-groups *groups" in (tmp_path / "outputs/listed.log").read_text()
+
+
 def test_rows_of_groups_that_did_not_run_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(groups, "TABLE", tmp_path / "table.md")
     write_table([Row("trl", Counter(passed=18), "green", 50.4, "abc")])
