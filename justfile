@@ -48,6 +48,10 @@ planted-faults *arguments:
 sim *arguments:
     .venv/bin/python -m tests.simulation {{arguments}}
 
+# Seven simulated days of a run, with restarts of everything, under each role's rights: minutes; `just week --days 1` for one of them
+week *arguments:
+    .venv/bin/python -m tests.simulation.week {{arguments}}
+
 # Which branches of the delivery contract the kept seeds of the simulation reach, or `all:1-100 swarm:1-100` beside them: minutes
 sim-coverage *arguments:
     .venv/bin/python benchmarks/simulation_coverage.py {{arguments}}

@@ -49,8 +49,6 @@ from tests.simulation.platform.bus import SimulatedBus
 from tests.simulation.platform.process import Process
 from tests.support.checked_bus import CheckedBus
 
-TRIM_SECONDS = 2.0
-
 RESTART_SECONDS = (0.2, 4.0)
 """Shortest and longest delay before an ended process is restarted."""
 
@@ -129,6 +127,22 @@ class Deployment:
         for role, count in self.wanted.items():
             for _ in range(count):
                 self.start(role)
+
+    def visit(self, role: str) -> None:
+        """A client of that role comes, and goes when it has done its work."""
+        self.wanted[role] += 1
+        self.start(role)
+
+    async def leave(self, role: str, seconds: float) -> None:
+        """All of a role are drained, and are not there for so long."""
+        wanted, self.wanted[role] = self.wanted[role], 0
+        for process in self.alive(role):
+            self._observer.disturb("leave", process.name, seconds=seconds)
+            process.stop()
+        await anyio.sleep(seconds)
+        self.wanted[role] = wanted
+        for _ in range(wanted - len(self.alive(role))):
+            self.start(role)
 
     def alive(self, role: str) -> list[Process]:
         return [process for process in self._oracle.processes.values() if process.role == role and process.is_alive]
@@ -276,6 +290,7 @@ class Deployment:
                 process,
                 self._scenario.fault_profile,
                 replayable=self._scenario.replayable,
+                work=1.0 if is_session else self._scenario.pace.work,
                 segments=self._scenario.segments,
                 seed=self._scenario.seed,
                 draw=draw,
@@ -331,7 +346,9 @@ class Deployment:
             name=process.name,
             drain=process.drain,
             folder=self._fixtures.archive,
-            settings=RecorderSettings(trim_seconds=TRIM_SECONDS, settle_seconds=self._scenario.settle_seconds),
+            settings=RecorderSettings(
+                trim_seconds=self._scenario.pace.trim_seconds, settle_seconds=self._scenario.settle_seconds
+            ),
             runtime=self._runtime(process, seconds=self._scenario.archive_seconds),
         )
 

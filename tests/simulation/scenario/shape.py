@@ -30,8 +30,11 @@ FaultKind = Literal[
     "rewind_checkpoints",
     "garbage",
     "pause_requests",
+    "leave",
+    "visit",
 ]
-"""The last ten take part with ``faults="all"`` only, and the last two of them with drawn configurations."""
+"""From ``elect`` on they take part with ``faults="all"`` only, ``garbage`` and ``pause_requests`` with drawn configurations. In
+scenarios of days a role ``leave``s for a while, and a client comes for a ``visit``."""
 
 FaultSet = Literal["usual", "all", "swarm", "power", "rare"]
 """``swarm``: all faults, and a configuration that is drawn, too: tiny limits, short deadlines, few lanes, long episodes.
@@ -103,6 +106,24 @@ class FaultProfile(msgspec.Struct, frozen=True, kw_only=True):
 CALM = FaultProfile()
 
 
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast a world is, and how long it is looked at. ``work``: steps of episodes' environments and their limit take so many
+    times as long. ``timers``: so many times as long workers wait between heartbeats, renewals and looks
+    (`tests.simulation.timers`). It lives for ``lasts_seconds`` at least, and is over by ``horizon_seconds``: longer than the
+    most hopeless of drawn configurations train, in which one group of ten is good for anything and admission waits a minute
+    before each. ``most_entries``: more than the log may hold beside a recorder, 0 for any number.
+    """
+
+    work: float = 1.0
+    timers: float = 1.0
+    lasts_seconds: float = 0.0
+    horizon_seconds: float = 14_400.0
+    check_seconds: float = 5.0
+    trim_seconds: float = 2.0
+    late_seconds: float = 1.0
+    most_entries: int = 0
+
+
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about one simulated run that its seed decides beforehand.
 
@@ -164,6 +185,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     compaction: Literal["off", "drop", "summarise"] = "off"
     log_bytes: int = ROOMY_LOG_BYTES
     power_losses: tuple[PowerLoss, ...] = ()
+    pace: Pace = Pace()
     rare: bool = False
     """Environments cannot be made, or hold something elsewhere; callers flood one session, or a gateway's own worker; operators
     mistype."""
