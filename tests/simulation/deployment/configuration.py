@@ -40,7 +40,7 @@ def build_configuration(scenario: Scenario, folder: Path) -> Configuration:
         limits=LimitSettings(
             open=20,
             reset=20,
-            step=20 * scenario.pace.work,
+            step=scenario.pace.step_seconds,
             action=120,
             verify=15,
             close=10,

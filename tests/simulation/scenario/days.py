@@ -13,7 +13,7 @@ from tests.simulation.scenario.shape import FaultKind, FaultProfile, NetworkFaul
 
 DAY_SECONDS = 86_400.0
 HOUR_SECONDS = 3_600.0
-STEPS_PER_DAY = 24
+STEPS_PER_DAY = 14
 """Fewer than a day has room for, so that training ends within the last one."""
 
 NIGHT_AT = 0.55
@@ -81,7 +81,7 @@ def draw_days(seed: int, days: float) -> Scenario:
         segments=0.2,
         max_attempts=8,
         pace=Pace(
-            work=600.0, timers=10.0, lasts_seconds=seconds, horizon_seconds=seconds + DAY_SECONDS, check_seconds=60.0,
+            work=1500.0, timers=10.0, lasts_seconds=seconds, horizon_seconds=seconds + DAY_SECONDS, check_seconds=60.0,
             trim_seconds=60.0, late_seconds=10.0, most_entries=MOST_ENTRIES,
         ),
         network_faults=NetworkFaultRates(

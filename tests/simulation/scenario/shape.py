@@ -106,6 +106,9 @@ class FaultProfile(msgspec.Struct, frozen=True, kw_only=True):
 CALM = FaultProfile()
 
 
+STEP_SECONDS = 20.0
+
+
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """How fast a world is, and how long it is looked at. ``work``: steps of episodes' environments and their limit take so many
     times as long. ``timers``: so many times as long workers wait between heartbeats, renewals and looks
@@ -122,6 +125,11 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     trim_seconds: float = 2.0
     late_seconds: float = 1.0
     most_entries: int = 0
+
+    @property
+    def step_seconds(self) -> float:
+        """The limit of one step of an environment."""
+        return STEP_SECONDS * self.work
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
