@@ -40,9 +40,9 @@ test-integration *arguments:
 test-slow *arguments:
     .venv/bin/pytest -q -m slow {{arguments}}
 
-# Faults planted in the workers' code, each found by the simulation: minutes; a sample of them runs with all other tests
+# Faults planted in the workers' code, each found by the simulation or by a test: minutes; a sample runs with all other tests
 planted-faults *arguments:
-    .venv/bin/pytest -q -m 'slow or not slow' tests/system/test_simulation_planted_faults.py {{arguments}}
+    .venv/bin/pytest -q -m 'slow or not slow' tests/system/test_simulation_planted_faults.py tests/system/test_planted_faults_elsewhere.py {{arguments}}
 
 # A whole fleet under virtual time and seeded faults: `just sim --seeds 1-40 --faults all`
 sim *arguments:

@@ -17,6 +17,7 @@ import fleetbus.delivery.worker_lifecycle as lifecycle
 import fleetbus_workers.environment.worker as environment
 import fleetbus_workers.inference.observation_handler as observations
 import fleetbus_workers.inference.worker as inference
+import fleetbus_workers.observe.run.run_observer as run_observer
 import fleetbus_workers.recorder.worker as recorder
 import tests.simulation.deployment.workers as deployment
 import tests.simulation.judge.oracle as oracle
@@ -28,6 +29,7 @@ TIMERS = (
     (lanes, "MAX_LEASE_SECONDS"),
     (session_hosts, "LOST_AFTER_SECONDS"),
     (recorder, "LEASE_SECONDS"),
+    (run_observer, "LOOK_SECONDS"),
     (requests, "EXPIRY_CHECK_SECONDS"),
     (streams, "TASK_LEASE_SECONDS"),
     (streams, "OBSERVATION_LEASE_SECONDS"),

@@ -1,7 +1,7 @@
 """The rig of real processes: `fleetbus up` with the real roles (without a model) on a server that the test owns.
 
 It copies the server's files, puts them back, damages them, removes subjects and changes the stream, as an outage or an operator
-would. What each test does with it, and who runs it, stands in docs/concepts/promises_tested.md.
+would. What each test does with it, and who runs it, stands in docs/concepts/simulation.md.
 """
 
 from __future__ import annotations

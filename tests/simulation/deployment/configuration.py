@@ -41,7 +41,7 @@ def build_configuration(scenario: Scenario, folder: Path) -> Configuration:
             open=20,
             reset=20,
             step=scenario.pace.step_seconds,
-            action=120,
+            action=120 * scenario.pace.timers,
             verify=15,
             close=10,
             late=scenario.pace.late_seconds,

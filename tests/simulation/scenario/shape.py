@@ -166,6 +166,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     archive_seconds: float = 0.05
     rollout_clients: int = 0
     strangers: int = 0
+    monitors: int = 0
     session_slots: int = 8
     weights_in_bucket: bool = False
     evaluation_every: int = 0
