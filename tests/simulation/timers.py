@@ -19,6 +19,7 @@ import fleetbus_workers.inference.observation_handler as observations
 import fleetbus_workers.inference.worker as inference
 import fleetbus_workers.observe.run.run_observer as run_observer
 import fleetbus_workers.recorder.worker as recorder
+import tests.simulation.clients.sessions as sessions
 import tests.simulation.deployment.workers as deployment
 import tests.simulation.judge.oracle as oracle
 import tests.simulation.world as world
@@ -45,6 +46,7 @@ TIMERS = (
     (oracle, "UNANSWERED_SECONDS"),
     (oracle, "OUTCOME_MARGIN_SECONDS"),
     (world, "LEAVE_SECONDS"),
+    (sessions, "CALL_SECONDS"),
 )
 """Each under the name by which it is used, and the judges' bounds that follow from them."""
 

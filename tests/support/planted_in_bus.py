@@ -15,6 +15,7 @@ from fleetbus.bus.nats.log_identity import LogIdentity
 from fleetbus.bus.nats.protocol import header_block
 from fleetbus.bus.nats.pull_requests import PullRequests
 from fleetbus.bus.nats.pull_subscription import NatsDelivery, NatsSubscription
+from fleetbus.bus.nats.retention_api import purge
 
 
 def expectations_not_sent(patch: pytest.MonkeyPatch) -> None:
@@ -74,8 +75,6 @@ def position_given_again_not_told(patch: pytest.MonkeyPatch) -> None:
 
 
 def purge_one_too_far(patch: pytest.MonkeyPatch) -> None:
-    purge = bus.purge
-
     async def faulty(api: Any, stream: str, subject: str, below: int) -> None:
         await purge(api, stream, subject, below + 1)
 

@@ -48,11 +48,10 @@ def temperature_of_the_sampler_ignored(patch: pytest.MonkeyPatch) -> None:
     import torch
 
     import fleetbus_workers.learner.torch.trainer as trainer
-
-    compute = trainer.compute_scores
+    from fleetbus_workers.learner.torch.forward import compute_scores
 
     def faulty(*arguments: Any, temperature: torch.Tensor, **options: Any) -> Any:
-        return compute(*arguments, temperature=torch.ones_like(temperature), **options)
+        return compute_scores(*arguments, temperature=torch.ones_like(temperature), **options)
 
     patch.setattr(trainer, "compute_scores", faulty)
 
@@ -67,11 +66,12 @@ def prefix_without_gradient(patch: pytest.MonkeyPatch) -> None:
 def loss_averaged_by_micro_batch(patch: pytest.MonkeyPatch) -> None:
     """How much a token counts depends on which others it shares a micro-batch with."""
     import fleetbus_workers.learner.torch.trainer as trainer
-
-    compute = trainer.compute_loss
+    from fleetbus_workers.learner.torch.loss import compute_loss
 
     def faulty(plan: Any, batch: Any, tokens: Any, *arguments: Any, **options: Any) -> Any:
-        return compute(plan, batch, tokens, *arguments, **options) * (options["totals"].tokens / max(len(tokens.logprobs), 1))
+        return compute_loss(plan, batch, tokens, *arguments, **options) * (
+            options["totals"].tokens / max(len(tokens.logprobs), 1)
+        )
 
     patch.setattr(trainer, "compute_loss", faulty)
 

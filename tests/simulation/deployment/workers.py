@@ -289,7 +289,7 @@ class Deployment:
             kind = HoldingEnvironment if self._scenario.rare and is_session else SimulatedEnvironment
             return kind(
                 process,
-                self._scenario.fault_profile,
+                self._scenario.session_faults if is_session else self._scenario.fault_profile,
                 replayable=self._scenario.replayable,
                 work=1.0 if is_session else self._scenario.pace.work,
                 segments=self._scenario.segments,

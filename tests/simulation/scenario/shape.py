@@ -198,3 +198,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     rare: bool = False
     """Environments cannot be made, or hold something elsewhere; callers flood one session, or a gateway's own worker; operators
     mistype."""
+
+    @property
+    def session_faults(self) -> FaultProfile:
+        """Steps of sessions do not hang where the limit of a step is hours: no caller waits so long."""
+        return msgspec.structs.replace(self.fault_profile, hang=0.0) if self.pace.work > 1 else self.fault_profile
