@@ -40,13 +40,17 @@ test-integration *arguments:
 test-slow *arguments:
     .venv/bin/pytest -q -m slow {{arguments}}
 
-# Faults planted in the workers' code, each found by the simulation: minutes; a sample of them runs with all other tests
+# Faults planted in the workers' code, each found by the simulation or by a test: minutes; a sample runs with all other tests
 planted-faults *arguments:
-    .venv/bin/pytest -q -m 'slow or not slow' tests/system/test_simulation_planted_faults.py {{arguments}}
+    .venv/bin/pytest -q -m 'slow or not slow' tests/system/test_simulation_planted_faults.py tests/system/test_planted_faults_elsewhere.py {{arguments}}
 
 # A whole fleet under virtual time and seeded faults: `just sim --seeds 1-40 --faults all`
 sim *arguments:
     .venv/bin/python -m tests.simulation {{arguments}}
+
+# Seven simulated days of a run, with restarts of everything, under each role's rights: minutes; `just week --days 1` for one of them
+week *arguments:
+    .venv/bin/python -m tests.simulation.week {{arguments}}
 
 # Which branches of the delivery contract the kept seeds of the simulation reach, or `all:1-100 swarm:1-100` beside them: minutes
 sim-coverage *arguments:

@@ -22,6 +22,7 @@ from fleetbus_workers.virtual_time import run_deterministically
 from tests.simulation.observer import Observer, Violation
 from tests.simulation.scenario.drawing import draw_scenario
 from tests.simulation.scenario.shape import FaultSet, Scenario
+from tests.simulation.timers import slowed_timers
 from tests.simulation.world import World
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -40,6 +41,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     attempts: int = 0
     outcomes: dict[str, int] = msgspec.field(default_factory=dict)
     disturbances: dict[str, int] = msgspec.field(default_factory=dict)
+    started: dict[str, int] = msgspec.field(default_factory=dict)
+    """Processes by role."""
+    most_entries: int = 0
+    most_checkpoints: int = 0
+    """What the log and the run's folder held at most, where a scenario bounds it."""
     lines: tuple[str, ...] = ()
 
     @property
@@ -62,7 +68,7 @@ def _run(scenario: Scenario, folder: Path, keep_lines: bool) -> Report:
 
     async def simulate() -> Report:
         observer = Observer(keep_lines=keep_lines)
-        with _capture_logs(observer), _tiny_limits(scenario):
+        with _capture_logs(observer), _tiny_limits(scenario), slowed_timers(scenario.pace.timers):
             world = World(scenario, observer, folder)
             await world.run()
         return _build_report(scenario.seed, world, observer, anyio.current_time(), time.process_time() - started)
@@ -83,6 +89,9 @@ def _build_report(seed: int, world: World, observer: Observer, virtual_seconds: 
         attempts=sum(len(each.claims) for each in record),
         outcomes=dict(Counter(f"{each.result.outcome} {each.result.error_class}".strip() for each in record if each.result)),
         disturbances=dict(Counter(each.kind for each in observer.disturbances)),
+        started=dict(Counter(each.role for each in world.processes)),
+        most_entries=world.bounds.most_entries,
+        most_checkpoints=world.bounds.most_checkpoints,
         lines=tuple(observer.lines or ()),
     )
 

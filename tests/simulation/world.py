@@ -23,16 +23,13 @@ from tests.simulation.deployment.workers import CLIENTS, Deployment
 from tests.simulation.faults.fault_schedule import FaultInjector
 from tests.simulation.faults.late_copies import LateCopies
 from tests.simulation.faults.power_loss import PowerSupply
+from tests.simulation.judge.bounds_checker import BoundsChecker
 from tests.simulation.judge.forgeries import check_forgeries
 from tests.simulation.judge.liveness_checker import LivenessChecker
 from tests.simulation.observer import Observer
+from tests.simulation.platform.process import Process
 from tests.simulation.scenario.shape import Scenario
 
-HORIZON_SECONDS = 14_400.0
-"""Longer than the most hopeless of drawn configurations train, in which one group of ten is good for anything and admission
-waits a minute before each."""
-
-CHECK_SECONDS = 5.0
 MOST_TIMES = 10
 """How many times as many episodes as a calm run requests are too many: something is asked for again and again then."""
 
@@ -52,6 +49,12 @@ class World:
         self._oracle = self._fixtures.oracle
         self.log_checker = self._fixtures.log_checker
         self._liveness = LivenessChecker(observer, self.log_checker, self._oracle)
+        self.bounds = BoundsChecker(self._fixtures)
+
+    @property
+    def processes(self) -> tuple[Process, ...]:
+        """All that there ever were."""
+        return tuple(self._oracle.processes.values())
 
     async def run(self) -> None:
         tasks_before = trio.lowlevel.current_statistics().tasks_living
@@ -76,10 +79,12 @@ class World:
     async def _run_until_finished(self, fleet: Deployment, group: TaskGroup) -> None:
         """Until the training is finished and every request has an outcome."""
         group.start_soon(FaultInjector(self._fixtures, fleet).run, self._fixtures.scenario.fault_schedule)
-        with anyio.move_on_after(HORIZON_SECONDS) as horizon:
+        pace = self._fixtures.scenario.pace
+        with anyio.move_on_after(pace.horizon_seconds) as horizon:
             await fleet.training_finished.wait()
             self._observer.trace("training finished")
             await self.log_checker.episodes.all_finished()
+            await anyio.sleep_until(pace.lasts_seconds)
         left = self._list_missed()
         if horizon.cancelled_caught and (left or not fleet.training_finished.is_set()):
             detail = f"{self.log_checker.training.steps} steps; open: {', '.join(left[:4]) or 'none'}"
@@ -121,8 +126,9 @@ class World:
     async def _check_periodically(self) -> None:
         """Periodic checks for events that are missing."""
         while True:
-            await anyio.sleep(CHECK_SECONDS)
+            await anyio.sleep(self._fixtures.scenario.pace.check_seconds)
             self.log_checker.check_open()
+            self.bounds.check()
             self._oracle.check_superseded()
             self._oracle.check_versions()
             self._oracle.check_replaced(self.log_checker.training.replaced)

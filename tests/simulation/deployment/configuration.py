@@ -40,10 +40,11 @@ def build_configuration(scenario: Scenario, folder: Path) -> Configuration:
         limits=LimitSettings(
             open=20,
             reset=20,
-            step=20,
-            action=120,
+            step=scenario.pace.step_seconds,
+            action=120 * scenario.pace.timers,
             verify=15,
             close=10,
+            late=scenario.pace.late_seconds,
             idle=scenario.idle_seconds,
             episode=scenario.episode_seconds,
             grace=40,

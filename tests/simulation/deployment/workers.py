@@ -6,21 +6,18 @@ Which endings are right is judged here: a worker ends because it was killed, dra
 from __future__ import annotations
 
 import errno
-import os
 import random
 import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import anyio
 import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
-from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.run_folder import run_folder
 from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS
 from fleetbus.delivery.lanes import ANSWER_SECONDS, LEASE_SECONDS, LaneLost, LanesUnread
@@ -38,10 +35,12 @@ from fleetbus_workers.learner.worker import run_learner
 from fleetbus_workers.recorder.worker import RecorderSettings, run_recorder
 from fleetbus_workers.weights.fetch import WeightsFetcher
 from tests.simulation.clients.checked_trainer import CheckedTrainer
+from tests.simulation.clients.monitor import watch
 from tests.simulation.clients.sessions import GatewayCaller, SessionCaller, run_rollouts
 from tests.simulation.clients.stranger import Stranger
 from tests.simulation.deployment.configuration import build_tasks
 from tests.simulation.deployment.fixtures import SimulationFixtures
+from tests.simulation.deployment.runtime import build_runtime
 from tests.simulation.doubles.engines import SimulatedSampler
 from tests.simulation.doubles.environments import HoldingEnvironment, SimulatedEnvironment
 from tests.simulation.observer import ALL_WORKERS
@@ -49,14 +48,12 @@ from tests.simulation.platform.bus import SimulatedBus
 from tests.simulation.platform.process import Process
 from tests.support.checked_bus import CheckedBus
 
-TRIM_SECONDS = 2.0
-
 RESTART_SECONDS = (0.2, 4.0)
 """Shortest and longest delay before an ended process is restarted."""
 
 UNMADE_SHARE = 0.03
 
-CHECKED = ("environment", "inference", "learner", "recorder")
+CHECKED = ("environment", "inference", "learner", "recorder", "monitor")
 """Roles that meet the rights of their keys; of clients each says for itself whose it has."""
 
 MISTYPED = ("l1", "999")
@@ -109,6 +106,7 @@ class Deployment:
             gateway=self._scenario.gateway_clients,
             rollouts=self._scenario.rollout_clients,
             stranger=self._scenario.strangers,
+            monitor=self._scenario.monitors,
         )
         self.training_finished = anyio.Event()
         self.is_closing = False
@@ -129,6 +127,22 @@ class Deployment:
         for role, count in self.wanted.items():
             for _ in range(count):
                 self.start(role)
+
+    def visit(self, role: str) -> None:
+        """A client of that role comes, and goes when it has done its work."""
+        self.wanted[role] += 1
+        self.start(role)
+
+    async def leave(self, role: str, seconds: float) -> None:
+        """All of a role are drained, and are not there for so long."""
+        wanted, self.wanted[role] = self.wanted[role], 0
+        for process in self.alive(role):
+            self._observer.disturb("leave", process.name, seconds=seconds)
+            process.stop()
+        await anyio.sleep(seconds)
+        self.wanted[role] = wanted
+        for _ in range(wanted - len(self.alive(role))):
+            self.start(role)
 
     def alive(self, role: str) -> list[Process]:
         return [process for process in self._oracle.processes.values() if process.role == role and process.is_alive]
@@ -230,6 +244,7 @@ class Deployment:
             "gateway": self._run_client,
             "rollouts": self._run_client,
             "stranger": self._run_client,
+            "monitor": self._run_monitor,
         }
         await work[process.role](process, _check(wire, process.role) if process.role in CHECKED else wire)
 
@@ -274,8 +289,9 @@ class Deployment:
             kind = HoldingEnvironment if self._scenario.rare and is_session else SimulatedEnvironment
             return kind(
                 process,
-                self._scenario.fault_profile,
+                self._scenario.session_faults if is_session else self._scenario.fault_profile,
                 replayable=self._scenario.replayable,
+                work=1.0 if is_session else self._scenario.pace.work,
                 segments=self._scenario.segments,
                 seed=self._scenario.seed,
                 draw=draw,
@@ -290,7 +306,7 @@ class Deployment:
             name=process.name,
             drain=drain,
             make=PerTask(make),
-            runtime=self._runtime(process),
+            runtime=build_runtime(self._fixtures, process),
             on_hosting=on_hosting,
         )
 
@@ -305,7 +321,7 @@ class Deployment:
             sampler=SimulatedSampler(process, fault_profile, seed=self._scenario.seed, draw=draw, observer=self._observer),
             template=ScriptedTemplate(),
             fetch=WeightsFetcher(self._fixtures.folder / "fetched" / process.name, wire.objects("")).fetch_local,
-            runtime=self._runtime(process),
+            runtime=build_runtime(self._fixtures, process),
         )
 
     async def _run_learner(self, process: Process, wire: SimulatedBus) -> None:
@@ -317,7 +333,7 @@ class Deployment:
             drain=process.drain,
             trainer=trainer,
             curriculum=Curriculum(self._tasks, self._tasks, seed=self._scenario.seed),
-            runtime=self._runtime(process, seconds=self._scenario.blocking_seconds),
+            runtime=build_runtime(self._fixtures, process, seconds=self._scenario.blocking_seconds),
         )
         training = self._log_checker.training
         if training.finished and training.lineage is not None and training.lineage.worker == process.name:
@@ -331,8 +347,10 @@ class Deployment:
             name=process.name,
             drain=process.drain,
             folder=self._fixtures.archive,
-            settings=RecorderSettings(trim_seconds=TRIM_SECONDS, settle_seconds=self._scenario.settle_seconds),
-            runtime=self._runtime(process, seconds=self._scenario.archive_seconds),
+            settings=RecorderSettings(
+                trim_seconds=self._scenario.pace.trim_seconds, settle_seconds=self._scenario.settle_seconds
+            ),
+            runtime=build_runtime(self._fixtures, process, seconds=self._scenario.archive_seconds),
         )
 
     async def _run_client(self, process: Process, wire: SimulatedBus) -> None:
@@ -350,32 +368,14 @@ class Deployment:
             case _:
                 await run_rollouts(
                     process, _check(wire, "operator"), self._configuration, self._tasks, self._log_checker.episodes,
-                    self._observer, self._runtime(process),
+                    self._observer, build_runtime(self._fixtures, process),
                 )  # fmt: skip
+
+    async def _run_monitor(self, process: Process, wire: SimulatedBus) -> None:
+        await watch(wire, process)
 
     def _list_environments(self) -> list[str]:
         return [process.name for process in self.alive("environment")]
-
-    def _runtime(self, process: Process, *, seconds: float = 1.0) -> Runtime:
-        """Blocking work runs inline and takes up to ``seconds`` before and after; file times are virtual, too."""
-        draw = random.Random(f"ports/{self._scenario.seed}/{process.name}")
-        count = 0
-
-        async def offload(function: Any, *args: Any, **options: Any) -> Any:
-            await anyio.sleep(draw.uniform(0, seconds))
-            result = self._fixtures.disks.run(process, function, *args, **options)
-            if isinstance(result, Path):
-                now_ns = self._server.now_ns()
-                os.utime(result, ns=(now_ns, now_ns))
-            await anyio.sleep(draw.uniform(0, seconds))
-            return result
-
-        def nonce() -> str:
-            nonlocal count
-            count += 1
-            return f"{process.name}_{count}"
-
-        return Runtime(offload=offload, nonce=nonce)
 
 
 def _iterate_leaves(error: BaseException | None) -> Iterator[BaseException]:

@@ -74,7 +74,8 @@ def compute_reward(seen: str) -> float:
 
 class SimulatedEnvironment:
     """One episode's world, or one of a step-wise ``session``; ``draw`` decides what goes wrong with this very instance,
-    ``register`` hears when it is opened. After the share ``segments`` of its steps the policy's context changes."""
+    ``register`` hears when it is opened. After the share ``segments`` of its steps the policy's context changes. Steps take
+    ``work`` times as long."""
 
     def __init__(
         self,
@@ -88,6 +89,7 @@ class SimulatedEnvironment:
         observer: Observer,
         register: Callable[[EnvironmentRecord], None],
         session: str = "",
+        work: float = 1.0,
     ) -> None:
         context: dict[str, Any] = {"episode": session, "attempt": 0}
         context |= {} if session else structlog.contextvars.get_contextvars()
@@ -95,6 +97,7 @@ class SimulatedEnvironment:
             process=process, episode=str(context["episode"]), attempt=int(context["attempt"])
         )
         self._is_session = bool(session)
+        self._pace = work
         self.replayable = replayable
         self._fault_profile = fault_profile
         self._segments = segments
@@ -199,12 +202,13 @@ class SimulatedEnvironment:
 
     async def _fail_or_wait(self, stage: str, seconds: float) -> None:
         chance = self._draw.random()
-        seconds *= 0.5 + self._draw.random()
+        pace = self._pace if stage == "step" else 1.0
+        seconds *= pace * (0.5 + self._draw.random())
         if chance < self._mischief.hang:
             self._trace(stage, "hang")
             await anyio.sleep_forever()
         if chance < self._mischief.hang + self._mischief.slow:
-            seconds += self._draw.random() * (SLOW_SECONDS - seconds)
+            seconds += self._draw.random() * (SLOW_SECONDS * pace - seconds)
         await anyio.sleep(seconds)
         if 1 - chance < self._mischief.fail:
             self._trace(stage, "raise")

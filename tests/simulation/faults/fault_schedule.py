@@ -59,6 +59,10 @@ class FaultInjector:
                 self._add_worker("inference" if fault.role == "inference" else "environment")
             case "second_learner":
                 self._fleet.start("learner")
+            case "visit":
+                self._fleet.visit(fault.role)
+            case "leave":
+                await self._fleet.leave(fault.role, fault.seconds)
             case "restart_server":
                 await self._restart_server(fault)
             case "fill_log":

@@ -19,7 +19,7 @@ from tests.simulation.judge.episode_checker import EpisodeRecord
 from tests.simulation.observer import ALL_WORKERS, GARBAGE, Observer
 from tests.simulation.platform.bus import STREAM
 from tests.simulation.platform.process import Process
-from tests.simulation.scenario.shape import Scenario
+from tests.simulation.scenario.shape import STEP_SECONDS, Scenario
 
 LEASE_MARGIN_SECONDS = TASK_LEASE_SECONDS + 4.0
 """How long after a fault a lease that suffered from it may still run out."""
@@ -61,7 +61,8 @@ class FaultOracle:
         self._grace_seconds = grace_seconds
         self._idle_seconds = scenario.idle_seconds
         self._max_attempts = scenario.max_attempts
-        self._has_short_deadlines = scenario.episode_seconds < DEADLINE_SECONDS
+        self._longer_step_seconds = scenario.pace.step_seconds - STEP_SECONDS
+        self._has_short_deadlines = scenario.episode_seconds < DEADLINE_SECONDS * scenario.pace.work
         self.environment_record: dict[tuple[str, int], EnvironmentRecord] = {}
         self.processes: dict[str, Process] = {}
         self.record: Mapping[str, EpisodeRecord] = {}
@@ -147,7 +148,7 @@ class FaultOracle:
 
     def _is_overdue(self, environment_record: EnvironmentRecord, since: float, now: float) -> bool:
         """Who waits for an answer about its episode, or whether its observation is acked, cannot notice until that is over."""
-        bound = STOP_SECONDS if environment_record.called else UNANSWERED_SECONDS
+        bound = STOP_SECONDS + self._longer_step_seconds if environment_record.called else UNANSWERED_SECONDS
         worker, stream = environment_record.process.name, STREAM.rpartition(".")[2]
         reads_until = self._observer.reads_until(worker, environment_record.episode, stream)
         return now - max(since, self._observer.disturbed_until(worker), reads_until) > bound

@@ -30,8 +30,11 @@ FaultKind = Literal[
     "rewind_checkpoints",
     "garbage",
     "pause_requests",
+    "leave",
+    "visit",
 ]
-"""The last ten take part with ``faults="all"`` only, and the last two of them with drawn configurations."""
+"""From ``elect`` on they take part with ``faults="all"`` only, ``garbage`` and ``pause_requests`` with drawn configurations. In
+scenarios of days a role ``leave``s for a while, and a client comes for a ``visit``."""
 
 FaultSet = Literal["usual", "all", "swarm", "power", "rare"]
 """``swarm``: all faults, and a configuration that is drawn, too: tiny limits, short deadlines, few lanes, long episodes.
@@ -103,6 +106,32 @@ class FaultProfile(msgspec.Struct, frozen=True, kw_only=True):
 CALM = FaultProfile()
 
 
+STEP_SECONDS = 20.0
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast a world is, and how long it is looked at. ``work``: steps of episodes' environments and their limit take so many
+    times as long. ``timers``: so many times as long workers wait between heartbeats, renewals and looks
+    (`tests.simulation.timers`). It lives for ``lasts_seconds`` at least, and is over by ``horizon_seconds``: longer than the
+    most hopeless of drawn configurations train, in which one group of ten is good for anything and admission waits a minute
+    before each. ``most_entries``: more than the log may hold beside a recorder, 0 for any number.
+    """
+
+    work: float = 1.0
+    timers: float = 1.0
+    lasts_seconds: float = 0.0
+    horizon_seconds: float = 14_400.0
+    check_seconds: float = 5.0
+    trim_seconds: float = 2.0
+    late_seconds: float = 1.0
+    most_entries: int = 0
+
+    @property
+    def step_seconds(self) -> float:
+        """The limit of one step of an environment."""
+        return STEP_SECONDS * self.work
+
+
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about one simulated run that its seed decides beforehand.
 
@@ -137,6 +166,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     archive_seconds: float = 0.05
     rollout_clients: int = 0
     strangers: int = 0
+    monitors: int = 0
     session_slots: int = 8
     weights_in_bucket: bool = False
     evaluation_every: int = 0
@@ -164,6 +194,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     compaction: Literal["off", "drop", "summarise"] = "off"
     log_bytes: int = ROOMY_LOG_BYTES
     power_losses: tuple[PowerLoss, ...] = ()
+    pace: Pace = Pace()
     rare: bool = False
     """Environments cannot be made, or hold something elsewhere; callers flood one session, or a gateway's own worker; operators
     mistype."""
+
+    @property
+    def session_faults(self) -> FaultProfile:
+        """Steps of sessions do not hang where the limit of a step is hours: no caller waits so long."""
+        return msgspec.structs.replace(self.fault_profile, hang=0.0) if self.pace.work > 1 else self.fault_profile
