@@ -65,6 +65,7 @@ COMMANDS: dict[str, Entry] = {
     "agents": Entry("Look", "look.agents", "Agents with their own loops that were tried, and what they need"),
     "doctor": Entry("Look", "look.doctor", "Check whether this machine is ready"),
     "audit": Entry("Look", "look.audit", "Check from its log that every episode of a run is accounted for"),
+    "diagnose": Entry("Look", "look.diagnose", "Say why a run learns or does not, since which step, and what to do"),
     "record": Entry("Replay", "replay.record", "Export the log of a run as one file"),
     "episodes": Entry("Replay", "look.episodes", "List, filter and read the episodes of a run or a recording"),
     "replay": Entry("Replay", "replay.replay", "Play a recording against one worker and compare what it publishes"),
