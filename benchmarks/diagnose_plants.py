@@ -144,6 +144,7 @@ class Bfloat16(Plant):
     """The engine computes in bfloat16, the trainer in float32, from the start."""
 
     kind, step = "engine_mismatch", 1
+    learner: ClassVar[dict[str, Any]] = {"max_staleness": 0}
 
     def make_sampler(self, folder: Path) -> TorchSampler:
         return PlantedSampler(self, folder, slots=48, max_model_len=1024, dtype=torch.bfloat16)

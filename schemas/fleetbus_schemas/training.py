@@ -48,8 +48,8 @@ class StepTrained(Message, frozen=True, kw_only=True):
     ``scores`` are the judge's of them: each reward is that of the result and the score, weighted.
 
     ``differences`` has for each of ``episodes`` the mean size of the difference between the sampler's and the trainer's
-    log-probability of its tokens that the newest weights sampled, in nats; -1 where there are none, and empty from learners that
-    do not measure it.
+    log-probability of its tokens that the newest weights sampled, in nats; -1 where there are none, and empty from learners
+    that do not measure it.
     """
 
     lineage: str

@@ -11,10 +11,12 @@ import math
 from fleetbus.core.diagnosis.facts import RunFacts, mean_of
 from fleetbus.core.diagnosis.intervals import Interval
 from fleetbus.core.diagnosis.looking import Looking
-from fleetbus.core.diagnosis.onset import Onset, find_onset
+from fleetbus.core.diagnosis.onset import Onset, find_growth_onset, find_onset
 
-MISMATCH = 0.001
-"""Nats per token. In float32 on both sides it is 1e-7, whatever the model; bfloat16 makes it some thousandths or more."""
+MISMATCH = 1e-4
+ROUNDED_MISMATCH = 0.05
+"""Nats per token, of a trainer in float32 and of one in bfloat16. In float32 on both sides it is 1e-7; one that rounds is off by
+1e-3 to 0.03, by how certain the policy is."""
 
 GROWTH = 2.0
 """A mismatch that begins after the first measured step and is later so many times what it was at first: weights drift apart."""
@@ -36,7 +38,9 @@ def check_engine(run: RunFacts, looking: Looking) -> None:
     """Mismatch in all its shapes, and the sampling settings."""
     _check_settings(run, looking)
     differences = run.list_metric("logprob_difference_mean")
-    onset = looking.watch("engine mismatch, nats per token", differences, MISMATCH)
+    bound = find_mismatch_bound(run)
+    looking.measure("engine mismatch, nats per token", differences, bound)
+    onset = find_growth_onset(differences, bound)
     kind = _name_mismatch(run, differences, onset) if onset is not None else ""
     if onset is not None:
         looking.report(kind, onset, _describe_mismatch(run, differences, onset))
@@ -49,6 +53,11 @@ def check_engine(run: RunFacts, looking: Looking) -> None:
         which = "less" if gap < 0 else "more"
         text = f"what was sampled is {abs(gap):.0%} {which} surprising than the trainer's entropy of the same distribution"
         looking.report("wrong_temperature", found[0], text)
+
+
+def find_mismatch_bound(run: RunFacts) -> float:
+    """The mismatch that is worth a word, by the trainer's precision."""
+    return ROUNDED_MISMATCH if run.settings.get("trainer", {}).get("precision") == "bfloat16" else MISMATCH
 
 
 def check_lag(run: RunFacts, looking: Looking) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from fleetbus.core.diagnosis.findings import Finding, Measure, make_finding
-from fleetbus.core.diagnosis.intervals import find_mean_interval
+from fleetbus.core.diagnosis.intervals import Interval, find_mean_interval
 from fleetbus.core.diagnosis.onset import Onset, find_onset
 
 NEWEST_STEPS = 10
@@ -27,7 +27,11 @@ class Looking:
         if not known:
             self.unmeasured.append(name)
             return
-        self.measures.append(Measure(name=name, size=find_mean_interval(known), steps=len(known), bound=bound))
+        self.add(name, find_mean_interval(known), len(known), bound)
+
+    def add(self, name: str, size: Interval, steps: int, bound: float) -> None:
+        """Note a number whose interval is known."""
+        self.measures.append(Measure(name=name, size=size, steps=steps, bound=bound))
 
     def watch(self, name: str, values: Mapping[int, float], bound: float, *, tests: int = 1) -> Onset | None:
         """`measure` it, and find since when it has been above ``bound``."""

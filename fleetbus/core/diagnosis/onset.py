@@ -49,6 +49,16 @@ def find_onset(
     return Onset(step=known[begin][0], steps=len(since), size=find_mean_interval(since))
 
 
+def find_growth_onset(values: Mapping[int, float], reference: float, *, tests: int = 1) -> Onset | None:
+    """`find_onset` of the logarithm, for positive quantities that change by factors; the size is of the values themselves."""
+    logarithms = {step: math.log(value) if value > 0 else math.nan for step, value in values.items()}
+    onset = find_onset(logarithms, math.log(reference), tests=tests)
+    if onset is None:
+        return None
+    since = [value for step, value in values.items() if step >= onset.step and math.isfinite(value) and value > 0]
+    return Onset(step=onset.step, steps=onset.steps, size=find_mean_interval(since))
+
+
 def _find_last_minimum(excesses: list[float]) -> int:
     """How many values there are up to where their sum is the least: what follows has a positive sum from its beginning on."""
     total, least, place = 0.0, 0.0, 0

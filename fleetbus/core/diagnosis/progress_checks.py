@@ -6,9 +6,9 @@ import math
 
 from fleetbus.core.diagnosis.episode_checks import BASELINE_STEPS, has_improved
 from fleetbus.core.diagnosis.facts import RunFacts, mean_of
-from fleetbus.core.diagnosis.intervals import Interval, find_mean_interval, find_t_quantile
+from fleetbus.core.diagnosis.intervals import Interval, find_t_quantile
 from fleetbus.core.diagnosis.looking import Looking
-from fleetbus.core.diagnosis.onset import FALSE_ALARMS, TESTS, Onset, find_onset
+from fleetbus.core.diagnosis.onset import FALSE_ALARMS, TESTS, Onset, find_growth_onset, find_onset
 
 UPDATE = 100.0
 """Norm of the gradient, in times of the bound that it is clipped to: of the geometric mean."""
@@ -37,11 +37,8 @@ def check_updates(run: RunFacts, looking: Looking) -> None:
         return
     ratios = {step: value / bound for step, value in norms.items()}
     looking.measure("gradient norm, times its clip", ratios, UPDATE)
-    onset = find_onset({s: math.log(v) if v > 0 else math.nan for s, v in ratios.items()}, math.log(UPDATE))
-    if onset is not None:
-        since = [value for step, value in ratios.items() if step >= onset.step and math.isfinite(value)]
-        sized = Onset(step=onset.step, steps=onset.steps, size=find_mean_interval(since))
-        looking.report("exploding_update", sized, f"learning rate {rates[onset.step]:.2g} at step {onset.step}")
+    if (onset := find_growth_onset(ratios, UPDATE)) is not None:
+        looking.report("exploding_update", onset, f"learning rate {rates[onset.step]:.2g} at step {onset.step}")
 
 
 def check_entropy(run: RunFacts, looking: Looking) -> None:

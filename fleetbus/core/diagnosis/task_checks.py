@@ -54,7 +54,7 @@ def check_tasks(run: RunFacts, looking: Looking) -> None:
         return
     size = find_share_interval(len(sure), len(known))
     strict = find_share_interval(len(sure), len(known), 1 - 2 * FALSE_ALARMS)
-    looking.measure("never solved, share of tasks", {0: size.value}, UNSOLVABLE)
+    looking.add("never solved, share of tasks", size, len(run.steps), UNSOLVABLE)
     if sure and strict.low > UNSOLVABLE:
         steps = [run.step_of[each.episode_id] for task in sure for each in known[task]]
         text = f"{len(sure)} of {len(known)} tasks, {_list_some(sure)}; the others succeed in {rate:.0%} of their episodes"

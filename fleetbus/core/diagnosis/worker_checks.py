@@ -9,7 +9,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
-from fleetbus.core.diagnosis.engine_checks import MISMATCH
+from fleetbus.core.diagnosis.engine_checks import find_mismatch_bound
 from fleetbus.core.diagnosis.facts import EpisodeFacts, RunFacts, StepFacts, mean_of
 from fleetbus.core.diagnosis.intervals import find_share_interval
 from fleetbus.core.diagnosis.looking import Looking
@@ -35,7 +35,7 @@ def check_workers(run: RunFacts, looking: Looking) -> None:
     _check_prompts(run, looking)
     differences = {episode: size for step in run.steps for episode, size in step.differences.items()}
     _check_replicas(
-        run, looking, "replica_differs", MISMATCH,
+        run, looking, "replica_differs", find_mismatch_bound(run),
         lambda each: differences.get(each.episode_id, math.nan), "more nats per token than the {count} others",
     )  # fmt: skip
     means = {task: mean_of(each.reward for each in of_task if each.is_graded and each.reward is not None)
@@ -124,4 +124,5 @@ def _describe_failures(run: RunFacts, worker: str, onset: Onset) -> str:
     outcomes = Counter(each.outcome for each in since if each.worker == worker and _is_failed(each))
     own = sum(each.worker == worker for each in since)
     listed = ", ".join(f"{outcome} {count}" for outcome, count in outcomes.most_common())
-    return f"{worker}: {listed} of {own} episodes; the others fail {mean_of(_is_failed(e) for e in since if e.worker != worker):.1%}"
+    others = mean_of(_is_failed(each) for each in since if each.worker != worker)
+    return f"{worker}: {listed} of {own} episodes; the others fail {others:.1%}"
