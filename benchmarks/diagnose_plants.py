@@ -129,9 +129,7 @@ class OldWeights(Plant):
     """The engine says that it has each version, and keeps the one before the plant."""
 
     kind = "old_weights"
-    learner: ClassVar[dict[str, Any]] = {
-        "max_staleness": 0
-    }  # all tokens are of the newest version, so that every step measures them
+    learner: ClassVar[dict[str, Any]] = {"max_staleness": 0}  # every step measures all of its tokens
     _kept: PolicyPublished | None = None
 
     def choose_weights(self, policy: PolicyPublished) -> PolicyPublished:

@@ -15,8 +15,8 @@ from fleetbus.core.diagnosis.onset import Onset, find_growth_onset, find_onset
 
 MISMATCH = 1e-4
 ROUNDED_MISMATCH = 0.05
-"""Nats per token, of a trainer in float32 and of one in bfloat16. In float32 on both sides it is 1e-7; one that rounds is off by
-1e-3 to 0.03, by how certain the policy is."""
+"""Nats per token, of a trainer in float32 and of one in bfloat16. In float32 on both sides it is 1e-7; where one rounds it is
+5e-4 to 0.03, by how certain the policy is."""
 
 GROWTH = 2.0
 """A mismatch that begins after the first measured step and is later so many times what it was at first: weights drift apart."""

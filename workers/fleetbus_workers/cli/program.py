@@ -69,6 +69,7 @@ COMMANDS: dict[str, Entry] = {
     "record": Entry("Replay", "replay.record", "Export the log of a run as one file"),
     "episodes": Entry("Replay", "look.episodes", "List, filter and read the episodes of a run or a recording"),
     "replay": Entry("Replay", "replay.replay", "Play a recording against one worker and compare what it publishes"),
+    "regrade": Entry("Replay", "replay.regrade", "Grade recorded episodes by another verifier, and list what changes"),
     "cancel": Entry("Act", "operate.cancel", "End episodes as cancelled, wherever they run"),
     "drain": Entry("Act", "operate.drain", "Let workers finish or hand back what they have, and stop"),
     "pause": Entry("Act", "operate.pause", "Let the learner request no new episodes, until it is resumed"),
