@@ -21,8 +21,8 @@ CHECKS = (
     check_groups,
     check_truncation,
     check_length,
-    check_entropy,
     check_updates,
+    check_entropy,
     check_reward,
 )
 

@@ -27,7 +27,7 @@ SLOPE = 0.1
 SURPRISE = 0.25
 """The share by which -log p of what was sampled is off the entropy that it is the expectation of."""
 
-SURPRISE_FLOOR = 0.05
+SURPRISE_FLOOR = 0.02
 """Nats that are added to an entropy before something is divided by it."""
 
 LAG_SLACK = 0.1

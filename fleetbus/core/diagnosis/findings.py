@@ -49,7 +49,7 @@ KINDS: dict[str, Kind] = {
         "add inference workers, or request less ahead (learner.max_staleness, learner.stale_groups = wait).",
     ),
     "exploding_update": Kind(
-        "steps change the policy too much", "times the bound of the clip",
+        "steps change the policy too much", "times its bound",
         "lower learner.learning_rate, then resume from a checkpoint before this step (learner.restart_from).",
     ),
     "bad_worker": Kind(

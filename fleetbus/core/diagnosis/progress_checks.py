@@ -10,8 +10,14 @@ from fleetbus.core.diagnosis.intervals import Interval, find_t_quantile
 from fleetbus.core.diagnosis.looking import Looking
 from fleetbus.core.diagnosis.onset import FALSE_ALARMS, TESTS, Onset, find_growth_onset, find_onset
 
-UPDATE = 100.0
-"""Norm of the gradient, in times of the bound that it is clipped to: of the geometric mean."""
+GRADIENT = 100.0
+"""Norm of the gradient, in times of the bound that it is clipped to."""
+
+RATE = 3.0
+"""Learning rate, in times of the settings' peak."""
+
+UPDATE = 0.1
+"""Nats per token (k3) between the sampler and a trainer that is some versions ahead, at the step at which entropy exploded."""
 
 COLLAPSED = 0.1
 EXPLODED = 3.0
@@ -28,33 +34,49 @@ AT_ITS_END = 0.9
 
 
 def check_updates(run: RunFacts, looking: Looking) -> None:
-    """The norm of the gradient before it is clipped, against the bound of the clip."""
-    bound = run.read_setting("learner", "max_grad_norm")
-    rates = run.list_metric("learning_rate")
-    norms = run.list_metric("grad_norm")
-    if bound is None:
-        looking.measure("gradient norm", norms, math.inf)
-        return
-    ratios = {step: value / bound for step, value in norms.items()}
-    looking.measure("gradient norm, times its clip", ratios, UPDATE)
-    if (onset := find_growth_onset(ratios, UPDATE)) is not None:
-        looking.report("exploding_update", onset, f"learning rate {rates[onset.step]:.2g} at step {onset.step}")
+    """The learning rate and the norm of the gradient before it is clipped, each against the settings' bound."""
+    for name, setting, bound, text in (
+        ("learning_rate", "learning_rate", RATE, "learning rate"),
+        ("grad_norm", "max_grad_norm", GRADIENT, "gradient norm"),
+    ):
+        limit = run.read_setting("learner", setting) or math.nan
+        ratios = {step: value / limit for step, value in run.list_metric(name).items()}
+        looking.measure(f"{text}, times learner.{setting}", ratios, bound)
+        if (onset := find_growth_onset(ratios, bound, tests=2)) is not None:
+            value = ratios[onset.step] * limit
+            text = f"{text} {value:.2g} at step {onset.step}, learner.{setting} = {limit:g}"
+            looking.report("exploding_update", onset, text)
 
 
 def check_entropy(run: RunFacts, looking: Looking) -> None:
     """The trainer's mean entropy per token, against the start of the run."""
     entropies = run.list_metric("entropy")
-    base = mean_of([value for value in entropies.values() if math.isfinite(value)][:BASELINE_STEPS])
+    first = [value for value in entropies.values() if math.isfinite(value)][:BASELINE_STEPS]
+    base = mean_of(first)
     ratios = {step: value / base if base else math.nan for step, value in entropies.items()}
     looking.measure("entropy, times that at the start", ratios, EXPLODED)
-    text = f"{base:.3g} nats per token in the first {BASELINE_STEPS} steps"
-    if (onset := find_onset(ratios, EXPLODED, tests=2)) is not None:
-        looking.report("entropy_explosion", onset, text)
+    _check_explosion(run, looking, {step: value / min(first) for step, value in entropies.items() if first and min(first) > 0})
     onset = find_onset({step: -value for step, value in ratios.items()}, -COLLAPSED, tests=2)
     if onset is not None and not has_improved(run, onset.step) and _find_success(run, onset.step) < HIGH_SUCCESS:
         size = onset.size
         sized = Interval(value=-size.value, low=-size.high, high=-size.low)
+        text = f"{base:.3g} nats per token in the first {BASELINE_STEPS} steps"
         looking.report("entropy_collapse", Onset(step=onset.step, steps=onset.steps, size=sized), text)
+
+
+def _check_explosion(run: RunFacts, looking: Looking, ratios: dict[int, float]) -> None:
+    """An entropy that has risen: by an update that was too large, if the sampler was that far behind the trainer then."""
+    onset = find_growth_onset(ratios, EXPLODED, tests=2)
+    if onset is None:
+        return
+    near = {s: v for s, v in run.list_metric("kl").items() if abs(s - onset.step) <= 1 and math.isfinite(v)}
+    step = max(near, key=near.__getitem__, default=onset.step)
+    text = f"entropy {ratios[onset.step]:.2g} times that of the start at step {onset.step}"
+    looking.report("entropy_explosion", onset, text)
+    if near and near[step] > UPDATE and all(each.kind != "exploding_update" for each in looking.findings):
+        size = near[step] / UPDATE
+        found = Onset(step=step, steps=1, size=Interval(value=size, low=size, high=size))
+        looking.report("exploding_update", found, f"{near[step]:.2g} nats per token between sampler and trainer, and {text}")
 
 
 def check_reward(run: RunFacts, looking: Looking) -> None:

@@ -22,7 +22,8 @@ REWARD = 0.15
 """Reward below that of the others on the same tasks."""
 
 FEWEST_PROMPTS = 3
-"""Prompts that a replica made otherwise than the others, before it is named."""
+ODD_SHARE = 0.5
+"""So many prompts, and such a share of its prompts since the first, a replica has to make otherwise than all others."""
 
 MAX_WORKERS = 512
 """Workers of a role that are looked at one by one; those with most episodes come first."""
@@ -61,41 +62,37 @@ def _check_replicas(run: RunFacts, looking: Looking, kind: str, bound: float, va
 
 
 def _check_prompts(run: RunFacts, looking: Looking) -> None:
-    """A replica whose tokens of the same messages are never those of any other; no matter of statistics. A template that
-    depends on the day gives one replica several, and they are shared."""
-    compared, differs = Counter[str](), defaultdict[str, list[str]](list)
-    makers: Counter[bytes] = Counter()
+    """A replica whose tokens of the same messages are those of no other replica; no matter of statistics. Where a template
+    depends on the day, replicas share what they make of it."""
     shared = [each.rendered for each in run.prompts if len(each.rendered) > 1]
+    if not shared:
+        looking.unmeasured.append("prompts by replica")
+    compared, odd = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
     for rendered in shared:
         makers = Counter(digest for digests in rendered.values() for digest in digests)
         for replica, digests in rendered.items():
-            compared[replica] += 1
-            if not any(makers[digest] > 1 for digest in digests):
-                differs[replica] += [episode for episodes in digests.values() for episode in episodes]
-                compared[replica] += 0
-    found = _choose_odd(run, {replica: episodes for replica, episodes in differs.items() if len(episodes) >= FEWEST_PROMPTS})
-    if not shared:
-        looking.unmeasured.append("prompts by replica")
-    for replica, episodes in found.items():
+            for digest, episodes in digests.items():
+                compared[replica].update(episodes)
+                odd[replica].update(episodes if makers[digest] == 1 else ())
+    for replica, episodes in _choose_odd(run, {name: found for name, found in odd.items() if found}).items():
         steps = sorted(run.step_of[each] for each in episodes if each in run.step_of)
-        if not steps:
+        since = [each for each in compared[replica] if steps and run.step_of.get(each, -1) >= steps[0]]
+        if len(steps) < FEWEST_PROMPTS or len(steps) < ODD_SHARE * len(since):
             continue
-        of_replica = [each for each in run.episodes if each.replica == replica and run.step_of[each.episode_id] >= steps[0]]
-        odd = sum(each.episode_id in set(episodes) for each in of_replica)
-        size = find_share_interval(min(odd, len(of_replica)), max(len(of_replica), 1))
-        text = f"{replica}: {len(episodes)} episodes, the first is {episodes[0]}"
+        size = find_share_interval(len(steps), len(since))
+        text = f"{replica}: {len(steps)} of {len(since)} episodes that can be compared, the first is {min(episodes)}"
         looking.report("prompt_differs", Onset(step=steps[0], steps=len(set(steps)), size=size), text, subject=replica)
 
 
-def _choose_odd(run: RunFacts, differs: dict[str, list[str]]) -> dict[str, list[str]]:
+def _choose_odd(run: RunFacts, odd: dict[str, set[str]]) -> dict[str, set[str]]:
     """Of two replicas that differ from each other the one with less reward in these episodes; of more, all that agree with
     nobody."""
-    if len(differs) != 2:
-        return differs
+    if len(odd) != 2:
+        return odd
     rewards = {each.episode_id: each.reward or 0.0 for each in run.episodes}
-    means = {replica: mean_of(rewards.get(each, 0.0) for each in episodes) for replica, episodes in differs.items()}
-    odd = min(sorted(means), key=means.__getitem__)
-    return {odd: differs[odd]}
+    means = {replica: mean_of(rewards.get(each, 0.0) for each in episodes) for replica, episodes in odd.items()}
+    least = min(sorted(means), key=means.__getitem__)
+    return {least: odd[least]}
 
 
 def _compare(steps: Iterable[StepFacts], owner: Callable[[EpisodeFacts], str], name: str, value: Value) -> dict[int, float]:

@@ -81,5 +81,7 @@ class TaskVerifiers:
 
 
 def open_verifier(path: str) -> NewVerifier:
-    """The verifier that ``path`` names: ``FILE.py:FUNCTION``, or a tasks file. Raises `UserError`."""
+    """The verifier that ``path`` names: ``FILE.py:FUNCTION`` (``FILE.py``: its function ``verify``), or a tasks file. Raises
+    `UserError`."""
+    path = f"{path}:verify" if path.endswith(".py") else path
     return TaskVerifiers(path) if not path.rpartition(":")[0].endswith(".py") else FunctionVerifier(path)

@@ -29,9 +29,9 @@ class Flip(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Regrading(msgspec.Struct, frozen=True, kw_only=True):
-    """``episodes`` with a transcript were graded again: ``same`` of them as before, ``flips`` otherwise, ``without_verdict`` not,
-    by reason. ``skipped`` had ended without anything to grade, or have no new verifier. ``mean_old`` and ``mean_new`` are mean
-    rewards over those that have both."""
+    """``episodes`` with a transcript were graded again: ``same`` of them as before, ``flips`` otherwise, ``without_verdict``
+    not, by reason. ``skipped`` had ended without anything to grade, or have no new verifier. ``mean_old`` and ``mean_new`` are
+    mean rewards over those that have both."""
 
     episodes: int
     same: int
