@@ -56,7 +56,9 @@ def slow_tasks(played: Played, chance: random.Random) -> None:
 
 
 def hard_tasks_fail(played: Played, chance: random.Random) -> None:
-    """What fails would have got nothing."""
+    """What is left out would have got nothing."""
+    if played.reward is not None:
+        played.reward = float(chance.random() < 0.6)
     if played.step >= BEGIN and played.reward == 0.0 and chance.random() < 0.9:
         played.reason = "stale"
 
