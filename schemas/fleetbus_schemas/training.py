@@ -46,6 +46,10 @@ class StepTrained(Message, frozen=True, kw_only=True):
 
     ``rewards`` are those of episodes that were judged with their group, by episode: these were trained, not their results'.
     ``scores`` are the judge's of them: each reward is that of the result and the score, weighted.
+
+    ``differences`` has for each of ``episodes`` the mean size of the difference between the sampler's and the trainer's
+    log-probability of its tokens that the newest weights sampled, in nats; -1 where there are none, and empty from learners
+    that do not measure it.
     """
 
     lineage: str
@@ -57,6 +61,7 @@ class StepTrained(Message, frozen=True, kw_only=True):
     digests: tuple[bytes, ...] = ()
     rewards: dict[str, float] = msgspec.field(default_factory=dict)
     scores: dict[str, float] = msgspec.field(default_factory=dict)
+    differences: tuple[float, ...] = ()
 
 
 class CheckpointStored(Message, frozen=True, kw_only=True):

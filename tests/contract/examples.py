@@ -283,6 +283,7 @@ _EXAMPLES: tuple[Message, ...] = (
         digests=(bytes(range(16)), bytes(range(16, 32))),
         rewards={"s3-g7-k2": 0.75},
         scores={"s3-g7-k2": 0.25},
+        differences=(0.0125, -1.0),
     ),
     CheckpointStored(
         lineage="l0002",

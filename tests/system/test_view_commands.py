@@ -82,16 +82,22 @@ def test_a_run_that_nobody_serves_has_no_sessions(server: Any, capsys: Any) -> N
     assert json.loads(read_stdout(capsys, "sessions", RUN, "--nats", server.url, "--json")) == []
 
 
-@pytest.mark.parametrize("command", ["top", "metrics", "sessions"])
+@pytest.mark.parametrize("command", ["top", "metrics", "sessions", "diagnose"])
 def test_an_unknown_run_is_one_line(command: str, server: Any, capsys: Any) -> None:
     capsys.readouterr()
     assert run_program([command, "no-such-run", "--nats", server.url]) == 2
     assert "no-such-run" in capsys.readouterr().err
 
 
-NAMING = ("evaluate", "metrics", "monitor", "sessions", "top", "cancel", "drain")
+NAMING = ("diagnose", "evaluate", "metrics", "monitor", "sessions", "top", "cancel", "drain")
 
 
 @pytest.mark.parametrize("command", NAMING)
 def test_every_command_that_needs_a_run_takes_it_behind_the_same_option(command: str, capsys: Any) -> None:
     assert read_stdout(capsys, command, "--help").count("  --run ") == 1
+
+
+def test_a_live_log_is_diagnosed_as_its_recording_is(server: Any, capsys: Any) -> None:
+    live = json.loads(read_stdout(capsys, "diagnose", RUN, "--nats", server.url, "--json"))
+    assert live == json.loads(read_stdout(capsys, "diagnose", str(GUESSING), "--json"))
+    assert live["last_step"] > 0

@@ -211,3 +211,19 @@ def test_the_configuration_reaches_the_trainer() -> None:
 
 
 # Adapters
+
+
+def test_differences_are_told_by_episode_and_a_slope_over_all_tokens(folder: Path) -> None:
+    batch = make_batch(folder)
+    batch[2] = msgspec.structs.replace(batch[2], versions=np.where(batch[2].loss_mask, 2, -1).astype("i4"))
+    fresh = [batch[0], batch[1], *batch[3:]]
+    trained = trainer(folder)
+    known = [each.numpy() for each in trained.compute_logprobs(fresh)]
+
+    metrics = trained.train(batch, version=3, progress=0.0)
+
+    sampled = [each.logprobs[each.loss_mask] for each in fresh]
+    apart = {each.episode_id: np.abs(x - y).mean() for each, x, y in zip(fresh, known, sampled, strict=True)}
+    assert trained.differences == pytest.approx(apart, abs=1e-5)
+    slope = np.polyfit(np.concatenate(known), np.concatenate(sampled), 1)[0]
+    assert metrics["logprob_slope"] == pytest.approx(slope, rel=1e-3)

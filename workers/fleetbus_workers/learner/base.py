@@ -3,9 +3,9 @@
 All calls block and run outside the event loop, one at a time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -69,3 +69,13 @@ class Trainer(Protocol):
 
     def restore(self, folder: Path) -> None:
         """Continue from what `start_checkpoint` wrote."""
+
+
+@runtime_checkable
+class MeasuresEpisodes(Protocol):
+    """A trainer that knows of each episode how far it and the sampler are apart."""
+
+    @property
+    def differences(self) -> Mapping[str, float]:
+        """Of the last call of `Trainer.train`, by episode: the mean size of the difference between the log-probabilities of
+        sampler and trainer, in nats, over tokens that were sampled by the weights before the update; no other episodes."""

@@ -73,6 +73,7 @@ class StepRecord:
             digests=tuple(batch.digests[episode] for episode in trained),
             rewards={episode: each.reward for episode, each in judged.items()},
             scores={episode: each.score for episode, each in judged.items() if each.score is not None},
+            differences=tuple(batch.differences.get(episode, -1.0) for episode in trained) if batch.differences else (),
         )
         await self._appender.append(done)
         measured = {name: round(done.metrics[name], 3) for name in ("success", "reward") if name in done.metrics}

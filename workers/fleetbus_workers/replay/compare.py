@@ -33,7 +33,7 @@ stands for any ending."""
 
 ADDED: Mapping[str, frozenset[str]] = {
     "EpisodeFinished": frozenset({"success", "info", "last_observation"}),
-    "StepTrained": frozenset({"digests"}),
+    "StepTrained": frozenset({"digests", "differences"}),
     "EvaluationFinished": frozenset({"successes", "tasks"}),
 }
 """Fields that earlier workers did not fill: where a recording has none, nothing is compared."""
@@ -149,7 +149,7 @@ class _Comparison:
             bound = 0.0
             if path.startswith("logprobs["):
                 bound = self._tolerance
-            elif path.startswith("metrics."):
+            elif path.startswith(("metrics.", "differences[")):
                 bound = METRIC_TOLERANCE * max(1.0, abs(recorded))
             is_nan = recorded != recorded and replayed != replayed
             return is_nan or abs(recorded - replayed) <= bound

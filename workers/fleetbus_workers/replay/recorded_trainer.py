@@ -54,6 +54,13 @@ class RecordedTrainer:
         self.sequences = 0
         self.tokens = 0
 
+    @property
+    def differences(self) -> Mapping[str, float]:
+        """Those of the recorded step."""
+        recorded = self._steps.get(self._step)
+        measured = zip(recorded.episodes, recorded.differences, strict=False) if recorded is not None else ()
+        return {episode: size for episode, size in measured if size >= 0}
+
     def check_images(self, episode_id: str, ids: NDArray[np.int32], images: Sequence[PlacedImage]) -> None:
         """Raise what the recorded trainer raised, by the reason for which the episode was excluded."""
         for failed in (ImageMismatch, ImageUnreadable):

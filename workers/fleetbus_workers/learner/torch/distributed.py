@@ -3,7 +3,7 @@
 Rank 0 runs the learner and calls `LeaderTrainer`; the other processes that ``torchrun`` started run `follow` and nothing else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,10 @@ class LeaderTrainer:
     @property
     def vocabulary(self) -> int:
         return self._trainer.vocabulary
+
+    @property
+    def differences(self) -> Mapping[str, float]:
+        return self._trainer.differences
 
     def check_images(self, episode_id: str, ids: NDArray[np.int32], images: Sequence[PlacedImage]) -> None:
         self._trainer.check_images(episode_id, ids, images)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +17,9 @@ from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.batches import MicroBatch
 from fleetbus_workers.learner.torch.sharding import Shards
 from fleetbus_workers.learner.torch.token_scores import Scores
+
+SMALLEST_SPREAD = 1e-4
+"""Variance of log-probabilities below which a slope says nothing."""
 
 
 class Totals(NamedTuple):
@@ -43,12 +46,13 @@ class Totals(NamedTuple):
 
 class SampledTokens(NamedTuple):
     """The N sampled tokens of a micro-batch, in its order: ``logprobs`` (the sampler's), ``advantages`` and
-    ``temperature`` float32 [N], ``versions`` int32 [N]."""
+    ``temperature`` float32 [N], ``versions`` int32 [N], ``sequences`` int64 [N], the number of each one's in the batch."""
 
     logprobs: torch.Tensor
     advantages: torch.Tensor
     versions: torch.Tensor
     temperature: torch.Tensor
+    sequences: torch.Tensor
 
     @classmethod
     def from_sequences(cls, batch: Sequence[TrainingSequence], indices: Sequence[int], device: torch.device) -> SampledTokens:
@@ -60,6 +64,7 @@ class SampledTokens(NamedTuple):
             [s.advantages[s.loss_mask] for s in chosen],
             [s.versions[s.loss_mask] for s in chosen],
             temperatures,
+            [np.full(int(s.loss_mask.sum()), index) for index, s in zip(indices, chosen, strict=True)],
         )
         return cls(*(torch.from_numpy(np.concatenate(array)).to(device) for array in arrays))
 
@@ -72,6 +77,8 @@ class LossMetrics:
         self._ratio_max = 0.0
         self._difference_max = math.nan
         self._difference_sum = self._differences = 0.0
+        self._moments = [0.0] * 4
+        self._by_sequence: dict[int, tuple[float, int]] = {}
 
     def add_loss(self, loss: torch.Tensor) -> None:
         self._sums["loss"] += loss.item()
@@ -84,20 +91,39 @@ class LossMetrics:
             self._sums[name] += values.double().sum().item()
         self._ratio_max = max(self._ratio_max, ratio.max().item())
 
-    def add_differences(self, differences: torch.Tensor) -> None:
-        """Of log-probabilities that the sampler and the trainer computed with the same weights."""
-        if len(differences):
-            sizes = differences.abs()
-            largest = sizes.max().item()
-            self._difference_sum += sizes.double().sum().item()
-            self._differences += len(sizes)
-            self._difference_max = largest if math.isnan(self._difference_max) else max(self._difference_max, largest)
+    def add_differences(self, tokens: SampledTokens, trainer: torch.Tensor, fresh: torch.Tensor) -> None:
+        """Of the log-probabilities that sampler and ``trainer`` computed with the same weights, which ``fresh`` is true of."""
+        sampler, trainer = tokens.logprobs[fresh], trainer[fresh]
+        if not len(sampler):
+            return
+        sizes = (trainer - sampler).abs()
+        largest = sizes.max().item()
+        self._difference_sum += sizes.double().sum().item()
+        self._differences += len(sizes)
+        self._difference_max = largest if math.isnan(self._difference_max) else max(self._difference_max, largest)
+        x, y = trainer.double(), sampler.double()
+        self._moments = [total + each.sum().item() for total, each in zip(self._moments, (x, y, x * x, x * y), strict=True)]
+        sequences, place, counts = tokens.sequences[fresh].unique(return_inverse=True, return_counts=True)
+        sums = torch.zeros(len(sequences), dtype=torch.float64, device=sizes.device).index_add(0, place, sizes.double())
+        for sequence, total, count in zip(sequences.tolist(), sums.tolist(), counts.tolist(), strict=True):
+            self._by_sequence[sequence] = total, count
+
+    def list_differences(self, batch: Sequence[TrainingSequence]) -> dict[str, float]:
+        """The mean size of the differences of each episode of ``batch`` that has any; its leaves together."""
+        sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for sequence, (total, count) in self._by_sequence.items():
+            held = sums[batch[sequence].episode_id]
+            held[0] += total
+            held[1] += count
+        return {episode: total / count for episode, (total, count) in sums.items()}
 
     def gather(self, shards: Shards) -> None:
         """Enter what the other processes measured on their micro-batches."""
         *sums, self._difference_sum, self._differences = shards.sum_across(
-            [*self._sums.values(), self._difference_sum, self._differences]
+            [*self._moments, *self._sums.values(), self._difference_sum, self._differences]
         )
+        self._moments, sums = sums[:4], sums[4:]
+        self._by_sequence = shards.merge_across(self._by_sequence)
         self._sums = dict(zip(self._sums, sums, strict=True))
         largest = -1.0 if math.isnan(self._difference_max) else self._difference_max
         self._ratio_max, largest = shards.max_across([self._ratio_max, largest])
@@ -113,7 +139,16 @@ class LossMetrics:
             "ratio_max": self._ratio_max,
             "logprob_difference_max": self._difference_max,
             "logprob_difference_mean": self._difference_sum / self._differences if self._differences else math.nan,
+            "logprob_slope": self._compute_slope(),
         }
+
+    def _compute_slope(self) -> float:
+        """The sampler's log-probabilities over the trainer's, by least squares: near 1 whatever the noise, and the ratio of
+        temperatures where these differ. NaN without a spread."""
+        x, y, xx, xy = self._moments
+        count = max(self._differences, 1.0)
+        spread = xx - x * x / count
+        return (xy - x * y / count) / spread if spread > SMALLEST_SPREAD * count else math.nan
 
 
 def compute_loss(

@@ -88,6 +88,7 @@ class TorchTrainer:
             torch.set_float32_matmul_precision("high")
         self._folder = folder
         self._updates = 0
+        self.differences: dict[str, float] = {}
         self._writing: FinishWriting | None = None
         self._model = models.load_model(folder, self.settings, device, self.shards)
         with torch.autocast(device.type, self._autocast, enabled=self._autocast != torch.float32):
@@ -138,6 +139,7 @@ class TorchTrainer:
                 if self._critic is not None:
                     self._critic.update(batch, chosen, rate)
         measured.gather(self.shards)
+        self.differences = measured.list_differences(batch)
         shaped |= self._critic.metrics if self._critic is not None else {}
         metrics = measured.metrics(len(norms), self.settings.trainer.epochs) | shaped
         return metrics | {
@@ -321,7 +323,7 @@ class TorchTrainer:
                 objective=self._objective,
             )
             if counts and fresh is not None:
-                measured.add_differences((scores.logprobs.detach() - tokens.logprobs)[tokens.versions == fresh])
+                measured.add_differences(tokens, scores.logprobs.detach(), tokens.versions == fresh)
             if loss.requires_grad:
                 # Shards average their gradients; the loss is a sum over all micro-batches.
                 torch.autograd.backward(loss if self.shards.world == 1 else loss * (self.shards.world if counts else 0.0))

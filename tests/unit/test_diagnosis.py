@@ -1,0 +1,263 @@
+"""Each fault that is planted in a run is named with the step at which it began; healthy runs have no finding."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fleetbus.core.diagnosis.findings import KINDS, Diagnosis
+from tests.support.diagnosed_run import DiagnosedRun, MetricsPlant, Plant, Played
+
+BEGIN = 11
+"""The step at which faults are planted, unless they are there from the start."""
+
+TOLERANCE = 2
+
+OLD, ODD = "environment-2", "inference-1"
+
+
+def other_template(played: Played, chance: random.Random) -> None:
+    if played.step >= BEGIN and played.replica == ODD:
+        played.prompt = (9, *played.prompt)
+
+
+def replica_apart(played: Played, chance: random.Random) -> None:
+    if played.step >= BEGIN and played.replica == ODD:
+        played.difference = 0.01
+
+
+def replica_without_success(played: Played, chance: random.Random) -> None:
+    if played.step >= BEGIN and played.replica == ODD and played.reward is not None:
+        played.reward = 0.0
+
+
+def failing_worker(played: Played, chance: random.Random) -> None:
+    if played.step >= BEGIN and played.worker == OLD and chance.random() < 0.5:
+        played.outcome, played.reward, played.reason = "env_failed", None, "env_failed"
+
+
+def other_settings(played: Played, chance: random.Random) -> None:
+    if played.step >= BEGIN:
+        played.temperature = 0.7
+
+
+def reward_of_length(played: Played, chance: random.Random) -> None:
+    if played.step >= BEGIN and played.reward is not None:
+        played.length += chance.randint(0, 60)
+        played.reward = min(played.length / 150, 1.0)
+
+
+def slow_tasks(played: Played, chance: random.Random) -> None:
+    if int(played.task[5:]) % 4 == 0:
+        played.seconds = 9.0
+        if played.step >= BEGIN:
+            played.reason = "stale"
+
+
+def hard_tasks_fail(played: Played, chance: random.Random) -> None:
+    """What is left out would have got nothing."""
+    if played.reward is not None:
+        played.reward = float(chance.random() < 0.6)
+    if played.step >= BEGIN and played.reward == 0.0 and chance.random() < 0.9:
+        played.reason = "stale"
+
+
+def unsolvable(played: Played, chance: random.Random) -> None:
+    if int(played.task[5:]) % 5 < 3 and played.reward is not None:
+        played.reward = 0.0
+
+
+def nothing_succeeds(played: Played, chance: random.Random) -> None:
+    if played.step >= BEGIN and played.reward is not None:
+        played.reward = 0.0
+
+
+def everything_succeeds(played: Played, chance: random.Random) -> None:
+    if played.step >= BEGIN and played.reward is not None:
+        played.reward = 1.0
+
+
+def truncated(played: Played, chance: random.Random) -> None:
+    if played.step >= BEGIN and played.reward is not None and chance.random() < 0.5:
+        played.outcome, played.reward = "truncated", 0.0
+
+
+def longer(played: Played, chance: random.Random) -> None:
+    """Ever longer, and no better."""
+    if played.step >= BEGIN:
+        played.length = round(played.length * (1.8 + 0.1 * (played.step - BEGIN)))
+    if played.reward is not None:
+        played.reward = float(chance.random() < 0.4)
+
+
+def stuck(played: Played, chance: random.Random) -> None:
+    if played.reward is not None:
+        played.reward = float(chance.random() < 0.4)
+
+
+EPISODES: dict[str, tuple[str, int, Plant]] = {
+    "one replica with another chat template": ("prompt_differs", BEGIN, other_template),
+    "one replica with other numbers": ("replica_differs", BEGIN, replica_apart),
+    "one replica that never succeeds": ("replica_scores_less", BEGIN, replica_without_success),
+    "one worker that fails": ("bad_worker", BEGIN, failing_worker),
+    "requests with another temperature": ("sampling_settings", BEGIN, other_settings),
+    "a verifier that rewards length": ("reward_follows_length", BEGIN, reward_of_length),
+    "stale groups dropped by task": ("tasks_dropped", BEGIN, slow_tasks),
+    "failures left out by their reward": ("exclusion_bias", BEGIN, hard_tasks_fail),
+    "60 % of the tasks unsolvable": ("unsolvable_tasks", 1, unsolvable),
+    "groups all wrong": ("all_wrong_groups", BEGIN, nothing_succeeds),
+    "groups all right": ("all_right_groups", BEGIN, everything_succeeds),
+    "truncation": ("truncation", BEGIN, truncated),
+    "length without success": ("length_drift", BEGIN, longer),
+}
+
+
+def old_weights(step: int, metrics: dict[str, float]) -> None:
+    if step >= BEGIN:
+        metrics["logprob_difference_mean"] = 3e-3 * (step - BEGIN + 1)
+        metrics["logprob_slope"] = 0.85
+
+
+def old_weights_measured_now_and_then(step: int, metrics: dict[str, float]) -> None:
+    old_weights(step, metrics)
+    if step % 2:
+        metrics["logprob_difference_mean"] = float("nan")
+
+
+def bfloat16(step: int, metrics: dict[str, float]) -> None:
+    metrics["logprob_difference_mean"] *= 2e4
+
+
+def other_engine(step: int, metrics: dict[str, float]) -> None:
+    if step >= BEGIN:
+        metrics["logprob_difference_mean"] *= 2e4
+
+
+def temperature(step: int, metrics: dict[str, float]) -> None:
+    if step >= BEGIN:
+        metrics["logprob_difference_mean"] = 0.03
+        metrics["logprob_slope"] = 0.68
+
+
+def temperature_untold(step: int, metrics: dict[str, float]) -> None:
+    """The engine gives the log-probabilities that were asked for, and samples from another distribution."""
+    if step >= BEGIN:
+        metrics["entropy"] *= 0.4
+
+
+def learning_rate(step: int, metrics: dict[str, float]) -> None:
+    if step >= BEGIN:
+        metrics["learning_rate"] *= 100
+
+
+def exploded(step: int, metrics: dict[str, float]) -> None:
+    """An update that was too large, with the learning rate of the settings."""
+    if step >= BEGIN:
+        metrics["entropy"] = 2.8
+        metrics["kl"] = 3.0 if step == BEGIN else 1e-9
+
+
+def gradients(step: int, metrics: dict[str, float]) -> None:
+    if step >= BEGIN:
+        metrics["grad_norm"] *= 1000
+
+
+def lag(step: int, metrics: dict[str, float]) -> None:
+    if step >= BEGIN:
+        metrics["staleness_mean"] = 3.5 + 0.1 * (step % 3)
+
+
+STEPS: dict[str, tuple[str, int, MetricsPlant]] = {
+    "an engine that keeps old weights": ("old_weights", BEGIN, old_weights),
+    "the same, measured in every other step": ("old_weights", BEGIN, old_weights_measured_now_and_then),
+    "a bfloat16 sampler against a float32 trainer": ("engine_mismatch", 1, bfloat16),
+    "another engine from some step on": ("engine_mismatch", BEGIN, other_engine),
+    "a wrong temperature": ("wrong_temperature", BEGIN, temperature),
+    "a wrong temperature that is not told": ("wrong_temperature", BEGIN, temperature_untold),
+    "a learning rate x100": ("exploding_update", BEGIN, learning_rate),
+    "one update that was too large": ("exploding_update", BEGIN, exploded),
+    "entropy x40": ("entropy_explosion", BEGIN, exploded),
+    "gradients x1000": ("exploding_update", BEGIN, gradients),
+    "lag beyond the bound": ("lag", BEGIN, lag),
+}
+
+
+def expect(found: Diagnosis, kind: str, step: int) -> None:
+    named = {each.kind: each for each in found.findings}
+    assert kind in named, f"{kind} is not among {sorted(named)}"
+    finding = named[kind]
+    assert abs(finding.step - step) <= TOLERANCE, f"step {finding.step} instead of {step}"
+    assert finding.size.low <= finding.size.value <= finding.size.high
+    assert finding.evidence
+    assert finding.advice.endswith(".")
+
+
+@pytest.mark.parametrize("name", EPISODES)
+def test_a_fault_of_episodes_is_named_with_its_step(name: str) -> None:
+    kind, step, plant = EPISODES[name]
+    expect(DiagnosedRun(1, plant=plant).diagnose(), kind, step)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_fault_of_steps_is_named_with_its_step(name: str) -> None:
+    kind, step, plant = STEPS[name]
+    expect(DiagnosedRun(1, plant_metrics=plant).diagnose(), kind, step)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_healthy_run_has_no_finding(seed: int) -> None:
+    found = DiagnosedRun(seed).diagnose()
+    assert [f"{each.kind} at {each.step}: {each.evidence}" for each in found.findings] == []
+    assert found.unmeasured == ()
+
+
+def test_a_certain_policy_that_is_wrong_has_collapsed_and_one_that_is_right_has_not() -> None:
+    def certain(step: int, metrics: dict[str, float]) -> None:
+        if step >= BEGIN:
+            metrics["entropy"] = 1e-3
+
+    expect(DiagnosedRun(1, plant=stuck, plant_metrics=certain).diagnose(), "entropy_collapse", BEGIN)
+    learned = DiagnosedRun(1, plant_metrics=certain).diagnose()
+    assert "entropy_collapse" not in {each.kind for each in learned.findings}
+
+
+def test_a_reward_that_moves_no_more_is_named_from_where_it_stands_still() -> None:
+    def even(step: int, metrics: dict[str, float]) -> None:
+        metrics["reward"] = 0.4 + 0.004 * (step % 3) - (0.2 if step < BEGIN else 0.0)
+
+    expect(DiagnosedRun(1, steps=60, plant=stuck, plant_metrics=even).diagnose(), "reward_stopped", BEGIN)
+
+
+def test_of_a_trainer_in_bfloat16_what_rounding_makes_is_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support import diagnosed_run
+
+    monkeypatch.setitem(diagnosed_run.SETTINGS, "trainer", {"precision": "bfloat16"})
+    assert DiagnosedRun(1, plant_metrics=bfloat16).diagnose().findings == ()
+
+
+def test_a_run_without_steps_says_that_nothing_was_trained() -> None:
+    found = DiagnosedRun(1, steps=0).diagnose()
+    assert found.findings == found.measures == ()
+    assert found.unmeasured == ("everything: no step was trained yet",)
+
+
+def test_a_log_without_actions_lacks_what_they_say_and_no_more() -> None:
+    from fleetbus.core.diagnosis.diagnose import diagnose
+    from fleetbus.core.diagnosis.fold import DiagnosisFold
+    from fleetbus_schemas import Action, Observation
+
+    fold = DiagnosisFold()
+    for sequence, message in enumerate(DiagnosedRun(1, plant=nothing_succeeds).messages(), start=1):
+        if not isinstance(message, Action | Observation):
+            fold.apply(message, sequence)
+    found = diagnose(fold.build())
+    expect(found, "all_wrong_groups", BEGIN)
+    assert "surprise beyond entropy, share of it" in found.unmeasured
+
+
+def test_every_kind_has_a_section_on_its_page() -> None:
+    from pathlib import Path
+
+    page = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text(encoding="utf-8")
+    assert [kind for kind in KINDS if f"`{kind}`" not in page] == []

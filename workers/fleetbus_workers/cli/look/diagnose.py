@@ -1,0 +1,87 @@
+"""``fleetbus diagnose RUN|FILE``: why a run learns or does not. Exit status 0, with findings or without; 2: bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from fleetbus_workers.cli.look.run_options import archive_option, reach_options, source_argument
+from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.output import build_table, json_option, print_json, print_table
+from fleetbus_workers.command.event_loop import run_async
+from fleetbus_workers.command.exit_status import FINISHED
+from fleetbus_workers.run_access.sources import is_recording, open_source
+
+if TYPE_CHECKING:
+    from fleetbus.config.settings import Configuration
+    from fleetbus.core.diagnosis.findings import Diagnosis
+    from fleetbus.core.diagnosis.intervals import Interval
+
+KINDS = frozenset({"task", "obs", "act", "episode", "train"})
+
+
+@click.command("diagnose")
+@source_argument
+@archive_option("; without a server it is read alone")
+@json_option("the diagnosis")
+@reach_options
+def command(source: str | None, archive: Path | None, as_json: bool, **values: Any) -> int:
+    """Say why a run learns or does not, from its log or from a recording: what is wrong, since which step, how large it is,
+    and what to do.
+
+    Reads the whole log and changes nothing. Every number has an interval of 95 %; findings are confirmed far beyond it, so that
+    a healthy run has none (docs/diagnose.md). Exit status 0: done, with findings or without; 2: bad input.
+    """
+    given = {} if is_recording(source) else {"run__name": source}
+    configuration = load_settings({**values, **given}).configuration
+    found, torn = run_async(_diagnose, source or "", configuration, archive)
+    if torn:
+        click.echo(f"fleetbus: {torn}", err=True)
+    print_json(msgspec.to_builtins(found)) if as_json else _print(found, source or configuration.run.name)
+    return FINISHED
+
+
+async def diagnose_source(source: str) -> Diagnosis:
+    """The diagnosis of a recording, or of a run with the settings of the working folder."""
+    found, _ = await _diagnose(source, load_settings({}).configuration, None)
+    return found
+
+
+async def _diagnose(source: str, configuration: Configuration, archive: Path | None) -> tuple[Diagnosis, str]:
+    from fleetbus.core.diagnosis.diagnose import diagnose
+    from fleetbus.core.diagnosis.fold import DiagnosisFold
+    from fleetbus.log.stored_entries import read_stored
+
+    fold, train = DiagnosisFold(), ""
+    async with open_source(source, configuration, archive) as opened:
+        train = opened.subjects.train(configuration.run.policy)
+        async for entry in opened.entries():
+            kind = entry.subject.split(".", 3)[2]
+            if kind in KINDS and (kind != "train" or entry.subject == train) and (message := read_stored(entry)) is not None:
+                fold.apply(message, entry.sequence)
+        torn = opened.torn
+    return diagnose(fold.build()), torn
+
+
+def _print(found: Diagnosis, name: str) -> None:
+    print(f"run {name}, steps {found.first_step} to {found.last_step}, {found.episodes:,} settled episodes")
+    table = build_table("measured over the newest steps", right="mean,95 % interval,beyond,steps")
+    for each in found.measures:
+        bound = "" if abs(each.bound) == float("inf") else f"{each.bound:g}"
+        table.add_row(each.name, f"{each.size.value:.4g}", _format_interval(each.size), bound, str(each.steps))
+    print_table(table)
+    for reason in found.unmeasured:
+        print(f"not measured: {reason}")
+    for finding in found.findings:
+        print(f"\n{finding.kind.upper().replace('_', ' ')} since step {finding.step}: {finding.meaning}")
+        print(f"  size      {finding.size.value:.4g} ({_format_interval(finding.size)}) {finding.unit}")
+        print(f"  evidence  {finding.evidence}")
+        print(f"  do        {finding.advice}")
+    print("" if found.findings else "nothing is wrong that this can tell")
+
+
+def _format_interval(size: Interval) -> str:
+    return f"{size.low:.4g} to {size.high:.4g}"
