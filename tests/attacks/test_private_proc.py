@@ -35,7 +35,7 @@ WAYS = [
 
 
 ROOTS_LEAK = "processes without a limit"
-"""The kernel counts none of root's in a user namespace, so that a worker takes the other way there; /proc is the same in both."""
+"""The kernel counts none of root's in a user namespace, so that a worker takes the other way; /proc is the same in both."""
 
 
 @pytest.fixture(params=WAYS)

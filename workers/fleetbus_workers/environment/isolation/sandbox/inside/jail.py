@@ -1,7 +1,9 @@
 """Namespaces and mounts for machines without bubblewrap: ``jail.py DESCRIPTION COMMAND...``. Standard library alone.
 
 Three processes: this one waits; the first of the new process namespace makes the root and collects the dead; the command runs
-below it. When this one is killed, so is everything below. The description (JSON) has ``own_users`` (a user namespace is needed), ``bind`` (files
+below it. When this one is killed, so is everything below.
+
+The description (JSON) has ``own_users`` (a user namespace is needed), ``bind`` (files
 and folders that are seen, read-only), ``link`` (symbolic links), ``scratch_bytes`` (size of /tmp), ``writable``
 (folders of the host by where they are inside), ``hidden`` (folders and files below seen ones that are empty),
 ``loopback`` (whether there is one), ``proc`` (whether its own processes are seen at /proc, read-only).
@@ -113,7 +115,7 @@ def build_root(description: dict[str, Any]) -> None:
 
 
 def show_processes() -> None:
-    """The processes of this namespace at /proc, read-only; in a user namespace only while the host's own is mounted, in full."""
+    """The processes of this namespace at /proc, read-only; a user namespace may only while the host's own is mounted in full."""
     os.mkdir("/proc")
     mount("proc", "/proc", "proc", NO_SETUID | NO_DEVICES | NO_PROGRAMS | READ_ONLY)
 
