@@ -3,10 +3,10 @@
 Three processes: this one waits; the first of the new process namespace makes the root and collects the dead; the command runs
 below it. When this one is killed, so is everything below.
 
-The description (JSON) has ``own_users`` (a user namespace is needed), ``bind`` (files
-and folders that are seen, read-only), ``link`` (symbolic links), ``scratch_bytes`` (size of /tmp), ``writable``
-(folders of the host by where they are inside), ``hidden`` (folders and files below seen ones that are empty),
-``loopback`` (whether there is one), ``proc`` (whether its own processes are seen at /proc, read-only).
+The description (JSON) has ``own_users`` (a user namespace is needed), ``bind`` (files and folders that are seen, read-only),
+``link`` (symbolic links), ``scratch_bytes`` (size of /tmp), ``writable`` (folders of the host by where they are inside),
+``hidden`` (folders and files below seen ones that are empty), ``loopback`` (whether there is one), ``proc`` (whether its own
+processes are seen at /proc, read-only).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def build_root(description: dict[str, Any]) -> None:
 
 
 def show_processes() -> None:
-    """The processes of this namespace at /proc, read-only; a user namespace may only while the host's own is mounted in full."""
+    """This namespace's processes at /proc, read-only; a user namespace may do so while the host's own is mounted, in full."""
     os.mkdir("/proc")
     mount("proc", "/proc", "proc", NO_SETUID | NO_DEVICES | NO_PROGRAMS | READ_ONLY)
 
