@@ -32,6 +32,10 @@ class StoredResponses:
         self.add_messages(segment, (answer,))
         self._places[response] = (segment, len(self._segments[segment]))
 
+    def has(self, previous: str) -> bool:
+        """True if the id that a call gives as ``previous`` is of a response here."""
+        return previous.removeprefix(PREFIX) in self._places
+
     def expand(self, call: AgentCall) -> AgentCall:
         """The call with all messages before it; its own instructions take the place of earlier ones. Raises `InvalidCall`."""
         if not call.previous:
