@@ -56,13 +56,15 @@ class RolloutCalls(ModelCalls):
             return await self._find_rollout(parent, dialect, request, body), body
 
     async def _find_rollout(self, parent: Parent, dialect: Dialect, request: Request, body: bytes) -> AgentSession:
-        call = None
-        if not (name := read_name(request, body)):
+        given = read_name(request, body)
+        if given:
+            name = given
+        else:
             call, digest = parse_call(dialect, body, read_named(request)), digest_call(request, body)
             name = await self._rollouts.choose_name(parent, call, digest, repetition=is_repetition(request))
         session = await self._rollouts.find_named(parent, name)
-        if call is not None:
-            self._rollouts.remember(parent, call, name, session)
+        if not given:
+            self._rollouts.remember(parent, name, session)
         request.state.session = name_episode(parent.id, name)
         return session
 

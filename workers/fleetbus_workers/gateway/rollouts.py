@@ -144,7 +144,8 @@ class Rollouts:
             opened.roots.setdefault(root, recalled)
         known = opened.roots[root] if not call.previous else opened.list_all()
         for name in [name for name, session in known.items() if session.moved]:
-            opened.roots[root][name] = known[name] = await self.find_named(parent, name)
+            known[name] = await self.find_named(parent, name)
+            self.remember(parent, name, known[name])
         found = find_continued(list(known.values()), call, digest, repetition=repetition)
         if found is not None:
             return next(name for name, session in known.items() if session is found)
@@ -152,10 +153,10 @@ class Rollouts:
             pass  # another gateway's; there are no more than the key opens
         return name
 
-    def remember(self, parent: Parent, call: AgentCall, name: str, session: AgentSession) -> None:
-        """The session of a rollout whose name was chosen here, for the calls that continue it."""
-        known = self._find_opened(parent.id).roots.setdefault(digest_root(call.messages), {})
-        known.setdefault(name, session)
+    def remember(self, parent: Parent, name: str, session: AgentSession) -> None:
+        """Remember the session of a rollout whose name was chosen here, for the calls that continue it."""
+        root = name.rpartition("-")[0]
+        self._find_opened(parent.id).roots.setdefault(root, {})[name] = session
 
     async def _recall(self, parent: Parent, root: str) -> dict[str, AgentSession]:
         """The rollout of a root that another gateway opened, if any."""
