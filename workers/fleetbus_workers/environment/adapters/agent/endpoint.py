@@ -27,7 +27,8 @@ from starlette.types import Receive, Scope, Send
 
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus_workers.environment.adapters.agent.dialects import DIALECTS
-from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Dialect, InvalidCall
+from fleetbus_workers.environment.adapters.agent.dialects.base import CHANGES_SAMPLING, AgentCall, Dialect, InvalidCall
+from fleetbus_workers.environment.adapters.agent.dialects.formats import tell_formats
 from fleetbus_workers.environment.adapters.agent.faults import Refused
 from fleetbus_workers.environment.adapters.agent.models import COUNTS, MODEL, describe_model, estimate_tokens, list_models
 from fleetbus_workers.environment.adapters.agent.sessions import (
@@ -150,6 +151,8 @@ class ModelCalls:
         """The call in a body; one that is refused is remembered, for what becomes of its agent."""
         try:
             call = parse_call(dialect, body, read_named(request))
+            if call.formats and session.refuses_formats:
+                raise InvalidCall(f"{call.formats[0].field} is not supported here: {CHANGES_SAMPLING}")
             if fresh := set(call.left_out) - session.left_out:
                 session.left_out |= fresh
                 log.warning("agent offers tools that only their vendor runs; leaving them out", kinds=sorted(fresh))
@@ -242,6 +245,7 @@ def parse_call(dialect: Dialect, body: bytes, named: Mapping[str, object]) -> Ag
         raise InvalidCall("the body has to be a JSON object")
     try:
         call = dialect.parse({**decoded, **named})
+        call = msgspec.structs.replace(call, messages=tell_formats(call.messages, call.formats))
         msgspec.msgpack.encode(call)
     except (OverflowError, UnicodeEncodeError, RecursionError) as error:
         raise InvalidCall(f"the body has a value that cannot be stored: {error}") from None

@@ -152,6 +152,8 @@ class AgentSession:
         """Kinds of tools that were left out of its calls, each of which is logged once."""
         self.refused: Refused | None = None
         """The call that was refused last, since the last answer."""
+        self.refuses_formats = False
+        """Whether a call that wants a format of its answer is refused."""
         self.repeated = 0
         """Repetitions that joined a call or got its answer."""
         self._waiting: deque[PendingCall] = deque()

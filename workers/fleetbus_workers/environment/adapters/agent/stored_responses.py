@@ -45,6 +45,12 @@ class StoredResponses:
             raise InvalidCall(f"previous_response_id {call.previous!r} is no response of this session", code=NOT_FOUND)
         segment, length = place
         before, new = self._segments[segment][:length], list(call.messages)
-        if before[0].role == "system" and new[0].role == "system":
-            before[:1] = [new.pop(0)]
+        head = count_system(new)
+        if head and (old := count_system(before)):
+            before[:old], new = new[:head], new[head:]
         return msgspec.structs.replace(call, messages=(*before, *new), previous="")
+
+
+def count_system(messages: Sequence[ChatMessage]) -> int:
+    """Count the system messages that a conversation begins with."""
+    return next((number for number, message in enumerate(messages) if message.role != "system"), len(messages))
