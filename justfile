@@ -95,7 +95,8 @@ test-api *arguments:
 test-agents *arguments:
     test -d .venv-agents || python3 -m venv .venv-agents
     .venv-agents/bin/pip install -q -e . openai anthropic google-genai openresponses-types litellm openai-agents langgraph langchain-openai 'pydantic-ai-slim[openai]' 'smolagents[openai]' mini-swe-agent
-    AGENTS_PYTHON=$PWD/.venv-agents/bin/python .venv/bin/pytest -n0 -q -m 'slow or not slow' tests/agents {{arguments}}
+    npm install --no-save --no-audit --no-fund --ignore-scripts --prefix .venv-agents/npm @anthropic-ai/claude-code @openai/codex
+    AGENTS_NPM=$PWD/.venv-agents/npm AGENTS_PYTHON=$PWD/.venv-agents/bin/python .venv/bin/pytest -n0 -q -m 'slow or not slow' tests/agents {{arguments}}
 
 # 64 agents at once while the workers that serve them are killed every five seconds: for 20 s, then for two minutes
 agent-kills *arguments:

@@ -176,6 +176,13 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
             "empty: it is not trained",
         ),
     ] = "0"
+    agent_formats: Annotated[
+        Literal["told", "refused"],
+        Meta(
+            description="The formats that agents want of an answer - JSON, a schema, a forced tool: told to the policy in a "
+            "system message, with nothing that limits its answer, or refused with a 400"
+        ),
+    ] = "told"
     agent_side_calls: Annotated[
         Literal["untrained", "trained"],
         Meta(

@@ -24,6 +24,7 @@ from tests.support.processes import children
 
 AGENT = Path(__file__).with_name("scripted_agent.py")
 SPEC = f"agent:{sys.executable} {AGENT}"
+REFUSING = Configuration(environment=EnvironmentSettings(agent_formats="refused"))
 
 
 class ScriptedGrader:
@@ -128,7 +129,7 @@ async def test_an_agent_that_fails_is_no_doing_of_the_policys() -> None:
 async def test_an_agent_that_fails_for_an_answer_that_it_cannot_use_is_the_policys_doing(
     said: str, config: dict[str, Any], problem: str
 ) -> None:
-    async with playing(calls=1, **config) as (environment, _):
+    async with playing(calls=1, configuration=REFUSING, **config) as (environment, _):
         step = await environment.step(act(said))
         assert step.terminated and (await environment.verify()).reward == 0.0
         fault = step.info["agent_failed_on_answer"]
@@ -139,10 +140,21 @@ async def test_an_agent_that_fails_for_an_answer_that_it_cannot_use_is_the_polic
 async def test_a_format_that_belongs_to_the_agents_way_or_that_no_reward_is_set_for_is_no_fault_of_the_policys(
     config: dict[str, Any], reward: str
 ) -> None:
-    settings = Configuration(environment=EnvironmentSettings(agent_crash_reward=reward))
+    settings = Configuration(environment=EnvironmentSettings(agent_crash_reward=reward, agent_formats="refused"))
     async with playing(calls=1, configuration=settings, **config) as (environment, _):
         with pytest.raises(EnvironmentFailed, match="ended with status 1"):
             await environment.step(act("no JSON"))
+
+
+async def test_an_agent_that_breaks_for_an_answer_that_is_not_of_the_format_that_it_was_told_is_the_policys_doing() -> None:
+    async with playing(calls=1, repair="anew", fail_at_end=True) as (environment, _):
+        step = await environment.step(act("no JSON"))
+        told = [message.content for message in step.messages if message.role == "system"]
+        assert told[-1] == "The format of your answer: one JSON object and nothing else."
+        step = await environment.step(act("still none"))
+        assert step.terminated and (await environment.verify()).reward == 0.0
+        assert step.info["agent_failed_on_answer"]["problems"] == ["no JSON, which response_format asks for"]
+        assert (step.info["formats_asked"], step.info["formats_kept"]) == (1, 0)
 
 
 async def test_an_agent_that_fails_after_its_reward_keeps_it() -> None:

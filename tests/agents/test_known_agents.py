@@ -12,13 +12,14 @@ from fleetbus_workers.cli.look.agents import command
 from fleetbus_workers.environment.adapters.agent.dialects import DIALECTS
 from fleetbus_workers.environment.adapters.agent.known import KNOWN_AGENTS, format_rows
 from tests.agents.client_agents import AGENTS
+from tests.agents.shipped_agent import AGENTS as SHIPPED
 
 PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
 
 
 def test_every_known_agent_is_tried_by_a_test_and_every_tried_client_is_known() -> None:
     cases = [case for agent in KNOWN_AGENTS for case in agent.cases]
-    assert sorted(cases) == sorted([*AGENTS, "mini_swe_agent"])
+    assert sorted(cases) == sorted([*AGENTS, *SHIPPED, "mini_swe_agent"])
     assert Path(__file__).with_name("test_mini_swe_agent.py").is_file()
     spoken = {dialect for agent in KNOWN_AGENTS for dialect in agent.dialects}
     assert {name.replace(" ", "_") for name in spoken} == {

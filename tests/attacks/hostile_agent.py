@@ -31,6 +31,28 @@ def read_files(*paths: str) -> dict[str, str]:
     return found
 
 
+def look_at_processes() -> dict[str, Any]:
+    """What /proc shows of this process, of others, and whether anything there can be changed."""
+    readable = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        for name in ("environ", "mem", "fd", "root/etc/shadow"):
+            try:
+                path = folder / name
+                content = [os.readlink(path / number) for number in os.listdir(path)] if name == "fd" else path.read_bytes()
+                readable[str(path)] = str(content)
+            except OSError:
+                continue
+    try:
+        Path("/proc/self/oom_score_adj").write_text("500")
+        changed = "written"
+    except OSError as error:
+        changed = str(error.strerror)
+    own = Path("/proc/self/status").read_text().splitlines()[0]
+    mine = f"/proc/{os.getpid()}/"
+    others = {path: text for path, text in readable.items() if text != "[]" and not path.startswith(mine)}
+    return {"own": own, "processes": sorted(os.listdir("/proc")), "others": others, "changed": changed}
+
+
 def connect(port: int) -> str:
     """Whether another port of this machine, or the network, can be reached."""
     for address in (("127.0.0.1", port), ("192.0.2.1", 80), ("8.8.8.8", 53)):
@@ -99,7 +121,16 @@ def post(path: str, body: dict[str, Any], key: str) -> None:
 
 ATTACKS: dict[str, Callable[..., Any]] = {
     attack.__name__: attack
-    for attack in (read_files, connect, leave_grandchildren, fill_folder, fill_memory, kill_others, use_other_key)
+    for attack in (
+        read_files,
+        look_at_processes,
+        connect,
+        leave_grandchildren,
+        fill_folder,
+        fill_memory,
+        kill_others,
+        use_other_key,
+    )
 }
 
 

@@ -7,6 +7,7 @@ its reward key, which the agent does not need (docs/decisions/0185-rewards-have-
 from __future__ import annotations
 
 import hmac
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal
 
@@ -23,7 +24,6 @@ from fleetbus.tasks.files import build_tasks
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Task
 from fleetbus_workers.environment.adapters.agent.endpoint import (
     REWARD_BYTES,
-    ModelCalls,
     PostedReward,
     build_application,
     cancel_when_disconnected,
@@ -40,7 +40,9 @@ from fleetbus_workers.environment.adapters.agent.sessions import (
     TooManyCalls,
 )
 from fleetbus_workers.gateway.agent_keys import PREFIX
-from fleetbus_workers.gateway.agent_sessions import AgentSessions, Offer
+from fleetbus_workers.gateway.agent_sessions import OWN_PREFIX, AgentSessions, Offer
+from fleetbus_workers.gateway.rollout_calls import RolloutCalls, describe_rollouts
+from fleetbus_workers.gateway.rollouts import LISTING_PREFIX, MAX_ROLLOUTS, Parent, Rollouts, write_task
 from fleetbus_workers.serving.bounded_json import TooManyValues, check_values
 from fleetbus_workers.serving.browser_guard import GuardSettings
 from fleetbus_workers.serving.request_body import read_body
@@ -56,25 +58,27 @@ STOPPING = "the gateway is stopping: ask another one"
 
 class WantedSession(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A session that is asked for: an evaluation of ``task``, or of the run's task of the key ``task_key``, with ``version`` of
-    the policy (None: the newest); or what the learner trains next."""
+    the policy (None: the newest); or what the learner trains next. ``rollouts``: a key that opens up to so many evaluations."""
 
     purpose: Literal["evaluate", "train"] = "evaluate"
     task: dict[str, Any] | None = None
     task_key: str = ""
     version: int | None = None
     temperature: float | None = None
+    rollouts: int | None = None
     wait: float = WAIT_SECONDS
 
 
 class Gateway(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts below the interface. ``ask`` asks for an evaluation; ``read`` reads an episode's turns; ``is_full``: no slot is
-    free; ``tasks`` are the run's, by key."""
+    """The parts below the interface. ``ask`` asks for an evaluation under an id; ``read`` reads an episode's turns;
+    ``is_full``: no slot is free; ``tasks`` are the run's, by key."""
 
     sessions: AgentSessions
+    rollouts: Rollouts
     url: str
     token: str
     tasks: Mapping[str, Task]
-    ask: Callable[[Task, int | None, float | None], Awaitable[EpisodeRequested]]
+    ask: Callable[[Task, int | None, float | None, str], Awaitable[EpisodeRequested]]
     read: Callable[[str], Awaitable[dict[str, Any] | None]]
     is_full: Callable[[], bool]
     drain: anyio.Event
@@ -83,15 +87,17 @@ class Gateway(msgspec.Struct, frozen=True, kw_only=True):
 def build_agent_application(gateway: Gateway, guard: GuardSettings) -> Starlette:
     """The whole application."""
     service = _Service(gateway)
-    calls = ModelCalls(gateway.sessions).build_routes()
+    calls = RolloutCalls(gateway.sessions, gateway.rollouts).build_routes()
     sessions = [
         Route("/sessions", service.open, methods=["POST"]),
         Route("/sessions/next", service.give_next, methods=["GET"]),
         Route("/sessions/{session}/reward", service.reward, methods=["POST"]),
         Route("/sessions/{session}/end", service.end, methods=["POST"]),
         Route("/sessions/{session}/trajectory", service.show, methods=["GET"]),
+        Route("/sessions/{session}/rollouts", service.list_rollouts, methods=["GET"]),
     ]
-    return build_application([*calls, *sessions, Mount("/s/{key}", routes=calls)], guard)
+    mounted = [Mount(path, routes=calls) for path in ("/s/{key}/r/{rollout}", "/s/{key}")]
+    return build_application([*calls, *sessions, *mounted], guard)
 
 
 class _Service:
@@ -105,10 +111,14 @@ class _Service:
         try:
             wanted = parse_body(await read_body(request, limit=BODY_BYTES))
             if wanted.purpose == "train":
-                if wanted.task is not None or wanted.task_key or wanted.version is not None:
-                    raise ValueError("what is trained is the learner's to choose: leave out task, task_key and version")
+                if wanted.task is not None or wanted.task_key or wanted.version is not None or wanted.rollouts is not None:
+                    raise ValueError(
+                        "what is trained is the learner's to choose: leave out task, task_key, version and rollouts"
+                    )
                 return await self._give(request, wanted.wait)
             task = self._find_task(wanted)
+            if wanted.rollouts is not None:
+                return self._open_parent(wanted, task)
         except ValueError as error:
             return JSONResponse({"detail": str(error)}, 400)
         except LookupError as error:
@@ -117,8 +127,29 @@ class _Service:
             raise SessionMoved(STOPPING)
         if self._gateway.is_full():
             raise TooManyCalls("as many sessions are open as this gateway has slots: end one, or repeat the call")
-        asked = await self._gateway.ask(task, wanted.version, wanted.temperature)
+        asked = await self._gateway.ask(task, wanted.version, wanted.temperature, f"{OWN_PREFIX}{secrets.token_hex(8)}")
         return self._describe(Offer(self._sessions.make_key(asked), asked), 201)
+
+    def _open_parent(self, wanted: WantedSession, task: Task) -> Response:
+        """A key for many conversations, each of which becomes an evaluation with its first call. Raises `ValueError`."""
+        parent = Parent(
+            id=f"{OWN_PREFIX}{secrets.token_hex(8)}",
+            rollouts=wanted.rollouts or 0,
+            task="" if wanted.task_key else write_task(task),
+            task_key=wanted.task_key,
+            version=wanted.version,
+            temperature=wanted.temperature,
+        )
+        key, rollouts_key, expires_ns = self._gateway.rollouts.make_keys(parent)
+        shown: dict[str, object] = {"id": parent.id, "key": key, "rollouts_key": rollouts_key, "rollouts": parent.rollouts}
+        shown["task"] = show_task(task)
+        return self._answer_opened(shown, parent.id, expires_ns, 201)
+
+    async def list_rollouts(self, request: Request) -> Response:
+        """The rollouts of a parent, or the one of a ``name``, with their keys."""
+        parent_id = self._read_episode(request, LISTING_PREFIX)
+        name = request.query_params.get("name", "")
+        return await describe_rollouts(self._sessions, self._gateway.rollouts, parent_id, name, self._gateway.url)
 
     async def give_next(self, request: Request) -> Response:
         """The next of the learner's episodes; 204 if none comes within ``wait`` seconds. Not for a page of another site, which
@@ -219,23 +250,29 @@ class _Service:
 
     def _describe(self, offer: Offer, status: int) -> Response:
         """A session as its opener gets it."""
-        request, url, key = offer.request, self._gateway.url, offer.key
-        task = request.task
-        shown = {
+        request, task = offer.request, offer.request.task
+        shown: dict[str, object] = {
             "id": request.episode_id,
-            "key": key,
+            "key": offer.key,
             "reward_key": self._sessions.make_key(request, REWARD_PREFIX),
-            "expires": request.deadline_ns // 10**9,
             "purpose": "train" if request.split == "train" else "evaluate",
-            "task": {"key": task.key, "prompt": task.prompt, "seed": task.seed, "config": task.config, "env": task.env},
+            "task": show_task(task),
             "takes_reward": not task.verifier,
             "max_turns": request.max_turns,
-            "openai_base_url": f"{url}/v1",
-            "anthropic_base_url": url,
-            "gemini_base_url": url,
-            "url": f"{url}/sessions/{request.episode_id}",
         }
+        return self._answer_opened(shown, request.episode_id, request.deadline_ns, status)
+
+    def _answer_opened(self, shown: dict[str, object], session: str, expires_ns: int, status: int) -> Response:
+        """What was opened, with its addresses."""
+        url = self._gateway.url
+        addresses = {"openai_base_url": f"{url}/v1", "anthropic_base_url": url, "gemini_base_url": url}
+        shown |= {"expires": expires_ns // 10**9, "url": f"{url}/sessions/{session}", **addresses}
         return JSONResponse(shown, status, headers={"Cache-Control": "no-store"})
+
+
+def show_task(task: Task) -> dict[str, object]:
+    """A task as an agent gets it: without what grades it."""
+    return {"key": task.key, "prompt": task.prompt, "seed": task.seed, "config": task.config, "env": task.env}
 
 
 def parse_body(body: bytes) -> WantedSession:
@@ -250,6 +287,8 @@ def parse_body(body: bytes) -> WantedSession:
         raise ValueError("temperature is a number from 0 to 10")
     if wanted.version is not None and wanted.version < 0:
         raise ValueError("version is a number from 0")
+    if wanted.rollouts is not None and not 1 <= wanted.rollouts <= MAX_ROLLOUTS:
+        raise ValueError(f"rollouts is a number from 1 to {MAX_ROLLOUTS}")
     return wanted
 
 

@@ -4,7 +4,6 @@ The worker is as any other - claims, leases, time limits, takeover, drain - but 
 asks for one. Its environments wait for calls over HTTP. A second connection asks for evaluations, which a worker must not.
 """
 
-import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -24,13 +23,14 @@ from fleetbus.tasks.files import load_dataset
 from fleetbus_schemas import EpisodeRequested, Subjects, Task, decode
 from fleetbus_schemas.tokens import unpack_ids, unpack_logprobs
 from fleetbus_workers.environment.adapters.agent.elsewhere import ElsewhereEnvironment
-from fleetbus_workers.environment.adapters.agent.sessions import KeyRefused, TooManyCalls
+from fleetbus_workers.environment.adapters.agent.sessions import MOVED, KeyRefused, SessionMoved, TooManyCalls
 from fleetbus_workers.environment.episode.segments import Placement
 from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits
 from fleetbus_workers.environment.worker import run_environment
 from fleetbus_workers.gateway.agent_app import Gateway, build_agent_application
 from fleetbus_workers.gateway.agent_keys import SessionKeys, read_secret
-from fleetbus_workers.gateway.agent_sessions import OWN_PREFIX, AgentSessions
+from fleetbus_workers.gateway.agent_sessions import AgentSessions
+from fleetbus_workers.gateway.rollouts import Parent, Rollouts, read_task
 from fleetbus_workers.serving.browser_guard import GuardSettings
 from fleetbus_workers.serving.serve import serve
 
@@ -79,21 +79,25 @@ async def run_agent_gateway(
     configuration = msgspec.structs.replace(
         configuration, environment=msgspec.structs.replace(configuration.environment, session_slots=0)
     )
-    stop = anyio.Event()
+    tasks = {task.key: task for task in load_dataset(run.tasks)} if run.tasks else {}
+    slots, stop = configuration.environment.slots, anyio.Event()
+
+    def is_full() -> bool:
+        return sessions.count_open() >= slots
+
     async with (
         verifier.run(),
         open_requests(configuration, settings.find_server(configuration), name) as requests,
         anyio.create_task_group() as group,
     ):
 
-        async def ask(task: Task, version: int | None, temperature: float | None) -> EpisodeRequested:
+        async def ask(task: Task, version: int | None, temperature: float | None, episode: str) -> EpisodeRequested:
             if requests is None:
                 raise KeyRefused("this gateway opens no evaluations: its machine has no key of the user operator")
             with anyio.move_on_after(ROOM_SECONDS) as waiting:
                 await requests.wait_for_room()
             if waiting.cancelled_caught:
                 raise TooManyCalls("the log has no room for another session at the moment: repeat the call")
-            episode = f"{OWN_PREFIX}{secrets.token_hex(8)}"
             request = requests.build_request(
                 task,
                 episode_id=episode,
@@ -110,14 +114,26 @@ async def run_agent_gateway(
             requests.mark_answered(episode)  # its gateway says how it ends, whichever that is then
             return request
 
+        async def open_rollout(episode: str, parent: Parent) -> EpisodeRequested:
+            if (stored := await rollouts.find_request(episode)) is not None:
+                return stored
+            if drain.is_set():
+                raise SessionMoved(MOVED)
+            if is_full():
+                raise TooManyCalls("as many sessions are open as this gateway has slots: repeat the call when one has ended")
+            request = await ask(read_task(parent, tasks), parent.version, parent.temperature, episode)
+            return await rollouts.find_request(episode) or request  # another call, or gateway, may have been first
+
+        rollouts = Rollouts(bus, subjects, run.pool, keys, sessions, open_rollout)
         gateway = Gateway(
             sessions=sessions,
+            rollouts=rollouts,
             url=settings.url,
             token=settings.token,
-            tasks={task.key: task for task in load_dataset(run.tasks)} if run.tasks else {},
+            tasks=tasks,
             ask=ask,
             read=partial(read_trajectory, bus, subjects, run.pool),
-            is_full=lambda: sessions.count_open() >= configuration.environment.slots,
+            is_full=is_full,
             drain=drain,
         )
         log.info("listening", url=settings.url)

@@ -133,7 +133,9 @@ def check_sandbox() -> Finding:
     except IsolationUnavailable as unavailable:
         detail = f"{unavailable}; until then `coding` is refused and verifiers can see files"
         return Finding(name="sandbox", state="warning", detail=detail)
-    return Finding(name="sandbox", state="ok", detail=f"{isolation.kind}{', own users' if isolation.own_users else ''}")
+    users = ", own users" if isolation.own_users else ""
+    proc = "" if isolation.private_proc else ", without /proc: Claude Code and Codex cannot run in it as agents"
+    return Finding(name="sandbox", state="ok", detail=f"{isolation.kind}{users}{proc}")
 
 
 def check_cores() -> Finding:

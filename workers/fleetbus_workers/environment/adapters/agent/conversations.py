@@ -15,6 +15,7 @@ from fleetbus.core.text.tool_formats import TOOL_FORMATS, build_call_id, parse_r
 from fleetbus_schemas import Action, ChatMessage, ContextChange, Observation, ToolCall, ToolSpec, UntrainedReason, UntrainedTurn
 from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer, InvalidCall, StopReason
+from fleetbus_workers.environment.adapters.agent.dialects.formats import Format, find_unkept
 from fleetbus_workers.environment.adapters.agent.faults import find_problems, find_repair
 from fleetbus_workers.environment.adapters.agent.paths import Attachment, Paths
 from fleetbus_workers.environment.adapters.agent.sessions import AgentEnded, AgentSession, PendingCall
@@ -40,6 +41,10 @@ class Conversations:
         """By segment the answer that it ends with."""
         self._problems: tuple[str, ...] = ()
         self._last: Answer | None = None
+        self._formats: tuple[Format, ...] = ()
+        """Wanted of the answer to the call in play."""
+        self._formats_asked = 0
+        self._formats_kept = 0
         self.turn_limits = NO_LIMITS
         """Of the answer to the call in play."""
         self._segment = 0
@@ -70,7 +75,7 @@ class Conversations:
                 log.warning("agent call is invalid; refusing it", reason=str(invalid))
                 pending.set_answer(invalid)
                 continue
-            self._pending = pending
+            self._pending, self._formats = pending, pending.call.formats
             self.turn_limits = TurnLimits(max_tokens=pending.call.max_tokens, stop=pending.call.stop)
             self._enter(attached, pending.call.max_tokens)
             return attached
@@ -85,7 +90,7 @@ class Conversations:
             tools=observed.tools if begins else (),
             reason=observed.origin.reason if observed.origin is not None else None,
         )
-        self._pending = None
+        self._pending, self._formats = None, ()
         self.turn_limits = TurnLimits(stop=observed.sampling.stop[len(own_stops) :])
         self._paths.restore(attached, tools=self._tools.get(observed.segment, observed.tools))
         self._enter(attached, None)
@@ -111,13 +116,20 @@ class Conversations:
         asked = self._paths.add_answer(self._attached.segment, self.messages[-1])
         self._tool_calls += len(answer.tool_calls)
         pending = self._pending or self._session.remember(asked)
-        self._problems = tuple(find_problems(action, answer, self.segment_tools))
+        self._problems = tuple(find_problems(action, answer, self.segment_tools, self._formats))
+        self._count_formats(answer)
         self._last, self._session.refused = answer, None
         is_given = pending.set_answer(answer)
         self._lines[self._attached.segment].turns.append(len(self._given))
         self._given.append(pending if is_given else PendingCall(AgentCall(messages=())))
         self._last_given[self._attached.segment] = pending
         return answer
+
+    def _count_formats(self, answer: Answer) -> None:
+        """Count an answer of which a format was wanted; those before a takeover were counted by another process."""
+        if self._formats:
+            self._formats_asked += 1
+            self._formats_kept += not any(find_unkept(self._formats, answer.text, answer.tool_calls))
 
     def find_fault(self) -> dict[str, object]:
         """The evidence that an agent that breaks now does so for the policy's last answer; empty if there is none, and where
@@ -148,7 +160,9 @@ class Conversations:
 
     def describe(self) -> dict[str, object]:
         side_calls = len(self._find_side_turns())
-        counted = {"side_calls": side_calls} if side_calls else {}
+        counted: dict[str, object] = {"side_calls": side_calls} if side_calls else {}
+        if self._formats_asked:
+            counted |= {"formats_asked": self._formats_asked, "formats_kept": self._formats_kept}
         return {"calls_extending": self._paths.extended, "segments_begun": dict(self._paths.reasons), **counted}
 
     def describe_state(self) -> dict[str, object]:

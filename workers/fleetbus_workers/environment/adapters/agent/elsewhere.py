@@ -61,6 +61,7 @@ class ElsewhereEnvironment:
         assert self._request is not None
         self._session = self._registry.open_session(self._request)
         self._session.takes_late_reward = True
+        self._session.refuses_formats = self._settings.agent_formats == "refused"
         self._conversations = Conversations(self._session, trains_side_calls=self._settings.agent_side_calls == "trained")
 
     async def reset(self) -> Start:

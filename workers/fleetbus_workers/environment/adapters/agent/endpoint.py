@@ -27,7 +27,8 @@ from starlette.types import Receive, Scope, Send
 
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus_workers.environment.adapters.agent.dialects import DIALECTS
-from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Dialect, InvalidCall
+from fleetbus_workers.environment.adapters.agent.dialects.base import CHANGES_SAMPLING, AgentCall, Dialect, InvalidCall
+from fleetbus_workers.environment.adapters.agent.dialects.formats import tell_formats
 from fleetbus_workers.environment.adapters.agent.faults import Refused
 from fleetbus_workers.environment.adapters.agent.models import COUNTS, MODEL, describe_model, estimate_tokens, list_models
 from fleetbus_workers.environment.adapters.agent.sessions import (
@@ -121,9 +122,9 @@ class ModelCalls:
 
     async def _call(self, dialect: Dialect, request: Request) -> Response:
         try:
-            session = await self._sessions.find(read_keys(request))
+            session, body = await self._find_session(dialect, request)
             with session.one_request():
-                body = await read_body(request, limit=BODY_BYTES)
+                body = await read_body(request, limit=BODY_BYTES) if body is None else body
                 call = self._parse(session, dialect, body, request)
                 pending = session.enter(call, digest_call(request, body), repetition=is_repetition(request))
                 if call.stream:
@@ -138,10 +139,20 @@ class ModelCalls:
         except REFUSALS as refused:
             return refuse(dialect, get_status(refused), str(refused))
 
+    async def _find_session(self, dialect: Dialect, request: Request) -> tuple[AgentSession, bytes | None]:
+        """The session of a call, and its body if that had to be read for it."""
+        return await self._sessions.find(read_keys(request)), None
+
+    async def _check_key(self, request: Request) -> None:
+        """Raises one of `REFUSALS`."""
+        await self._sessions.find(read_keys(request))
+
     def _parse(self, session: AgentSession, dialect: Dialect, body: bytes, request: Request) -> AgentCall:
         """The call in a body; one that is refused is remembered, for what becomes of its agent."""
         try:
             call = parse_call(dialect, body, read_named(request))
+            if call.formats and session.refuses_formats:
+                raise InvalidCall(f"{call.formats[0].field} is not supported here: {CHANGES_SAMPLING}")
             if fresh := set(call.left_out) - session.left_out:
                 session.left_out |= fresh
                 log.warning("agent offers tools that only their vendor runs; leaving them out", kinds=sorted(fresh))
@@ -152,14 +163,14 @@ class ModelCalls:
 
     async def _describe_models(self, request: Request) -> Response:
         """The model that the path names, or all."""
-        await self._sessions.find(read_keys(request))
+        await self._check_key(request)
         name = request.path_params.get("model")
         return JSONResponse(list_models() if name is None else describe_model(name))
 
     async def _count_tokens(self, dialect: Dialect, request: Request) -> Response:
         """An estimate, and no turn."""
         try:
-            await self._sessions.find(read_keys(request))
+            await self._check_key(request)
         except REFUSALS as refused:
             return refuse(dialect, get_status(refused), str(refused))
         return JSONResponse(estimate_tokens(await read_body(request, limit=BODY_BYTES)))
@@ -218,7 +229,7 @@ def bind_path(path: Path) -> socket.socket:
 
 def read_named(request: Request) -> dict[str, object]:
     """Read what the path says of a call."""
-    return {name: value for name, value in request.path_params.items() if name != "key"}
+    return {name: value for name, value in request.path_params.items() if name not in ("key", "rollout")}
 
 
 def parse_call(dialect: Dialect, body: bytes, named: Mapping[str, object]) -> AgentCall:
@@ -234,6 +245,7 @@ def parse_call(dialect: Dialect, body: bytes, named: Mapping[str, object]) -> Ag
         raise InvalidCall("the body has to be a JSON object")
     try:
         call = dialect.parse({**decoded, **named})
+        call = msgspec.structs.replace(call, messages=tell_formats(call.messages, call.formats))
         msgspec.msgpack.encode(call)
     except (OverflowError, UnicodeEncodeError, RecursionError) as error:
         raise InvalidCall(f"the body has a value that cannot be stored: {error}") from None

@@ -74,6 +74,7 @@ class AgentEnvironment:
         self._task = task
         self._session = self._held.enter_context(self._host.endpoint.open_session(takes_reward=not task.verifier))
         self._session.takes_late_reward = True
+        self._session.refuses_formats = self._settings.agent_formats == "refused"
         self._conversations = Conversations(self._session, trains_side_calls=self._settings.agent_side_calls == "trained")
         self._folder = self._host.make_folder()
         self._held.push_async_callback(self._host.remove_folder, self._folder)

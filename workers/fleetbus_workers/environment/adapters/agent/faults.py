@@ -12,6 +12,7 @@ import msgspec
 
 from fleetbus_schemas import Action, ToolSpec
 from fleetbus_workers.environment.adapters.agent.dialects.base import CHANGES_SAMPLING, Answer
+from fleetbus_workers.environment.adapters.agent.dialects.formats import Format, find_unkept
 
 SIGNALLED = 128
 """An exit status from here on says that a signal ended the program: the machine's doing, or a limit's."""
@@ -24,8 +25,9 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-def find_problems(action: Action, answer: Answer, tools: Sequence[ToolSpec]) -> Iterator[str]:
-    """The parts of an answer that an agent that offers these ``tools`` cannot use."""
+def find_problems(action: Action, answer: Answer, tools: Sequence[ToolSpec], formats: Sequence[Format] = ()) -> Iterator[str]:
+    """The parts of an answer that an agent that offers these ``tools``, and wants these ``formats``, cannot use."""
+    yield from find_unkept(formats, answer.text, answer.tool_calls)
     if tools:
         yield from (f"a call that cannot be read: {error}" for error in action.tool_call_errors)
     if action.finish_reason == "length":

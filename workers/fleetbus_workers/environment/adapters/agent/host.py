@@ -46,6 +46,11 @@ SOCKET = "endpoint"
 NOT_PASSED = frozenset({"HOME", "TMPDIR", "TEMP", "TMP"})
 """Variables that name folders which are not there in the sandbox."""
 
+NO_PROC = (
+    "the sandbox of agents has no /proc here: Claude Code, Codex and other programs that read it do not start; in a container "
+    "permit it (--security-opt systempaths=unconfined), or set environment.agent_isolation = off"
+)
+
 FOLDER_SECONDS = 1.0
 """How often the folder of an agent is measured: no limit of a process bounds how many files it writes."""
 
@@ -162,12 +167,15 @@ def find_agent_isolation(policy: IsolationPolicy) -> Isolation | None:
     if policy == "off":
         return None
     try:
-        return require_isolation()
+        isolation = require_isolation()
     except IsolationUnavailable as unavailable:
         if policy == "required":
             raise
         log.warning("no sandbox works here; running agents as this user, with its files and network", reason=str(unavailable))
         return None
+    if not isolation.private_proc:
+        log.warning(NO_PROC, isolation=isolation.kind)
+    return isolation
 
 
 def sweep() -> None:

@@ -70,6 +70,20 @@ KNOWN_AGENTS = (
         cases=("mini_swe_agent",),
         needed="an environment class of ten lines that runs its commands in the task's box",
     ),
+    KnownAgent(
+        name="claude-code",
+        install="npm install @anthropic-ai/claude-code",
+        dialects=(MESSAGES,),
+        cases=("claude_code_streamed",),
+        needed="a sandbox with /proc, or none; `-p PROMPT --permission-mode bypassPermissions`",
+    ),
+    KnownAgent(
+        name="codex",
+        install="npm install @openai/codex",
+        dialects=(RESPONSES,),
+        cases=("codex_streamed",),
+        needed="a sandbox with /proc, or none; its own sandbox off, the endpoint as a provider of `-c`",
+    ),
 )
 
 

@@ -120,6 +120,7 @@ async def start_in_sandbox(
             writable={str(folder): str(folder)},
             hidden=confinement.hidden,
             loopback=True,
+            proc=True,
         )
         agent = await AgentProcess.start(
             sandbox,

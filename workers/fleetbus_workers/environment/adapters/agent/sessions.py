@@ -152,6 +152,8 @@ class AgentSession:
         """Kinds of tools that were left out of its calls, each of which is logged once."""
         self.refused: Refused | None = None
         """The call that was refused last, since the last answer."""
+        self.refuses_formats = False
+        """Whether a call that wants a format of its answer is refused."""
         self.repeated = 0
         """Repetitions that joined a call or got its answer."""
         self._waiting: deque[PendingCall] = deque()
@@ -169,12 +171,10 @@ class AgentSession:
         `SessionMoved`, `InvalidCall`."""
         if self.moved:
             raise SessionMoved(MOVED)
-        call = msgspec.structs.replace(call, messages=self.call_ids.restore(call.messages))
+        call = self._restore_ids(call)
         if not self.over:
             call = self.responses.expand(call)
-        known = self._remembered.get(digest)
-        if known is None and self._restored:
-            known = self._restored.get(digest_question(call.messages, call.tools))
+        known = self._find_known(call, digest)
         if known is not None and (repetition or known.is_lost or known.takes_first_request()):
             self.repeated += 1
             return known
@@ -192,6 +192,25 @@ class AgentSession:
         while len(self._remembered) > MAX_REMEMBERED:
             self._remembered.popitem(last=False)
         return pending
+
+    def _restore_ids(self, call: AgentCall) -> AgentCall:
+        return msgspec.structs.replace(call, messages=self.call_ids.restore(call.messages))
+
+    def _find_known(self, call: AgentCall, digest: str) -> PendingCall | None:
+        known = self._remembered.get(digest)
+        if known is None and self._restored:
+            known = self._restored.get(digest_question(call.messages, call.tools))
+        return known
+
+    def is_asked_again(self, call: AgentCall, digest: str, *, repetition: bool) -> bool:
+        """True if `enter` would join such a call with one that it knows."""
+        known = self._find_known(self._restore_ids(call), digest)
+        return known is not None and (repetition or known.is_lost or anyio.current_time() < known.first_request_until)
+
+    def list_answers(self) -> list[Answer | None]:
+        """The answers that are remembered, newest first; None for a call that has none yet."""
+        calls = (*self._restored.values(), *self._remembered.values())
+        return [call.answer if isinstance(call.answer, Answer) else None for call in reversed(calls)]
 
     async def next_call(self) -> PendingCall:
         """The next call that somebody still waits for. Raises `AgentEnded`."""

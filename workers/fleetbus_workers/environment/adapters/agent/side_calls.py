@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from fleetbus_schemas import ChatMessage, ToolSpec
+from fleetbus_workers.environment.adapters.agent.dialects.formats import tells_format
 from fleetbus_workers.environment.adapters.agent.paths import identify
 
 SMALL_TOKENS = 64
@@ -31,7 +32,7 @@ class Line(msgspec.Struct, kw_only=True):
 def describe_line(messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], max_tokens: int | None) -> Line:
     """The shape of a line that begins with this call."""
     return Line(
-        system=tuple(identify(message) for message in messages if message.role == "system"),
+        system=tuple(identify(message) for message in messages if message.role == "system" and not tells_format(message)),
         has_tools=bool(tools),
         is_fresh=not any(message.role in ("assistant", "tool") for message in messages),
         max_tokens=max_tokens,

@@ -32,6 +32,10 @@ class StoredResponses:
         self.add_messages(segment, (answer,))
         self._places[response] = (segment, len(self._segments[segment]))
 
+    def has(self, previous: str) -> bool:
+        """True if the id that a call gives as ``previous`` is of a response here."""
+        return previous.removeprefix(PREFIX) in self._places
+
     def expand(self, call: AgentCall) -> AgentCall:
         """The call with all messages before it; its own instructions take the place of earlier ones. Raises `InvalidCall`."""
         if not call.previous:
@@ -41,6 +45,12 @@ class StoredResponses:
             raise InvalidCall(f"previous_response_id {call.previous!r} is no response of this session", code=NOT_FOUND)
         segment, length = place
         before, new = self._segments[segment][:length], list(call.messages)
-        if before[0].role == "system" and new[0].role == "system":
-            before[:1] = [new.pop(0)]
+        head = count_system(new)
+        if head and (old := count_system(before)):
+            before[:old], new = new[:head], new[head:]
         return msgspec.structs.replace(call, messages=(*before, *new), previous="")
+
+
+def count_system(messages: Sequence[ChatMessage]) -> int:
+    """Count the system messages that a conversation begins with."""
+    return next((number for number, message in enumerate(messages) if message.role != "system"), len(messages))

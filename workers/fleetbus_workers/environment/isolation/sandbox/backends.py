@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -47,10 +48,12 @@ class IsolationUnavailable(UserError):
 
 
 class Isolation(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of isolation that was seen to work. ``own_users``: it needs a user namespace, for lack of root's rights."""
+    """A kind of isolation that was seen to work. ``own_users``: it needs a user namespace, for lack of root's rights.
+    ``private_proc``: it can show its own processes at /proc (decision 0206)."""
 
     kind: Kind
     own_users: bool
+    private_proc: bool = False
 
     def command(
         self,
@@ -62,19 +65,22 @@ class Isolation(msgspec.Struct, frozen=True, kw_only=True):
         writable: Mapping[str, str] | None = None,
         hidden: Sequence[str | Path] = (),
         loopback: bool = False,
+        proc: bool = False,
     ) -> list[str]:
         """The command line that runs ``program`` inside; it inherits the descriptors that it is given.
 
         ``visible``: folders and files that are seen besides Python's, read-only. ``tools``: also the system's programs.
         ``writable``: folders of this machine by where they are inside; they stay when the program has ended. ``hidden``: what
-        of the visible is empty inside. ``loopback``: its processes may reach each other at 127.0.0.1.
+        of the visible is empty inside. ``loopback``: its processes may reach each other at 127.0.0.1. ``proc``: they see each
+        other at /proc, read-only, where this isolation can show it.
         """
         emptied = [str(path) for path in hidden if os.path.exists(path)]
         visible_paths = list(_list_visible_paths(visible, tools))
         if self.kind == "bubblewrap":
             return [
                 *_build_bubblewrap_arguments(visible_paths, scratch_bytes, writable or {}, emptied, own_users=self.own_users),
-                "--",
+                *(("--proc", "/proc", "--remount-ro", "/proc") if proc and self.private_proc else ()),
+                *("--remount-ro", "/", "--"),
                 *program,
             ]
         description = {
@@ -85,6 +91,7 @@ class Isolation(msgspec.Struct, frozen=True, kw_only=True):
             "writable": writable or {},
             "hidden": emptied,
             "loopback": loopback,
+            "proc": proc and self.private_proc,
         }
         jail = str(INSIDE / "jail.py")
         return [sys.executable, "-I", "-S", "-B", jail, msgspec.json.encode(description).decode(), *program]
@@ -133,8 +140,8 @@ def _try_all(kinds: Sequence[Kind]) -> Isolation | str:
         if kind == "bubblewrap" and shutil.which("bwrap") is None:
             reasons.append("bubblewrap: not installed")
             continue
-        for own_users in (False, True) if os.geteuid() == 0 else (True,):
-            isolation = Isolation(kind=kind, own_users=own_users)
+        for own_users, private_proc in product((False, True) if os.geteuid() == 0 else (True,), (True, False)):
+            isolation = Isolation(kind=kind, own_users=own_users, private_proc=private_proc)
             leak = _find_leak(isolation)
             if not leak:
                 return isolation
@@ -147,7 +154,7 @@ def _find_leak(isolation: Isolation) -> str:
     with tempfile.NamedTemporaryFile(prefix="fleetbus-probe-") as secret:
         os.chmod(secret.name, 0o644)
         probe = build_python_command(INSIDE / "probe.py", secret.name, str(FIRST_USER + os.getpid()))
-        command = isolation.command(probe, visible=[INSIDE])
+        command = isolation.command(probe, visible=[INSIDE], proc=True)
         try:
             completed = subprocess.run(
                 command, env={}, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_SECONDS, check=False
@@ -223,4 +230,4 @@ def _build_bubblewrap_arguments(
     )  # it gives zeros, too, and cannot be mapped as memory that is not counted
     yield from ("--remount-ro", "/dev", "--setenv", "HOME", "/tmp")
     yield from ("--setenv", "PATH", "/usr/bin:/bin", "--setenv", "LANG", "C.UTF-8")
-    yield from ("--chdir", "/tmp", "--remount-ro", "/")
+    yield from ("--chdir", "/tmp")

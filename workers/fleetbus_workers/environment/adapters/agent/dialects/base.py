@@ -1,12 +1,13 @@
 """The common part of the endpoints that agents speak: a call in, an answer out, for every protocol. Pure."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from fleetbus_schemas import ChatMessage, ToolCall, ToolSpec
+from fleetbus_workers.environment.adapters.agent.dialects.formats import Format, read_choice
 
 StopReason = Literal["stop", "length", "tool_calls"]
 
@@ -27,8 +28,8 @@ class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call of an agent: the whole conversation and the tools, as every protocol sends them. ``stream``: the answer is
     wanted as server-sent events, with usage at its end if ``stream_usage``. ``max_tokens``: the most that the answer may have,
     None if the call does not say; ``stop``: texts that end it. ``previous``: the id of the response that it continues, all
-    else being before that. ``left_out``: the kinds of tools that the policy is not offered, for only their vendor runs
-    them."""
+    else being before that. ``formats``: what is wanted of the answer, which the protocols' messages do not say. ``left_out``:
+    the kinds of tools that the policy is not offered, for only their vendor runs them."""
 
     messages: tuple[ChatMessage, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -39,6 +40,7 @@ class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     previous: str = ""
+    formats: tuple[Format, ...] = ()
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +99,19 @@ def refuse_fields(body: dict[str, object], forbidden: tuple[Forbidden, ...]) -> 
     for field in forbidden:
         if body.get(field.name) not in (None, *field.harmless):
             raise InvalidCall(f"{field.name} is not supported here: {field.reason}", code=field.code)
+
+
+def read_tool_choice(
+    field: str, tools: Sequence[ToolSpec], *, forced: bool, names: Sequence[object] = ()
+) -> tuple[Format, ...]:
+    """The format of a choice among ``tools``, of those that are named or of all. Raises `InvalidCall` where it names none."""
+    offered = [tool.name for tool in tools]
+    wanted = [str(name) for name in names] or offered
+    if not forced and wanted == offered:
+        return ()
+    if not wanted or (unknown := [name for name in wanted if name not in offered]):
+        raise InvalidCall(f"{field} names {', '.join(unknown) if wanted else 'a tool'}, and tools has none of that name")
+    return (read_choice(field, wanted, forced=forced, is_all=not names),)
 
 
 def read_list(value: object, name: str) -> list[dict[str, object]]:

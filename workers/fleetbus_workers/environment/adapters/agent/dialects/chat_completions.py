@@ -1,6 +1,6 @@
 """OpenAI's chat completions: ``POST /v1/chat/completions``."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fleetbus_schemas import ChatMessage, ToolCall, ToolSpec
@@ -16,20 +16,21 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
     read_result,
     read_stops,
     read_text,
+    read_tool_choice,
     refuse_fields,
     sort_tools,
     write_arguments,
     write_event,
 )
+from fleetbus_workers.environment.adapters.agent.dialects.formats import Format, read_json_format
 
 KEEPALIVE = b": keepalive\n\n"
 FAILURE_HEAD = b"event: error\ndata: "
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 TEXT_PARTS = ("text",)
+JSON_FORMATS = ("json_object", "json_schema")
 FORBIDDEN = (
     Forbidden("n", (1,), "one answer per call; ask again for another sample"),
-    Forbidden("tool_choice", ("auto", "none"), CHANGES_SAMPLING),
-    Forbidden("response_format", ({"type": "text"},), CHANGES_SAMPLING),
     Forbidden("logit_bias", ({},), CHANGES_SAMPLING),
     Forbidden("functions", ([],), "give tools"),
     Forbidden("audio", (), "only text is supported"),
@@ -47,6 +48,7 @@ def parse(body: dict[str, object]) -> AgentCall:
     return AgentCall(
         messages=messages,
         tools=() if body.get("tool_choice") == "none" else tools,
+        formats=(*parse_choice(body.get("tool_choice"), tools), *_parse_format(body.get("response_format"))),
         model=str(body.get("model") or ""),
         stream=body.get("stream") is True,
         left_out=left_out,
@@ -54,6 +56,39 @@ def parse(body: dict[str, object]) -> AgentCall:
         max_tokens=read_limit(body.get("max_completion_tokens") or body.get("max_tokens")),
         stream_usage=isinstance(options, dict) and options.get("include_usage") is True,
     )
+
+
+def parse_choice(choice: object, tools: Sequence[ToolSpec]) -> tuple[Format, ...]:
+    """``tool_choice`` of both of OpenAI's interfaces: their objects differ in where names stand."""
+    field = "tool_choice"
+    if choice in (None, "auto", "none"):
+        return ()
+    if choice == "required":
+        return read_tool_choice(field, tools, forced=True)
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        return read_tool_choice(field, tools, forced=True, names=[_read_name(choice)])
+    if kind == "allowed_tools":
+        allowed = choice.get(kind, choice)  # type: ignore[union-attr]
+        names = [_read_name(tool) for tool in read_list(allowed.get("tools"), field)]
+        return read_tool_choice(field, tools, forced=allowed.get("mode") == "required", names=names)
+    raise InvalidCall(f"{field} is not supported here: it asks for a tool that only its vendor runs, or for none that is known")
+
+
+def _read_name(tool: Any) -> object:
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else tool.get("name")
+
+
+def _parse_format(wanted: object) -> tuple[Format, ...]:
+    field = "response_format"
+    kind = wanted.get("type") if isinstance(wanted, dict) else wanted
+    if kind in (None, "text"):
+        return ()
+    if kind not in JSON_FORMATS:
+        raise InvalidCall(f"{field} is of the type {kind!r}; known are text, {', '.join(JSON_FORMATS)}")
+    described = wanted.get("json_schema") if isinstance(wanted, dict) else None
+    return (read_json_format(field, described.get("schema") if isinstance(described, dict) else None),)
 
 
 def parse_function(function: object) -> ToolSpec:

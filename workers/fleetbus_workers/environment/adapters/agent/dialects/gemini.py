@@ -11,7 +11,6 @@ from typing import Any
 
 from fleetbus_schemas import ChatMessage, ToolCall, ToolSpec
 from fleetbus_workers.environment.adapters.agent.dialects.base import (
-    CHANGES_SAMPLING,
     AgentCall,
     Answer,
     Forbidden,
@@ -21,9 +20,11 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
     read_limit,
     read_list,
     read_stops,
+    read_tool_choice,
     refuse_fields,
     write_event,
 )
+from fleetbus_workers.environment.adapters.agent.dialects.formats import Format, read_json_format
 
 KEEPALIVE = b"\n\n"
 """A comment ends the answer for some of these clients; all of them skip empty lines."""
@@ -38,15 +39,17 @@ STATUSES = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 404: "NOT_FOUND", 4
 OUTPUTS = ({"output"}, {"result"})
 """The keys of a tool's result that is a text."""
 
+JSON = "application/json"
+MODES = {"MODE_UNSPECIFIED": False, "AUTO": False, "VALIDATED": False, "ANY": True}
+"""Whether each forces a call."""
+
 FORBIDDEN = (Forbidden("cachedContent", ("",), "contents are not stored; send all of them"),)
 FORBIDDEN_OPTIONS = (
     Forbidden("candidateCount", (1,), "one answer per call; ask again for another sample"),
-    Forbidden("responseMimeType", ("text/plain",), CHANGES_SAMPLING),
-    Forbidden("responseSchema", (), CHANGES_SAMPLING),
-    Forbidden("responseJsonSchema", (), CHANGES_SAMPLING),
+    Forbidden("responseMimeType", ("text/plain", JSON), "the answer is text, or JSON"),
     Forbidden("responseModalities", ([], ["TEXT"]), "only text is supported"),
 )
-FORBIDDEN_MODE = (Forbidden("mode", ("AUTO", "NONE", "MODE_UNSPECIFIED"), CHANGES_SAMPLING),)
+FORBIDDEN_MODE = (Forbidden("mode", (*MODES, "NONE"), "it is not known"),)
 
 
 class _Unanswered:
@@ -86,15 +89,32 @@ def parse(body: dict[str, object]) -> AgentCall:
     if not messages:
         raise InvalidCall("contents is empty")
     tools = [_read_object(tool, "") for tool in read_list(body.get("tools"), "tools")]
+    offered = () if mode.get("mode") == "NONE" else tuple(_parse_tools(tools))
     return AgentCall(
         messages=(*_parse_system(body), *messages),
-        tools=() if mode.get("mode") == "NONE" else tuple(_parse_tools(tools)),
+        tools=offered,
+        formats=(*_parse_mode(mode, offered), *_parse_format(options)),
         left_out=tuple(dict.fromkeys(kind for tool in tools for kind in tool if kind != "functionDeclarations")),
         model=str(body.get("model") or ""),
         stream=METHODS[str(body["method"])],
         stop=read_stops(options.get("stopSequences")),
         max_tokens=read_limit(options.get("maxOutputTokens")),
     )
+
+
+def _parse_mode(mode: dict[str, Any], tools: tuple[ToolSpec, ...]) -> tuple[Format, ...]:
+    names = mode.get("allowedFunctionNames") or []
+    if mode.get("mode") == "NONE" or not isinstance(names, list):
+        return ()
+    forced = MODES.get(str(mode.get("mode")), False)
+    return read_tool_choice("functionCallingConfig", tools, forced=forced, names=names) if forced or names else ()
+
+
+def _parse_format(options: dict[str, Any]) -> tuple[Format, ...]:
+    schema = options.get("responseJsonSchema") or options.get("responseSchema")
+    if schema is None and options.get("responseMimeType") != JSON:
+        return ()
+    return (read_json_format("responseSchema" if schema else "responseMimeType", schema),)
 
 
 def _read_object(fields: dict[str, Any], name: str) -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """Anthropic's messages: ``POST /v1/messages``."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fleetbus_schemas import ChatMessage, ToolCall, ToolSpec
 from fleetbus_workers.environment.adapters.agent.call_ids import ANTHROPIC_PREFIX, PREFIX
 from fleetbus_workers.environment.adapters.agent.dialects.base import (
-    CHANGES_SAMPLING,
     AgentCall,
     Answer,
     Forbidden,
@@ -17,11 +16,13 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
     read_result,
     read_stops,
     read_text,
+    read_tool_choice,
     refuse_fields,
     sort_tools,
     write_arguments,
     write_event,
 )
+from fleetbus_workers.environment.adapters.agent.dialects.formats import Format, read_json_format
 
 KEEPALIVE = write_event({"type": "ping"}, "ping")
 FAILURE_HEAD = b"event: error\ndata: "
@@ -29,33 +30,53 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 TEXT_PARTS = ("text",)
 NOT_SAMPLED = ("thinking", "redacted_thinking")
 FORBIDDEN = (
-    Forbidden("tool_choice", ({"type": "auto"}, {"type": "none"}), CHANGES_SAMPLING),
-    Forbidden("output_format", (), CHANGES_SAMPLING),
     Forbidden("thread", (), "conversations are not stored; send all messages", "thread_unsupported_request"),
     Forbidden("mcp_servers", ([],), "the agent calls its servers itself"),
 )
 
 
 def parse(body: dict[str, object]) -> AgentCall:
-    choice = body.get("tool_choice")
-    bare = {"type": choice.get("type")} if isinstance(choice, dict) else choice
-    refuse_fields(body | {"tool_choice": bare}, FORBIDDEN)
+    refuse_fields(body, FORBIDDEN)
     messages = [message for item in read_list(body.get("messages"), "messages") for message in _parse_message(item)]
     if not messages:
         raise InvalidCall("messages is empty")
     if system := read_text(body.get("system"), TEXT_PARTS, "system"):
         messages.insert(0, ChatMessage(role="system", content=system))
     own, left_out = sort_tools(read_list(body.get("tools"), "tools"), "custom", "custom")
-    tools = () if bare == {"type": "none"} else tuple(map(_parse_tool, own))
+    offered = tuple(map(_parse_tool, own))
+    kind, choice = _parse_choice(body.get("tool_choice"), offered)
     return AgentCall(
         messages=tuple(messages),
-        tools=tools,
+        tools=() if kind == "none" else offered,
+        formats=(*choice, *_parse_format(body)),
         model=str(body.get("model") or ""),
         stream=body.get("stream") is True,
         left_out=left_out,
         stop=read_stops(body.get("stop_sequences")),
         max_tokens=read_limit(body.get("max_tokens")),
     )
+
+
+def _parse_choice(choice: object, tools: Sequence[ToolSpec]) -> tuple[object, tuple[Format, ...]]:
+    """Its type, and what it forces."""
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind in (None, "auto", "none"):
+        return kind, ()
+    if kind not in ("any", "tool"):
+        raise InvalidCall(f"tool_choice is of the type {kind!r}; known are auto, any, tool and none")
+    names = [choice.get("name")] if isinstance(choice, dict) and kind == "tool" else []
+    return kind, read_tool_choice("tool_choice", tools, forced=True, names=names)
+
+
+def _parse_format(body: dict[str, Any]) -> tuple[Format, ...]:
+    """``output_config.format``, and its older name."""
+    config = body.get("output_config")
+    wanted = (config.get("format") if isinstance(config, dict) else None) or body.get("output_format")
+    if wanted is None:
+        return ()
+    if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+        raise InvalidCall("output_format has to be of the type json_schema")
+    return (read_json_format("output_format", wanted.get("schema")),)
 
 
 def _parse_tool(tool: dict[str, Any]) -> ToolSpec:

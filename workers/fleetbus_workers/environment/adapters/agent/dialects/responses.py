@@ -5,7 +5,6 @@ from typing import Any
 
 from fleetbus_schemas import ChatMessage, ToolCall
 from fleetbus_workers.environment.adapters.agent.dialects.base import (
-    CHANGES_SAMPLING,
     AgentCall,
     Answer,
     Forbidden,
@@ -22,11 +21,14 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import (
 )
 from fleetbus_workers.environment.adapters.agent.dialects.chat_completions import (
     FAILURE_HEAD,
+    JSON_FORMATS,
     KEEPALIVE,
     ROLES,
+    parse_choice,
     parse_function,
     render_error,
 )
+from fleetbus_workers.environment.adapters.agent.dialects.formats import Format, read_json_format
 
 __all__ = ["FAILURE_HEAD", "KEEPALIVE", "parse", "render", "render_error", "stream"]
 
@@ -58,16 +60,12 @@ UNSAID: dict[str, object] = {
 
 FORBIDDEN = (
     Forbidden("conversation", (), "conversations are not stored; send the whole input"),
-    Forbidden("tool_choice", ("auto", "none"), CHANGES_SAMPLING),
     Forbidden("background", (False,), "responses are not stored"),
 )
 
 
 def parse(body: dict[str, object]) -> AgentCall:
     refuse_fields(body, FORBIDDEN)
-    text = body.get("text")
-    if isinstance(text, dict) and isinstance(text.get("format"), dict) and text["format"].get("type") != "text":
-        raise InvalidCall(f"text.format is not supported here: {CHANGES_SAMPLING}")
     items = body.get("input")
     messages = [ChatMessage(role="user", content=items)] if isinstance(items, str) else _parse_items(read_list(items, "input"))
     if body.get("instructions"):
@@ -75,15 +73,26 @@ def parse(body: dict[str, object]) -> AgentCall:
     if not messages:
         raise InvalidCall("input is empty")
     own, left_out = sort_tools(read_list(body.get("tools"), "tools"), "function", "")
+    tools = tuple(map(parse_function, own))
     return AgentCall(
         messages=tuple(messages),
-        tools=() if body.get("tool_choice") == "none" else tuple(map(parse_function, own)),
+        tools=() if body.get("tool_choice") == "none" else tools,
+        formats=(*parse_choice(body.get("tool_choice"), tools), *_parse_format(body.get("text"))),
         left_out=left_out,
         previous=str(body.get("previous_response_id") or ""),
         model=str(body.get("model") or ""),
         stream=body.get("stream") is True,
         max_tokens=read_limit(body.get("max_output_tokens")),
     )
+
+
+def _parse_format(text: object) -> tuple[Format, ...]:
+    wanted = text.get("format") if isinstance(text, dict) else None
+    if not isinstance(wanted, dict) or wanted.get("type") == "text":
+        return ()
+    if wanted.get("type") not in JSON_FORMATS:
+        raise InvalidCall(f"text.format is of the type {wanted.get('type')!r}; known are text, {', '.join(JSON_FORMATS)}")
+    return (read_json_format("text.format", wanted.get("schema")),)
 
 
 def _parse_items(items: list[dict[str, object]]) -> list[ChatMessage]:

@@ -1,10 +1,12 @@
 """Namespaces and mounts for machines without bubblewrap: ``jail.py DESCRIPTION COMMAND...``. Standard library alone.
 
-Three processes: this one waits; the first of the new process namespace collects the dead; the command runs below it. When this
-one is killed, so is everything below. The description (JSON) has ``own_users`` (a user namespace is needed), ``bind`` (files
-and folders that are seen, read-only), ``link`` (symbolic links), ``scratch_bytes`` (size of /tmp), ``writable``
-(folders of the host by where they are inside), ``hidden`` (folders and files below seen ones that are empty),
-``loopback`` (whether there is one).
+Three processes: this one waits; the first of the new process namespace makes the root and collects the dead; the command runs
+below it. When this one is killed, so is everything below.
+
+The description (JSON) has ``own_users`` (a user namespace is needed), ``bind`` (files and folders that are seen, read-only),
+``link`` (symbolic links), ``scratch_bytes`` (size of /tmp), ``writable`` (folders of the host by where they are inside),
+``hidden`` (folders and files below seen ones that are empty), ``loopback`` (whether there is one), ``proc`` (whether its own
+processes are seen at /proc, read-only).
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 LIBRARY = ctypes.CDLL(None, use_errno=True)
 NEW_MOUNTS, NEW_CGROUPS, NEW_NAMES, NEW_IPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 NEW_USERS, NEW_PROCESSES, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
-READ_ONLY, NO_SETUID, NO_DEVICES, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+READ_ONLY, NO_SETUID, NO_DEVICES, NO_PROGRAMS = 1, 2, 4, 8
+REMOUNT, BIND, RECURSIVE, PRIVATE = 32, 4096, 16384, 1 << 18
 KEPT_FLAGS = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 """Flags of a mounted file system (`os.statvfs`) that a remount must repeat, as flags of mount."""
 DETACH = 2
@@ -44,12 +47,12 @@ def main() -> NoReturn:
     enter_namespaces(own_users=description["own_users"])
     if description.get("loopback"):
         start_loopback()
-    build_root(description)
     inside = os.fork()
     if inside:
         close_all()
         exit_like(inside)
     LIBRARY.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    build_root(description)
     worker = os.fork()
     if worker:
         close_all()
@@ -104,9 +107,17 @@ def build_root(description: dict[str, Any]) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.symlink(target, path)
     scratch("/dev/shm", description["scratch_bytes"] // 4)
+    if description.get("proc"):
+        show_processes()
     check(LIBRARY.umount2(b"/host", DETACH), "umount")
     os.rmdir("/host")
     mount("none", "/", "", REMOUNT | BIND | READ_ONLY | NO_SETUID | NO_DEVICES)
+
+
+def show_processes() -> None:
+    """This namespace's processes at /proc, read-only; a user namespace may do so while the host's own is mounted, in full."""
+    os.mkdir("/proc")
+    mount("proc", "/proc", "proc", NO_SETUID | NO_DEVICES | NO_PROGRAMS | READ_ONLY)
 
 
 def scratch(path: str, size: int) -> None:

@@ -26,6 +26,8 @@ def leaks() -> list[str]:
         found.append("network interfaces")
     if os.getppid() > 10 or os.getpid() > 10:
         found.append("processes of others")
+    if os.path.exists("/proc"):
+        found += leaks_of_proc()
     was_root = os.geteuid() == 0
     confine.confine({"NPROC": 4}, user=int(sys.argv[2]))
     if was_root and os.geteuid() != int(sys.argv[2]):
@@ -45,6 +47,13 @@ def leaks() -> list[str]:
     if not processes_are_limited():
         found.append("processes without a limit")
     return found
+
+
+def leaks_of_proc() -> list[str]:
+    """Leaks of what is mounted at /proc; it has to show this process's namespace alone."""
+    if not os.path.exists("/proc/self/status") or any(int(name) > 10 for name in os.listdir("/proc") if name.isdigit()):
+        return ["processes of others at /proc"]
+    return [] if os.statvfs("/proc").f_flag & os.ST_RDONLY else ["a /proc that can be written"]
 
 
 def processes_are_limited() -> bool:
