@@ -21,6 +21,7 @@ from tests.support.processes import children
 
 GUESS = Path(__file__).parent / "stand_in" / "guess"
 SPEC = f"verifiers+python={sys.executable}:{GUESS} turns=4"
+EPISODES = 150
 FAILING = 5
 """Every so many episodes one is an error of the package's."""
 
@@ -62,13 +63,13 @@ async def test_episodes_of_another_package_are_neither_lost_nor_doubled_while_wo
         names = (f"e{number}" for number in range(1000))
         group.start_soon(kill_in_turn, lambda _: worker(next(names), url), 16, 4)
         with anyio.fail_after(240):
-            results = await play_all(bus, count=300, at_once=16)
+            results = await play_all(bus, count=EPISODES, at_once=16)
         group.cancel_scope.cancel()
         report = await audit_run(bus, SUBJECTS)
     assert report.balanced, report.findings
     assert all(len(stored) == 1 for stored in results.values())
-    failed = {number for number in range(300) if number % FAILING == 0}
-    for number in range(300):
+    failed = {number for number in range(EPISODES) if number % FAILING == 0}
+    for number in range(EPISODES):
         [result] = results[f"a{number}"]
         if number in failed:
             assert (result.outcome, result.reward) == ("env_failed", None) and "ToolError" in result.error

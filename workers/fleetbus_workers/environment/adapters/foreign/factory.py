@@ -1,8 +1,8 @@
 """``verifiers:NAME`` and ``inspect:TASK``: environments of other packages, each in an interpreter that has them.
 
 ``[+python=PATH]`` before the colon names the interpreter, else `environment.python` does: two versions of a package play in one
-run. After the name come arguments of the environment, as in ``verifiers:kuhn-poker role=player1``. A name that is a folder is
-imported from there.
+run. After the name come arguments of the environment, as in ``verifiers:kuhn-poker role=player1``. A name that is a path
+(``./my_env``, ``./evals.py@task``) is imported from there.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ def build(context: AdapterContext) -> Factory:
             f"environment {context.spec!r}: another package decides about its context itself: leave out environment.compaction "
             "and inference.reasoning = template"
         )
+    command = build_command(context.spec, wanted.python)
+    places = {find_place(word) for word in command[2:] if os.path.isabs(word)}
     host = ForeignHost(
-        build_command(context.spec, wanted.python),
+        command,
         policy="required" if wanted.sandbox == "required" and wanted.agent_isolation == "auto" else wanted.agent_isolation,
         passed=split_names(wanted.pass_variables),
-        files=split_names(wanted.agent_files) | {str(RUNNER.parent)},
+        files=split_names(wanted.agent_files) | {str(RUNNER.parent)} | places,
         secret_files=list_secret_files(context.settings),
         limits=LIMITS,
     )
@@ -71,6 +73,11 @@ def build_command(spec: str, python: str, *options: str) -> list[str]:
     if not words or any("=" not in word for word in words[1:]):
         raise UserError(f"environment {spec!r} must be written as {kind}:NAME [ARGUMENT=VALUE ...]")
     name = os.path.abspath(os.path.expanduser(words[0])) if words[0].startswith((".", "/", "~")) else words[0]
-    if os.path.isabs(name) and not os.path.isdir(name):
-        raise UserError(f"environment {spec!r}: there is no folder {name}")
+    if os.path.isabs(name) and not os.path.exists(find_place(name)):
+        raise UserError(f"environment {spec!r}: there is no {find_place(name)}")
     return [os.path.abspath(found), str(RUNNER), *options, kind, name, *words[1:]]
+
+
+def find_place(name: str) -> str:
+    """The folder or file of a name that is a path, which may end with ``@TASK``."""
+    return name.rpartition("@")[0] or name

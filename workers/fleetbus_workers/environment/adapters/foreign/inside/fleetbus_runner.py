@@ -34,7 +34,7 @@ def main() -> None:
     out = os.dup(1)
     os.dup2(2, 1)  # packages print; what is read here is only what is meant
     random.seed(0)  # packages that draw their tasks draw the same ones in every process
-    if os.path.isabs(name):
+    if os.path.isdir(name):
         sys.path.insert(0, name)
         name = os.path.basename(name)
     module = importlib.import_module(f"fleetbus_{kind}")
