@@ -59,12 +59,13 @@ async def play_all(bus: Bus, count: int, at_once: int) -> dict[str, list[Episode
 @pytest.mark.integration
 @pytest.mark.timeout(300)
 async def test_episodes_of_another_package_are_neither_lost_nor_doubled_while_workers_are_killed(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as (url, bus), anyio.create_task_group() as group:
-        names = (f"e{number}" for number in range(1000))
-        group.start_soon(kill_in_turn, lambda _: worker(next(names), url), 16, 4)
-        with anyio.fail_after(240):
-            results = await play_all(bus, count=EPISODES, at_once=16)
-        group.cancel_scope.cancel()
+    async with fleet(tmp_path) as (url, bus):
+        async with anyio.create_task_group() as group:
+            names = (f"e{number}" for number in range(1000))
+            group.start_soon(kill_in_turn, lambda _: worker(next(names), url), 16, 4)
+            with anyio.fail_after(240):
+                results = await play_all(bus, count=EPISODES, at_once=16)
+            group.cancel_scope.cancel()
         report = await audit_run(bus, SUBJECTS)
     assert report.balanced, report.findings
     assert all(len(stored) == 1 for stored in results.values())
