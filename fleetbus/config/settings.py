@@ -167,6 +167,10 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
         str,
         Meta(description="Files and folders that agents in the sandbox read, beside their programs; comma separated"),
     ] = ""
+    python: Annotated[
+        str,
+        Meta(description="Interpreter that has the package of verifiers:NAME and inspect:TASK: a path"),
+    ] = ""
     agent_crash_reward: Annotated[
         str,
         Meta(

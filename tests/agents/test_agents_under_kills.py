@@ -40,12 +40,14 @@ SESSIONS = Path(__file__).with_name("impatient_sessions.py")
 SUBJECTS = Subjects(RUN)
 
 WORKER = """
-import sys, anyio, structlog
+import os, sys, anyio, structlog
+from fleetbus.bus.nats import connect
 from fleetbus.config.settings import Configuration, EnvironmentSettings, InferenceSettings, LimitSettings, RunSettings
 from fleetbus_workers.environment.specs import build_environment_factory
 from fleetbus_workers.environment.worker import run_environment
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from fleetbus_workers.inference.worker import run_inference
+from tests.support.servers import AUTH_VARIABLE, build_access
 
 role, name, url, agent = sys.argv[1:]
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
@@ -57,7 +59,8 @@ configuration = Configuration(
 )
 
 async def main():
-    async with connect(url, run="kills", role=role, worker=name) as bus:
+    access = build_access(role, os.environ.get(AUTH_VARIABLE, ""), "kills")
+    async with connect(url, run="kills", role=role, worker=name, **access) as bus:
         drain = anyio.Event()
         if role == "inference":
             sampler = ScriptedSampler(delay=lambda request: 0.05)

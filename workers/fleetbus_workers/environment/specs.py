@@ -89,6 +89,14 @@ ADAPTERS = (
         "agent:SPEC", "agent.factory:build", "agents",
         "an agent that owns its loop: a command, or MODULE:FUNCTION, whose model calls are the turns", checks_rest=True,
     ),
+    Adapter(
+        "verifiers[+python=PATH]:NAME [ARGUMENT=VALUE ...]", "foreign.factory:build", "agents",
+        "an environment of the package `verifiers`, v1 or v0, in an interpreter of its own", checks_rest=True,
+    ),
+    Adapter(
+        "inspect[+python=PATH]:TASK [ARGUMENT=VALUE ...]", "foreign.factory:build", "agents",
+        "a task of `inspect_ai` with its solver and scorers, in an interpreter of its own", checks_rest=True,
+    ),
     Adapter("MODULE:CLASS", "python_class.environment:build", "", "a class of your own, in this process"),
     Adapter("pool:MODULE:CLASS", "python_class.process_pool:build", "", "a class of your own, in several processes"),
     Adapter("process:KIND:COMMAND", "providers.factory:build", "", "a server that is started for each episode", True),
@@ -98,6 +106,8 @@ ADAPTERS = (
 """Every kind of environment, in the order in which help and docs show them."""
 
 SPEC_FORMS = ", ".join(adapter.forms for adapter in ADAPTERS)
+
+_WITH_OPTION = ("stdio+", "verifiers+", "inspect+")
 
 _BY_NAME = {adapter.name: adapter for adapter in ADAPTERS}
 _BY_NAME |= {"https": _BY_NAME["http"]}
@@ -140,7 +150,7 @@ def find_adapter(spec: str) -> Adapter:
     """The kind of environment that a spec names. Raises `UserError` for a spec that is not written as its kind is; nothing is
     imported."""
     form, colon, rest = spec.partition(":")
-    name = form.partition("+")[0] if form.startswith("stdio+") else form
+    name = form.partition("+")[0] if form.startswith(_WITH_OPTION) else form
     adapter = _BY_NAME.get(name)
     if adapter is None:
         if installed := find_installed(name):

@@ -88,6 +88,23 @@ def check(location: str, parallel: int, seconds: float, boxes: str, as_json: boo
     return REFUSED if any(finding.problem for finding in findings) else 0
 
 
+@command.command("import", short_help="Write the tasks of an environment of another package")
+@click.argument("spec", metavar="SPEC")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), default=Path("tasks.json"), help="File [tasks.json]")
+@click.option("--count", type=click.IntRange(min=1, max=1_000_000), default=1000, help="At most so many, from the first [1000]")
+@click.option("--environment-python", "python", default="", metavar="PATH", help="Interpreter that has the package")
+@click.option("--env", default="", metavar="KEY", help="Environment key of the tasks, where a run has several environments")
+def import_tasks(spec: str, output: Path, count: int, python: str, env: str) -> int:
+    """Write the tasks of verifiers:NAME or inspect:TASK as a tasks file: their places in the package's own data, whose prompts
+    are there to be read, for the package sends its own."""
+    from fleetbus_workers.environment.adapters.foreign.tasks import list_tasks
+
+    tasks = list_tasks(spec, python, count, env=env)
+    output.write_bytes(msgspec.json.format(msgspec.json.encode(tasks), indent=1))
+    print(f"wrote {len(tasks)} tasks to {output}")
+    return 0
+
+
 @command.command("split", short_help="Write training and held-out tasks")
 @LOCATION
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), default=Path("."), help="Folder to write to [.]")

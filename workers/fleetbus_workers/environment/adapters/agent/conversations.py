@@ -17,6 +17,7 @@ from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer, InvalidCall, StopReason
 from fleetbus_workers.environment.adapters.agent.dialects.formats import Format, find_unkept
 from fleetbus_workers.environment.adapters.agent.faults import find_problems, find_repair
+from fleetbus_workers.environment.adapters.agent.models import UNTRAINED_MODEL
 from fleetbus_workers.environment.adapters.agent.paths import Attachment, Paths
 from fleetbus_workers.environment.adapters.agent.sessions import AgentEnded, AgentSession, PendingCall
 from fleetbus_workers.environment.adapters.agent.side_calls import Line, describe_line, find_side_turns, is_probe
@@ -37,6 +38,8 @@ class Conversations:
         self._attached: Attachment | None = None
         self._tools: dict[int, tuple[ToolSpec, ...]] = {}
         self._given: list[PendingCall] = []
+        self._others: set[int] = set()
+        """Turns that asked for `UNTRAINED_MODEL`."""
         self._last_given: dict[int, PendingCall] = {}
         """By segment the answer that it ends with."""
         self._problems: tuple[str, ...] = ()
@@ -116,6 +119,8 @@ class Conversations:
         asked = self._paths.add_answer(self._attached.segment, self.messages[-1])
         self._tool_calls += len(answer.tool_calls)
         pending = self._pending or self._session.remember(asked)
+        if pending.call.model == UNTRAINED_MODEL:
+            self._others.add(len(self._given))
         self._problems = tuple(find_problems(action, answer, self.segment_tools, self._formats))
         self._count_formats(answer)
         self._last, self._session.refused = answer, None
@@ -149,7 +154,8 @@ class Conversations:
         return tuple(UntrainedTurn(turn=turn, reason=reasons[turn]) for turn in sorted(reasons))
 
     def _find_side_turns(self) -> list[int]:
-        return [] if self._trains_side_calls else find_side_turns(list(self._lines.values()))
+        beside = [] if self._trains_side_calls else find_side_turns(list(self._lines.values()))
+        return sorted({*beside, *self._others})
 
     def follow(self, attached: Attachment) -> ContextChange | None:
         """The change of the policy's context after the segment of the turn before."""

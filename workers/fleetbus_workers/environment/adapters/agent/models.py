@@ -7,6 +7,9 @@ from fleetbus_workers.environment.adapters.agent.dialects import gemini, message
 from fleetbus_workers.environment.adapters.agent.dialects.base import Dialect
 
 MODEL = "policy"
+UNTRAINED_MODEL = "policy:untrained"
+"""A call that asks for it is answered by the policy as all are, and not trained: roles beside the trained one."""
+
 BYTES_OF_A_TOKEN = 4
 
 COUNTS: dict[str, Dialect] = {

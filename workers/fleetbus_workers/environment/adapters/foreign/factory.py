@@ -1,0 +1,83 @@
+"""``verifiers:NAME`` and ``inspect:TASK``: environments of other packages, each in an interpreter that has them.
+
+``[+python=PATH]`` before the colon names the interpreter, else `environment.python` does: two versions of a package play in one
+run. After the name come arguments of the environment, as in ``verifiers:kuhn-poker role=player1``. A name that is a path
+(``./my_env``, ``./evals.py@task``) is imported from there.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from fleetbus.errors import UserError
+from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
+from fleetbus_workers.environment.adapters.agent.environment import AgentEnvironment
+from fleetbus_workers.environment.adapters.agent.factory import list_secret_files, split_names
+from fleetbus_workers.environment.adapters.foreign.host import LIMITS, ForeignHost
+
+RUNNER = Path(__file__).parent / "inside" / "fleetbus_runner.py"
+PYTHON = "+python="
+
+
+def build(context: AdapterContext) -> Factory:
+    """Environments of another package. Raises `UserError` for an interpreter or a name that is not there."""
+    wanted = context.settings.environment
+    if wanted.compaction != "off" or context.settings.inference.reasoning == "template":
+        raise UserError(
+            f"environment {context.spec!r}: another package decides about its context itself: leave out environment.compaction "
+            "and inference.reasoning = template"
+        )
+    command = build_command(context.spec, wanted.python)
+    places = {find_place(word) for word in command[2:] if os.path.isabs(word)}
+    host = ForeignHost(
+        command,
+        policy="required" if wanted.sandbox == "required" and wanted.agent_isolation == "auto" else wanted.agent_isolation,
+        passed=split_names(wanted.pass_variables),
+        files=split_names(wanted.agent_files) | {str(RUNNER.parent)} | places,
+        secret_files=list_secret_files(context.settings),
+        limits=LIMITS,
+    )
+    make = partial(
+        AgentEnvironment,
+        host,
+        grader=context.grader,
+        exit_seconds=context.settings.limits.verify / 2,
+        grades="returns",
+        settings=msgspec.structs.replace(wanted, agent_crash_reward=""),  # an error of the package's is nobody's reward
+    )
+    return Factory(make, host.run)
+
+
+def build_command(spec: str, python: str, *options: str) -> list[str]:
+    """The command line of the runner for a spec, in the interpreter that it names, or ``python``. Raises `UserError`."""
+    form, _, rest = spec.partition(":")
+    kind, named, path = form.partition(PYTHON)
+    chosen = path if named else python
+    found = shutil.which(os.path.expanduser(chosen)) if chosen else None
+    if found is None:
+        problem = f"{chosen!r} is no program" if chosen else "no interpreter is named"
+        raise UserError(
+            f"environment {spec!r}: {problem}; give the Python that has the package with --environment-python PATH, or "
+            f"{kind}{PYTHON}PATH:{rest or 'NAME'}"
+        )
+    try:
+        words = shlex.split(rest)
+    except ValueError as error:
+        raise UserError(f"environment {spec!r}: what follows the colon cannot be read: {error}") from error
+    if not words or any("=" not in word for word in words[1:]):
+        raise UserError(f"environment {spec!r} must be written as {kind}:NAME [ARGUMENT=VALUE ...]")
+    name = os.path.abspath(os.path.expanduser(words[0])) if words[0].startswith((".", "/", "~")) else words[0]
+    if os.path.isabs(name) and not os.path.exists(find_place(name)):
+        raise UserError(f"environment {spec!r}: there is no {find_place(name)}")
+    return [os.path.abspath(found), str(RUNNER), *options, kind, name, *words[1:]]
+
+
+def find_place(name: str) -> str:
+    """The folder or file of a name that is a path, which may end with ``@TASK``."""
+    return name.rpartition("@")[0] or name

@@ -1,0 +1,126 @@
+"""Tasks of `inspect_ai`, played unmodified: solver, tools and scorers are the task's own.
+
+The package runs one evaluation per process, so each episode has one, forked from a server that has imported everything. The
+policy is the endpoint at ``base_url``. Roles beside it (``grader``, ``user``) are models of their own where an argument
+``role.NAME=MODEL`` names them, else the policy, untrained. An error of a sample is raised: it has no score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+POLICY = "openai-api/fleetbus/policy"  # the provider `openai` asks for a response beside the task first
+OTHER = f"{POLICY}:untrained"
+ROLES = ("grader", "user")
+OWN = ("role.", "scorer", "part")
+"""Arguments that are not the task's: models of roles; the scorer whose value is the reward, and its part if it has several."""
+
+
+class SampleFailed(Exception):
+    """The package recorded an error, or no score that is a number."""
+
+
+@asynccontextmanager
+async def open_environment(name: str, arguments: dict[str, Any]) -> AsyncIterator[Inspect]:
+    """The task ``name``, as `inspect eval` takes it, with its arguments."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["inspect_ai", "inspect_ai.model", "inspect_ai.scorer", "openai"])
+    yield Inspect(server, name, arguments)
+
+
+class Inspect:
+    """One task; its samples are the tasks of fleetbus, by their place."""
+
+    def __init__(self, server: Any, name: str, arguments: dict[str, Any]) -> None:
+        self._server = server
+        self._name = name
+        self._arguments = arguments
+
+    def list_tasks(self, count: int) -> list[dict[str, Any]]:
+        from inspect_ai._eval.loader import load_tasks
+
+        [task] = load_tasks([self._name], select_own(self._arguments, own=False))
+        samples = [task.dataset[index] for index in range(min(count, len(task.dataset)))]
+        return [{"index": index, "prompt": show(sample.input)} for index, sample in enumerate(samples)]
+
+    async def play(self, task: dict[str, Any], base_url: str) -> dict[str, Any]:
+        here, there = self._server.Pipe(duplex=False)
+        index = int(task["config"]["index"])
+        process = self._server.Process(target=play_sample, args=(there, self._name, self._arguments, index, base_url))
+        await asyncio.to_thread(process.start)
+        there.close()
+        try:
+            await wait_readable(here)
+            try:
+                value, error = here.recv()
+            except EOFError:
+                raise SampleFailed("the process of the sample ended without a score") from None
+        finally:
+            process.kill()
+            await asyncio.to_thread(process.join)
+            here.close()
+        if error:
+            raise SampleFailed(error)
+        return {"reward": value}
+
+
+async def wait_readable(connection: Connection) -> None:
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection.fileno(), ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(connection.fileno())
+
+
+def play_sample(answer: Connection, name: str, arguments: dict[str, Any], index: int, base_url: str) -> None:
+    """Evaluate one sample and send its reward, or what went wrong."""
+    try:
+        answer.send((evaluate(name, arguments, index, base_url), ""))
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # the package may fail in any way, and it is said
+        answer.send((None, f"{type(error).__name__}: {error}"))
+
+
+def evaluate(name: str, arguments: dict[str, Any], index: int, base_url: str) -> float:
+    from inspect_ai import eval as evaluate_tasks
+    from inspect_ai.model import get_model
+
+    os.environ |= {"FLEETBUS_API_KEY": "in-the-path", "FLEETBUS_BASE_URL": base_url}
+    roles = {role: get_model(arguments.get(f"role.{role}", OTHER)) for role in ROLES}
+    with tempfile.TemporaryDirectory() as folder:
+        [log] = evaluate_tasks(
+            name, model=get_model(POLICY, max_retries=0), model_roles=roles, task_args=select_own(arguments, own=False),
+            limit=(index, index + 1), epochs=1, fail_on_error=True, retry_on_error=0, display="none", log_dir=folder,
+        )  # fmt: skip
+        if log.status != "success" or not log.samples or log.samples[0].error:
+            raise SampleFailed(log.error.message if log.error else f"status {log.status}")
+        return read_reward(log.samples[0].scores or {}, str(arguments.get("scorer", "")), str(arguments.get("part", "")))
+
+
+def read_reward(scores: dict[str, Any], scorer: str, part: str) -> float:
+    """The value of a scorer, the first if none is named, as the package turns it into a number."""
+    from inspect_ai.scorer import value_to_float
+
+    score = scores.get(scorer) if scorer else next(iter(scores.values()), None)
+    if score is None:
+        raise SampleFailed(f"no score {scorer!r}; there are {', '.join(scores) or 'none'}")
+    value = score.value[part] if part else score.value
+    if isinstance(value, dict | list):
+        raise SampleFailed(f"the score has several parts, name one with part=: {value}")
+    return float(value_to_float()(value))
+
+
+def select_own(arguments: dict[str, Any], *, own: bool) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name.startswith(OWN) == own}
+
+
+def show(given: Any) -> str:
+    """The text of a sample's input, for people; the policy is shown what the task sends."""
+    return given if isinstance(given, str) else "\n".join(message.text for message in given)
