@@ -182,10 +182,11 @@ class NatsBus:
     async def list_subjects(self, subject: str) -> list[str]:
         return await list_subjects(self._connection.api, self._log, subject)
 
-    async def log_state(self, consumer: str = "") -> LogState:
+    async def log_state(self, consumers: Sequence[str] = ()) -> LogState:
         info = await self._stream_info(self._log)
         state, config = info["state"], info["config"]
-        may_ask = self._work == self._log  # the answer tells the consumer's name, which accounts keep secret
+        may_ask = self._work == self._log  # the answer tells a consumer's name, which accounts keep secret
+        counted = [await count_unacked(self._connection.api, self._log, name) for name in consumers if may_ask]
         return LogState(
             first_sequence=int(state["first_seq"]),
             last_sequence=int(state["last_seq"]),
@@ -195,7 +196,7 @@ class NatsBus:
             duplicate_window_seconds=float(config.get("duplicate_window", 0)) / 1e9,
             created=str(info["created"]),
             erasing=find_erasing_limits(info["config"]),
-            unacked=await count_unacked(self._connection.api, self._log, consumer) if consumer and may_ask else 0,
+            unacked=sum(counted),
         )
 
     async def check_log(self, *, reading: bool = False) -> None:

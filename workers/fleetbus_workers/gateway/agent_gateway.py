@@ -5,7 +5,7 @@ asks for one. Its environments wait for calls over HTTP. A second connection ask
 """
 
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from socket import socket
@@ -16,6 +16,7 @@ import structlog
 
 from fleetbus.auth.access import build_access
 from fleetbus.bus.base import Bus, LogBus
+from fleetbus.config.pools import list_pools
 from fleetbus.config.settings import Configuration
 from fleetbus.delivery.requests import Requests
 from fleetbus.errors import UserError
@@ -116,7 +117,7 @@ async def run_agent_gateway(
             token=settings.token,
             tasks={task.key: task for task in load_dataset(run.tasks)} if run.tasks else {},
             ask=ask,
-            read=partial(read_trajectory, bus, subjects, run.pool),
+            read=partial(read_trajectory, bus, subjects, list_pools(run)),
             is_full=lambda: sessions.count_open() >= configuration.environment.slots,
             drain=drain,
         )
@@ -155,10 +156,11 @@ def check_configuration(configuration: Configuration) -> None:
         raise UserError(f"an agent decides about its context itself: leave out {', '.join(wrong)}")
 
 
-async def read_trajectory(bus: LogBus, subjects: Subjects, pool: str, episode: str) -> dict[str, object] | None:
+async def read_trajectory(bus: LogBus, subjects: Subjects, pools: Sequence[str], episode: str) -> dict[str, object] | None:
     """None for an episode that nobody asked for, or that has left the log. ``prompt_ids`` are what a turn's messages became,
     ``sampled_ids`` and ``logprobs`` what the policy said; a turn continues the ids of its ``segment``."""
-    stored = await bus.last(subjects.task(pool, episode))
+    asked_in = [await bus.last(subjects.task(pool, episode)) for pool in pools]
+    stored = next(filter(None, asked_in), None)
     if stored is None:
         return None
     request = decode(EpisodeRequested, stored.payload, subject=stored.subject)
