@@ -1,7 +1,7 @@
 """Pools of environment workers: where an episode is requested, by the environment key of its task, and who takes it. Pure.
 
-The setting ``run.pool`` has one item a line: ``KEY=POOL`` for the tasks of one environment key, a plain POOL for all others. The
-pool stands in the subject of the request, so that a worker without a GPU never sees what needs one
+The setting ``run.pool`` has one item a line: ``KEY=POOL`` for the tasks of one environment key, a plain POOL for all others. A
+pool stands in the subject of its requests, so that a worker without a GPU never sees what needs one
 (docs/decisions/0201-a-pool-per-environment-key.md). Above it are requesters, workers and who declares the run.
 """
 
