@@ -13,6 +13,7 @@ from ssl import SSLContext
 from typing import Any
 
 import anyio
+import msgspec
 
 from fleetbus.bus.base import ConsumerFloor, Listener, LogState, PublishAck, Reader, RequestServer, StreamEntry, Subscription
 from fleetbus.bus.nats import calls
@@ -24,13 +25,13 @@ from fleetbus.bus.nats.direct import get_histories, get_last, get_last_of_each, 
 from fleetbus.bus.nats.log_identity import LogIdentity
 from fleetbus.bus.nats.objects import NatsObjectStore
 from fleetbus.bus.nats.protocol import parse_time_ns
-from fleetbus.bus.nats.publisher import Positions, Publisher
+from fleetbus.bus.nats.publisher import Positions, Publisher, publish_all
 from fleetbus.bus.nats.pull_subscription import open_subscription
 from fleetbus.bus.nats.reader import NAME_SECONDS, NoNameLeft, merge_entries, open_reader, scan_histories, split_filters
 from fleetbus.bus.nats.retention_api import count_unacked, list_floors, list_subjects, purge, read_floor
 from fleetbus.bus.nats.runs import RunOnServer, list_runs, remove_run
 from fleetbus.bus.objects import ObjectStore
-from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, StreamPlan, lane_stream, log_stream, work_alias
+from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, StreamPlan, lane_stream, log_stream, name_subject, work_alias
 from fleetbus.config.load import strip_credentials
 from fleetbus.errors import BusError, NotPermitted, RequestUnanswered, UserError
 from fleetbus_schemas import Subjects
@@ -60,7 +61,7 @@ class NatsBus:
         run: str,
         *,
         narrow: bool = False,
-        imports: bool = False,
+        imports_as: str = "",
         lists_consumers: bool = True,
         on_server: PlanOnServer | None = None,
     ) -> None:
@@ -69,7 +70,10 @@ class NatsBus:
         self._lists_consumers = lists_consumers
         self._on_server = on_server
         self._log = log_stream(run)
-        self._work = work_alias(run) if imports else self._log
+        self._run = run
+        self._imports_as = imports_as
+        self._names: dict[str, str] = {}
+        """What the server calls the durable consumers that this user works from, as far as it asked."""
         self._lanes = lane_stream(run)
         subjects = Subjects(run)
         self._log_prefix = subjects.log.removesuffix(">")
@@ -86,7 +90,12 @@ class NatsBus:
         return self._clock.now_ns()
 
     async def declare(self, plan: RunPlan) -> None:
-        await declare(self._connection.api, self._on_server(plan) if self._on_server is not None else plan)
+        on_server = self._on_server(plan) if self._on_server is not None else plan
+        await declare(self._connection.api, on_server)
+        if self._on_server is not None:
+            pairs = zip(plan.consumers, on_server.consumers, strict=True)
+            names = {name_subject(plan.run, plain.name)[1]: each.name.encode() for plain, each in pairs}
+            await publish_all(self._publisher, names)
         await self.measure_clock()
 
     async def publish(
@@ -102,8 +111,22 @@ class NatsBus:
             subject, payload, message_id=message_id, expected_last=expected_last, timeout=timeout
         )
 
-    def pull(self, consumer: str, *, credits: int) -> AbstractAsyncContextManager[Subscription]:
-        return open_subscription(self._connection, self._work, consumer, credits)
+    @asynccontextmanager
+    async def pull(self, consumer: str, *, credits: int) -> AsyncGenerator[Subscription]:
+        stream, name = await self._find_consumer(consumer)
+        async with open_subscription(self._connection, stream, name, credits) as subscription:
+            yield subscription
+
+    async def _find_consumer(self, consumer: str) -> tuple[str, str]:
+        """The stream and the name by which the server is asked about a durable consumer. A run that was declared before names
+        were stored has the alias of this user's account."""
+        if not self._imports_as:
+            return self._log, consumer
+        role, subject = name_subject(self._run, consumer)
+        if role == self._imports_as and consumer not in self._names and (stored := await self.last(subject)) is not None:
+            self._names[consumer] = stored.payload.decode()
+        found = self._names.get(consumer)
+        return (self._log, found) if found is not None else (work_alias(self._run), consumer)
 
     def read(self, subjects: Sequence[str], *, start: int = 1) -> AbstractAsyncContextManager[Reader]:
         stream = self._stream_of(subjects)
@@ -185,7 +208,7 @@ class NatsBus:
     async def log_state(self, consumers: Sequence[str] = ()) -> LogState:
         info = await self._stream_info(self._log)
         state, config = info["state"], info["config"]
-        may_ask = self._work == self._log  # the answer tells a consumer's name, which accounts keep secret
+        may_ask = not self._imports_as  # the answer tells a consumer's name, which accounts keep secret
         counted = [await count_unacked(self._connection.api, self._log, name) for name in consumers if may_ask]
         return LogState(
             first_sequence=int(state["first_seq"]),
@@ -215,7 +238,10 @@ class NatsBus:
     async def ack_floors(self, consumers: Sequence[str] = ()) -> list[ConsumerFloor]:
         if not consumers:
             return await list_floors(self._connection.api, self._log)
-        return [await read_floor(self._connection.api, self._work, consumer) for consumer in consumers]
+        return [
+            msgspec.structs.replace(await read_floor(self._connection.api, *await self._find_consumer(name)), name=name)
+            for name in consumers
+        ]
 
     async def next_entry(self, subject: str, *, start: int) -> StreamEntry | None:
         return await get_next(self._connection, self._log, subject, start)
@@ -331,7 +357,12 @@ async def connect(
     ) as connection:
         connection.reader_names = tuple(readers)
         bus = NatsBus(
-            connection, run, narrow=narrow, imports=imports, lists_consumers=lists_consumers, on_server=plan_on_server
+            connection,
+            run,
+            narrow=narrow,
+            imports_as=user if imports else "",
+            lists_consumers=lists_consumers,
+            on_server=plan_on_server,
         )
         try:
             await bus.measure_clock()
