@@ -186,7 +186,8 @@ class _GatheredRights:
         """To follow and scan by own consumers. They have names that nobody can guess, as the durable ones have: who may pull
         from any consumer can pull from those alone whose name it knows."""
         every, filters = f"{self._log}.*", ["", ".>"] if channel.name == "log" else [f".{self._subject(channel)}"]
-        created = (f"CONSUMER.CREATE.{self._log}.{name}{each}" for name in self._readers or ("*",) for each in filters)
+        named = [f"*{each}" for each in filters] if not self._readers else self._readers
+        created = (f"CONSUMER.CREATE.{self._log}.{each}" for each in named)
         asked = _api(*created, f"CONSUMER.INFO.{every}", f"CONSUMER.DELETE.{every}")
         return (*asked, *_api(f"CONSUMER.MSG.NEXT.{every}", streamed=True))
 
