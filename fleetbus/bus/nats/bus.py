@@ -20,18 +20,19 @@ from fleetbus.bus.nats import calls
 from fleetbus.bus.nats.api import ApiRefused, StreamUnavailable
 from fleetbus.bus.nats.clock import ServerClock
 from fleetbus.bus.nats.connection import Connection, open_connection
+from fleetbus.bus.nats.consumer_names import ConsumerNames, store_names
 from fleetbus.bus.nats.declare import check_log, declare, find_erasing_limits
 from fleetbus.bus.nats.direct import get_histories, get_last, get_last_of_each, get_next
 from fleetbus.bus.nats.log_identity import LogIdentity
 from fleetbus.bus.nats.objects import NatsObjectStore
 from fleetbus.bus.nats.protocol import parse_time_ns
-from fleetbus.bus.nats.publisher import Positions, Publisher, publish_all
+from fleetbus.bus.nats.publisher import Positions, Publisher
 from fleetbus.bus.nats.pull_subscription import open_subscription
 from fleetbus.bus.nats.reader import NAME_SECONDS, NoNameLeft, merge_entries, open_reader, scan_histories, split_filters
 from fleetbus.bus.nats.retention_api import count_unacked, list_floors, list_subjects, purge, read_floor
 from fleetbus.bus.nats.runs import RunOnServer, list_runs, remove_run
 from fleetbus.bus.objects import ObjectStore
-from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, StreamPlan, lane_stream, log_stream, name_subject, work_alias
+from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, StreamPlan, lane_stream, log_stream
 from fleetbus.config.load import strip_credentials
 from fleetbus.errors import BusError, NotPermitted, RequestUnanswered, UserError
 from fleetbus_schemas import Subjects
@@ -46,6 +47,8 @@ CLOCK_SAMPLES = 4
 """Measurements at the start and after a reconnect."""
 
 CLOCK_LIMIT_SECONDS = 1.0
+
+FIND_AGAIN_SECONDS = 0.5
 
 LAG_PAUSES_SECONDS = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 """Before a replica of the log is asked again that answered with less than this connection knows to exist. After the
@@ -70,10 +73,8 @@ class NatsBus:
         self._lists_consumers = lists_consumers
         self._on_server = on_server
         self._log = log_stream(run)
-        self._run = run
-        self._imports_as = imports_as
-        self._names: dict[str, str] = {}
-        """What the server calls the durable consumers that this user works from, as far as it asked."""
+        self._imports = bool(imports_as)
+        self._names = ConsumerNames(connection, run, imports_as)
         self._lanes = lane_stream(run)
         subjects = Subjects(run)
         self._log_prefix = subjects.log.removesuffix(">")
@@ -93,9 +94,7 @@ class NatsBus:
         on_server = self._on_server(plan) if self._on_server is not None else plan
         await declare(self._connection.api, on_server)
         if self._on_server is not None:
-            pairs = zip(plan.consumers, on_server.consumers, strict=True)
-            names = {name_subject(plan.run, plain.name)[1]: each.name.encode() for plain, each in pairs}
-            await publish_all(self._publisher, names)
+            await store_names(self._publisher, plan, on_server)
         await self.measure_clock()
 
     async def publish(
@@ -113,20 +112,15 @@ class NatsBus:
 
     @asynccontextmanager
     async def pull(self, consumer: str, *, credits: int) -> AsyncGenerator[Subscription]:
-        stream, name = await self._find_consumer(consumer)
-        async with open_subscription(self._connection, stream, name, credits) as subscription:
+        while True:
+            try:
+                found = await self._names.find(consumer)
+                break
+            except RequestUnanswered as unanswered:  # as a subscription does, it waits for the server as long as it may
+                log.debug("nats: consumer %s cannot be found; retrying: %s", consumer, unanswered)
+                await anyio.sleep(FIND_AGAIN_SECONDS)
+        async with open_subscription(self._connection, *found, credits) as subscription:
             yield subscription
-
-    async def _find_consumer(self, consumer: str) -> tuple[str, str]:
-        """The stream and the name by which the server is asked about a durable consumer. A run that was declared before names
-        were stored has the alias of this user's account."""
-        if not self._imports_as:
-            return self._log, consumer
-        role, subject = name_subject(self._run, consumer)
-        if role == self._imports_as and consumer not in self._names and (stored := await self.last(subject)) is not None:
-            self._names[consumer] = stored.payload.decode()
-        found = self._names.get(consumer)
-        return (self._log, found) if found is not None else (work_alias(self._run), consumer)
 
     def read(self, subjects: Sequence[str], *, start: int = 1) -> AbstractAsyncContextManager[Reader]:
         stream = self._stream_of(subjects)
@@ -208,7 +202,7 @@ class NatsBus:
     async def log_state(self, consumers: Sequence[str] = ()) -> LogState:
         info = await self._stream_info(self._log)
         state, config = info["state"], info["config"]
-        may_ask = not self._imports_as  # the answer tells a consumer's name, which accounts keep secret
+        may_ask = not self._imports  # the answer tells a consumer's name, which accounts keep secret
         counted = [await count_unacked(self._connection.api, self._log, name) for name in consumers if may_ask]
         return LogState(
             first_sequence=int(state["first_seq"]),
@@ -239,7 +233,7 @@ class NatsBus:
         if not consumers:
             return await list_floors(self._connection.api, self._log)
         return [
-            msgspec.structs.replace(await read_floor(self._connection.api, *await self._find_consumer(name)), name=name)
+            msgspec.structs.replace(await read_floor(self._connection.api, *await self._names.find(name)), name=name)
             for name in consumers
         ]
 

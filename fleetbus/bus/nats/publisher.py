@@ -10,7 +10,7 @@ import asyncio
 import re
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import anyio
 import msgspec
@@ -20,7 +20,6 @@ from fleetbus.bus.nats.api import build_publish_error
 from fleetbus.bus.nats.connection import Connection
 from fleetbus.bus.nats.protocol import NO_RESPONDERS, check_subject, header_block, publish_with_headers_command, status_of
 from fleetbus.bus.nats.request_mux import RESEND_SECONDS, Answer
-from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.errors import BusError, PublishUnanswered
 
 REMEMBERED = 4096
@@ -108,9 +107,6 @@ class PublishWindow:
 
 OUTSTANDING_PUBLISHES = 256
 OUTSTANDING_BYTES = 32 << 20
-
-STORED_AT_ONCE = 64
-STORE_SECONDS = 30.0
 
 _PAUSE_SECONDS = 0.25
 _UNKNOWN_TRIES = 3
@@ -216,19 +212,6 @@ class Publisher:
     def _new_id(self) -> str:
         self._count += 1
         return f"{self._own_id}-{self._count:x}"
-
-
-async def publish_all(publisher: Publisher, entries: Mapping[str, bytes]) -> None:
-    """Store one entry on each subject; raises what `Publisher.publish` does first."""
-    room = anyio.Semaphore(STORED_AT_ONCE)
-
-    async def publish_one(subject: str, payload: bytes) -> None:
-        async with room:
-            await publisher.publish(subject, payload, message_id=None, expected_last=None, timeout=STORE_SECONDS)
-
-    async with open_first_error_task_group() as tasks:
-        for subject, payload in entries.items():
-            tasks.start_soon(publish_one, subject, payload)
 
 
 def _parse_prefix(subject: str) -> str:
