@@ -17,9 +17,9 @@ from fleetbus.auth.stores import check_store
 from fleetbus.config.check import check_trained_distribution
 from fleetbus.config.engines import ENGINES
 from fleetbus.config.load import strip_credentials
-from fleetbus.config.pools import find_pool, list_pools, list_served_pools, parse_pools
+from fleetbus.config.pools import find_pool, list_served_pools, parse_pools
 from fleetbus.config.run_folder import run_folder
-from fleetbus.config.settings import Configuration, NatsSettings, RunSettings
+from fleetbus.config.settings import Configuration, NatsSettings
 from fleetbus.errors import UserError
 from fleetbus.tasks.files import check_verifiers, load_dataset
 from fleetbus_schemas import Task
@@ -263,9 +263,7 @@ def check_rights(configuration: Configuration) -> None:
         return
     if run.name in parse_runs(text) and run_accounts(folder.access(build_stream_plan(configuration))) in text:
         return
-    pools = list_pools(run)
     flags = [f"--run {name}" for name in dict.fromkeys((*parse_runs(text), run.name))]
-    flags += [f"--pool {pool}" for pool in pools if pools != (RunSettings().pool,)]
     flags += [f"--policy {run.policy}"] * (run.policy != "default")
     flags += [f"--lanes {nats.lanes}"] * (nats.lanes != NatsSettings().lanes)
     raise UserError(f"{config} does not allow run {run.name}: fleetbus auth init {nats.auth} {' '.join(flags)}")
