@@ -167,9 +167,9 @@ class _GatheredRights:
             case "scan":
                 return self._scan(channel)
             case "work":
-                return self._consumer_needs(channel, ("CONSUMER.MSG.NEXT", "CONSUMER.INFO"), acks=True)
+                return self._work()
             case "progress":
-                return self._consumer_needs(channel, ("CONSUMER.INFO",), lane=ANY_LANE)
+                return self._shared_progress(channel)
             case "info":
                 return _api(f"STREAM.INFO.{stream}")
             case "floors":  # this tells the names of all consumers
@@ -185,30 +185,27 @@ class _GatheredRights:
     def _scan(self, channel: Channel) -> tuple[Need, ...]:
         """To follow and scan by own consumers. They have names that nobody can guess, as the durable ones have: who may pull
         from any consumer can pull from those alone whose name it knows."""
-        needs: list[Need] = []
-        for name in self._readers or ("*",):
-            known = f"{self._log}.{name}"
-            filtered = [known, f"{known}.>"] if channel.name == "log" else [f"{known}.{self._subject(channel)}"]
-            created = (f"CONSUMER.CREATE.{each}" for each in filtered)
-            needs += _api(*created, f"CONSUMER.INFO.{known}", f"CONSUMER.DELETE.{known}")
-            needs += _api(f"CONSUMER.MSG.NEXT.{known}", streamed=True)
-        return tuple(needs)
+        every, filters = f"{self._log}.*", ["", ".>"] if channel.name == "log" else [f".{self._subject(channel)}"]
+        named = [f"*{each}" for each in filters] if not self._readers else self._readers
+        created = (f"CONSUMER.CREATE.{self._log}.{each}" for each in named)
+        asked = _api(*created, f"CONSUMER.INFO.{every}", f"CONSUMER.DELETE.{every}")
+        return (*asked, *_api(f"CONSUMER.MSG.NEXT.{every}", streamed=True))
 
-    def _consumer_needs(
-        self, channel: Channel, verbs: Sequence[str], *, lane: str = "*", acks: bool = False
-    ) -> tuple[Need, ...]:
-        """To ask this of the channel's durable consumers, and to ack what they deliver."""
-        wanted = channel.consumer.partition("{")[0], "" if lane == "*" else f"_{lane}"
+    def _work(self) -> tuple[Need, ...]:
+        """To pull from durable consumers and to ack: from those whose names it finds in its role's lanes, where no other role
+        reads (`fleetbus.bus.streams.name_subject`)."""
+        every = f"{self._log}.*"
+        pulled = _api(f"CONSUMER.MSG.NEXT.{every}", streamed=True)
+        return (*_api(f"CONSUMER.INFO.{every}"), *pulled, *_needs(f"$JS.ACK.{every}.>"))
+
+    def _shared_progress(self, channel: Channel) -> tuple[Need, ...]:
+        """To ask about the consumers that all of another role share, by names of its own account."""
         needs: list[Need] = []
         for consumer in self._plan.consumers:
-            if consumer.name.startswith(wanted[0]) and consumer.name.endswith(wanted[1]):
-                known = f"{work_alias(self._plan.run)}.{consumer.name}"
-                name = f"{self._log}.{self._names.get(consumer.name, consumer.name)}"
-                for verb in verbs:
-                    subject, target = f"{IMPORTED_API}.{verb}.{known}", f"{API}.{verb}.{name}"
-                    needs.append(Need(subject=subject, target=target, streamed=verb == "CONSUMER.MSG.NEXT"))
-                if acks:
-                    needs += _needs(f"$JS.ACK.{name}.>")
+            if consumer.name.startswith(channel.consumer.partition("{")[0]) and consumer.name.endswith(f"_{ANY_LANE}"):
+                subject = f"{IMPORTED_API}.CONSUMER.INFO.{work_alias(self._plan.run)}.{consumer.name}"
+                target = f"{API}.CONSUMER.INFO.{self._log}.{self._names.get(consumer.name, consumer.name)}"
+                needs.append(Need(subject=subject, target=target))
         return tuple(needs)
 
 

@@ -7,11 +7,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
+from typing import Any
 
 import msgspec
 
 from fleetbus.auth.permissions import Need, Rights, build_inbox_prefix, build_rights
-from fleetbus.bus.streams import RunPlan
+from fleetbus.auth.shared_values import format_sharing
+from fleetbus.bus.streams import API, RunPlan
 from fleetbus_schemas.channels import ROLES, WORKERS
 
 ANSWER_SECONDS = 60
@@ -80,50 +82,57 @@ def server_config(runs: Sequence[RunAccess], folder: PurePosixPath, *, cluster: 
 def run_accounts(run: RunAccess) -> str:
     """The accounts of one run, as they stand in the file."""
     rights = {user: build_rights(user, run.plan, run.names, run.readers.get(user, ())) for user in ROLES}
-    lines: list[str] = []
-    for user in ROLES:
-        lines += [f"  {json.dumps(account_of(run.plan.run, user))}: {{"]
-        lines += [f"    {line}" for line in _account_lines(run, user, rights)]
-        lines += ["  }"]
-    return "\n".join(lines)
+    return "\n".join(format_sharing({account_of(run.plan.run, user): _build_account(run, user, rights) for user in ROLES}))
 
 
 def parse_runs(text: str) -> list[str]:
     """The runs that a configuration which `server_config` wrote allows."""
-    return re.findall(r'^  "fb_([\w-]+)": \{$', text, flags=re.MULTILINE)
+    return re.findall(r'^  "fb_([\w-]+)": \{', text, flags=re.MULTILINE)
 
 
-def _account_lines(run: RunAccess, user: str, rights: Mapping[str, Rights]) -> Iterator[str]:
+def _build_account(run: RunAccess, user: str, rights: Mapping[str, Rights]) -> dict[str, Any]:
     own = rights[user]
     lanes = sum(consumer.name.startswith("act_") for consumer in run.plan.consumers)
-    yield f"limits: {{ max_connections: {CONNECTIONS_PER_LANE * lanes + SPARE_CONNECTIONS} }}"
-    if user == "admin":
-        yield "jetstream: enabled"
-    yield f"users: [ {{ nkey: {run.public_keys[user]}"
-    if not own.everything:
-        inbox = f"{build_inbox_prefix(user)}.>"
-        yield "  permissions: {"
-        yield from _render_subjects("publish", (inbox, *own.publish))
-        yield from _render_subjects("subscribe", (inbox, *own.subscribe))
-        if own.serves:
-            yield f'    allow_responses: {{ max: 1, expires: "{ANSWER_SECONDS}s" }}'
-        yield "  }"
-    yield "} ]"
-    yield from _format_list("exports", _streams_exports(run, rights) if user == "admin" else _worker_exports(run, user, rights))
-    yield from _format_list("imports", _imports(run.plan.run, own))
+    exports = list(_streams_exports(run, rights) if user == "admin" else _worker_exports(run, user, rights))
+    imports = list(_imports(run.plan.run, own))
+    return {
+        "limits": {"max_connections": CONNECTIONS_PER_LANE * lanes + SPARE_CONNECTIONS},
+        **({"jetstream": "enabled"} if user == "admin" else {}),
+        "users": [{"nkey": run.public_keys[user]} | ({} if own.everything else {"permissions": _build_permissions(user, own)})],
+        **({"exports": exports} if exports else {}),
+        **({"imports": imports} if imports else {}),
+    }
 
 
-def _streams_exports(run: RunAccess, rights: Mapping[str, Rights]) -> Iterator[str]:
-    needed: dict[Need, list[str]] = {}
-    for user, its_rights in rights.items():
-        for need in its_rights.asks:
-            offered = Need(subject=need.target or need.subject, streamed=need.streamed)
-            needed.setdefault(offered, []).append(account_of(run.plan.run, user))
-    for need, accounts in needed.items():
+def _build_permissions(user: str, rights: Rights) -> dict[str, Any]:
+    inbox = f"{build_inbox_prefix(user)}.>"
+    publish, subscribe = {"allow": [inbox, *rights.publish]}, {"allow": [inbox, *rights.subscribe]}
+    answers = {"allow_responses": {"max": 1, "expires": f"{ANSWER_SECONDS}s"}} if rights.serves else {}
+    return {"publish": publish, "subscribe": subscribe} | answers
+
+
+def _streams_exports(run: RunAccess, rights: Mapping[str, Rights]) -> Iterator[dict[str, Any]]:
+    """What the roles of the run may take from; each takes what it imports, and that alone."""
+    accounts = [account_of(run.plan.run, user) for user in ROLES if user != "admin"]
+    for need in dict.fromkeys(_offer(need, run.plan.log.name) for own in rights.values() for need in own.asks):
         yield _service(need.subject, accounts, API_ANSWERS_SECONDS if need.streamed else API_ANSWER_SECONDS, need.streamed)
 
 
-def _worker_exports(run: RunAccess, user: str, rights: Mapping[str, Rights]) -> Iterator[str]:
+def _offer(need: Need, log: str) -> Need:
+    """The export that a need is a part of. No two cover the same need, but for those that are spelled as it is: which of them
+    the server would take is not said."""
+    subject = need.target or need.subject
+    if not subject.startswith(f"{API}."):
+        depth = 3 if subject.startswith("$JS.ACK.") else 2
+        subject = ".".join([*subject.split(".")[:depth], ">"])
+    for verb in ("CREATE", "INFO"):
+        asked = f"{API}.CONSUMER.{verb}.{log}."
+        if subject.startswith(asked):
+            subject = f"{asked}*" + (".>" if "." in subject.removeprefix(asked) else "")
+    return Need(subject=subject, streamed=need.streamed)
+
+
+def _worker_exports(run: RunAccess, user: str, rights: Mapping[str, Rights]) -> Iterator[dict[str, Any]]:
     if user not in WORKERS:
         return
     called = dict.fromkeys(call for other in ROLES for call in rights[other].calls if call[0] == user)
@@ -133,37 +142,23 @@ def _worker_exports(run: RunAccess, user: str, rights: Mapping[str, Rights]) -> 
     for subject in rights[user].tells:
         listeners = [account_of(run.plan.run, other) for other in ROLES if (user, subject) in rights[other].hears]
         if listeners:
-            yield f"stream: {json.dumps(subject)}, accounts: {json.dumps(listeners)}"
+            yield {"stream": subject, "accounts": listeners}
 
 
-def _imports(run: str, rights: Rights) -> Iterator[str]:
+def _imports(run: str, rights: Rights) -> Iterator[dict[str, Any]]:
     for need in rights.asks:
-        to = f", to: {json.dumps(need.subject)}" if need.target else ""
-        yield f"service: {_from(account_of(run), need.target or need.subject)}{to}"
+        to = {"to": need.subject} if need.target else {}
+        yield {"service": _from(account_of(run), need.target or need.subject)} | to
     for role, subject in rights.calls:
-        yield f"service: {_from(account_of(run, role), subject)}"
+        yield {"service": _from(account_of(run, role), subject)}
     for role, subject in rights.hears:
-        yield f"stream: {_from(account_of(run, role), subject)}"
+        yield {"stream": _from(account_of(run, role), subject)}
 
 
-def _from(account: str, subject: str) -> str:
-    return f"{{ account: {json.dumps(account)}, subject: {json.dumps(subject)} }}"
+def _from(account: str, subject: str) -> dict[str, str]:
+    return {"account": account, "subject": subject}
 
 
-def _service(subject: str, accounts: Sequence[str], seconds: int, streamed: bool) -> str:
+def _service(subject: str, accounts: Sequence[str], seconds: int, streamed: bool) -> dict[str, Any]:
     answers = "stream" if streamed else "singleton"
-    return f'service: {json.dumps(subject)}, accounts: {json.dumps(accounts)}, response: {answers}, threshold: "{seconds}s"'
-
-
-def _render_subjects(name: str, subjects: Sequence[str]) -> Iterator[str]:
-    yield f"    {name}: {{ allow: ["
-    yield from (f"      {json.dumps(subject)}" for subject in subjects)
-    yield "    ] }"
-
-
-def _format_list(name: str, items: Iterator[str]) -> Iterator[str]:
-    lines = [f"  {{ {item} }}" for item in items]
-    if lines:
-        yield f"{name}: ["
-        yield from lines
-        yield "]"
+    return {"service": subject, "accounts": list(accounts), "response": answers, "threshold": f"{seconds}s"}

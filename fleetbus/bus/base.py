@@ -122,7 +122,7 @@ class LogState(msgspec.Struct, frozen=True, kw_only=True):
     0 when there was none. ``entries`` of ``used_bytes`` together are left, and may grow to ``limit_bytes`` (0: no limit).
     Message ids are remembered for ``duplicate_window_seconds``. ``created`` is when the stream was made: another time means
     another log. ``erasing`` are limits by which the server removes entries that nobody has settled. ``unacked`` is how many
-    messages of the durable consumer that was asked about, delivered or not, nobody has acked: 0 without one, and where this
+    messages of the durable consumers that were asked about, delivered or not, nobody has acked: 0 without any, and where this
     user may not ask.
     """
 
@@ -180,8 +180,8 @@ class LogBus(Protocol):
     async def next_entry(self, subject: str, *, start: int) -> StreamEntry | None:
         """The first entry of the log with a sequence of ``start`` or more on a subject (wildcards allowed), or None."""
 
-    async def log_state(self, consumer: str = "") -> LogState:
-        """The numbers of the log, and of the durable consumer of that name how much is before it."""
+    async def log_state(self, consumers: Sequence[str] = ()) -> LogState:
+        """The numbers of the log, and of the durable consumers of these names how much is before them."""
 
     async def purge(self, subject: str, *, below: int) -> None:
         """Remove the log's entries on a subject (wildcards allowed) with a sequence below this one, even if a consumer still

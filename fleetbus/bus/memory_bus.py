@@ -132,7 +132,7 @@ class MemoryBus:
         entries = [entry for subject in dict.fromkeys(subjects) for entry in self._read_subject(stream, subject)]
         return sorted(entries, key=lambda entry: entry.sequence)
 
-    async def log_state(self, consumer: str = "") -> LogState:
+    async def log_state(self, consumers: Sequence[str] = ()) -> LogState:
         await self._wait_for_leader("log state")
         stream = self._server.stream(self._log)
         first = next((sequence for sequence in stream.find_matches(lambda subject: True)), stream.last_sequence + 1)
@@ -144,7 +144,7 @@ class MemoryBus:
             limit_bytes=stream.plan.max_bytes,
             duplicate_window_seconds=stream.plan.duplicate_window_seconds,
             created=stream.created,
-            unacked=self._find_consumer(consumer).unacked if consumer else 0,
+            unacked=sum(self._find_consumer(name).unacked for name in consumers),
         )
 
     async def ack_floors(self, consumers: Sequence[str] = ()) -> list[ConsumerFloor]:

@@ -73,9 +73,16 @@ that there are none."""
 
 
 def work_alias(run: str) -> str:
-    """Name of the log in questions about its durable consumers by a user with an account of its own: the account knows
-    the consumers by their plain names, the server by names that cannot be guessed."""
+    """Name of the log in questions about a durable consumer by a user that may not know what the server calls it: its account
+    knows the consumer by its plain name."""
     return f"fbwork_{run}"
+
+
+def name_subject(run: str, consumer: str) -> tuple[str, str]:
+    """The role that works from a durable consumer, and where in its lanes it finds what the server calls that consumer."""
+    channel = next(each for each in CHANNELS if each.consumer and consumer.startswith(each.consumer.partition("{")[0]))
+    (role,) = channel.roles("work")
+    return role, Subjects(run).lane(role, consumer)
 
 
 def tasks_consumer(pool: str) -> str:

@@ -6,6 +6,7 @@ import re
 
 from fleetbus.config.engine_arguments import parse_engine_arguments
 from fleetbus.config.engines import list_engines
+from fleetbus.config.pools import list_served_pools, parse_pools
 from fleetbus.config.settings import AlgorithmSettings, Configuration, EpisodeSettings, LearnerSettings, TrainerSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas.episode import DISTORTING
@@ -32,6 +33,7 @@ def check_configuration(configuration: Configuration) -> None:
     """Raise `UserError` for the first rule that does not hold; its line names the settings to change."""
     _check_names(configuration)
     _check_lanes(configuration)
+    _check_pools(configuration)
     _check_environment_addresses(configuration.run.environment)
     learner, episode, inference = configuration.learner, configuration.episode, configuration.inference
     if learner.min_group_size > learner.group_size:
@@ -150,11 +152,21 @@ def _check_clips(configuration: Configuration) -> None:
 
 def _check_names(configuration: Configuration) -> None:
     run = configuration.run
-    for setting, name in (("run.name", run.name), ("run.policy", run.policy), ("run.pool", run.pool)):
+    for setting, name in (("run.name", run.name), ("run.policy", run.policy)):
         try:
             check_name(setting, name)
         except InvalidName as error:
             raise UserError(str(error)) from error
+
+
+def _check_pools(configuration: Configuration) -> None:
+    parse_pools(configuration.run.pool)
+    served, slots = list_served_pools(configuration), configuration.environment.slots
+    if len(served) > slots:
+        raise UserError(
+            f"environment.slots = {slots} is fewer than the pools that a worker serves ({', '.join(served)}): raise "
+            "environment.slots, or name fewer (environment.pools)"
+        )
 
 
 def _check_lanes(configuration: Configuration) -> None:

@@ -50,7 +50,13 @@ class RunSettings(Settings, frozen=True, kw_only=True):
         ),
     ] = "auto"
     policy: Annotated[str, Meta(description="Name of the policy")] = "default"
-    pool: Annotated[str, Meta(description="Name of the pool of environment workers")] = "default"
+    pool: Annotated[
+        str,
+        Meta(
+            description="Pool of environment workers that episodes are requested in; KEY=POOL for the tasks of one environment "
+            "key; repeatable"
+        ),
+    ] = "default"
 
 
 class NatsSettings(Settings, frozen=True, kw_only=True):
@@ -136,6 +142,9 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
         Meta(ge=0, description="Environment workers that `up` starts; 0: none, as `fleetbus gateway agents` runs elsewhere"),
     ] = 1
     slots: Annotated[int, Meta(ge=1, description="Episodes at a time per worker")] = 64
+    pools: Annotated[
+        str, Meta(description="Pools that a worker takes episodes of, comma separated; empty: all of run.pool")
+    ] = ""
     session_slots: Annotated[int, Meta(ge=0, description="Step-wise sessions at a time per worker, besides episodes")] = 64
     max_attempts: Annotated[int, Meta(ge=1, description="Attempts lost with their workers before an episode ends as lost")] = 3
     max_hops: Annotated[int, Meta(ge=1, description="Re-routings of one observation before its episode ends")] = 3

@@ -16,6 +16,7 @@ import structlog
 from fleetbus.bus.base import LogBus, LogState
 from fleetbus.bus.streams import tasks_consumer
 from fleetbus.concurrency.runtime import Runtime
+from fleetbus.config.pools import find_pool, list_pools, parse_pools
 from fleetbus.config.settings import Configuration
 from fleetbus.core.episode.claims import EpisodeState, build_result_without_attempt
 from fleetbus.core.training.floor import NO_FLOOR
@@ -62,7 +63,8 @@ class Requests:
         self._room = LogRoom(configuration.nats.admission)
         self._measured_from: int | None = None
         """The first log position that came after the log's size was looked at for the first time."""
-        self._consumer = tasks_consumer(configuration.run.pool)
+        self._pools = parse_pools(configuration.run.pool)
+        self._consumers = [tasks_consumer(pool) for pool in list_pools(configuration.run)]
         self.full = False
         """True while new work waits for room in the log."""
 
@@ -71,7 +73,7 @@ class Requests:
         since = anyio.current_time()
         while True:
             try:
-                state = await self._bus.log_state(self._consumer)
+                state = await self._bus.log_state(self._consumers)
                 self._next_sequence = state.last_sequence + 1
                 self._measured_from = self._measured_from or self._next_sequence
             except RequestUnanswered as unanswered:
@@ -92,14 +94,14 @@ class Requests:
     async def assume_size(self, episodes: int) -> None:
         """The log holds that many episodes, of which it may hold a part: what one takes, until one is measured."""
         with suppress(RequestUnanswered):
-            state = await self._bus.log_state(self._consumer)
+            state = await self._bus.log_state(self._consumers)
             most_entries = ENTRIES_PER_EPISODE + ENTRIES_PER_TURN * self._configuration.episode.max_turns
             self._room.assume(state.used_bytes / max(state.entries, 1) * most_entries, episodes)
 
     async def is_short_of_room(self) -> bool:
         """True if new work would wait for room now; False if the server does not say."""
         try:
-            return self._is_short(await self._bus.log_state(self._consumer), max(len(self._open), 1))
+            return self._is_short(await self._bus.log_state(self._consumers), max(len(self._open), 1))
         except RequestUnanswered:
             return False
 
@@ -158,7 +160,7 @@ class Requests:
 
         Returns its sequence, and its result if it has one: a learner that was replaced may have asked for it long ago.
         """
-        subject = self._subjects.task(self._configuration.run.pool, request.episode_id)
+        subject = self._subjects.task(find_pool(self._pools, request.task.env), request.episode_id)
         self.track(request, _UNKNOWN)  # its result may be read before it is known to be stored
         is_refused = True
         while True:

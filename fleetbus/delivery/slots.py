@@ -17,13 +17,20 @@ log = structlog.get_logger()
 
 class Slots:
     """The slots of one worker. ``work`` handles one delivery to its end; what it leaves un-acked comes again. With ``demand``
-    no more are pulled than it says at the moment; call `top_up` when it has risen."""
+    no more are pulled than it says at the moment; call `top_up` when it has risen. With ``ahead`` all consumers share the
+    slots, and each is asked for so many deliveries at a time: an idle one keeps no more slots from the others."""
 
     def __init__(
-        self, bus: WorkBus, work: Callable[[Delivery], Awaitable[None]], *, demand: Callable[[], int] | None = None
+        self,
+        bus: WorkBus,
+        work: Callable[[Delivery], Awaitable[None]],
+        *,
+        demand: Callable[[], int] | None = None,
+        ahead: int = 0,
     ) -> None:
         self._bus = bus
-        self._demand = demand
+        self._ahead = ahead
+        self._demand = demand or ((lambda: ahead) if ahead else None)
         self._subscriptions: dict[Subscription, int] = {}
         self._work = work
         self._slot_freed = Notifier()
@@ -52,16 +59,19 @@ class Slots:
                 delivery = await subscription.receive()
                 self.in_flight += 1
                 working.start_soon(self._run_delivery, delivery, subscription)
+                if self._ahead:
+                    self.top_up()
 
     def top_up(self) -> None:
         """Pull as much as is in demand now, into slots that are free."""
         if self._demand is None or not self._pulling:
             return
-        for subscription, slots in self._subscriptions.items():
-            free = slots - self.in_flight - subscription.credits
-            wanted = min(self._demand() - subscription.credits, free)
+        for subscription, slots in tuple(self._subscriptions.items()):
+            asked = sum(each.credits for each in self._subscriptions) if self._ahead else subscription.credits
+            wanted = min(self._demand() - subscription.credits, slots - self.in_flight - asked)
             if wanted > 0:
                 subscription.grant(wanted)
+                self._subscriptions[subscription] = self._subscriptions.pop(subscription)  # the next slot is another's
 
     async def _run_delivery(self, delivery: Delivery, subscription: Subscription) -> None:
         """One delivery, one slot, one task; the slot is free again when this returns."""

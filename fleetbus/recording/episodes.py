@@ -63,6 +63,7 @@ class EpisodeRow(msgspec.Struct, kw_only=True):
     seconds: float | None = None
     timings: dict[str, float] = msgspec.field(default_factory=dict)
     error_location: str = ""
+    pool: str = ""
 
 
 class EpisodeIndex:
@@ -83,14 +84,15 @@ class EpisodeIndex:
         name = names[-1]
         match message:
             case EpisodeRequested() if kind == "task":
-                self._add_request(self._get_row(name, entry), entry, message)
+                self._add_request(self._get_row(name, entry), entry, message, names[0])
             case AttemptStarted() if kind == "episode":
                 row = self._get_row(name, entry)
                 row.attempts, row.worker = message.attempt, message.worker
             case EpisodeFinished() if kind == "episode":
                 self._add_result(self._get_row(name, entry), entry, message)
 
-    def _add_request(self, row: EpisodeRow, entry: StreamEntry, request: EpisodeRequested) -> None:
+    def _add_request(self, row: EpisodeRow, entry: StreamEntry, request: EpisodeRequested, pool: str) -> None:
+        row.pool = pool
         row.group_id, row.split, row.policy = request.group_id, request.split, request.policy
         row.task_key, row.env = request.task.key, request.task.env
         row.requested_ns = entry.time_ns

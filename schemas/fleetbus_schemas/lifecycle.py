@@ -71,7 +71,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     ``policy_version`` is what an inference worker samples from or a learner published last; ``counters`` only ever grow.
     An environment worker hosts ``sessions`` of at most ``session_slots`` step-wise sessions. ``problem`` is what keeps the
     worker from its work at the moment, in one line; empty while it works. ``paused``: a learner that was asked to request no
-    new groups. ``engine`` is what an inference worker's engine says of itself.
+    new groups. ``engine`` is what an inference worker's engine says of itself. ``pools`` are those that an environment worker
+    takes episodes of.
     """
 
     role: WorkerRole
@@ -87,6 +88,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     problem: str = ""
     paused: bool = False
     engine: EngineLoad | None = None
+    pools: tuple[str, ...] = ()
 
 
 class LaneLease(Message, frozen=True, kw_only=True):

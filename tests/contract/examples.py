@@ -334,6 +334,7 @@ _EXAMPLES: tuple[Message, ...] = (
         problem="weights of version 14 were rejected: sha256 differs",
         paused=True,
         engine=EngineLoad(running=12, waiting=3, kv_cache_use=0.41, preemptions=2, tokens_per_second=1234.5, prefix_hits=0.82),
+        pools=("default", "browser"),
     ),
     LaneLease(worker="env-1", nonce="b7d0c1", lease_seconds=10.0),
     ControlRequested(command="cancel", episodes=("s3-g7-k2",)),

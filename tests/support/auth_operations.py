@@ -1,6 +1,7 @@
 """The same 51 operations on the bus for every user: what each may do, as a table that people read and tests carry out.
 
-A row is one message of a client. Whether a user may do it follows from `fleetbus.auth.permissions` alone.
+A row is one message of a client; that work is taken from a consumer is that its name is read, which nobody guesses. Whether a
+user may do it follows from `fleetbus.auth.permissions` alone.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import msgspec
 
 from fleetbus.auth.permissions import Rights, build_inbox_prefix, build_rights
 from fleetbus.bus.objects import weights_bucket
-from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, log_stream, plan_run, work_alias
+from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, log_stream, name_subject, plan_run
 from fleetbus_schemas import Subjects
 from fleetbus_schemas.channels import ROLES
 
@@ -40,7 +41,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 
 def operations(run: str) -> tuple[Operation, ...]:
     """All of them, for one run."""
-    subjects, log, work, bucket = Subjects(run), log_stream(run), work_alias(run), weights_bucket(run)
+    subjects, log, bucket = Subjects(run), log_stream(run), weights_bucket(run)
 
     def rows() -> Iterator[tuple[str, str, str]]:
         yield "request an episode", PUBLISH, subjects.task("default", EPISODE)
@@ -55,9 +56,8 @@ def operations(run: str) -> tuple[Operation, ...]:
             yield f"say hello as {role}", PUBLISH, subjects.life(role, "w")
         for role in ("environment", "inference", "recorder"):
             yield f"take a lane of {role}", PUBLISH, subjects.lane(role, "l0")
-        yield "take tasks", ASK, f"{IMPORTED_API}.CONSUMER.MSG.NEXT.{work}.task_default"
-        yield "take observations", ASK, f"{IMPORTED_API}.CONSUMER.MSG.NEXT.{work}.obs_default_any"
-        yield "take actions", ASK, f"{IMPORTED_API}.CONSUMER.MSG.NEXT.{work}.act_e0"
+        for what, consumer in (("tasks", "task_default"), ("observations", "obs_default_any"), ("actions", "act_e0")):
+            yield f"take {what}", ASK, f"{IMPORTED_API}.DIRECT.GET.fblane_{run}.{name_subject(run, consumer)[1]}"
         yield "look at the log", ASK, f"{IMPORTED_API}.STREAM.INFO.{log}"
         yield "look at the lanes", ASK, f"{IMPORTED_API}.STREAM.INFO.fblane_{run}"
         yield "read the whole log directly", ASK, f"{IMPORTED_API}.DIRECT.GET.{log}"

@@ -257,7 +257,7 @@ def drain_ignored(patch: pytest.MonkeyPatch) -> None:
 
     async def faulty(self: environment.EnvironmentWorker, lifecycle: Any) -> None:
         async with anyio.create_task_group() as group:
-            await self._slots.run({tasks_consumer(self._pool): self._slot_count}, self._drain, group)
+            await self._slots.run({tasks_consumer(pool): self._slot_count for pool in self._pools}, self._drain, group)
             await anyio.sleep_forever()
 
     patch.setattr(environment.EnvironmentWorker, "_work", faulty)

@@ -46,12 +46,15 @@ class ScriptedRun:
         self.add(at, SUBJECTS.train("default"), LineageStarted(lineage="a", worker="lea"))
 
     def request(self, at: float, *episodes: str, group: str = "g1") -> None:
+        self.request_in("default", at, *episodes, group=group)
+
+    def request_in(self, pool: str, at: float, *episodes: str, group: str = "g1") -> None:
         for index, episode in enumerate(episodes):
             request = EpisodeRequested(
                 episode_id=episode, group_id=group, sample_index=index, split="train", task=Task(key="t"), policy="default",
                 deadline_ns=0,
             )  # fmt: skip
-            self.add(at, SUBJECTS.task("default", episode), request)
+            self.add(at, SUBJECTS.task(pool, episode), request)
 
     def claim(self, at: float, *episodes: str) -> None:
         for episode in episodes:

@@ -218,6 +218,6 @@ def test_names_of_consumers_stand_in_no_file_that_others_may_read(secured: Secur
     folder = AuthFolder(secured.folder)
     config = folder.server_config
     assert config.stat().st_mode & 0o077 == 0
-    assert f"{LOG}.{DURABLE}-" in config.read_text()
+    assert f"{LOG}.obs_default_any-" in config.read_text() and DURABLE not in config.read_text()
     readable = [file for file in secured.folder.iterdir() if file.stat().st_mode & 0o077]
     assert sorted(file.name for file in readable) == ["ca.pem", "server.pem"]

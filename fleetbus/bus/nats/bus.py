@@ -13,12 +13,14 @@ from ssl import SSLContext
 from typing import Any
 
 import anyio
+import msgspec
 
 from fleetbus.bus.base import ConsumerFloor, Listener, LogState, PublishAck, Reader, RequestServer, StreamEntry, Subscription
 from fleetbus.bus.nats import calls
 from fleetbus.bus.nats.api import ApiRefused, StreamUnavailable
 from fleetbus.bus.nats.clock import ServerClock
 from fleetbus.bus.nats.connection import Connection, open_connection
+from fleetbus.bus.nats.consumer_names import ConsumerNames, store_names
 from fleetbus.bus.nats.declare import check_log, declare, find_erasing_limits
 from fleetbus.bus.nats.direct import get_histories, get_last, get_last_of_each, get_next
 from fleetbus.bus.nats.log_identity import LogIdentity
@@ -30,7 +32,7 @@ from fleetbus.bus.nats.reader import NAME_SECONDS, NoNameLeft, merge_entries, op
 from fleetbus.bus.nats.retention_api import count_unacked, list_floors, list_subjects, purge, read_floor
 from fleetbus.bus.nats.runs import RunOnServer, list_runs, remove_run
 from fleetbus.bus.objects import ObjectStore
-from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, StreamPlan, lane_stream, log_stream, work_alias
+from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, StreamPlan, lane_stream, log_stream
 from fleetbus.config.load import strip_credentials
 from fleetbus.errors import BusError, NotPermitted, RequestUnanswered, UserError
 from fleetbus_schemas import Subjects
@@ -46,6 +48,8 @@ CLOCK_SAMPLES = 4
 
 CLOCK_LIMIT_SECONDS = 1.0
 
+FIND_AGAIN_SECONDS = 0.5
+
 LAG_PAUSES_SECONDS = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 """Before a replica of the log is asked again that answered with less than this connection knows to exist. After the
 last one its answer counts: what was there may have been purged."""
@@ -60,7 +64,7 @@ class NatsBus:
         run: str,
         *,
         narrow: bool = False,
-        imports: bool = False,
+        imports_as: str = "",
         lists_consumers: bool = True,
         on_server: PlanOnServer | None = None,
     ) -> None:
@@ -69,7 +73,8 @@ class NatsBus:
         self._lists_consumers = lists_consumers
         self._on_server = on_server
         self._log = log_stream(run)
-        self._work = work_alias(run) if imports else self._log
+        self._imports = bool(imports_as)
+        self._names = ConsumerNames(connection, run, imports_as)
         self._lanes = lane_stream(run)
         subjects = Subjects(run)
         self._log_prefix = subjects.log.removesuffix(">")
@@ -86,7 +91,10 @@ class NatsBus:
         return self._clock.now_ns()
 
     async def declare(self, plan: RunPlan) -> None:
-        await declare(self._connection.api, self._on_server(plan) if self._on_server is not None else plan)
+        on_server = self._on_server(plan) if self._on_server is not None else plan
+        await declare(self._connection.api, on_server)
+        if self._on_server is not None:
+            await store_names(self._publisher, plan, on_server)
         await self.measure_clock()
 
     async def publish(
@@ -102,8 +110,17 @@ class NatsBus:
             subject, payload, message_id=message_id, expected_last=expected_last, timeout=timeout
         )
 
-    def pull(self, consumer: str, *, credits: int) -> AbstractAsyncContextManager[Subscription]:
-        return open_subscription(self._connection, self._work, consumer, credits)
+    @asynccontextmanager
+    async def pull(self, consumer: str, *, credits: int) -> AsyncGenerator[Subscription]:
+        while True:
+            try:
+                found = await self._names.find(consumer)
+                break
+            except RequestUnanswered as unanswered:  # as a subscription does, it waits for the server as long as it may
+                log.debug("nats: consumer %s cannot be found; retrying: %s", consumer, unanswered)
+                await anyio.sleep(FIND_AGAIN_SECONDS)
+        async with open_subscription(self._connection, *found, credits) as subscription:
+            yield subscription
 
     def read(self, subjects: Sequence[str], *, start: int = 1) -> AbstractAsyncContextManager[Reader]:
         stream = self._stream_of(subjects)
@@ -182,10 +199,11 @@ class NatsBus:
     async def list_subjects(self, subject: str) -> list[str]:
         return await list_subjects(self._connection.api, self._log, subject)
 
-    async def log_state(self, consumer: str = "") -> LogState:
+    async def log_state(self, consumers: Sequence[str] = ()) -> LogState:
         info = await self._stream_info(self._log)
         state, config = info["state"], info["config"]
-        may_ask = self._work == self._log  # the answer tells the consumer's name, which accounts keep secret
+        may_ask = not self._imports  # the answer tells a consumer's name, which accounts keep secret
+        counted = [await count_unacked(self._connection.api, self._log, name) for name in consumers if may_ask]
         return LogState(
             first_sequence=int(state["first_seq"]),
             last_sequence=int(state["last_seq"]),
@@ -195,7 +213,7 @@ class NatsBus:
             duplicate_window_seconds=float(config.get("duplicate_window", 0)) / 1e9,
             created=str(info["created"]),
             erasing=find_erasing_limits(info["config"]),
-            unacked=await count_unacked(self._connection.api, self._log, consumer) if consumer and may_ask else 0,
+            unacked=sum(counted),
         )
 
     async def check_log(self, *, reading: bool = False) -> None:
@@ -214,7 +232,10 @@ class NatsBus:
     async def ack_floors(self, consumers: Sequence[str] = ()) -> list[ConsumerFloor]:
         if not consumers:
             return await list_floors(self._connection.api, self._log)
-        return [await read_floor(self._connection.api, self._work, consumer) for consumer in consumers]
+        return [
+            msgspec.structs.replace(await read_floor(self._connection.api, *await self._names.find(name)), name=name)
+            for name in consumers
+        ]
 
     async def next_entry(self, subject: str, *, start: int) -> StreamEntry | None:
         return await get_next(self._connection, self._log, subject, start)
@@ -330,7 +351,12 @@ async def connect(
     ) as connection:
         connection.reader_names = tuple(readers)
         bus = NatsBus(
-            connection, run, narrow=narrow, imports=imports, lists_consumers=lists_consumers, on_server=plan_on_server
+            connection,
+            run,
+            narrow=narrow,
+            imports_as=user if imports else "",
+            lists_consumers=lists_consumers,
+            on_server=plan_on_server,
         )
         try:
             await bus.measure_clock()

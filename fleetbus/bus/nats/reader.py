@@ -198,8 +198,9 @@ class NatsReader:
         self._queue.fail(LogLost(f"{what}: the server lost entries, or the run was created again: restart this worker"))
 
     def _build_create_subject(self, name: str) -> str:
-        """One filter stands in the subject too, where the server's permissions see it; for several there is no such form."""
-        filtered = self._subjects if len(self._subjects) == 1 else []
+        """One filter stands in the subject too, where the server's permissions see it; for several there is no such form, and
+        who reads under names of its own may read all."""
+        filtered = self._subjects if len(self._subjects) == 1 and not self._connection.reader_names else []
         return ".".join(["CONSUMER.CREATE", self._stream, name, *filtered])
 
     def _build_create_request(self, name: str) -> dict[str, Any]:

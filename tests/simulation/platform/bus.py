@@ -249,9 +249,9 @@ class SimulatedBus:
         await self._ask(subject)
         return await self._inner.list_subjects(subject)
 
-    async def log_state(self, consumer: str = "") -> LogState:
+    async def log_state(self, consumers: Sequence[str] = ()) -> LogState:
         await self._ask(STREAM)
-        return await self._inner.log_state(consumer)
+        return await self._inner.log_state(consumers)
 
     async def ack_floors(self, consumers: Sequence[str] = ()) -> list[ConsumerFloor]:
         await self._ask(STREAM)

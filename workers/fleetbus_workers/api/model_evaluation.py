@@ -17,6 +17,7 @@ import msgspec
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.engines import list_engines
+from fleetbus.config.pools import list_pools
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import PolicyPublished, Subjects, encode
@@ -50,7 +51,7 @@ async def evaluate_model(
         configuration = msgspec.structs.replace(configuration, inference=inference)
         published = await anyio.to_thread.run_sync(_write_version, find_model_folder(run), Path(scratch), run.policy)
         async with MemoryServer().connect(run.name, worker="evaluate") as bus:
-            await bus.declare(plan_run(run.name, pools=(run.pool,), policies=(run.policy,), lanes=configuration.nats.lanes))
+            await bus.declare(plan_run(run.name, pools=list_pools(run), policies=(run.policy,), lanes=configuration.nats.lanes))
             await bus.publish(Subjects(run.name).policy(run.policy), encode(published))
             async with anyio.create_task_group() as group:
                 drain = anyio.Event()

@@ -10,6 +10,7 @@ import anyio
 from fleetbus.auth.access import build_access
 from fleetbus.bus.base import Bus
 from fleetbus.bus.streams import observations_consumer, tasks_consumer
+from fleetbus.config.pools import list_served_pools
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import ANY_LANE, Subjects
@@ -52,16 +53,19 @@ async def serve_role(role: str, work: Work, configuration: Configuration, name: 
 async def _check_declared(bus: NatsBus, configuration: Configuration, role: str) -> None:
     from fleetbus.bus.nats.api import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiRefused
 
-    run, pool, policy = configuration.run.name, configuration.run.pool, configuration.run.policy
-    consumers = {"environment": tasks_consumer(pool), "inference": observations_consumer(policy, ANY_LANE)}
+    run, policy, pools = configuration.run.name, configuration.run.policy, list_served_pools(configuration)
+    consumers = {
+        "environment": [tasks_consumer(pool) for pool in pools],
+        "inference": [observations_consumer(policy, ANY_LANE)],
+    }
     try:
         await bus.check_log()
         if role in consumers:  # they are declared last
-            await bus.ack_floors([consumers[role]])
+            await bus.ack_floors(consumers[role])
     except ApiRefused as refused:
         if refused.code == CONSUMER_NOT_FOUND:
             raise UserError(
-                f"run {run} is declared without pool {pool}, policy {policy} or its lanes: "
+                f"run {run} is declared without pool {', '.join(pools)}, policy {policy} or its lanes: "
                 f"repeat `fleetbus init --run {run}` with them"
             ) from None
         if refused.code != STREAM_NOT_FOUND:

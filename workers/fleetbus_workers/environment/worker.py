@@ -15,6 +15,7 @@ from fleetbus.bus.base import Bus, Delivery
 from fleetbus.bus.streams import TASK_LEASE_SECONDS, actions_consumer, environment_lanes, tasks_consumer
 from fleetbus.concurrency.compact_tasks import open_compact_task_group
 from fleetbus.concurrency.runtime import Runtime
+from fleetbus.config.pools import list_served_pools
 from fleetbus.config.settings import Configuration
 from fleetbus.delivery.control import Control
 from fleetbus.delivery.lanes import Lane, claim_lane
@@ -26,6 +27,9 @@ from fleetbus_workers.environment.base import Environment, TaskEnvironmentFactor
 from fleetbus_workers.environment.episode.attempts import Attempts
 from fleetbus_workers.environment.stepwise.host import SessionHost
 from fleetbus_workers.environment.worker_context import WorkerContext
+
+SHARE_AHEAD = 4
+"""A worker of several pools asks each for this part of its share of the slots at a time: all pools but one may be idle."""
 
 log = structlog.get_logger()
 
@@ -61,7 +65,7 @@ class EnvironmentWorker:
         self._bus = bus
         self._slot_count = configuration.environment.slots
         self._drain_seconds = configuration.limits.drain
-        self._pool = configuration.run.pool
+        self._pools = list_served_pools(configuration)
         self._subjects = context.subjects
         self._name = name
         self._drain = drain
@@ -71,7 +75,8 @@ class EnvironmentWorker:
         self._attempts = Attempts(context, self._leases, self._counters)
         self._intake = intake
         handle = self._attempts.handle_request if intake is None else self._handle_wanted
-        self._slots = Slots(bus, handle, demand=intake.count_wanted if intake else None)
+        ahead = max(self._slot_count // (SHARE_AHEAD * len(self._pools)), 1) if len(self._pools) > 1 else 0
+        self._slots = Slots(bus, handle, demand=intake.count_wanted if intake else None, ahead=ahead)
         if intake is not None:
             intake.on_wanted = self._slots.top_up
         self._session_slots = configuration.environment.session_slots
@@ -129,7 +134,8 @@ class EnvironmentWorker:
     async def _work(self, lifecycle: WorkerLifecycle) -> None:
         """Pull into free slots until drained; then wait for running episodes and return those that do not end in time."""
         async with open_compact_task_group() as attempts:
-            await self._slots.run({tasks_consumer(self._pool): self._slot_count}, self._drain, attempts)
+            sources = {tasks_consumer(pool): self._slot_count for pool in self._pools}
+            await self._slots.run(sources, self._drain, attempts)
             await lifecycle.publish_draining(in_flight=self._slots.in_flight)
             async with anyio.create_task_group() as draining:
                 draining.start_soon(self._sessions.drain, self._drain_seconds)
@@ -148,6 +154,7 @@ class EnvironmentWorker:
             counters=dict(self._counters),
             session_slots=self._session_slots if self._sessions.serving else 0,
             sessions=self._sessions.open,
+            pools=self._pools,
         )
 
 

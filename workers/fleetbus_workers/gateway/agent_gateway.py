@@ -4,7 +4,7 @@ The worker is as any other - claims, leases, time limits, takeover, drain - but 
 asks for one. Its environments wait for calls over HTTP. A second connection asks for evaluations, which a worker must not.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from socket import socket
@@ -15,12 +15,13 @@ import structlog
 
 from fleetbus.auth.access import build_access
 from fleetbus.bus.base import Bus, LogBus
+from fleetbus.config.pools import list_pools
 from fleetbus.config.settings import Configuration
 from fleetbus.delivery.requests import Requests
 from fleetbus.errors import UserError
 from fleetbus.log.episodes import read_answered_observations, read_episode_state, read_turns
 from fleetbus.tasks.files import load_dataset
-from fleetbus_schemas import EpisodeRequested, Subjects, Task, decode
+from fleetbus_schemas import EpisodeRequested, Subjects, Task
 from fleetbus_schemas.tokens import unpack_ids, unpack_logprobs
 from fleetbus_workers.environment.adapters.agent.elsewhere import ElsewhereEnvironment
 from fleetbus_workers.environment.adapters.agent.sessions import MOVED, KeyRefused, SessionMoved, TooManyCalls
@@ -30,7 +31,7 @@ from fleetbus_workers.environment.worker import run_environment
 from fleetbus_workers.gateway.agent_app import Gateway, build_agent_application
 from fleetbus_workers.gateway.agent_keys import SessionKeys, read_secret
 from fleetbus_workers.gateway.agent_sessions import AgentSessions
-from fleetbus_workers.gateway.rollouts import Parent, Rollouts, read_task
+from fleetbus_workers.gateway.rollouts import Parent, Rollouts, read_request, read_task
 from fleetbus_workers.serving.browser_guard import GuardSettings
 from fleetbus_workers.serving.serve import serve
 
@@ -124,7 +125,7 @@ async def run_agent_gateway(
             request = await ask(read_task(parent, tasks), parent.version, parent.temperature, episode)
             return await rollouts.find_request(episode) or request  # another call, or gateway, may have been first
 
-        rollouts = Rollouts(bus, subjects, run.pool, keys, sessions, open_rollout)
+        rollouts = Rollouts(bus, subjects, list_pools(run), keys, sessions, open_rollout)
         gateway = Gateway(
             sessions=sessions,
             rollouts=rollouts,
@@ -132,7 +133,7 @@ async def run_agent_gateway(
             token=settings.token,
             tasks=tasks,
             ask=ask,
-            read=partial(read_trajectory, bus, subjects, run.pool),
+            read=partial(read_trajectory, bus, subjects, list_pools(run)),
             is_full=is_full,
             drain=drain,
         )
@@ -171,13 +172,12 @@ def check_configuration(configuration: Configuration) -> None:
         raise UserError(f"an agent decides about its context itself: leave out {', '.join(wrong)}")
 
 
-async def read_trajectory(bus: LogBus, subjects: Subjects, pool: str, episode: str) -> dict[str, object] | None:
+async def read_trajectory(bus: LogBus, subjects: Subjects, pools: Sequence[str], episode: str) -> dict[str, object] | None:
     """None for an episode that nobody asked for, or that has left the log. ``prompt_ids`` are what a turn's messages became,
     ``sampled_ids`` and ``logprobs`` what the policy said; a turn continues the ids of its ``segment``."""
-    stored = await bus.last(subjects.task(pool, episode))
-    if stored is None:
+    request = await read_request(bus, subjects, pools, episode)
+    if request is None:
         return None
-    request = decode(EpisodeRequested, stored.payload, subject=stored.subject)
     state = await read_episode_state(bus, subjects, episode)
     turns = await read_turns(bus, subjects, episode, state)
     observed = await read_answered_observations(bus, subjects, request.policy, episode, turns)

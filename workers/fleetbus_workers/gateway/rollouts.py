@@ -78,13 +78,27 @@ class _Opened(msgspec.Struct):
         return self.numbers[root] - 1
 
 
+async def read_request(bus: LogBus, subjects: Subjects, pools: Sequence[str], episode: str) -> EpisodeRequested | None:
+    """The request of an episode, in whichever pool; None if the log has none."""
+    for pool in pools:
+        if (stored := await bus.last(subjects.task(pool, episode))) is not None:
+            return decode(EpisodeRequested, stored.payload, subject=stored.subject)
+    return None
+
+
 class Rollouts:
     """Opens and finds the rollouts of parents. ``open_request`` stores the request of an episode, unless one is stored."""
 
     def __init__(
-        self, bus: LogBus, subjects: Subjects, pool: str, keys: SessionKeys, sessions: AgentSessions, open_request: OpenRequest
+        self,
+        bus: LogBus,
+        subjects: Subjects,
+        pools: Sequence[str],
+        keys: SessionKeys,
+        sessions: AgentSessions,
+        open_request: OpenRequest,
     ) -> None:
-        self._bus, self._subjects, self._pool = bus, subjects, pool
+        self._bus, self._subjects, self._pools = bus, subjects, pools
         self._keys, self._sessions, self._open_request = keys, sessions, open_request
         self._opened: OrderedDict[str, _Opened] = OrderedDict()
 
@@ -167,8 +181,7 @@ class Rollouts:
 
     async def find_request(self, episode: str) -> EpisodeRequested | None:
         """The request of an episode, if the log has it."""
-        stored = await self._bus.last(self._subjects.task(self._pool, episode))
-        return None if stored is None else decode(EpisodeRequested, stored.payload, subject=stored.subject)
+        return await read_request(self._bus, self._subjects, self._pools, episode)
 
     async def list_rollouts(self, parent_id: str, name: str = "") -> list[tuple[str, EpisodeRequested]]:
         """The rollouts that are known here by their names, or the one of this ``name``, wherever it was opened."""

@@ -4,6 +4,7 @@ import structlog
 
 from fleetbus.bus.base import Bus
 from fleetbus.concurrency.runtime import Runtime
+from fleetbus.config.pools import list_pools
 from fleetbus.config.settings import Configuration
 from fleetbus.delivery.requests import Requests
 from fleetbus.log.floor import fence_floor
@@ -79,6 +80,6 @@ class LineageStart:
         for version, step in versions.items():
             self._pool.record_version(version, step)
         run = configuration.run
-        requests = await read_requests_from_floor(self._bus, self._subjects, run.pool, point)
+        requests = await read_requests_from_floor(self._bus, self._subjects, list_pools(run), point)
         await self._requests.assume_size(len(requests))
         await self._admission.take_over(requests, floor.groups.get(run.policy, 0))

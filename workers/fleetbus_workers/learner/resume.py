@@ -293,14 +293,14 @@ async def read_published_versions(bus: LogBus, subjects: Subjects, policy: str) 
 
 
 async def read_requests_from_floor(
-    bus: LogBus, subjects: Subjects, pool: str, resume_point: ResumePoint
+    bus: LogBus, subjects: Subjects, pools: Sequence[str], resume_point: ResumePoint
 ) -> list[tuple[int, EpisodeRequested]]:
     """The learners' training requests in the log from the checkpoint's floor on, settled ones among them, with their positions.
 
     Any client may request an episode; what no lineage requested is not one of its groups. What was settled for good may stand
     here in part, or again.
     """
-    entries = [entry async for entry in bus.scan([subjects.tasks(pool)], start=resume_point.floor)]
+    entries = [entry async for entry in bus.scan([subjects.tasks(pool) for pool in pools], start=resume_point.floor)]
     floor = await read_floor(bus, subjects)
     found = [(entry.sequence, request) for entry, request in decode_entries(EpisodeRequested, entries)]
     return [

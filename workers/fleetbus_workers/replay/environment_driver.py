@@ -37,8 +37,8 @@ async def replay_environment(context: ReplayContext, make: Callable[[], Environm
         return
     pools = tuple({each.request_entry.subject.split(".")[3] for each in played.values() if each.request_entry})
     policies = tuple({each.request.policy for each in played.values() if each.request})
-    run = msgspec.structs.replace(context.configuration.run, pool=pools[0])
-    configuration = msgspec.structs.replace(context.configuration, run=run)
+    settings = msgspec.structs.replace(context.configuration.environment, pools=",".join(pools))
+    configuration = msgspec.structs.replace(context.configuration, environment=settings)
 
     async def work(bus: Bus, drain: anyio.Event) -> None:
         await run_environment(bus, configuration=configuration, name=WORKER, drain=drain, make=make)

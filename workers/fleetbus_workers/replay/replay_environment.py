@@ -19,6 +19,7 @@ from fleetbus.bus.memory_objects import MemoryObjectStore
 from fleetbus.bus.memory_stream import MemoryStream
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import plan_run
+from fleetbus.config.pools import list_pools
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import BusError
 from fleetbus.log.episodes import read_entry
@@ -168,7 +169,7 @@ async def open_replay_environment(
     async with server.connect(run.name, worker="replay") as bus:
         plan = plan_run(
             run.name,
-            pools=pools or (run.pool,),
+            pools=pools or list_pools(run),
             policies=policies or (run.policy,),
             lanes=configuration.nats.lanes,
             max_bytes=0,

@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +17,7 @@ from fleetbus.auth.stores import check_store
 from fleetbus.config.check import check_trained_distribution
 from fleetbus.config.engines import ENGINES
 from fleetbus.config.load import strip_credentials
+from fleetbus.config.pools import find_pool, list_served_pools, parse_pools
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, NatsSettings
 from fleetbus.errors import UserError
@@ -64,7 +65,7 @@ def check_everything(
         check_tools(configuration)
     check_images(configuration)
     if not local_environment:
-        check_environment(run.environment, run.tasks, configuration if plays else None)
+        check_environment(run.environment, run.tasks, configuration if plays else None, select_served(configuration))
     if nats.auth:
         check_access(nats.auth, configuration.run.name)
         if not nats.url:
@@ -198,9 +199,17 @@ def check_images(configuration: Configuration) -> None:
     check_vision(configuration, load_dataset(configuration.run.tasks) if configuration.run.tasks else ())
 
 
-def check_environment(specs: str, tasks: str = "", played: Configuration | None = None) -> None:
-    """SPECs that resolve and serve every task of the file, or those that ship; the environments are opened by the workers. With
-    ``played`` settings, classes of the user's own play a task first."""
+def select_served(configuration: Configuration) -> Callable[[Task], bool]:
+    """True for a task of the pools that the workers of a configuration serve: others play the rest."""
+    pools, served = parse_pools(configuration.run.pool), list_served_pools(configuration)
+    return lambda task: find_pool(pools, task.env) in served
+
+
+def check_environment(
+    specs: str, tasks: str = "", played: Configuration | None = None, is_served: Callable[[Task], bool] = lambda _: True
+) -> None:
+    """SPECs that resolve and serve every task of the file, or those that ship, but for tasks that workers elsewhere serve; the
+    environments are opened by the workers. With ``played`` settings, classes of the user's own play a task first."""
     if specs == "warehouse":  # ours, and checking it would import all of mcp before the first line is shown
         return
     from fleetbus_workers.environment.adapters.warehouse.tasks import (
@@ -209,7 +218,7 @@ def check_environment(specs: str, tasks: str = "", played: Configuration | None 
 
     build_keyed_factory(specs, lambda spec: build_environment_factory(spec, verifier=_NoGrader()))
     dataset = load_dataset(tasks) if tasks else [build_warehouse_task(0)]
-    check_tasks_are_served(parse_keyed_specs(specs), dataset)
+    check_tasks_are_served(parse_keyed_specs(specs), [task for task in dataset if is_served(task)])
     if tasks:
         if problems := check_verifiers(dataset):
             raise UserError(f"{problems[0]}{f' (and {len(problems) - 1} other problems)' if problems[1:] else ''}")
@@ -255,7 +264,7 @@ def check_rights(configuration: Configuration) -> None:
     if run.name in parse_runs(text) and run_accounts(folder.access(build_stream_plan(configuration))) in text:
         return
     flags = [f"--run {name}" for name in dict.fromkeys((*parse_runs(text), run.name))]
-    flags += [f"--pool {run.pool}"] * (run.pool != "default") + [f"--policy {run.policy}"] * (run.policy != "default")
+    flags += [f"--policy {run.policy}"] * (run.policy != "default")
     flags += [f"--lanes {nats.lanes}"] * (nats.lanes != NatsSettings().lanes)
     raise UserError(f"{config} does not allow run {run.name}: fleetbus auth init {nats.auth} {' '.join(flags)}")
 

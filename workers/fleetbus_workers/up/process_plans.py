@@ -7,6 +7,7 @@ from fleetbus.auth.folder import AuthFolder
 from fleetbus.bus.nats.server import SYNC_SECONDS
 from fleetbus.bus.streams import RunPlan, plan_run
 from fleetbus.config.fields import list_settings
+from fleetbus.config.pools import list_pools
 from fleetbus.config.run_folder import RunFolder
 from fleetbus.config.settings import Configuration
 from fleetbus.python_process import build_module_command
@@ -43,7 +44,7 @@ def build_stream_plan(configuration: Configuration) -> RunPlan:
     run, nats = configuration.run, configuration.nats
     return plan_run(
         run.name,
-        pools=(run.pool,),
+        pools=list_pools(run),
         policies=(run.policy,),
         lanes=nats.lanes,
         max_bytes=nats.max_bytes,

@@ -28,7 +28,7 @@ def command() -> None:
 @command.command("init", short_help="Write keys, certificates and the server configuration")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), metavar="DIR")
 @click.option("--run", "runs", multiple=True, metavar="NAME", help="A run to allow; may be repeated [default]")
-@click.option("--pool", "pools", multiple=True, metavar="NAME", help="A pool of environment workers; may be repeated [default]")
+@click.option("--pool", "pools", multiple=True, metavar="NAME", help="Of no effect: pools need no rights of their own")
 @click.option("--policy", "policies", multiple=True, metavar="NAME", help="A policy; may be repeated [default]")
 @click.option("--lanes", type=click.IntRange(1, 1024), default=16, metavar="N", help="The setting nats.lanes of the runs [16]")
 @click.option("--host", "hosts", multiple=True, metavar="HOST", help="Name or address of the server, in addition to localhost")

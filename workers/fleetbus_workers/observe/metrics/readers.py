@@ -79,6 +79,11 @@ def read_worker_states(view: RunView) -> Labelled:
     return Counter((row.role, row.state) for row in view.workers)
 
 
+def read_pools(*fields: str) -> Callable[[RunView], Labelled]:
+    """Fields of `PoolRow` of each pool, by pool and field."""
+    return lambda view: {(row.pool, field): getattr(row, field) for row in view.pools for field in fields}
+
+
 def read_workers(read: Callable[[WorkerRow], float | None]) -> Callable[[RunView], Labelled]:
     """One value of each worker that has it."""
     return lambda view: {(row.worker, row.role): value for row in view.workers if (value := read(row)) is not None}

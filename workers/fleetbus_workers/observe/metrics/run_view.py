@@ -9,6 +9,7 @@ from functools import cached_property
 from fleetbus.recording.episodes import EpisodeRow
 from fleetbus_schemas import GRADED
 from fleetbus_workers.observe.run.jetstream import ServerView
+from fleetbus_workers.observe.run.pools import PoolRow, count_pools
 from fleetbus_workers.observe.run.run_observer import LogHealth
 from fleetbus_workers.observe.run.state import RECENT_EPISODES, OpenEpisodes, RunState
 from fleetbus_workers.observe.run.termination import Termination
@@ -51,6 +52,11 @@ class RunView:
     def workers(self) -> list[WorkerRow]:
         """Workers as the tables show them."""
         return self.state.worker_registry.rows(self.now)
+
+    @cached_property
+    def pools(self) -> list[PoolRow]:
+        """Pools of environment workers."""
+        return count_pools(self.state, self.workers)
 
     @cached_property
     def step(self) -> dict[str, float]:

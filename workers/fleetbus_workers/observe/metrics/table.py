@@ -13,6 +13,7 @@ from fleetbus_workers.observe.metrics.readers import (
     read_consumers,
     read_engines,
     read_episode_stages,
+    read_pools,
     read_reward_quantiles,
     read_since_progress,
     read_step_others,
@@ -156,6 +157,18 @@ FLEET = (
     Metric(
         name="fleetbus_episodes_open", help="Episodes without a result", labels=("state",), panel="Fleet: Open episodes",
         read=lambda view: {"waiting": view.open.waiting, "running": view.open.running},
+    ),
+    Metric(
+        name="fleetbus_pool_episodes", help="Episodes without a result by pool of environment workers",
+        labels=("pool", "state"), read=read_pools("waiting", "running"), panel="Fleet: Open episodes by pool",
+    ),
+    Metric(
+        name="fleetbus_pool_slots", help="Slots of the workers that serve a pool: all of them, and free ones",
+        labels=("pool", "state"), read=read_pools("slots", "free"), panel="Fleet: Slots by pool",
+    ),
+    Metric(
+        name="fleetbus_pool_workers", help="Working environment workers that serve a pool", labels=("pool",),
+        read=lambda view: {row.pool: row.workers for row in view.pools}, panel="Fleet: Workers by pool",
     ),
     Metric(
         name="fleetbus_oldest_open_episode_seconds", help="Age of the oldest episode without a result", unit="s",

@@ -15,6 +15,7 @@ import msgspec
 from fleetbus.config.settings import ADMISSION_SHARE, FULL_SHARE
 from fleetbus.core.training.learning_signal import MANY_GROUPS
 from fleetbus_schemas import GRADED
+from fleetbus_workers.observe.run.pools import count_pools
 from fleetbus_workers.observe.run.run_observer import LogHealth
 from fleetbus_workers.observe.run.state import GroupRow, RunState
 from fleetbus_workers.observe.run.worker_registry import WorkerRow
@@ -69,6 +70,7 @@ def find_stalls(
     detector = StallDetector(state, health, now, now_ns, admission)
     unproductive = [
         *detector.check_problems(),
+        *detector.check_pools(now_ns, stall_seconds),
         *detector.check_verdicts(now_ns, stall_seconds),
         *detector.check_training(now_ns, stall_seconds),
         *detector.check_policy(now_ns, stall_seconds),
@@ -105,6 +107,7 @@ class StallDetector:
         self.stuck_seconds = state.compute_stuck_seconds(now_ns, open_episodes.oldest_ns)
         self._environments = self._find_alive("environment")
         self._inference = self._find_alive("inference")
+        self._pools = count_pools(state, self._workers)
         self._stages = _stages(state, {row.worker for row in self._environments})
 
     @property
@@ -138,6 +141,20 @@ class StallDetector:
 
     # Environment workers
 
+    def check_pools(self, now_ns: int, stall_seconds: float) -> list[Stall]:
+        """Find pools in which episodes wait and that no live worker serves, while another one is served."""
+        if not all(row.pools for row in self._environments):  # one of an older version does not tell
+            return []
+        served = any(row.workers for row in self._pools)
+        found = []
+        for row in self._pools:
+            seconds = (now_ns - row.oldest_ns) / 1e9 if row.oldest_ns else 0.0
+            if served and not row.workers and seconds >= stall_seconds:
+                reason = f"{_pluralize(row.waiting, 'episode')} waiting in pool {row.pool}, which no environment worker serves"
+                advice = f"start `fleetbus environment --environment-pools {row.pool}`"
+                found.append(Stall(where="environment", reason=reason, seconds=seconds, advice=advice))
+        return found
+
     def check_environments(self) -> list[Stall]:
         """Find open episodes without a worker to run them."""
         if not self._environments:
@@ -149,11 +166,14 @@ class StallDetector:
         if not able:
             reason = f"{self._open_episodes}, and every environment worker is draining"
             return [self._stall("environment", reason, "start `fleetbus environment`")]
+        waiting = {row.pool for row in self._pools if row.waiting}
+        able = [row for row in able if not row.pools or waiting.intersection(row.pools)]
         free = sum(max(row.slots - row.in_flight, 0) for row in able)
         if free:
             takers = f"{_pluralize(len(able), 'environment worker')} with {_pluralize(free, 'free slot')}"
             reason = f"{self._open_episodes}, and {takers} take none"
-            return [self._stall("environment", reason, "check that they serve the same run.pool, and see their logs")]
+            advice = "check that they serve its run.pool (environment.pools), and see their logs"
+            return [self._stall("environment", reason, advice)]
         return []
 
     def check_stages(self) -> list[Stall]:

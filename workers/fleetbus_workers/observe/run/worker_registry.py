@@ -41,6 +41,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     note: str
     engine: EngineLoad | None = None
+    pools: tuple[str, ...] = ()
 
 
 class _WorkerRecord(msgspec.Struct, kw_only=True):
@@ -139,6 +140,7 @@ def _build_row(name: str, seen: _WorkerRecord, now: float) -> WorkerRow:
         seconds=round(now - seen.at, 1),
         note=seen.note or (beat.problem if beat and not seen.ended else ""),
         engine=beat.engine if beat and not seen.ended else None,
+        pools=beat.pools if beat else (),
     )
 
 

@@ -12,6 +12,7 @@ from fleetbus_workers.observe.metrics.run_view import RunView
 from fleetbus_workers.observe.metrics.table import METRICS
 from fleetbus_workers.observe.run.formatting import format_bytes, format_duration, in_flight
 from fleetbus_workers.observe.run.jetstream import ServerView
+from fleetbus_workers.observe.run.pools import PoolRow
 from fleetbus_workers.observe.run.watchdog import find_notes
 from fleetbus_workers.observe.run.worker_registry import WorkerRow
 
@@ -26,6 +27,7 @@ LEAST_WORKERS = 3
 BETWEEN = " · "
 SHOWN_CLASSES = 5
 SHOWN_SLOW = 3
+SHOWN_POOLS = 6
 SLOW_BYTES = 256 << 10
 """Less than this is unread for a moment everywhere."""
 
@@ -43,6 +45,7 @@ def build_facts(view: RunView, *, run: str, admission: float = ADMISSION_SHARE) 
         "numbers": build_numbers(view),
         "step": view.step,
         "workers": view.workers,
+        "pools": view.pools,
         "log": {
             "bytes": health.bytes,
             "limit_bytes": health.limit_bytes,
@@ -71,6 +74,8 @@ def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
         _Row(_format_learning(numbers, step)),
         _Row(_format_episodes(numbers, is_over)),
     ]
+    if not is_over and len(shown["pools"]) > 1:
+        lines.append(_Row(_format_pools(shown["pools"])))
     lines += [_Row(_format_log(shown["log"], shown["server"], is_over), _choose_log_style(shown["log"], is_over))]
     if not (is_over and shown["log"]["problem"]):  # what was known of a server that is gone
         lines += _render_server(shown["server"])
@@ -143,6 +148,14 @@ def _format_episodes(numbers: dict[str, Any], is_over: bool) -> list[str]:
         left = f"{running:,} cut short, {waiting:,} not started"
         return [f"episodes {finished:,} finished", *([left] if running or waiting else [])]
     return [f"episodes {finished:,} finished", f"{running:,} running", f"{waiting:,} waiting", *oldest]
+
+
+def _format_pools(pools: Sequence[PoolRow]) -> list[str]:
+    """The pools with the most waiting episodes first."""
+    shown = sorted(pools, key=lambda row: (-row.waiting, row.pool))[:SHOWN_POOLS]
+    parts = [f"{row.pool} {row.waiting:,} waiting, {row.free:,} of {row.slots:,} slots free" for row in shown]
+    more = [f"{len(pools) - len(shown)} more"] if len(pools) > len(shown) else []
+    return [f"pools: {parts[0]}", *parts[1:], *more]
 
 
 def _format_engines(workers: Sequence[WorkerRow]) -> list[str]:
