@@ -152,6 +152,13 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
         Literal["auto", "compact", "fleet", "template"],
         Meta(description="How tools are described to the policy; auto: compact for the warehouse, fleet elsewhere"),
     ] = "auto"
+    examples: Annotated[
+        str,
+        Meta(
+            description="JSON file with the messages of worked conversations, which the policy reads before each task; "
+            "`fleetbus episodes RUN EPISODE --output FILE.json` writes one of a recorded episode"
+        ),
+    ] = ""
     parallel_calls: Annotated[
         int, Meta(ge=1, description="Tool calls of one response executed at the same time, with prompt = template")
     ] = 8

@@ -11,6 +11,7 @@ from fleetbus.bus.base import StreamEntry
 from fleetbus.core.episode.failure_kinds import FailureKinds
 from fleetbus.core.episode.history import Turn, fold_history
 from fleetbus.core.episode.turn_contexts import TurnContext, describe_turns
+from fleetbus.errors import UserError
 from fleetbus.log.episodes import decode_entries
 from fleetbus.log.stored_entries import read_stored
 from fleetbus_schemas import (
@@ -167,6 +168,25 @@ def read_transcript(entries: Iterable[StreamEntry]) -> Transcript:
         claims=claims,
         turns=tuple(_build_turns(fold_history(claims, turns), observations, claims)),
     )
+
+
+def build_example(transcript: Transcript) -> list[ChatMessage]:
+    """The conversation of an episode without its instructions, as ``environment.examples`` takes it. Raises `UserError` if
+    it has no answer, images, or more than one segment."""
+    answered = [turn for turn in transcript.turns if turn.action is not None]
+    if not answered:
+        raise UserError("the episode has no answer yet")
+    if len({turn.action.segment for turn in answered if turn.action is not None}) > 1:
+        raise UserError("the episode's context was changed on the way: an example is one conversation")
+    messages = [message for turn in answered for message in (*turn.messages, _build_answer(turn))]
+    if any(message.images for message in messages):
+        raise UserError("the episode shows images: an example is text")
+    return [message for message in messages if message.role not in ("system", "developer")]
+
+
+def _build_answer(turn: TranscriptTurn) -> ChatMessage:
+    assert turn.action is not None
+    return ChatMessage(role="assistant", content=turn.action.text)
 
 
 def _build_turns(

@@ -1,20 +1,11 @@
-"""Sums, differences and products of two to four digits, with one worked example before each question."""
+"""Sums, differences and products of two to four digits."""
 
+import operator
 import random
 
 COUNT = 1200
-EXAMPLE = """Example. What is 912 + 45?
-<tool_call>{"name": "calculate", "arguments": {"left": 912, "sign": "+", "right": 45}}</tool_call>
-957
-957 <done>
-
-"""
 VERIFIER = "def verify(env, final_answer=None):\n    return float(str(final_answer).strip() == '{answer}')\n"
-OPERATIONS = {
-    "+": lambda left, right: left + right,
-    "-": lambda left, right: left - right,
-    "*": lambda left, right: left * right,
-}
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 def build_tasks() -> list[dict[str, object]]:
@@ -27,7 +18,7 @@ def _build_task(left: int, sign: str, right: int) -> dict[str, object]:
     answer = OPERATIONS[sign](left, right)
     return {
         "key": f"{left}{sign}{right}",
-        "prompt": f"{EXAMPLE}What is {left} {sign} {right}?",
+        "prompt": f"What is {left} {sign} {right}?",
         "env_key": "calculator",
         "verifier_code": VERIFIER.format(answer=answer),
         "config": {"answer": answer},

@@ -1,4 +1,4 @@
-"""Questions for the value of a name, with one worked example before each."""
+"""Questions for the value of a name."""
 
 import importlib.util
 import random
@@ -6,14 +6,6 @@ from pathlib import Path
 
 COUNT = 400
 VERIFIER = "def verify(env, final_answer=None):\n    return float(str(final_answer).strip() == '{answer}')\n"
-EXAMPLE = """Example. What is the value of cedar?
-<tool_call>{"name": "find", "arguments": {"name": "cedar"}}</tool_call>
-h512
-<tool_call>{"name": "get", "arguments": {"handle": "h512"}}</tool_call>
-37
-37 <done>
-
-"""
 
 
 def build_tasks() -> list[dict[str, object]]:
@@ -27,7 +19,7 @@ def _build_task(seed: int, store: dict[str, tuple[str, int]]) -> dict[str, objec
     name = random.Random(-1 - seed).choice(list(store))
     return {
         "key": f"store-{seed}",
-        "prompt": f"{EXAMPLE}What is the value of {name}?",
+        "prompt": f"What is the value of {name}?",
         "env_key": "store",
         "seed": seed,
         "verifier_code": VERIFIER.format(answer=store[name][1]),

@@ -25,6 +25,7 @@ from fleetbus.delivery.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus_schemas import Action, Heartbeat, MalformedMessage, Subjects, decode
 from fleetbus_workers.environment.base import Environment, TaskEnvironmentFactory
 from fleetbus_workers.environment.episode.attempts import Attempts
+from fleetbus_workers.environment.examples import read_examples
 from fleetbus_workers.environment.stepwise.host import SessionHost
 from fleetbus_workers.environment.worker_context import WorkerContext
 
@@ -186,6 +187,7 @@ async def run_environment(
         make=make_for,
         nonce=runtime.nonce,
         context_tokens=configuration.inference.max_model_len,
+        examples=read_examples(configuration.environment.examples),
     )
     worker = EnvironmentWorker(
         bus,

@@ -26,6 +26,7 @@ from fleetbus_schemas import Task
 from fleetbus_workers.assembly.engines import check_packages
 from fleetbus_workers.assembly.model import find_model_folder
 from fleetbus_workers.assembly.vision import check_vision
+from fleetbus_workers.environment.examples import read_examples
 from fleetbus_workers.environment.keyed_specs import build_keyed_factory, check_tasks_are_served, parse_keyed_specs
 from fleetbus_workers.environment.specs import build_environment_factory, is_own_class
 from fleetbus_workers.inference.chat_template import ChatTemplate
@@ -64,6 +65,7 @@ def check_everything(
     if configuration.environment.prompt == "template":
         check_tools(configuration)
     check_images(configuration)
+    read_examples(configuration.environment.examples)
     if not local_environment:
         check_environment(run.environment, run.tasks, configuration if plays else None, select_served(configuration))
     if nats.auth:

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
+import msgspec
 
 from fleetbus.errors import UserError
+from fleetbus.files import replace_file
 from fleetbus_schemas import Outcome
 from fleetbus_workers.api.tables import build_rows, check_format, list_columns, write_rows
 from fleetbus_workers.cli.look.run_options import archive_option, reach_options, source_and_episode_arguments
@@ -44,7 +46,8 @@ SHOWN_FAILURES = 5
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write all matching rows to FILE instead: .parquet (needs pyarrow), .csv or .jsonl",
+    help="Write all matching rows to FILE instead: .parquet (needs pyarrow), .csv or .jsonl; with EPISODE its conversation as "
+    "JSON, as environment.examples takes it",
 )
 @json_option()
 @archive_option()
@@ -75,6 +78,8 @@ def command(
     if episode is not None:
         transcript = run_async(reader.read_transcript, episode)
         _warn(reader.damage)
+        if output is not None:
+            return _write_example(transcript, output)
         _print_transcript(transcript, episode, tokens=tokens, as_json=as_json)
         return FINISHED
     if output is not None:
@@ -92,6 +97,15 @@ def command(
     else:
         _print_rows(shown, len(chosen), len(rows))
         _print_failures(reader.failures.kinds, source or configuration.run.name)
+    return FINISHED
+
+
+def _write_example(transcript: Transcript, output: Path) -> int:
+    from fleetbus.recording.episodes import build_example
+
+    messages = build_example(transcript)
+    replace_file(output, msgspec.json.format(msgspec.json.encode(messages), indent=1) + b"\n")
+    print(f"{len(messages)} messages written to {output}; `--environment-examples {output}` shows them before each task")
     return FINISHED
 
 

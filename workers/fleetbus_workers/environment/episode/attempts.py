@@ -36,7 +36,7 @@ from fleetbus_schemas import (
     decode,
     encode,
 )
-from fleetbus_workers.environment.base import LimitsTurns, LivesElsewhere, RecordedTurn
+from fleetbus_workers.environment.base import LimitsTurns, LivesElsewhere, RecordedTurn, ShowsWhole
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
 from fleetbus_workers.environment.episode.late_answers import check_late_answers
@@ -250,6 +250,7 @@ class Attempts:
             settings=context.settings,
             limits=context.limits,
             context_tokens=context.context_tokens,
+            examples=() if isinstance(environment, ShowsWhole) else context.examples,
             counters=self._counters,
             first_failures=self._first_failures,
         )

@@ -38,6 +38,7 @@ from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
 from fleetbus_workers.environment.episode.segments import FIRST, EpisodeContext, Placement, append_line, find_context_tokens
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, to_printable
+from fleetbus_workers.environment.examples import insert_examples
 from fleetbus_workers.environment.failure_location import locate_method
 from fleetbus_workers.environment.normalization import INFO_BYTES, clip_messages, clip_text, clip_values, format_text
 from fleetbus_workers.environment.validation import validate_return
@@ -61,6 +62,7 @@ class EpisodeRunner:
         "_context",
         "_deadline",
         "_environment",
+        "_examples",
         "_first_failures",
         "_lack_of_room",
         "_last",
@@ -91,12 +93,14 @@ class EpisodeRunner:
         settings: EnvironmentSettings,
         limits: LimitSettings,
         context_tokens: int = 0,
+        examples: tuple[ChatMessage, ...] = (),
         counters: MutableMapping[str, float] | None = None,
         first_failures: FirstFailures | None = None,
     ) -> None:
         self._request = request
         self._claim = claim
         self._environment = environment
+        self._examples = examples
         self._policy_client = policy_client
         self._recorded = recorded
         self._observed = observed
@@ -187,7 +191,7 @@ class EpisodeRunner:
             await self._environment.open(self._request.task)
         with self._stages.time_limit("reset", self._limits.reset):
             start = validate_return(Start, await self._environment.reset(), "reset", self._environment)
-            return start.messages, start.tools
+            return insert_examples(start.messages, self._examples), start.tools
 
     def _append_status(self, messages: tuple[ChatMessage, ...], placement: Placement) -> tuple[ChatMessage, ...]:
         """The policy's budget at the end of what it sees next, if that is wanted."""
