@@ -131,7 +131,8 @@ def train(steps: int, seed: int, every: int, threads: int) -> dict[str, Any]:
     watch = Watch(lambda: evaluate(model, tokenizer, rows, reward, settings.episode.max_tokens), every)
     with tempfile.TemporaryDirectory() as folder:
         arguments = GRPOConfig(
-            output_dir=folder, max_steps=steps, seed=seed, learning_rate=learner.learning_rate, warmup_steps=learner.warmup_steps,
+            output_dir=folder, max_steps=steps, seed=seed,
+            learning_rate=learner.learning_rate, warmup_steps=learner.warmup_steps,
             lr_scheduler_type="constant_with_warmup", max_grad_norm=learner.max_grad_norm, beta=0.0, temperature=1.0, top_k=0,
             num_generations=learner.group_size, per_device_train_batch_size=learner.groups * learner.group_size // 2,
             gradient_accumulation_steps=2, max_completion_length=settings.episode.max_tokens, logging_steps=1, bf16=True,
