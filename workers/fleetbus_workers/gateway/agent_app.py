@@ -263,7 +263,7 @@ class _Service:
         return self._answer_opened(shown, request.episode_id, request.deadline_ns, status)
 
     def _answer_opened(self, shown: dict[str, object], session: str, expires_ns: int, status: int) -> Response:
-        """What was opened, with its addresses."""
+        """Describe what was opened, with its addresses."""
         url = self._gateway.url
         addresses = {"openai_base_url": f"{url}/v1", "anthropic_base_url": url, "gemini_base_url": url}
         shown |= {"expires": expires_ns // 10**9, "url": f"{url}/sessions/{session}", **addresses}
