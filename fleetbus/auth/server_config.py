@@ -112,7 +112,7 @@ def _build_permissions(user: str, rights: Rights) -> dict[str, Any]:
 
 
 def _streams_exports(run: RunAccess, rights: Mapping[str, Rights]) -> Iterator[dict[str, Any]]:
-    """What the roles of the run may take from; each takes what it imports, and that alone."""
+    """The exports that the roles of the run take from; each takes what it imports, and that alone."""
     accounts = [account_of(run.plan.run, user) for user in ROLES if user != "admin"]
     for need in dict.fromkeys(_offer(need, run.plan.log.name) for own in rights.values() for need in own.asks):
         yield _service(need.subject, accounts, API_ANSWERS_SECONDS if need.streamed else API_ANSWER_SECONDS, need.streamed)

@@ -1,7 +1,9 @@
 """The bytes of an archive: segment files of checked records, the first of which says what run they are of. Blocking.
 
 A segment is `MAGIC`, then records: length (u4), CRC-32 of the payload (u4), payload; all little-endian. The first payload is a
-`SegmentHeader`, every further one an `ArchivedEntry`, both msgpack. A record is whole or it does not count.
+`SegmentHeader` (msgpack). Every further one is a byte, `BEGUN` or `CONTINUED`, and an `ArchivedEntry` (msgpack) as a piece of a
+deflate stream that begins or goes on with it: an entry resembles those before it more than itself. In format 1 it is the
+`ArchivedEntry` as it is. A record is whole or it does not count (docs/decisions/0203-an-archive-is-one-stream.md).
 """
 
 import struct
@@ -9,13 +11,19 @@ import zlib
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
+PLAIN_FORMAT = 1
+"""Of archives that were written before; read for ever."""
+
+LEVEL = 6
+BEGUN, CONTINUED = b"\1", b"\0"
 MAGIC = b"fbarchiv"
 SUFFIX = ".fbarchive"
 LOCK = "lock"
@@ -81,27 +89,54 @@ def encode_segment_start(run: str, first: int) -> bytes:
     return MAGIC + encode_frame(_encode(SegmentHeader(run=run, format=FORMAT, first=first)))
 
 
-def encode_entry(entry: StreamEntry) -> bytes:
-    """The record of one entry."""
-    return encode_frame(_encode(ArchivedEntry(entry.sequence, entry.time_ns, entry.subject, entry.payload)))
+class EntryEncoder:
+    """Encodes entries that are written one after another; a segment that is opened again takes another encoder."""
+
+    def __init__(self) -> None:
+        self._stream = zlib.compressobj(LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
+        self._kind = BEGUN
+
+    def encode(self, entry: StreamEntry) -> bytes:
+        """The record of one entry."""
+        content = _encode(ArchivedEntry(entry.sequence, entry.time_ns, entry.subject, entry.payload))
+        piece = self._stream.compress(content) + self._stream.flush(zlib.Z_SYNC_FLUSH)
+        kind, self._kind = self._kind, CONTINUED
+        return encode_frame(kind + piece)
 
 
-def read_header(file: BufferedReader, segment: Path, run: str | None) -> None:
-    """Read up to the first entry; raises `TornRecord`, or `UserError` for another run or format."""
+def read_header(file: BufferedReader, segment: Path, run: str | None) -> int:
+    """Read up to the first entry, and return the format; raises `TornRecord`, or `UserError` for another run or format."""
     if file.read(len(MAGIC)) != MAGIC:
         raise TornRecord(0)
     header = _decode_header(read_frame(file))
-    if header.format != FORMAT:
-        raise UserError(f"{segment} has format {header.format}; this fleetbus reads {FORMAT}: upgrade it")
+    if header.format not in (FORMAT, PLAIN_FORMAT):
+        raise UserError(f"{segment} has format {header.format}; this fleetbus reads up to {FORMAT}: upgrade it")
     if run is not None and header.run != run:
         raise UserError(f"{segment.parent} is the archive of run {header.run}, not of {run}: give another --archive")
+    return header.format
 
 
-def read_entries(file: BufferedReader) -> Iterator[StreamEntry]:
+def read_entries(file: BufferedReader, format: int = FORMAT) -> Iterator[StreamEntry]:
     """The entries from here to the end of the file; raises `TornRecord`."""
+    stream = None
     while file.peek(1):
-        entry = _decode_entry(read_frame(file))
+        offset = file.tell()
+        content = read_frame(file)
+        if format != PLAIN_FORMAT:
+            stream = zlib.decompressobj(-zlib.MAX_WBITS) if content[:1] == BEGUN or stream is None else stream
+            content = _decompress(stream, content[1:], offset)
+        entry = _decode_entry(content)
         yield StreamEntry(sequence=entry.sequence, time_ns=entry.time_ns, subject=entry.subject, payload=entry.payload)
+
+
+def _decompress(stream: Any, piece: bytes, offset: int) -> bytes:
+    try:
+        content: bytes = stream.decompress(piece, MAX_RECORD_BYTES)
+    except zlib.error as error:
+        raise TornRecord(offset) from error
+    if stream.unconsumed_tail:
+        raise TornRecord(offset)
+    return content
 
 
 def encode_frame(payload: bytes) -> bytes:

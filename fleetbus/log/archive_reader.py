@@ -149,8 +149,7 @@ def _read_batch(entries: Iterator[StreamEntry]) -> list[StreamEntry]:
 def _read_segment(segment: Path, run: str | None, *, newest: bool) -> Iterator[StreamEntry]:
     with segment.open("rb") as file:
         try:
-            read_header(file, segment, run)
-            yield from read_entries(file)
+            yield from read_entries(file, read_header(file, segment, run))
         except TornRecord as torn:
             if not newest:
                 raise ArchiveDamaged(f"{segment} is damaged at byte {torn.offset}: restore it from a copy") from torn

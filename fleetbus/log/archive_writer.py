@@ -18,11 +18,12 @@ import structlog
 from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
 from fleetbus.log.archive_format import (
+    FORMAT,
     LOCK,
     ArchiveDamaged,
+    EntryEncoder,
     TornRecord,
     build_segment_path,
-    encode_entry,
     encode_segment_start,
     list_segments,
     parse_first_sequence,
@@ -51,6 +52,9 @@ class ArchiveWriter:
         self._segment_bytes = segment_bytes
         self._file: int | None = None
         self._size = 0
+        self._encoder = EntryEncoder()
+        self._format = FORMAT
+        """Of the segment that was looked at last."""
         self.last: StreamEntry | None = None
         """The newest entry that is synced."""
         self.guarded = _read_guard(folder)
@@ -72,8 +76,9 @@ class ArchiveWriter:
                     "archive has a torn tail; truncating it", segment=segment.name, cut_bytes=segment.stat().st_size - size
                 )
                 os.truncate(segment, size)
-            self._file = os.open(segment, os.O_WRONLY | os.O_APPEND)
-            self._size = size
+            if self._format == FORMAT:  # one of before is read, and not continued
+                self._file = os.open(segment, os.O_WRONLY | os.O_APPEND)
+                self._size = size
             break
         self._check_guard()
 
@@ -83,7 +88,7 @@ class ArchiveWriter:
             if self._file is None or self._size >= self._segment_bytes:
                 self._begin_segment(entries[start].sequence)
             assert self._file is not None
-            self._write(b"".join(map(encode_entry, entries[start:stop])))
+            self._write(b"".join(map(self._encoder.encode, entries[start:stop])))
             os.fsync(self._file)
             self.last = entries[stop - 1]
 
@@ -121,6 +126,7 @@ class ArchiveWriter:
         path = build_segment_path(self._folder, first)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         self._size = 0
+        self._encoder = EntryEncoder()
         self._write(encode_segment_start(self._run, first))
         _sync_folder(self._folder)
 
@@ -128,13 +134,13 @@ class ArchiveWriter:
         """Bytes of the segment that are whole; notes the last whole entry."""
         with segment.open("rb") as file:
             try:
-                read_header(file, segment, self._run)
+                self._format = read_header(file, segment, self._run)
                 return self._read_to_end(file)
             except TornRecord as torn:
                 return torn.offset
 
     def _read_to_end(self, file: BufferedReader) -> int:
-        for entry in read_entries(file):
+        for entry in read_entries(file, self._format):
             self.last = entry
         return file.tell()
 

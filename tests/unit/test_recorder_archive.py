@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
-from fleetbus.log.archive_format import ArchiveDamaged, list_segments
+from fleetbus.log.archive_format import (
+    BEGUN,
+    MAGIC,
+    MAX_RECORD_BYTES,
+    ArchiveDamaged,
+    ArchivedEntry,
+    build_segment_path,
+    encode_frame,
+    list_segments,
+)
 from fleetbus.log.archive_reader import read_archive, read_archived_entries
 from fleetbus.log.archive_writer import open_archive
+from fleetbus.recording import load_recording
 
 
 def entries(first: int, last: int, size: int = 20) -> list[StreamEntry]:
@@ -51,7 +63,7 @@ def test_single_entries_are_found_by_their_positions(tmp_path: Path) -> None:
     assert read_archived_entries(tmp_path, set()) == {}
 
 
-@pytest.mark.parametrize("torn_bytes", range(1, 30, 4))
+@pytest.mark.parametrize("torn_bytes", range(1, 22, 4))
 def test_a_torn_tail_is_cut_when_the_archive_is_opened_again(tmp_path: Path, torn_bytes: int) -> None:
     written(tmp_path, 1, 9)
     (segment,) = list_segments(tmp_path)
@@ -61,6 +73,57 @@ def test_a_torn_tail_is_cut_when_the_archive_is_opened_again(tmp_path: Path, tor
         assert archive.last_sequence == 8
         archive.append(entries(9, 12))
     assert list(read_archive(tmp_path)) == entries(1, 12)
+
+
+def write_as_before(folder: Path, first: int, last: int) -> None:
+    """A segment of format 1, whose entries stand there as they are."""
+    header = msgspec.msgpack.encode({"run": "run", "format": 1, "first": first})
+    plain = [ArchivedEntry(each.sequence, each.time_ns, each.subject, each.payload) for each in entries(first, last)]
+    records = b"".join(encode_frame(msgspec.msgpack.encode(each)) for each in plain)
+    build_segment_path(folder, first).write_bytes(MAGIC + encode_frame(header) + records)
+
+
+def test_an_archive_of_before_is_read_and_goes_on_in_a_segment_of_its_own(tmp_path: Path) -> None:
+    write_as_before(tmp_path, 1, 9)
+    before = list_segments(tmp_path)[0].read_bytes()
+    with open_archive(tmp_path, "run") as archive:
+        assert archive.last_sequence == 9
+        archive.append(entries(10, 20))
+    written(tmp_path, 21, 30)
+    assert list(read_archive(tmp_path)) == entries(1, 30)
+    assert len(list_segments(tmp_path)) == 2
+    assert list_segments(tmp_path)[0].read_bytes() == before
+
+
+def test_the_torn_tail_of_an_archive_of_before_is_cut(tmp_path: Path) -> None:
+    write_as_before(tmp_path, 1, 9)
+    (segment,) = list_segments(tmp_path)
+    segment.write_bytes(segment.read_bytes()[:-3])
+    written(tmp_path, 9, 12)
+    assert list(read_archive(tmp_path)) == entries(1, 12)
+
+
+def test_a_run_in_an_archive_takes_about_as_much_as_in_a_recording(tmp_path: Path) -> None:
+    file = Path(__file__).parents[1] / "replay" / "recordings" / "warehouse.fbrec"
+    stored = list(load_recording(file).entries)
+    with open_archive(tmp_path, "run") as archive:
+        for entry in stored:  # batches of one, as where nothing is in a hurry
+            archive.append([entry])
+    assert list(read_archive(tmp_path)) == stored
+    size = sum(segment.stat().st_size for segment in list_segments(tmp_path))
+    assert size < 1.2 * file.stat().st_size
+    assert size < sum(len(entry.payload) for entry in stored) / 4
+
+
+def test_a_record_that_grows_without_end_is_damage(tmp_path: Path) -> None:
+    written(tmp_path, 1, 3)
+    (segment,) = list_segments(tmp_path)
+    machine = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
+    bomb = machine.compress(bytes(4 * MAX_RECORD_BYTES)) + machine.flush(zlib.Z_SYNC_FLUSH)
+    with segment.open("ab") as file:
+        file.write(encode_frame(BEGUN + bomb))
+    written(tmp_path, 4, 6)
+    assert list(read_archive(tmp_path)) == entries(1, 6)
 
 
 def test_garbage_after_the_last_record_is_cut(tmp_path: Path) -> None:

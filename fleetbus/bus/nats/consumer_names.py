@@ -24,7 +24,7 @@ STORE_SECONDS = 30.0
 
 
 class ConsumerNames:
-    """What the server calls the durable consumers of a run. ``user`` has an account that imports; empty: the plain names."""
+    """Finds what the server calls the durable consumers of a run. ``user`` has an account that imports; empty: plain names."""
 
     def __init__(self, connection: Connection, run: str, user: str) -> None:
         self._connection = connection
