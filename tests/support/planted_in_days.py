@@ -5,16 +5,18 @@ See `tests/system/test_simulated_days.py`.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import anyio.lowlevel
 import msgspec
 import pytest
 
 import fleetbus_workers.learner.checkpoint_storage as checkpoint_storage
 import tests.support.checked_bus as checked_bus
-from fleetbus.core.training.retention import Retention
 from fleetbus.delivery.requests import Requests
 from fleetbus_schemas.channels import CHANNELS, Channel
+from fleetbus_workers.recorder.log_trimmer import LogTrimmer
 
 OVERFLOW_SECONDS = 1 << 15
 
@@ -33,28 +35,30 @@ def right_of_the_orphan_sweep_missing(patch: pytest.MonkeyPatch) -> None:
         )
         return msgspec.structs.replace(channel, uses=uses)
 
-    checked_bus._find_by_subject.cache_clear()
     patch.setattr(checked_bus, "CHANNELS", tuple(map(restrict, CHANNELS)))
+    patch.setattr(checked_bus, "_find_by_subject", cache(checked_bus._find_by_subject.__wrapped__))
 
 
 def deadline_overflows_after_hours(patch: pytest.MonkeyPatch) -> None:
-    """A requester that has run for nine hours gives deadlines that are over."""
-    build = Requests.build_request
+    """In a run that is nine hours old requests are given deadlines that are over."""
+    build, began_ns = Requests.build_request, list[int]()
 
     def faulty(self: Requests, *arguments: Any, **named: Any) -> Any:
         request, now_ns = build(self, *arguments, **named), self._bus.now_ns()
-        began_ns = vars(self).setdefault("began_ns", now_ns)
-        if now_ns - began_ns < OVERFLOW_SECONDS * 10**9:
-            return request
-        return msgspec.structs.replace(request, deadline_ns=began_ns)
+        began_ns.append(now_ns)
+        is_early = now_ns - began_ns[0] < OVERFLOW_SECONDS * 10**9
+        return request if is_early else msgspec.structs.replace(request, deadline_ns=began_ns[0])
 
     patch.setattr(Requests, "build_request", faulty)
 
 
-def nothing_settles(patch: pytest.MonkeyPatch) -> None:
-    """The recorder archives, and removes nothing that was settled."""
-    patch.setattr(Retention, "is_settled", lambda self, subject: False)
-    patch.setattr(Retention, "limit", lambda self, last_sequence: 0)
+def nothing_trimmed(patch: pytest.MonkeyPatch) -> None:
+    """The recorder archives, and removes nothing."""
+
+    async def faulty(self: LogTrimmer) -> None:
+        await anyio.lowlevel.checkpoint()
+
+    patch.setattr(LogTrimmer, "trim", faulty)
 
 
 def checkpoints_never_removed(patch: pytest.MonkeyPatch) -> None:

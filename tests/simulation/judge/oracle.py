@@ -61,6 +61,7 @@ class FaultOracle:
         self._grace_seconds = grace_seconds
         self._idle_seconds = scenario.idle_seconds
         self._max_attempts = scenario.max_attempts
+        self._is_slow, self._episode_seconds = scenario.pace.work > 1, scenario.episode_seconds
         self._longer_step_seconds = scenario.pace.step_seconds - STEP_SECONDS
         self._has_short_deadlines = scenario.episode_seconds < DEADLINE_SECONDS * scenario.pace.work
         self.environment_record: dict[tuple[str, int], EnvironmentRecord] = {}
@@ -202,7 +203,7 @@ class FaultOracle:
                 return any(each.diverges for key, each in self.environment_record.items() if key[0] == result.episode_id)
             case "timeout", "open_timeout" | "reset_timeout" | "step_timeout":
                 return result.error_class.removesuffix("_timeout") in fault_profile
-            case "timeout", _ if self._has_short_deadlines and self._is_expired(record):
+            case "timeout", _ if self._has_short_deadlines and self._is_expired(record) and self._had_time(record):
                 return True
             case "timeout", "idle_timeout":
                 return environment_record is not None and environment_record.idle_seconds > self._idle_seconds - 0.001
@@ -225,6 +226,11 @@ class FaultOracle:
     def _is_expired(self, record: EpisodeRecord) -> bool:
         """The deadline has passed, or had before a clock was set back."""
         return self.now_ns() + int((self.clock_slack_seconds + DEADLINE_MARGIN_SECONDS) * 1e9) >= record.request.deadline_ns
+
+    def _had_time(self, record: EpisodeRecord) -> bool:
+        """In worlds of days a deadline is no cause if it gave less than half of the time that episodes have."""
+        seconds = (record.request.deadline_ns - EPOCH_NS) / 1e9 - record.requested_at
+        return not self._is_slow or seconds + self.clock_slack_seconds > self._episode_seconds / 2
 
     def _cannot_be_served(self, record: EpisodeRecord) -> bool:
         """An evaluation is pinned to a version; once a newer one exists, or a worker rejected one, no engine may have it."""

@@ -70,7 +70,7 @@ def draw_days(seed: int, days: float) -> Scenario:
         steps=max(int(days * STEPS_PER_DAY), 1),
         groups=3,
         group_size=4,
-        checkpoint_every=3,
+        checkpoint_every=1,
         max_staleness=2,
         evaluation_episodes=4,
         evaluation_every=STEPS_PER_DAY,
@@ -98,7 +98,7 @@ def draw_days(seed: int, days: float) -> Scenario:
     )  # fmt: skip
 
 
-MOST_ENTRIES = 3_000
+MOST_ENTRIES = 2_500
 """Of what a week stores the log holds no more at any time."""
 
 
