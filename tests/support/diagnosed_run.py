@@ -22,6 +22,7 @@ from fleetbus_schemas import (
     LineageStarted,
     Message,
     Observation,
+    Outcome,
     SamplingSettings,
     StepTrained,
     Task,
@@ -48,7 +49,7 @@ class Played(msgspec.Struct, kw_only=True):
     length: int
     reward: float | None
     turns: int = 3
-    outcome: str = "completed"
+    outcome: Outcome = "completed"
     reason: str = ""
     prompt: tuple[int, ...] = (1, 2, 3)
     temperature: float = 1.0

@@ -28,7 +28,7 @@ CHECKS = (
 
 
 def diagnose(run: RunFacts) -> Diagnosis:
-    """What is wrong with the run as of its newest step, and since when."""
+    """Find all that is wrong with the run as of its newest step, and since when."""
     looking = Looking()
     for check in CHECKS if run.steps else ():
         check(run, looking)

@@ -1,4 +1,4 @@
-"""How episodes end: truncation, length, what the reward pays for. Pure."""
+"""Checks of how episodes end: truncation, length, what the reward pays for. Pure."""
 
 from __future__ import annotations
 

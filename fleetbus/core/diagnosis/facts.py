@@ -34,7 +34,7 @@ class EpisodeFacts(msgspec.Struct, kw_only=True):
     """Requested with another temperature than the run's settings name, or with settings that distort the distribution."""
     reason: str = ""
     trained_reward: float | None = None
-    """What a judge of groups made of the reward."""
+    """The reward after a judge of groups; None: the same."""
 
     @property
     def is_graded(self) -> bool:

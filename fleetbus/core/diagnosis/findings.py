@@ -1,4 +1,4 @@
-"""What a diagnosis says: findings by kind, the numbers that were looked at, and the report of both. Pure data."""
+"""The words of a diagnosis: findings by kind, the numbers that were looked at, and the report of both. Pure data."""
 
 from __future__ import annotations
 

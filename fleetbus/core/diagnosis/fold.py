@@ -136,7 +136,7 @@ def _read_shape(sampling: SamplingSettings) -> tuple[object, ...]:
 
 
 def _read_sampling(table: dict[str, bool | int | float | str]) -> tuple[object, ...] | None:
-    """What training is to be sampled with: the temperature of the settings, and nothing that distorts; None if unknown."""
+    """The settings to be sampled with in training: the run's temperature, and nothing that distorts; None if unknown."""
     if "temperature" not in table:
         return None
     return (table["temperature"], *_read_shape(SamplingSettings())[1:])

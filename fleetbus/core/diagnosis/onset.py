@@ -60,7 +60,7 @@ def find_growth_onset(values: Mapping[int, float], reference: float, *, tests: i
 
 
 def _find_last_minimum(excesses: list[float]) -> int:
-    """How many values there are up to where their sum is the least: what follows has a positive sum from its beginning on."""
+    """The number of values up to where their sum is the least: what follows has a positive sum from its beginning on."""
     total, least, place = 0.0, 0.0, 0
     for index, excess in enumerate(excesses, start=1):
         total += excess

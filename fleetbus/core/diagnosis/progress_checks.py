@@ -1,4 +1,4 @@
-"""How the policy moves: size of updates, entropy, and a reward that does not move. Pure."""
+"""Checks of how the policy moves: size of updates, entropy, and a reward that does not move. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a verifier says of recorded episodes, beside what was said of them then: one row per episode, and their counts."""
+"""Verdicts on recorded episodes beside those of then: one row for each that differs, and counts."""
 
 from __future__ import annotations
 

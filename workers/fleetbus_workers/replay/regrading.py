@@ -80,7 +80,7 @@ class Regrader:
 
 
 def find_old_reward(result: EpisodeFinished) -> float | None:
-    """What the verifier gave then, before anything was added to it."""
+    """The reward that the verifier gave then, before anything was added to it."""
     return result.reward_components.get(VERIFIER, result.reward)
 
 
