@@ -1,7 +1,8 @@
 """What `inspect_ai` itself scores for answers: ``python original_scores.py TASK EPISODES PAD`` in its own interpreter.
 
 EPISODES is a file, ``[[INDEX, [ANSWER, ...]], ...]``, as in original_rewards.py; after its answers an episode is answered with
-PAD, which is JSON. The model is the package's own `mockllm`. Prints a list of scores as numbers, null where an evaluation failed.
+PAD, which is JSON. The model is the package's own `mockllm`. Prints a list of scores as numbers, null where an evaluation
+failed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The package runs one evaluation per process, so each episode has one, forked from a server that has imported everything. The
 policy is the endpoint at ``base_url``. Roles beside it (``grader``, ``user``) are models of their own where an argument
-``role.NAME=MODEL`` names them, else the policy, untrained. An error of a sample is raised: it has no score.
+``role.NAME=MODEL`` names them, else the policy, untrained. An error of a sample is raised: it has no score. See
+docs/decisions/0212-one-process-per-sample-of-inspect.md.
 """
 
 from __future__ import annotations
