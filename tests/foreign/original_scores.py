@@ -1,4 +1,4 @@
-"""What `inspect_ai` itself scores for answers: ``python original_scores.py TASK EPISODES PAD`` in its own interpreter.
+"""Computes the scores of `inspect_ai` itself: ``python original_scores.py TASK EPISODES PAD``, in its interpreter.
 
 EPISODES is a file, ``[[INDEX, [ANSWER, ...]], ...]``, as in original_rewards.py; after its answers an episode is answered with
 PAD, which is JSON. The model is the package's own `mockllm`. Prints a list of scores as numbers, null where an evaluation
@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from inspect_ai import eval as evaluate
-from inspect_ai.model import ModelOutput, get_model
+from inspect_ai.model import ModelOutput, ModelUsage, get_model
 from inspect_ai.scorer import value_to_float
 
 
 def build_outputs(answers: list[Any], pad: Any) -> Iterator[ModelOutput]:
     for number, answer in enumerate(itertools.chain(answers, itertools.repeat(pad))):
         if isinstance(answer, str):
-            yield ModelOutput.from_content("mockllm", answer)
-            continue
-        output = ModelOutput.for_tool_call("mockllm", *answer[0], tool_call_id=f"c{number}")
-        output.choices[0].message.content = ""  # as the policy's: nothing but the call
+            output = ModelOutput.from_content("mockllm", answer)
+        else:
+            output = ModelOutput.for_tool_call("mockllm", *answer[0], tool_call_id=f"c{number}")
+            output.choices[0].message.content = ""  # as the policy's: nothing but the call
+        output.usage = ModelUsage(input_tokens=1, output_tokens=1, total_tokens=2)  # it would fetch a tokenizer to count
         yield output
 
 

@@ -6,7 +6,7 @@ import verifiers as vf
 from datasets import Dataset
 
 
-def vowels(completion, **kwargs) -> float:
+def vowels(completion: list, **kwargs: object) -> float:
     said = str(completion[-1]["content"] or "")
     return sum(letter in "aeiou" for letter in said) / max(1, len(said))
 
