@@ -38,7 +38,7 @@ def answer_sums(index: int, draw: random.Random) -> list[Any]:
 def answer_with_tool(index: int, draw: random.Random) -> list[Any]:
     left, right = index // 4, index % 4
     said = draw.choice([left + right, left + right, 99])
-    use = draw.choice([[], [[["add", {"left": left, "right": right}]]], [[["add", {"left": "x"}]]], ["Hm."]])
+    use: list[Any] = draw.choice([[], [[["add", {"left": left, "right": right}]]], [[["add", {"left": "x"}]]], ["Hm."]])
     return [*use, [["submit", {"answer": str(said)}]]]
 
 
