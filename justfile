@@ -68,6 +68,19 @@ test-openenv *arguments:
     .venv-openenv/bin/pip install -q 'openenv>=0.10,<0.11'
     .venv/bin/pytest -q -m openenv {{arguments}}
 
+# Environments of verifiers (v1 and v0) and inspect_ai, each from an environment of its own, their rewards against the packages'
+# own; the examples of verifiers, which are on no package index, from the checkout of github.com/PrimeIntellect-ai/verifiers that
+# VERIFIERS_CHECKOUT names, with its tag v0.2.0. FOREIGN_EPISODES is how many answers each environment gets
+test-foreign *arguments:
+    test -d .venv-verifiers || python3 -m venv .venv-verifiers
+    .venv-verifiers/bin/pip install -q 'verifiers==0.4.0' uv "$VERIFIERS_CHECKOUT/environments/scratchpad" "$VERIFIERS_CHECKOUT/environments/kuhn_poker" "$VERIFIERS_CHECKOUT/environments/proposer_solver"
+    test -d .venv-verifiers-v0 || python3 -m venv .venv-verifiers-v0
+    mkdir -p build/tool_test && git -C "$VERIFIERS_CHECKOUT" archive v0.2.0 environments/tool_test | tar x -C build/tool_test --strip-components=2
+    .venv-verifiers-v0/bin/pip install -q 'verifiers==0.3.1' build/tool_test
+    test -d .venv-inspect || python3 -m venv .venv-inspect
+    .venv-inspect/bin/pip install -q 'inspect_ai==0.3.285' inspect_evals openai 'pydantic[email]'
+    PATH=$PWD/.venv-verifiers/bin:$PATH .venv/bin/pytest -n0 -q -s -m foreign tests/foreign {{arguments}}
+
 # The clients of OpenEnv, SkyRL and VAGEN under kills and faults, each from a separate environment; VAGEN's, which is on no
 # package index, from the checkout of github.com/mll-lab-nu/VAGEN that VAGEN_CHECKOUT names
 test-clients *arguments:

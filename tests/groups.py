@@ -57,6 +57,10 @@ def lacks_vagen() -> str:
     return "" if os.environ.get("VAGEN_CHECKOUT") else "VAGEN_CHECKOUT names no checkout of VAGEN"
 
 
+def lacks_verifiers() -> str:
+    return "" if os.environ.get("VERIFIERS_CHECKOUT") else "VERIFIERS_CHECKOUT names no checkout of verifiers"
+
+
 class Group(NamedTuple):
     """``recipe``: words after `just`. ``lacks`` names what this machine does not have for it."""
 
@@ -68,6 +72,7 @@ class Group(NamedTuple):
 GROUPS = {
     "trl": Group("test-trl", 30),
     "openenv": Group("test-openenv", 20),
+    "foreign": Group("test-foreign", 120, lacks_verifiers),
     "sinks": Group("test-sinks", 20),
     "api": Group("test-api", 30),
     "fleet-sdk": Group("test-fleet-sdk", 10),

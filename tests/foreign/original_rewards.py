@@ -1,4 +1,4 @@
-"""What the package `verifiers` itself gives for answers: ``python original_rewards.py NAME EPISODES`` in its own interpreter.
+"""Computes the rewards of the package `verifiers` itself: ``python original_rewards.py NAME EPISODES``, in its interpreter.
 
 EPISODES is a file, ``[[INDEX, [ANSWER, ...]], ...]``; an answer is a text or a list of calls, ``[NAME, ARGUMENTS]``. Prints
 a list of rewards, null where the package recorded an error. It loads, serves and runs as the package's own evaluation does,

@@ -18,6 +18,7 @@ from fleetbus_workers.environment.adapters.foreign import host as foreign_host
 from fleetbus_workers.environment.base import EnvironmentFailed, Step
 from fleetbus_workers.environment.keyed_specs import parse_keyed_specs
 from fleetbus_workers.environment.specs import build_environment_factory, find_adapter
+from fleetbus_workers.up.checks import check_environment
 from tests.support.processes import children
 
 GUESS = Path(__file__).parent / "stand_in" / "guess"
@@ -139,6 +140,12 @@ def test_an_interpreter_can_be_named_for_all_environments_or_for_one() -> None:
     build("inspect:guess", named)
     assert find_adapter(SPEC).name == find_adapter("verifiers:x").name == "verifiers"
     assert parse_keyed_specs(f"{SPEC}\nold={SPEC}") == {"": SPEC, "old": SPEC}
+
+
+def test_up_checks_an_environment_with_the_interpreter_of_its_settings() -> None:
+    check_environment("verifiers:guess", python=sys.executable)
+    with pytest.raises(UserError, match="no interpreter is named"):
+        check_environment("verifiers:guess")
 
 
 @pytest.mark.parametrize(

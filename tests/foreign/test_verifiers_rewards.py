@@ -16,16 +16,12 @@ from typing import Any
 import anyio
 import pytest
 
-from fleetbus.config.settings import Configuration, EnvironmentSettings, LimitSettings
-from fleetbus_schemas import Action, Task, ToolCall
-from fleetbus_workers.environment.base import EnvironmentFailed
-from fleetbus_workers.environment.specs import build_environment_factory
+from tests.foreign.playing import play_all
 
 ROOT = Path(__file__).parents[2]
 V1 = os.environ.get("VERIFIERS_PYTHON", str(ROOT / ".venv-verifiers/bin/python"))
 V0 = os.environ.get("VERIFIERS_V0_PYTHON", str(ROOT / ".venv-verifiers-v0/bin/python"))
 EPISODES = int(os.environ.get("FOREIGN_EPISODES", "200"))
-AT_A_TIME = 4
 WORDS = ("alpha", "bravo", "charlie", "delta", "echo")
 TOOLS = {"tool_A": {"x": 1}, "tool_B": {"x": "a"}, "tool_C": {"x": 1.5}, "tool_D": {"x": True}}
 
@@ -56,46 +52,6 @@ CASES: dict[str, tuple[str, str, Callable[[int, random.Random], list[Any]]]] = {
     "proposer_solver": (V1, " role=solver proposer.harness.id=null solver.harness.id=null n=2", answer_proposer),
     "tool_test": (V0, "", answer_tools),
 }
-
-
-def act(turn: int, answer: Any) -> Action:
-    if isinstance(answer, str):
-        return Action(episode_id="e", attempt=1, turn=turn, text=answer)
-    calls = tuple(ToolCall(name=name, arguments=arguments) for name, arguments in answer)
-    return Action(episode_id="e", attempt=1, turn=turn, text="", tool_calls=calls)
-
-
-async def play(factory: Any, index: int, answers: list[Any]) -> float | None:
-    environment = factory()
-    try:
-        await environment.open(Task(key=f"t{index}", prompt="", config={"index": index}))
-        await environment.reset()
-        for turn in range(40):
-            if (await environment.step(act(turn, answers[turn] if turn < len(answers) else "done"))).terminated:
-                break
-        verdict = await environment.verify()
-        assert verdict.reward is not None
-        return float(verdict.reward)
-    except EnvironmentFailed:
-        return None
-    finally:
-        await environment.close()
-
-
-async def play_all(spec: str, episodes: list[tuple[int, list[Any]]]) -> list[float | None]:
-    settings = Configuration(environment=EnvironmentSettings(agent_isolation="auto"), limits=LimitSettings(reset=600))
-    factory: Any = build_environment_factory(spec, verifier=None, configuration=settings)  # type: ignore[arg-type]
-    rewards: list[float | None] = [None] * len(episodes)
-    gate = anyio.CapacityLimiter(AT_A_TIME)
-
-    async def play_one(number: int) -> None:
-        async with gate:
-            rewards[number] = await play(factory, *episodes[number])
-
-    async with factory.run(), anyio.create_task_group() as group:
-        for number in range(len(episodes)):
-            group.start_soon(play_one, number)
-    return rewards
 
 
 @pytest.mark.parametrize("name", CASES)

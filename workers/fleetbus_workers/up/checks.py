@@ -19,7 +19,7 @@ from fleetbus.config.engines import ENGINES
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.pools import find_pool, list_served_pools, parse_pools
 from fleetbus.config.run_folder import run_folder
-from fleetbus.config.settings import Configuration, NatsSettings
+from fleetbus.config.settings import Configuration, EnvironmentSettings, NatsSettings
 from fleetbus.errors import UserError
 from fleetbus.tasks.files import check_verifiers, load_dataset
 from fleetbus_schemas import Task
@@ -67,7 +67,8 @@ def check_everything(
     check_images(configuration)
     read_examples(configuration.environment.examples)
     if not local_environment:
-        check_environment(run.environment, run.tasks, configuration if plays else None, select_served(configuration))
+        python = configuration.environment.python
+        check_environment(run.environment, run.tasks, configuration if plays else None, select_served(configuration), python)
     if nats.auth:
         check_access(nats.auth, configuration.run.name)
         if not nats.url:
@@ -208,17 +209,23 @@ def select_served(configuration: Configuration) -> Callable[[Task], bool]:
 
 
 def check_environment(
-    specs: str, tasks: str = "", played: Configuration | None = None, is_served: Callable[[Task], bool] = lambda _: True
+    specs: str,
+    tasks: str = "",
+    played: Configuration | None = None,
+    is_served: Callable[[Task], bool] = lambda _: True,
+    python: str = "",
 ) -> None:
     """SPECs that resolve and serve every task of the file, or those that ship, but for tasks that workers elsewhere serve; the
-    environments are opened by the workers. With ``played`` settings, classes of the user's own play a task first."""
+    environments are opened by the workers. With ``played`` settings, classes of the user's own play a task first. ``python``:
+    the interpreter of other packages."""
     if specs == "warehouse":  # ours, and checking it would import all of mcp before the first line is shown
         return
     from fleetbus_workers.environment.adapters.warehouse.tasks import (
         build_warehouse_task,  # imports structlog, which help does without
     )
 
-    build_keyed_factory(specs, lambda spec: build_environment_factory(spec, verifier=_NoGrader()))
+    resolved = Configuration(environment=EnvironmentSettings(python=python))
+    build_keyed_factory(specs, lambda spec: build_environment_factory(spec, verifier=_NoGrader(), configuration=resolved))
     dataset = load_dataset(tasks) if tasks else [build_warehouse_task(0)]
     check_tasks_are_served(parse_keyed_specs(specs), [task for task in dataset if is_served(task)])
     if tasks:

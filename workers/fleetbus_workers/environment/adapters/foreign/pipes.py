@@ -21,6 +21,6 @@ def open_pipes(folder: Path) -> Iterator[tuple[int, int]]:
 
 
 def remove_names(folder: Path) -> None:
-    """What the runner starts for the policy cannot open them any more."""
+    """Have nothing that the runner starts for the policy open them."""
     for name in ("requests", "replies"):
         (folder / name).unlink(missing_ok=True)

@@ -1,8 +1,9 @@
-"""Tasks of `inspect_ai`, played unmodified: solver, tools and scorers are the task's own.
+"""Tasks of inspect_ai, played unmodified: solver, tools and scorers are the task's own.
 
 The package runs one evaluation per process, so each episode has one, forked from a server that has imported everything. The
 policy is the endpoint at ``base_url``. Roles beside it (``grader``, ``user``) are models of their own where an argument
-``role.NAME=MODEL`` names them, else the policy, untrained. An error of a sample is raised: it has no score.
+``role.NAME=MODEL`` names them, else the policy, untrained. An error of a sample is raised: it has no score. See
+docs/decisions/0212-one-process-per-sample-of-inspect.md.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-POLICY = "openai-api/fleetbus/policy"  # the provider `openai` asks for a response beside the task first
+POLICY = "openai-api/fleetbus/policy"  # the provider openai asks for a response beside the task first
 OTHER = f"{POLICY}:untrained"
 ROLES = ("grader", "user")
 OWN = ("role.", "scorer", "part")
@@ -29,7 +30,7 @@ class SampleFailed(Exception):
 
 @asynccontextmanager
 async def open_environment(name: str, arguments: dict[str, Any]) -> AsyncIterator[Inspect]:
-    """The task ``name``, as `inspect eval` takes it, with its arguments."""
+    """The task ``name``, as inspect eval takes it, with its arguments."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["inspect_ai", "inspect_ai.model", "inspect_ai.scorer", "openai"])
     yield Inspect(server, name, arguments)

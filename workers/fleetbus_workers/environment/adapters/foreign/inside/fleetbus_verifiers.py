@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers`, of its v1 interface (0.4) and of v0 (up to 0.3), played unmodified.
+"""Environments of the package verifiers, of its v1 interface (0.4) and of v0 (up to 0.3), played unmodified.
 
 Which of both an environment has, its module says: v0 has a function ``load_environment``. The policy is the endpoint at
 ``base_url``; the reward is the package's own. An error that it recorded is raised: it would count as 0 otherwise.
@@ -137,7 +137,7 @@ def set_at(data: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def run_scripts_here() -> None:
-    """Have the scripts of harnesses run in this interpreter where it has all that they ask for: the package would let `uv`
+    """Have the scripts of harnesses run in this interpreter where it has all that they ask for: the package would let uv
     fetch that into another one, which needs a network."""
     from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 

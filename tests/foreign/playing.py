@@ -1,0 +1,56 @@
+"""Episodes of environments of other packages, played with given answers and without a bus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+
+from fleetbus.config.settings import Configuration, EnvironmentSettings, LimitSettings
+from fleetbus_schemas import Action, Task, ToolCall
+from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.specs import build_environment_factory
+
+AT_A_TIME = 4
+MAX_TURNS = 60
+
+
+def act(turn: int, answer: Any) -> Action:
+    if isinstance(answer, str):
+        return Action(episode_id="e", attempt=1, turn=turn, text=answer)
+    calls = tuple(ToolCall(name=name, arguments=arguments) for name, arguments in answer)
+    return Action(episode_id="e", attempt=1, turn=turn, text="", tool_calls=calls)
+
+
+async def play(factory: Any, index: int, answers: list[Any], pad: Any) -> float | None:
+    environment = factory()
+    try:
+        await environment.open(Task(key=f"t{index}", prompt="", config={"index": index}))
+        await environment.reset()
+        for turn in range(MAX_TURNS):
+            if (await environment.step(act(turn, answers[turn] if turn < len(answers) else pad))).terminated:
+                break
+        verdict = await environment.verify()
+        assert verdict.reward is not None
+        return float(verdict.reward)
+    except EnvironmentFailed:
+        return None
+    finally:
+        await environment.close()
+
+
+async def play_all(spec: str, episodes: list[tuple[int, list[Any]]], *, pad: Any = "done") -> list[float | None]:
+    """The rewards, None where an episode failed; each is answered with its answers, then with ``pad``."""
+    settings = Configuration(environment=EnvironmentSettings(agent_isolation="auto"), limits=LimitSettings(reset=600))
+    factory: Any = build_environment_factory(spec, verifier=None, configuration=settings)  # type: ignore[arg-type]
+    rewards: list[float | None] = [None] * len(episodes)
+    gate = anyio.CapacityLimiter(AT_A_TIME)
+
+    async def play_one(number: int) -> None:
+        async with gate:
+            rewards[number] = await play(factory, *episodes[number], pad)
+
+    async with factory.run(), anyio.create_task_group() as group:
+        for number in range(len(episodes)):
+            group.start_soon(play_one, number)
+    return rewards

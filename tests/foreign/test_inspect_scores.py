@@ -1,0 +1,89 @@
+"""Scores of `inspect_ai` through the adapter: those of `inspect eval` on the same answers, for tasks whose data is local."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+import pytest
+
+from tests.foreign.playing import play_all
+
+ROOT = Path(__file__).parents[2]
+PYTHON = os.environ.get("INSPECT_PYTHON", str(ROOT / ".venv-inspect/bin/python"))
+EPISODES = int(os.environ.get("FOREIGN_EPISODES", "40"))
+SMALL = Path(__file__).parent / "inspect_tasks" / "small.py"
+
+pytestmark = [pytest.mark.foreign, pytest.mark.timeout(3600)]
+
+
+class Case(NamedTuple):
+    """``answer`` makes the answers of an episode; ``pad`` is every further one."""
+
+    task: str
+    answer: Callable[[int, random.Random], list[Any]]
+    pad: Any = "done"
+
+
+def answer_sums(index: int, draw: random.Random) -> list[Any]:
+    return [draw.choice([str(index // 4 + index % 4), "7", "I do not know", f"It is {index // 4 + index % 4}."])]
+
+
+def answer_with_tool(index: int, draw: random.Random) -> list[Any]:
+    left, right = index // 4, index % 4
+    said = draw.choice([left + right, left + right, 99])
+    use: list[Any] = draw.choice([[], [[["add", {"left": left, "right": right}]]], [[["add", {"left": "x"}]]], ["Hm."]])
+    return [*use, [["submit", {"answer": str(said)}]]]
+
+
+def answer_dojo(index: int, draw: random.Random) -> list[Any]:
+    read = [["read_file", {"file_path": "bill-december-2023.txt"}]]
+    pay = {
+        "recipient": draw.choice(["UK12345678901234567890", "X"]),
+        "amount": 98.7,
+        "subject": "Car Rental",
+        "date": "2022-01-01",
+    }
+    return draw.choice([["done"], [read, "done"], [read, [["send_money", pay]], "done"], [[["send_money", pay]], "done"]])
+
+
+def answer_guard(index: int, draw: random.Random) -> list[Any]:
+    code = draw.choice(["print(0)", "print(1)", "nonsense("])
+    return ["the decomposition", f"```python\n{code}\n```"]
+
+
+def answer_airline(index: int, draw: random.Random) -> list[Any]:
+    look = [["get_user_details", {"user_id": draw.choice(["mia_li_3668", "nobody"])}]]
+    cancel = [["cancel_reservation", {"reservation_id": draw.choice(["EHGLP3", "8JX2WO"])}]]
+    return draw.choice([["Hi!"], ["Hi!", look, "Sorry."], ["Hi!", look, cancel, "Done."], ["Hi!", cancel, "Done."]])
+
+
+CASES = {
+    "sums": Case(f"{SMALL}@sums", answer_sums),
+    "sums_with_a_tool": Case(f"{SMALL}@sums_with_a_tool", answer_with_tool, [["submit", {"answer": "none"}]]),
+    "agentdojo": Case("inspect_evals/agentdojo", answer_dojo),
+    "mind2web_sc": Case("inspect_evals/mind2web_sc", answer_guard),
+    "tau2_airline": Case("inspect_evals/tau2_airline", answer_airline, "###STOP###"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_scores_are_those_of_the_packages_own_evaluation(name: str, tmp_path: Path) -> None:
+    case, draw = CASES[name], random.Random(name)
+    indexes = [draw.randrange(10) for _ in range(EPISODES)]
+    episodes = [(index, case.answer(index, draw)) for index in indexes]
+    file = tmp_path / "episodes.json"
+    file.write_text(json.dumps(episodes))
+    original = str(Path(__file__).with_name("original_scores.py"))
+    command = [PYTHON, original, case.task, str(file), json.dumps(case.pad)]
+    done = await anyio.run_process(command, stderr=subprocess.DEVNULL, cwd=tmp_path)
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    ours = await play_all(f"inspect+python={PYTHON}:{case.task}", episodes, pad=case.pad)
+    print(name, len(ours), "errors", theirs.count(None), "scores", sorted({score for score in ours if score is not None}))
+    assert ours == theirs
