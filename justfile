@@ -117,15 +117,15 @@ agent-kills *arguments:
 
 # The monitor's page in a headless Chromium: needs `pip install playwright` and a chromium on the PATH
 test-browser *arguments:
-    .venv/bin/pytest -q -m browser {{arguments}}
+    .venv/bin/pytest -q -n0 -m browser {{arguments}}
 
 # compose.yaml built, run, and its containers killed: needs a Docker engine and docker-compose
 test-compose *arguments:
-    .venv/bin/pytest -q -m compose {{arguments}}
+    .venv/bin/pytest -q -n0 -m compose {{arguments}}
 
 # Environments in containers of a real Docker engine, which must be running
 test-docker *arguments:
-    .venv/bin/pytest -q -m docker {{arguments}}
+    .venv/bin/pytest -q -n0 -m docker {{arguments}}
 
 # The tests' Fleet platform checked against fleet-python itself, which is in a separate virtual environment
 test-fleet-sdk *arguments:
@@ -139,7 +139,7 @@ soak-deployed minutes="120":
 
 # Kill and pause real processes: for a minute as a test, then for two minutes per seed, with figures: `just chaos 1 2 3`
 chaos *seeds="1":
-    .venv/bin/pytest -q -m chaos
+    .venv/bin/pytest -q -n0 -m chaos
     for seed in {{seeds}}; do .venv/bin/python benchmarks/chaos.py --json --seed "$seed" || exit 1; done
 
 # The same in a context too small for a whole episode, so that workers are killed in the midst of segments

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,7 @@ class Player:
         return verdict.reward, verdict.reason
 
 
+@asynccontextmanager
 async def playing(boxes: str, folder: Path, *, warm: int = 0, prompt: str = "compact") -> AsyncIterator[Player]:
     settings = Configuration(
         environment=EnvironmentSettings(boxes=boxes, warm=warm),  # type: ignore[arg-type]
@@ -124,14 +126,14 @@ async def playing(boxes: str, folder: Path, *, warm: int = 0, prompt: str = "com
 
 @pytest.mark.parametrize("name", TASKS)
 async def test_the_solution_gets_the_full_reward_and_doing_nothing_none(boxes: str, name: str) -> None:
-    async for player in playing(boxes, OURS / name):
+    async with playing(boxes, OURS / name) as player:
         assert (await player.environment.solve(60)).reward == 1.0
-    async for player in playing(boxes, OURS / name):
+    async with playing(boxes, OURS / name) as player:
         assert (await player.environment.do_nothing()).reward == 0.0
 
 
 async def test_a_policy_works_in_a_shell_whose_files_and_processes_stay(boxes: str) -> None:
-    async for player in playing(boxes, OURS / "roman-numerals"):
+    async with playing(boxes, OURS / "roman-numerals") as player:
         assert await player.run("pwd; echo x > here; exit 3") == "/app\n[exit code 3]"
         assert await player.run("cat here; (sleep 30 & echo $! > pid)") == "x"
         assert await player.run("kill -0 $(cat pid) && echo alive") == "alive"
@@ -156,13 +158,13 @@ FORGERIES = {
 @pytest.mark.parametrize("name", ["repair-inventory", "roman-numerals"])
 @pytest.mark.parametrize("forgery", FORGERIES)
 async def test_a_reward_cannot_be_forged_from_outside_the_tests(boxes: str, name: str, forgery: str) -> None:
-    async for player in playing(boxes, OURS / name):
+    async with playing(boxes, OURS / name) as player:
         await player.run(FORGERIES[forgery])
         assert (await player.finish())[0] == 0.0
 
 
 async def test_folders_that_cannot_be_entered_are_removed_all_the_same(boxes: str) -> None:
-    async for player in playing(boxes, OURS / "roman-numerals"):
+    async with playing(boxes, OURS / "roman-numerals") as player:
         await player.run(
             "mkdir -p /app/a/b/c /logs/artifacts/d; touch /app/a/b/c/f; chmod 0 /app/a/b/c /app/a/b /app/a /logs/artifacts/d"
         )
@@ -176,17 +178,17 @@ async def test_links_of_the_policy_lead_nowhere_when_files_are_put_and_read(
     secret.write_text("s3cret")
     tests = "#!/bin/bash\nif grep -qs s3cret /app/roman.py; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
     folder = copy("roman-numerals", {"tests/test.sh": tests})
-    async for player in playing(boxes, folder):
+    async with playing(boxes, folder) as player:
         await player.run(f"ln -s {secret} /app/roman.py")
         assert (await player.finish())[0] == 0.0
 
 
 async def test_steps_go_on_only_above_their_least_reward(boxes: str) -> None:
-    async for player in playing(boxes, OURS / "log-report"):
+    async with playing(boxes, OURS / "log-report") as player:
         step = await player.say("<done>")
         assert step.terminated and not step.messages
         assert (await player.environment.verify()).reward == 0.0
-    async for player in playing(boxes, OURS / "log-report"):
+    async with playing(boxes, OURS / "log-report") as player:
         await player.run("grep ' ERROR ' service.log > errors.log")
         step = await player.say("<done>")
         assert not step.terminated and "report.json" in str(step.messages[0].content)
@@ -198,7 +200,7 @@ async def test_a_model_with_its_own_tool_format_gets_results_of_its_calls_and_en
     def act(text: str, *calls: ToolCall, **fields: Any) -> Action:
         return Action(episode_id="e", attempt=1, turn=0, text=text, tool_calls=calls, **fields)
 
-    async for player in playing(boxes, OURS / "log-report", prompt="template"):
+    async with playing(boxes, OURS / "log-report", prompt="template") as player:
         command = "grep ' ERROR ' service.log > errors.log; wc -l < errors.log"
         calls = [ToolCall(name="bash", arguments={"command": each}, id=f"c{n}") for n, each in enumerate((command, "rm *"))]
         first, second = (await player.environment.step(act("", *calls))).messages
@@ -248,7 +250,7 @@ async def test_a_box_that_cannot_be_kept_warm_ends_nothing(sandbox: None, monkey
         return await started(self, recipe)
 
     monkeypatch.setattr(SandboxBoxes, "start", start_once)
-    async for player in playing("sandbox", OURS / "roman-numerals", warm=1):
+    async with playing("sandbox", OURS / "roman-numerals", warm=1) as player:
         await until(lambda: bool(failed))
         assert await player.run("echo on") == "on"
 
@@ -267,7 +269,7 @@ async def test_tests_without_a_verdict_give_no_reward(boxes: str, copy: Callable
     script, words = BROKEN[name]
     toml = (OURS / "repair-inventory/task.toml").read_text().replace("timeout_sec = 60.0", "timeout_sec = 1.0")
     folder = copy("repair-inventory", {"tests/test.sh": f"#!/bin/bash\n{script}\n", "task.toml": toml})
-    async for player in playing(boxes, folder):
+    async with playing(boxes, folder) as player:
         reward, reason = await player.finish()
         assert reward is None and words in reason
 
@@ -277,13 +279,13 @@ async def test_an_unhealthy_box_fails_its_episode(boxes: str, copy: Callable[...
     check = "\n[environment.healthcheck]\ncommand = 'test -e /app/ready'\ninterval_sec = 0.01\nretries = 2\n"
     folder = copy("roman-numerals", {"task.toml": toml + check})
     with pytest.raises(EnvironmentFailed, match="the healthcheck failed 2 times"):
-        async for _ in playing(boxes, folder):
+        async with playing(boxes, folder):
             raise AssertionError("not reached")
 
 
 async def test_a_full_disk_ends_what_runs_and_nothing_else(sandbox: None, copy: Callable[..., Path]) -> None:
     toml = (OURS / "roman-numerals/task.toml").read_text().replace("storage_mb = 256", "storage_mb = 8")
-    async for player in playing("sandbox", copy("roman-numerals", {"task.toml": toml})):
+    async with playing("sandbox", copy("roman-numerals", {"task.toml": toml})) as player:
         assert "the disk is full" in await player.run("for i in 1 2 3; do head -c 6000000 /dev/zero > $i; done")
         assert await player.run("rm 1 2 3; echo on") == "on"
 
@@ -300,7 +302,7 @@ async def test_what_needs_docker_is_refused_in_the_sandbox(
 ) -> None:
     text = (OURS / "roman-numerals/task.toml").read_text().replace('network_mode = "no-network"', toml)
     with pytest.raises(EnvironmentFailed, match=words):
-        async for _ in playing("sandbox", copy("roman-numerals", {"task.toml": text})):
+        async with playing("sandbox", copy("roman-numerals", {"task.toml": text})):
             raise AssertionError("not reached")
 
 
