@@ -74,13 +74,13 @@ def _check_prompts(run: RunFacts, looking: Looking) -> None:
             for digest, episodes in digests.items():
                 compared[replica].update(episodes)
                 odd[replica].update(episodes if makers[digest] == 1 else ())
-    for replica, episodes in _choose_odd(run, {name: found for name, found in odd.items() if found}).items():
-        steps = sorted(run.step_of[each] for each in episodes if each in run.step_of)
+    for replica, unlike in _choose_odd(run, {name: found for name, found in odd.items() if found}).items():
+        steps = sorted(run.step_of[each] for each in unlike if each in run.step_of)
         since = [each for each in compared[replica] if steps and run.step_of.get(each, -1) >= steps[0]]
         if len(steps) < FEWEST_PROMPTS or len(steps) < ODD_SHARE * len(since):
             continue
         size = find_share_interval(len(steps), len(since))
-        text = f"{replica}: {len(steps)} of {len(since)} episodes that can be compared, the first is {min(episodes)}"
+        text = f"{replica}: {len(steps)} of {len(since)} episodes that can be compared, the first is {min(unlike)}"
         looking.report("prompt_differs", Onset(step=steps[0], steps=len(set(steps)), size=size), text, subject=replica)
 
 

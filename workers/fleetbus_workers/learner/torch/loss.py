@@ -103,7 +103,7 @@ class LossMetrics:
         self._difference_max = largest if math.isnan(self._difference_max) else max(self._difference_max, largest)
         x, y = trainer.double(), sampler.double()
         self._moments = [total + each.sum().item() for total, each in zip(self._moments, (x, y, x * x, x * y), strict=True)]
-        sequences, place, counts = tokens.sequences[fresh].unique(return_inverse=True, return_counts=True)
+        sequences, place, counts = torch.unique(tokens.sequences[fresh], return_inverse=True, return_counts=True)
         sums = torch.zeros(len(sequences), dtype=torch.float64, device=sizes.device).index_add(0, place, sizes.double())
         for sequence, total, count in zip(sequences.tolist(), sums.tolist(), counts.tolist(), strict=True):
             self._by_sequence[sequence] = total, count

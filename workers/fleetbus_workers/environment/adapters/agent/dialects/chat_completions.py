@@ -65,11 +65,13 @@ def parse_choice(choice: object, tools: Sequence[ToolSpec]) -> tuple[Format, ...
         return ()
     if choice == "required":
         return read_tool_choice(field, tools, forced=True)
-    kind = choice.get("type") if isinstance(choice, dict) else None
+    if not isinstance(choice, dict):
+        choice = {}
+    kind = choice.get("type")
     if kind == "function":
         return read_tool_choice(field, tools, forced=True, names=[_read_name(choice)])
     if kind == "allowed_tools":
-        allowed = choice.get(kind, choice)  # type: ignore[union-attr]
+        allowed = choice.get(kind, choice)
         names = [_read_name(tool) for tool in read_list(allowed.get("tools"), field)]
         return read_tool_choice(field, tools, forced=allowed.get("mode") == "required", names=names)
     raise InvalidCall(f"{field} is not supported here: it asks for a tool that only its vendor runs, or for none that is known")
