@@ -64,10 +64,10 @@ async def test_the_backlog_of_a_consumer_counts_what_nobody_acked_delivered_or_n
         async with bus.pull("long", credits=3) as subscription:
             with anyio.fail_after(30):
                 deliveries = [await subscription.receive() for _ in range(3)]
-                assert (await bus.log_state("long")).unacked == 4
+                assert (await bus.log_state(["long"])).unacked == 4
                 await deliveries[1].ack()
                 await deliveries[2].nak(60.0)
-                while (found := await bus.log_state("long")).unacked == 4:  # acks are not confirmed
+                while (found := await bus.log_state(["long"])).unacked == 4:  # acks are not confirmed
                     pass
         assert found.unacked == 3
         assert found.entries == 5

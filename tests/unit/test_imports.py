@@ -19,8 +19,10 @@ PACKAGES = {
 }
 SIMULATION_ROOMS = (
     "__main__",
+    "week",
     "seed_pool",
     "run",
+    "timers",
     "world",
     "faults",
     "deployment",

@@ -1,4 +1,4 @@
-"""What a simulated process has in place of threads, random names and a clock of files."""
+"""Threads, random names and a clock of files, as a simulated process has them."""
 
 from __future__ import annotations
 
