@@ -49,7 +49,7 @@ class World:
         self._oracle = self._fixtures.oracle
         self.log_checker = self._fixtures.log_checker
         self._liveness = LivenessChecker(observer, self.log_checker, self._oracle)
-        self.bounds = BoundsChecker(self._fixtures)
+        self.bounds = BoundsChecker(observer, self._fixtures.configuration, scenario.pace.most_entries)
 
     @property
     def processes(self) -> tuple[Process, ...]:
@@ -128,7 +128,7 @@ class World:
         while True:
             await anyio.sleep(self._fixtures.scenario.pace.check_seconds)
             self.log_checker.check_open()
-            self.bounds.check()
+            self.bounds.check(self._fixtures.log.count)
             self._oracle.check_superseded()
             self._oracle.check_versions()
             self._oracle.check_replaced(self.log_checker.training.replaced)
