@@ -5,9 +5,9 @@
     python benchmarks/diagnose_plants.py --folder logs --read                # nothing is trained: recordings are read again
 
 Real are the learner with the torch trainer, the torch engine with the starter policy, the warehouse environment and the bus in
-memory; planted is what the class of the same name below does. Each run is recorded as ``PLANT-SEED.fbrec``. Printed is one JSON
-line per run: the findings with their steps, and for a plant if the right one is among them with its step within 2. Exit status
-1: a plant was missed, or a healthy run has a finding.
+memory; planted is what a class of `benchmarks.training_plants` does. Each run is recorded as ``PLANT-SEED.fbrec``. Printed is
+one JSON line per run: the findings with their steps, and for a plant if the right one is among them with its step within 2.
+Exit status 1: a plant was missed, or a healthy run has a finding.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import anyio
-import anyio.to_thread
-import msgspec
 import structlog
-import torch
 
+from benchmarks.training_plants import PLANTS, Plant, PlantedEnvironment
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import (
@@ -45,17 +43,12 @@ from fleetbus.config.settings import (
 )
 from fleetbus.recording.format import RecordingHeader
 from fleetbus.recording.writer import create_recording
-from fleetbus_schemas import Action, PolicyPublished, Subjects, Task
-from fleetbus_schemas.tokens import count_tokens
+from fleetbus_schemas import Subjects
 from fleetbus_workers.assembly.environments import open_environments
 from fleetbus_workers.assembly.model import find_model_folder
 from fleetbus_workers.assembly.trainers import build_trainer_settings
-from fleetbus_workers.environment.adapters.warehouse.tasks import build_train_tasks
-from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
+from fleetbus_workers.environment.base import Environment
 from fleetbus_workers.environment.worker import run_environment
-from fleetbus_workers.inference.base import Generation, GenerationRequest
-from fleetbus_workers.inference.chat_template import ChatTemplate
-from fleetbus_workers.inference.torch import TorchSampler
 from fleetbus_workers.inference.worker import run_inference
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
@@ -65,217 +58,8 @@ from fleetbus_workers.weights.store import get_object_store
 
 RUN = "plants"
 STEPS, GROUPS, GROUP_SIZE = 18, 6, 8
-TASKS = 40
-PLANTED_VERSION = 8
-"""From this version on a fault is there: its tokens are trained in the step after."""
-
 TOLERANCE = 2
 LIMIT_SECONDS = 900
-
-
-class Plant:
-    """A healthy run. Subclasses plant one fault; ``kind`` is the finding that is to name it, at ``step``."""
-
-    kind = ""
-    step = PLANTED_VERSION + 1
-    learner: ClassVar[dict[str, Any]] = {}
-    replicas = 1
-
-    def __init__(self, seed: int) -> None:
-        self.version = 0
-        self.seed = seed
-
-    @property
-    def is_on(self) -> bool:
-        return self.version >= PLANTED_VERSION
-
-    def make_tasks(self) -> list[Task]:
-        return build_train_tasks(TASKS, seed=self.seed)
-
-    def make_sampler(self, folder: Path) -> TorchSampler:
-        return PlantedSampler(self, folder, slots=48, max_model_len=1024)
-
-    def make_template(self, folder: Path, replica: int) -> ChatTemplate:
-        return ChatTemplate(folder)
-
-    def wrap(self, environment: Environment) -> Environment:
-        return environment
-
-    def choose_weights(self, policy: PolicyPublished) -> PolicyPublished:
-        """The weights that the engine loads."""
-        return policy
-
-    def change_request(self, request: GenerationRequest) -> GenerationRequest:
-        return request
-
-    def change_trainer(self, trainer: TorchTrainer) -> None:
-        """Called when a version is loaded."""
-
-
-class PlantedSampler(TorchSampler):
-    def __init__(self, plant: Plant, folder: Path, **options: Any) -> None:
-        super().__init__(folder, **options)
-        self._plant = plant
-
-    async def load(self, policy: PolicyPublished) -> None:
-        self._plant.version = policy.version
-        await super().load(self._plant.choose_weights(policy))
-
-    async def generate(self, request: GenerationRequest) -> Generation:
-        return await super().generate(self._plant.change_request(request))
-
-
-class OldWeights(Plant):
-    """The engine says that it has each version, and keeps the one before the plant."""
-
-    kind = "old_weights"
-    learner: ClassVar[dict[str, Any]] = {"max_staleness": 0}  # every step measures all of its tokens
-    _kept: PolicyPublished | None = None
-
-    def choose_weights(self, policy: PolicyPublished) -> PolicyPublished:
-        if not self.is_on or self._kept is None:
-            self._kept = policy
-        return msgspec.structs.replace(self._kept, version=policy.version)
-
-
-class Bfloat16(Plant):
-    """The engine computes in bfloat16, the trainer in float32, from the start."""
-
-    kind, step = "engine_mismatch", 1
-    learner: ClassVar[dict[str, Any]] = {"max_staleness": 0}
-
-    def make_sampler(self, folder: Path) -> TorchSampler:
-        return PlantedSampler(self, folder, slots=48, max_model_len=1024, dtype=torch.bfloat16)
-
-
-class Temperature(Plant):
-    """The engine samples at temperature 1.5 instead of the request's, and gives log-probabilities under it."""
-
-    kind = "wrong_temperature"
-    learner: ClassVar[dict[str, Any]] = {"max_staleness": 0}
-
-    def change_request(self, request: GenerationRequest) -> GenerationRequest:
-        if not self.is_on:
-            return request
-        return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, temperature=1.5))
-
-
-class Template(Plant):
-    """The second of two replicas has another chat template."""
-
-    kind, replicas = "prompt_differs", 2
-
-    def make_template(self, folder: Path, replica: int) -> ChatTemplate:
-        return OtherTemplate(self, folder) if replica else ChatTemplate(folder)
-
-
-class OtherTemplate(ChatTemplate):
-    def __init__(self, plant: Plant, folder: Path) -> None:
-        super().__init__(folder)
-        self._plant = plant
-
-    def encode_prompt(self, messages: Any, tools: Any) -> list[int]:
-        found: list[int] = super().encode_prompt(messages, tools)
-        return [*found[:1], *found] if self._plant.is_on else found
-
-
-class RewardsLength(Plant):
-    """The verifier gives what an episode has in tokens, in part."""
-
-    kind = "reward_follows_length"
-
-    def wrap(self, environment: Environment) -> Environment:
-        return Wrapped(self, environment)
-
-
-class Wrapped:
-    """An environment that counts tokens, and may take its time."""
-
-    def __init__(self, plant: Plant, inner: Environment) -> None:
-        self._plant, self._inner = plant, inner
-        self._tokens = 0
-        self._task = Task(key="")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    async def open(self, task: Task) -> None:
-        self._task = task
-        await self._inner.open(task)
-
-    async def reset(self) -> Start:
-        return await self._inner.reset()
-
-    async def step(self, action: Action) -> Step:
-        self._tokens += count_tokens(action.sampled)
-        return await self._inner.step(action)
-
-    async def verify(self) -> Verdict:
-        verdict = await self._inner.verify()
-        if not self._plant.is_on or verdict.reward is None:
-            return verdict
-        if isinstance(self._plant, SlowTasks):
-            await anyio.sleep(self._plant.find_delay(self._task))
-            return verdict
-        return Verdict(reward=min(self._tokens / 100, 1.0))
-
-
-class SlowTasks(Plant):
-    """A quarter of the tasks take so long to grade that their groups are stale, and dropped."""
-
-    kind = "tasks_dropped"
-    learner: ClassVar[dict[str, Any]] = {"stale_groups": "drop", "max_staleness": 2}
-    delay_seconds = 12.0
-
-    def wrap(self, environment: Environment) -> Environment:
-        return Wrapped(self, environment)
-
-    def find_delay(self, task: Task) -> float:
-        return self.delay_seconds if int(task.key.rpartition("-")[2]) % 4 == 0 else 0.0
-
-
-class LearningRate(Plant):
-    """The learning rate of the optimizer is 100 times that of the settings."""
-
-    kind = "exploding_update"
-
-    def change_trainer(self, trainer: TorchTrainer) -> None:
-        if self.is_on and trainer.settings.learner.learning_rate < 1e-2:
-            learner = trainer.settings.learner
-            changed = msgspec.structs.replace(learner, learning_rate=100 * learner.learning_rate)
-            trainer.settings = msgspec.structs.replace(trainer.settings, learner=changed)
-
-
-class Unsolvable(Plant):
-    """Of the tasks 60 % ask for one thing and grade another."""
-
-    kind, step = "unsolvable_tasks", 1
-
-    def make_tasks(self) -> list[Task]:
-        tasks = super().make_tasks()
-        count = len(tasks) * 6 // 10
-        return [msgspec.structs.replace(task, config={"unsolvable": True}) for task in tasks[:count]] + tasks[count:]
-
-    def wrap(self, environment: Environment) -> Environment:
-        return Unsolved(self, environment)
-
-
-class Unsolved(Wrapped):
-    async def verify(self) -> Verdict:
-        verdict = await self._inner.verify()
-        return Verdict(reward=0.0) if self._task.config.get("unsolvable") else verdict
-
-
-PLANTS: dict[str, type[Plant]] = {
-    "old_weights": OldWeights,
-    "bfloat16": Bfloat16,
-    "temperature": Temperature,
-    "template": Template,
-    "rewards_length": RewardsLength,
-    "slow_tasks": SlowTasks,
-    "learning_rate": LearningRate,
-    "unsolvable": Unsolvable,
-}
 
 
 class PlantedTrainer(TorchTrainer):
@@ -323,7 +107,7 @@ async def run_workers(server: MemoryServer, plant: Plant, configuration: Configu
         async with server.connect(RUN, worker="environment-0") as bus, open_environments(configuration) as factory:
 
             def make() -> Environment:
-                return plant.wrap(factory())
+                return PlantedEnvironment(plant, factory())
 
             await run_environment(bus, configuration=configuration, name="environment-0", drain=drain, make=make)
 
