@@ -20,6 +20,7 @@ import pytest
 from fleetbus.config.settings import Configuration, EnvironmentSettings, LimitSettings
 from fleetbus.tasks.harbor import build_task, read_harbor_task
 from fleetbus_schemas import Action, ToolCall
+from fleetbus_workers.environment.adapters.harbor import sandbox_box
 from fleetbus_workers.environment.adapters.harbor.box import Recipe
 from fleetbus_workers.environment.adapters.harbor.docker_box import DockerBoxes
 from fleetbus_workers.environment.adapters.harbor.environment import HarborEnvironment
@@ -287,7 +288,21 @@ async def test_a_full_disk_ends_what_runs_and_nothing_else(sandbox: None, copy: 
     toml = (OURS / "roman-numerals/task.toml").read_text().replace("storage_mb = 256", "storage_mb = 8")
     async with playing("sandbox", copy("roman-numerals", {"task.toml": toml})) as player:
         assert "the disk is full" in await player.run("for i in 1 2 3; do head -c 6000000 /dev/zero > $i; done")
-        assert await player.run("rm 1 2 3; echo on") == "on"
+        assert await player.run(f"sleep {3 * sandbox_box.STORAGE_SECONDS}; rm 1 2 3; echo on") == "on"
+
+
+async def test_a_disk_that_is_full_takes_no_more_however_many_commands_are_run(
+    sandbox: None, copy: Callable[..., Path]
+) -> None:
+    toml = (OURS / "roman-numerals/task.toml").read_text().replace("storage_mb = 256", "storage_mb = 8")
+    async with playing("sandbox", copy("roman-numerals", {"task.toml": toml})) as player:
+        assert "the disk is full" in await player.run("for i in 1 2 3; do head -c 6000000 /dev/zero > $i; done")
+        pause = f"sleep {20 * sandbox_box.STORAGE_SECONDS}"
+        full = await player.run(f"head -c 6000000 /dev/zero > 4; {pause}")
+        assert "the disk is full" in full
+        assert await player.run(f"{pause}; head -c 6000000 /dev/zero > 5") == full, (
+            "what one command left over is not another's room"
+        )
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ an image, another user or a network is refused by name.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
 import shutil
@@ -170,7 +171,7 @@ class SandboxBox:
         self.mounts = mounts
         self.limits = limits
         self.user = allocate_user()
-        self._storage_bytes = storage_bytes
+        self._storage_bytes = self._tolerated_bytes = storage_bytes
         self._workdir = recipe.place.workdir or build.workdir
         self._variables = {"PATH": _PATH, "HOME": "/tmp", "LANG": "C.UTF-8", **build.variables, **recipe.variables}
         self._session: SandboxSession | None = None
@@ -200,7 +201,9 @@ class SandboxBox:
                 raise EnvironmentFailed(str(error)) from error
             finally:
                 group.cancel_scope.cancel()
-        if reason := await anyio.to_thread.run_sync(self._find_excess):
+        used, reason = await anyio.to_thread.run_sync(self._find_excess)
+        self._tolerate(used)
+        if reason:
             await self.end_processes()
             return CommandResult(output=f"the disk is full: {reason}", exit_code=137, ended="exit")
         output = result.stdout + (f"\n[stderr]\n{result.stderr.rstrip()}" if result.stderr.strip() else "")
@@ -210,16 +213,25 @@ class SandboxBox:
         """No limit of a process bounds how many files it writes."""
         while True:
             await anyio.sleep(STORAGE_SECONDS)
-            if await anyio.to_thread.run_sync(self._find_excess):
+            used, reason = await anyio.to_thread.run_sync(self._find_excess)
+            if reason and used > self._tolerated_bytes:
                 session.end("exit")
 
-    def _find_excess(self) -> str:
-        """The excess of the files of the box over their limit, in words; empty if they keep it."""
+    def _find_excess(self) -> tuple[float, str]:
+        """Bytes of the files of the box, and their excess over the limit in words; empty if they keep it."""
         try:
             used = measure_tree(self.folder)
         except TreeTooDeep as error:
-            return str(error)
-        return f"{used >> 20} MiB" if used > self._storage_bytes else ""
+            return math.inf, str(error)
+        return used, f"{used >> 20} MiB" if used > self._storage_bytes else ""
+
+    def _tolerate(self, used: float) -> None:
+        """Let the next commands have what one that was ended left, so that they can remove it, and never more than the first
+        of them left."""
+        if used <= self._storage_bytes:
+            self._tolerated_bytes = self._storage_bytes
+        elif self._tolerated_bytes == self._storage_bytes and used < math.inf:
+            self._tolerated_bytes = int(used)
 
     async def put(self, source: Path, target: str) -> None:
         stage = self.mounts[STAGE]
