@@ -89,6 +89,18 @@ async def test_an_error_of_the_packages_fails_the_episode_with_its_reason(index:
             assert (await environment.verify()).reward == 1.0, "the next episode plays, in a new process where that ended"
 
 
+@pytest.mark.parametrize(("index", "reason"), [(6, "what is no reply"), (7, "a reply of over")])
+async def test_what_is_no_reply_ends_the_process_and_not_the_worker(index: int, reason: str) -> None:
+    factory = build()
+    async with factory.run():
+        async with episode(factory, index) as (environment, _):
+            with pytest.raises(EnvironmentFailed, match=reason):
+                await say(environment, "")
+        async with episode(factory) as (environment, _):
+            await say(environment, "alpha", "alpha")
+            assert (await environment.verify()).reward == 1.0
+
+
 async def test_a_reward_that_is_no_number_fails_the_episode() -> None:
     factory = build(f"{SPEC} reward=NaN")
     async with factory.run(), episode(factory) as (environment, _):

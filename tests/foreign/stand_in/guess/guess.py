@@ -9,7 +9,10 @@ import time
 import urllib.request
 from typing import Any
 
-ENDS = {"alpha": "", "bravo": "error", "charlie": "raise", "delta": "exit", "echo": "hang", "foxtrot": "block"}
+ENDS = {
+    "alpha": "", "bravo": "error", "charlie": "raise", "delta": "exit", "echo": "hang", "foxtrot": "block", "golf": "garble",
+    "hotel": "flood",
+}  # fmt: skip
 ROWS = [{"prompt": [{"role": "user", "content": f"Say {word}."}], "answer": word, "then": then} for word, then in ENDS.items()]
 
 
@@ -41,11 +44,23 @@ class Guess:
             if row["then"] == "exit":
                 print("Segmentation fault", flush=True)
                 os._exit(3)
+            if row["then"] == "garble":
+                await asyncio.to_thread(write_reply, b"no reply\n")
+            if row["then"] == "flood":
+                await asyncio.to_thread(write_reply, b"x" * (1 << 26))
             if row["then"] == "hang":
                 await asyncio.sleep(3600)
             if row["then"] == "block":
                 time.sleep(3600)  # noqa: ASYNC251  # as environments do that forget the loop
         return {"reward": self._reward * right / self._turns, "error": None}
+
+
+def write_reply(content: bytes) -> None:
+    """Write into the runner's own pipe, as a package that closes or copies descriptors may."""
+    links = {number: os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
+    pipe = next(int(number) for number, link in links.items() if "replies" in link)
+    while content:
+        content = content[os.write(pipe, content) :]
 
 
 def ask(url: str, model: str, messages: list[dict[str, Any]]) -> dict[str, Any]:

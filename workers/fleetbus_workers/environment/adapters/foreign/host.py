@@ -26,7 +26,10 @@ from fleetbus_workers.environment.base import EnvironmentFailed
 CANCEL_SECONDS = 5.0
 """How long the package may take to end an episode; after that its process is ended, with all that it plays."""
 
-LINE_BYTES = 1 << 16
+READ_BYTES = 1 << 16
+REPLY_BYTES = 1 << 20
+"""Most of one line of the runner's."""
+
 RESTART_SECONDS = 1.0
 LIMITS = AgentLimits(folder_bytes=8 << 30, memory_bytes=32 << 30, processes=8192, open_files=16_384)
 """Of one process that plays the episodes of all slots."""
@@ -124,6 +127,7 @@ class ForeignHost(AgentHost):
 
     def _end_runner(self, reason: str) -> None:
         if self._process is not None:
+            self._reason = reason
             self._process.end(reason)
             self._ended.set()
 
@@ -146,7 +150,7 @@ class ForeignHost(AgentHost):
 
     async def _play(self) -> str:
         """Run the process until it ends; why it did."""
-        folder, self._ended = self.make_folder(), anyio.Event()
+        folder, self._ended, self._reason = self.make_folder(), anyio.Event(), ""
         try:
             with open_pipes(folder) as (requests, replies):
                 self._process = process = await super().start(folder, {}, ended=self._ended.set)
@@ -156,7 +160,7 @@ class ForeignHost(AgentHost):
                         group.start_soon(self._read, replies, folder)
                         await self._ended.wait()
                         group.cancel_scope.cancel()
-                    return f"the process ended with status {process.status}{process.read_last_line()}"
+                    return self._reason or f"the process ended with status {process.status}{process.read_last_line()}"
                 finally:
                     self._process = None
                     await process.stop()
@@ -181,13 +185,18 @@ class ForeignHost(AgentHost):
         held = b""
         while True:
             await anyio.wait_readable(replies)
-            *lines, held = (held + os.read(replies, LINE_BYTES)).split(b"\n")
+            *lines, held = (held + os.read(replies, READ_BYTES)).split(b"\n")
             for line in lines:
-                reply = msgspec.json.decode(line, type=Reply)
+                try:
+                    reply = msgspec.json.decode(line, type=Reply)
+                except msgspec.DecodeError as error:
+                    return self._end_runner(f"the process wrote what is no reply: {error}")
                 if reply.ready:
                     remove_names(folder)
                 elif (episode := self._episodes.pop(reply.id, None)) is not None:
                     episode.conclude(reply.error)
+            if len(held) > REPLY_BYTES:
+                return self._end_runner(f"the process wrote a reply of over {REPLY_BYTES} bytes")
 
 
 def encode_line(asked: object) -> bytes:
