@@ -79,10 +79,10 @@ def work_alias(run: str) -> str:
 
 
 def name_subject(run: str, consumer: str) -> tuple[str, str]:
-    """The role that works from a durable consumer, and where in its lanes it finds what the server calls that consumer."""
+    """The role that works from a durable consumer, and where it finds what the server calls that consumer."""
     channel = next(each for each in CHANNELS if each.consumer and consumer.startswith(each.consumer.partition("{")[0]))
     (role,) = channel.roles("work")
-    return role, Subjects(run).lane(role, consumer)
+    return role, Subjects(run).consumer_name(role, consumer)
 
 
 def tasks_consumer(pool: str) -> str:

@@ -240,6 +240,14 @@ CHANNELS: tuple[Channel, ...] = (
         ),
     ),
     Channel(
+        name="consumer_names",
+        address="fblane.{run}.{role}.consumer.{consumer}",
+        about="What the server calls a durable consumer, as bytes, stored by the admin for the role that works from it.",
+        messages=(),
+        kept="lanes",
+        uses=(Use("environment", ("last",)), Use("inference", ("last",))),
+    ),
+    Channel(
         name="heartbeats",
         address="fbhb.{run}.{role}.{worker}",
         about="How a worker is, every two seconds; a core message, not stored.",

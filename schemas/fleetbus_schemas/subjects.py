@@ -108,3 +108,6 @@ class Subjects:
 
     def lane(self, role: str, lane: str) -> str:
         return self._templates["lanes"].format(role=role, lane=lane)
+
+    def consumer_name(self, role: str, consumer: str) -> str:
+        return self._templates["consumer_names"].format(role=role, consumer=consumer)

@@ -1,4 +1,4 @@
-"""The same 51 operations on the bus for every user: what each may do, as a table that people read and tests carry out.
+"""The same 53 operations on the bus for every user: what each may do, as a table that people read and tests carry out.
 
 A row is one message of a client; that work is taken from a consumer is that its name is read, which nobody guesses. Whether a
 user may do it follows from `fleetbus.auth.permissions` alone.
@@ -56,6 +56,8 @@ def operations(run: str) -> tuple[Operation, ...]:
             yield f"say hello as {role}", PUBLISH, subjects.life(role, "w")
         for role in ("environment", "inference", "recorder"):
             yield f"take a lane of {role}", PUBLISH, subjects.lane(role, "l0")
+        for consumer in ("task_default", "obs_default_any"):
+            yield f"name the consumer {consumer}", PUBLISH, name_subject(run, consumer)[1]
         for what, consumer in (("tasks", "task_default"), ("observations", "obs_default_any"), ("actions", "act_e0")):
             yield f"take {what}", ASK, f"{IMPORTED_API}.DIRECT.GET.fblane_{run}.{name_subject(run, consumer)[1]}"
         yield "look at the log", ASK, f"{IMPORTED_API}.STREAM.INFO.{log}"
