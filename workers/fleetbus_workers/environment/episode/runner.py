@@ -59,6 +59,7 @@ class EpisodeRunner:
 
     __slots__ = (
         "_claim",
+        "_clips",
         "_context",
         "_deadline",
         "_environment",
@@ -100,6 +101,7 @@ class EpisodeRunner:
         self._request = request
         self._claim = claim
         self._environment = environment
+        self._clips = not (isinstance(environment, ShowsWhole) and environment.shows_whole)
         self._examples = examples
         self._policy_client = policy_client
         self._recorded = recorded
@@ -294,7 +296,7 @@ class EpisodeRunner:
     async def _step_environment(self, turn: Turn) -> Step:
         with self._stages.time_limit("step", self._limits.step):
             step = validate_return(Step, await self._environment.step(turn.action), "step", self._environment)
-            if not (isinstance(self._environment, ShowsWhole) and self._environment.shows_whole):
+            if self._clips:
                 step = msgspec.structs.replace(step, messages=clip_messages(step.messages, self._settings.observation_bytes))
             self._last = step
         self._tool_calls += step.tool_calls
