@@ -57,7 +57,7 @@ from fleetbus_workers.weights.fetch import WeightsFetcher
 from fleetbus_workers.weights.store import get_object_store
 
 RUN = "plants"
-STEPS, GROUPS, GROUP_SIZE = 18, 6, 8
+GROUPS, GROUP_SIZE = 6, 8
 TOLERANCE = 2
 LIMIT_SECONDS = 900
 
@@ -164,7 +164,7 @@ def main() -> int:
     parser.add_argument("--healthy", type=int, default=0, metavar="SEEDS")
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--plants", nargs="*", choices=list(PLANTS), default=[])
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int, help="instead of those of the plant")
     parser.add_argument("--read", action="store_true")
     parser.add_argument("--record-only", action="store_true")
     arguments = parser.parse_args()
@@ -177,7 +177,7 @@ def main() -> int:
     for name, plant in runs:
         file, began = arguments.folder / f"{name}.fbrec", time.monotonic()
         if not arguments.read:
-            anyio.run(train, plant, file, arguments.steps)
+            anyio.run(train, plant, file, arguments.steps or plant.steps)
         trained = {"seconds_training": round(time.monotonic() - began)}
         if arguments.record_only:
             print(json.dumps({"run": name} | trained), flush=True)

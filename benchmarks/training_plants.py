@@ -22,7 +22,6 @@ from fleetbus_workers.inference.chat_template import ChatTemplate
 from fleetbus_workers.inference.torch import TorchSampler
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
 
-TASKS = 40
 PLANTED_VERSION = 8
 """From this version on a fault is there: its tokens are trained in the step after."""
 
@@ -34,6 +33,7 @@ class Plant:
     step = PLANTED_VERSION + 1
     learner: ClassVar[dict[str, Any]] = {}
     replicas = 1
+    tasks, steps = 40, 18
 
     def __init__(self, seed: int) -> None:
         self.version = 0
@@ -44,7 +44,7 @@ class Plant:
         return self.version >= PLANTED_VERSION
 
     def make_tasks(self) -> list[Task]:
-        return build_train_tasks(TASKS, seed=self.seed)
+        return build_train_tasks(self.tasks, seed=self.seed)
 
     def make_sampler(self, folder: Path) -> TorchSampler:
         return PlantedSampler(self, folder, slots=48, max_model_len=1024)
@@ -195,9 +195,10 @@ class LearningRate(Plant):
 
 
 class Unsolvable(Plant):
-    """Of the tasks 60 % ask for one thing and grade another."""
+    """Of the tasks 60 % ask for one thing and grade another. Each is to be tried 80 times: fewer prove nothing yet."""
 
     kind, step = "unsolvable_tasks", 1
+    tasks, steps = 16, 30
 
     def make_tasks(self) -> list[Task]:
         tasks = super().make_tasks()

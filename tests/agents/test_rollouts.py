@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import httpx
 import pytest
 
 from fleetbus.audit.run import audit_run
-from fleetbus_schemas import EpisodeFinished
+from fleetbus_schemas import ChatMessage, EpisodeFinished, Subjects
+from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, InvalidCall
+from fleetbus_workers.gateway.rollouts import Parent, Rollouts
 from tests.agents.gateway_support import SUBJECTS, Run, bearer, find_port, grader, read_text, running, say, wait_for
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.integration]
@@ -118,6 +120,7 @@ async def test_a_key_opens_no_more_rollouts_than_it_says_and_is_no_key_of_a_sess
             {"rollouts": 1 << 20},
             {"purpose": "train"},
             {"task": {"key": "k", "prompt": "p" * 4000}},
+            {"task": {"key": "k", "prompt": "p", "env_variables": {"TOKEN": "agents could read it"}}},
         ):
             asked = {"task": {"key": "mine", "prompt": "p"}, "rollouts": 2} | wrong
             assert (await client.post("/sessions", json=asked)).status_code == 400, wrong
@@ -171,3 +174,40 @@ async def test_rollouts_go_on_at_another_gateway_and_a_repetition_is_not_sampled
             (mine,) = [each for each in by_name if each["id"] == again.headers["x-fleetbus-session"]]
             (result,) = await grade_all(client, run, [mine])
         assert (result.turns, result.attempts, result.segments) == (2, 2, ())
+
+
+class _Log:
+    """A log without any request."""
+
+    async def last(self, subject: str) -> None:
+        await anyio.lowlevel.checkpoint()
+
+
+async def test_conversations_that_a_key_may_not_open_are_not_remembered() -> None:
+    """Each begins otherwise, as whoever has a key can make them."""
+    parent, log, nothing = Parent(id="e-1", rollouts=1), cast(Any, _Log()), cast(Any, None)
+    rollouts = Rollouts(log, Subjects("run"), ["default"], nothing, nothing, nothing)
+    rollouts._find_opened(parent.id).names.add("the only one")
+    for number in range(100):
+        call = AgentCall(messages=(ChatMessage(role="user", content=str(number)),))
+        with pytest.raises(InvalidCall, match="opened its 1 rollouts"):
+            await rollouts.choose_name(parent, call, str(number), repetition=False)
+    assert not rollouts._find_opened(parent.id).roots
+
+
+async def test_two_conversations_that_begin_alike_at_once_get_a_name_each() -> None:
+    parent, names = Parent(id="e-1", rollouts=9), set[str]()
+    log, nothing = cast(Any, _Log()), cast(Any, None)
+    rollouts = Rollouts(log, Subjects("run"), ["default"], nothing, nothing, nothing)
+    call = AgentCall(messages=(ChatMessage(role="user", content="Begin."),))
+
+    async def choose() -> None:
+        name = await rollouts.choose_name(parent, call, "", repetition=False)
+        assert name not in names
+        names.add(name)
+        rollouts._find_opened(parent.id).names.add(name)
+
+    async with anyio.create_task_group() as group:
+        for _ in range(5):
+            group.start_soon(choose)
+    assert len(names) == 5

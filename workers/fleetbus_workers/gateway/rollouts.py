@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -65,17 +65,16 @@ class _Opened(msgspec.Struct):
 
     names: set[str] = set()
     roots: dict[str, dict[str, AgentSession]] = {}
-    numbers: Counter[str] = msgspec.field(default_factory=Counter)
     requests: int = 0
 
     def list_all(self) -> dict[str, AgentSession]:
         """Every session whose name was chosen here: a response that a call names may be of any."""
         return {name: session for sessions in self.roots.values() for name, session in sessions.items()}
 
-    def count(self, root: str) -> int:
-        """A number that no other conversation of this root has here."""
-        self.numbers[root] += 1
-        return self.numbers[root] - 1
+    def check_room(self, parent: Parent) -> None:
+        """Raises `InvalidCall` where the key has opened all that it may."""
+        if len(self.names) >= parent.rollouts:
+            raise InvalidCall(f"this key has opened its {parent.rollouts} rollouts: ask for a key with more")
 
 
 async def read_request(bus: LogBus, subjects: Subjects, pools: Sequence[str], episode: str) -> EpisodeRequested | None:
@@ -103,10 +102,7 @@ class Rollouts:
         self._opened: OrderedDict[str, _Opened] = OrderedDict()
 
     def make_keys(self, parent: Parent) -> tuple[str, str, int]:
-        """The key of a parent, the one that lists its rollouts, and when both expire in nanoseconds since the epoch. Raises
-        `ValueError` for a large task."""
-        if len(parent.task) > TASK_BYTES:
-            raise ValueError(f"the task of rollouts may have {TASK_BYTES} bytes: name one of the run by its task_key")
+        """The key of a parent, the one that lists its rollouts, and when both expire in nanoseconds since the epoch."""
         said = base64.urlsafe_b64encode(msgspec.json.encode(parent)).decode().rstrip("=")
         expires_ns = self._bus.now_ns() + int(PARENT_SECONDS * 1e9)
         listing = self._keys.make(parent.id, expires_ns, LISTING_PREFIX)
@@ -138,8 +134,7 @@ class Rollouts:
             raise InvalidCall(f"the name of a rollout may have {MAX_NAME} characters")
         opened, episode = self._find_opened(parent.id), name_episode(parent.id, name)
         if name not in opened.names:
-            if len(opened.names) >= parent.rollouts:
-                raise InvalidCall(f"this key has opened its {parent.rollouts} rollouts: ask for a key with more")
+            opened.check_room(parent)
             opened.names.add(name)
             try:
                 await self._open_request(episode, parent)
@@ -154,18 +149,26 @@ class Rollouts:
         opened, root = self._find_opened(parent.id), digest_root(call.messages)
         if root not in opened.roots:
             is_new = not repetition and not any(message.role == "assistant" for message in call.messages)
-            recalled = {} if is_new else await self._recall(parent, root)
-            opened.roots.setdefault(root, recalled)
-        known = opened.roots[root] if not call.previous else opened.list_all()
+            if recalled := {} if is_new else await self._recall(parent, root):
+                opened.roots.setdefault(root, recalled)
+        known = opened.roots.get(root, {}) if not call.previous else opened.list_all()
         for name in [name for name, session in known.items() if session.moved]:
             known[name] = await self.find_named(parent, name)
             self.remember(parent, name, known[name])
         found = find_continued(list(known.values()), call, digest, repetition=repetition)
         if found is not None:
             return next(name for name, session in known.items() if session is found)
-        while await self.find_request(name_episode(parent.id, name := f"{root}-{opened.count(root)}")) is not None:
-            pass  # another gateway's; there are no more than the key opens
+        opened.check_room(parent)  # before anything is remembered of a root: a caller can think of any number of them
+        number = 0
+        while await self._is_taken(opened, parent, name := f"{root}-{number}"):
+            number += 1
         return name
+
+    async def _is_taken(self, opened: _Opened, parent: Parent, name: str) -> bool:
+        """A name is looked up here again after the log was asked: another call may have taken it meanwhile."""
+        if name in opened.names:
+            return True
+        return await self.find_request(name_episode(parent.id, name)) is not None or name in opened.names
 
     def remember(self, parent: Parent, name: str, session: AgentSession) -> None:
         """Remember the session of a rollout whose name was chosen here, for the calls that continue it."""
@@ -203,8 +206,14 @@ def name_episode(parent_id: str, name: str) -> str:
 
 
 def write_task(task: Task) -> str:
-    """A task as it stands in a key."""
-    return msgspec.json.encode(task).decode()
+    """A task as it stands in a key. Raises `ValueError` for a large one, and for variables: agents can read a key."""
+    said = msgspec.json.encode(task).decode()
+    if len(said) > TASK_BYTES or task.env_variables:
+        raise ValueError(
+            f"the task of rollouts may have {TASK_BYTES} bytes and no env_variables, which agents could read: name one of the "
+            "run by its task_key"
+        )
+    return said
 
 
 def read_task(parent: Parent, tasks: Mapping[str, Task]) -> Task:
