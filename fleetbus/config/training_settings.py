@@ -53,6 +53,10 @@ class LearnerSettings(Settings, frozen=True, kw_only=True):
         str,
         Meta(description="Resume from the checkpoint of this step, or from `start`; done once: STEP/2 does it again"),
     ] = ""
+    begin_with: Annotated[
+        str,
+        Meta(description="Folder of a checkpoint of another run: begin with its weights and optimizer (fleetbus fork sets it)"),
+    ] = ""
     keep_weights: Annotated[int, Meta(ge=2, description="Published weights files kept")] = 4
     archive: Annotated[
         str, Meta(description="The recorder's archive, from which a resumed learner reads entries trimmed from the log")

@@ -20,6 +20,7 @@ from typing import Annotated
 import msgspec
 import structlog
 
+from fleetbus.errors import UserError
 from fleetbus_workers.learner.base import FinishWriting, Trainer
 from fleetbus_workers.learner.disk_full import detect_full_disk
 
@@ -155,6 +156,18 @@ def open_checkpoint(path: Path, index_sha256: str = "") -> Checkpoint:
     if broken or not checkpoint.sha256:
         raise CheckpointDamaged(f"{', '.join(broken) or INDEX} differs from its checksum")
     return checkpoint
+
+
+def find_origin(begin_with: str) -> Path | None:
+    """The checkpoint of another run that one without checkpoints begins with, None for none. Blocking; raises `UserError`."""
+    if not begin_with:
+        return None
+    path = Path(begin_with).expanduser()
+    try:
+        open_checkpoint(path)
+    except (OSError, CheckpointDamaged) as error:
+        raise UserError(f"learner.begin_with = {begin_with}: no whole checkpoint is there: {error}") from error
+    return path
 
 
 def _expect_file(folder: Path, name: str) -> None:

@@ -12,7 +12,7 @@ from fleetbus_schemas import LineageStarted, Subjects
 from fleetbus_workers.learner.admission import Admission
 from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.checkpoint_storage import CheckpointStorage
-from fleetbus_workers.learner.checkpoints import WrittenCheckpoint, hash_index
+from fleetbus_workers.learner.checkpoints import WrittenCheckpoint, find_origin, hash_index
 from fleetbus_workers.learner.group_judge import GroupJudge
 from fleetbus_workers.learner.journal import FencedAppender
 from fleetbus_workers.learner.pool import GroupPool
@@ -57,8 +57,9 @@ class LineageStart:
     async def run(self, configuration: Configuration, *, worker: str) -> None:
         """Return when every earlier learner is refused and its open requests are this lineage's."""
         point = self._resume_point
-        if point.checkpoint_path is not None:
-            await self._runtime.offload(self._trainer.restore, point.checkpoint_path)
+        begin = point.checkpoint_path or await self._runtime.offload(find_origin, configuration.learner.begin_with)
+        if begin is not None:
+            await self._runtime.offload(self._trainer.restore, begin)
         started = LineageStarted(
             lineage=point.lineage,
             worker=worker,
