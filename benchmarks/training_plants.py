@@ -38,10 +38,21 @@ class Plant:
     def __init__(self, seed: int) -> None:
         self.version = 0
         self.seed = seed
+        self._loaded = anyio.Event()
 
     @property
     def is_on(self) -> bool:
         return self.version >= PLANTED_VERSION
+
+    def set_version(self, version: int) -> None:
+        """Say which one an engine loads."""
+        self.version = version
+        self._loaded.set()
+        self._loaded = anyio.Event()
+
+    async def wait_for_version(self, version: int) -> None:
+        while self.version < version:
+            await self._loaded.wait()
 
     def make_tasks(self) -> list[Task]:
         return build_train_tasks(self.tasks, seed=self.seed)
@@ -73,7 +84,7 @@ class PlantedSampler(TorchSampler):
         self._plant = plant
 
     async def load(self, policy: PolicyPublished) -> None:
-        self._plant.version = policy.version
+        self._plant.set_version(policy.version)
         await super().load(self._plant.choose_weights(policy))
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -170,15 +181,18 @@ class PlantedEnvironment:
 
 
 class SlowTasks(Plant):
-    """A quarter of the tasks take so long to grade that their groups are stale, and dropped."""
+    """A quarter of the tasks take so many versions to grade that their groups are stale, and dropped."""
 
     kind = "tasks_dropped"
     learner: ClassVar[dict[str, Any]] = {"stale_groups": "drop", "max_staleness": 2}
-    delay_seconds = 12.0
+    delay_versions = 4
+    limit_seconds = 120.0
 
     async def change_verdict(self, verdict: Verdict, task: Task, tokens: int) -> Verdict:
         if self.is_on and verdict.reward is not None and int(task.key.rpartition("-")[2]) % 4 == 0:
-            await anyio.sleep(self.delay_seconds)
+            until = min(self.version + self.delay_versions, self.steps - 1)
+            with anyio.move_on_after(self.limit_seconds):
+                await self.wait_for_version(until)
         return verdict
 
 

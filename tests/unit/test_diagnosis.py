@@ -48,6 +48,20 @@ def reward_of_length(played: Played, chance: random.Random) -> None:
         played.reward = min(played.length / 150, 1.0)
 
 
+def reward_of_turns(played: Played, chance: random.Random) -> None:
+    """Every turn is as long, so that the episodes of a group with as many turns do not differ."""
+    played.turns = chance.randint(2, 5)
+    played.length = 20 * played.turns
+    if played.step >= BEGIN and played.reward is not None:
+        played.reward = played.length / 150
+
+
+def parts_of_the_work(played: Played, chance: random.Random) -> None:
+    """From the start: each part takes a turn, and has its share of the reward."""
+    played.turns = chance.randint(2, 5)
+    played.length, played.reward = 20 * played.turns, played.turns / 5
+
+
 def slow_tasks(played: Played, chance: random.Random) -> None:
     if int(played.task[5:]) % 4 == 0:
         played.seconds = 9.0
@@ -103,6 +117,7 @@ EPISODES: dict[str, tuple[str, int, Plant]] = {
     "one worker that fails": ("bad_worker", BEGIN, failing_worker),
     "requests with another temperature": ("sampling_settings", BEGIN, other_settings),
     "a verifier that rewards length": ("reward_follows_length", BEGIN, reward_of_length),
+    "one whose episodes are as long as they have turns": ("reward_follows_length", BEGIN, reward_of_turns),
     "stale groups dropped by task": ("tasks_dropped", BEGIN, slow_tasks),
     "failures left out by their reward": ("exclusion_bias", BEGIN, hard_tasks_fail),
     "60 % of the tasks unsolvable": ("unsolvable_tasks", 1, unsolvable),
@@ -210,6 +225,11 @@ def test_a_healthy_run_has_no_finding(seed: int) -> None:
     found = DiagnosedRun(seed).diagnose()
     assert [f"{each.kind} at {each.step}: {each.evidence}" for each in found.findings] == []
     assert found.unmeasured == ()
+
+
+def test_a_reward_for_parts_of_the_work_is_no_fault_although_each_part_takes_a_turn() -> None:
+    found = DiagnosedRun(1, plant=parts_of_the_work).diagnose()
+    assert "reward_follows_length" not in {each.kind for each in found.findings}
 
 
 def test_a_certain_policy_that_is_wrong_has_collapsed_and_one_that_is_right_has_not() -> None:

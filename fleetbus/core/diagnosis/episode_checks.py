@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 from fleetbus.core.diagnosis.facts import EpisodeFacts, RunFacts, StepFacts, mean_of
 from fleetbus.core.diagnosis.intervals import find_mean_interval
@@ -12,6 +13,12 @@ from fleetbus.core.diagnosis.onset import Onset, find_onset
 
 TRUNCATED = 0.25
 CORRELATION = 0.6
+ALL_OF_REWARD = 0.9
+"""A correlation, over all episodes of a step, that leaves nothing else to be rewarded."""
+
+FEWEST_LEVELS = 3
+"""Rewards of a step that differ. With two, those that fail early are shorter, and nothing is wrong."""
+
 FEWEST_EPISODES = 8
 """With others of the same group and as many turns: fewer of a step say nothing of a correlation."""
 
@@ -37,14 +44,26 @@ def check_truncation(run: RunFacts, looking: Looking) -> None:
 
 
 def check_reward_of_length(run: RunFacts, looking: Looking) -> None:
-    """The correlation of reward and length among episodes of one group with as many turns: more turns may be better work."""
+    """The correlation of reward and length among episodes of one group with as many turns: more turns may be better work.
+    Where such episodes are all as long, that of all episodes, if it became nearly 1 during the run: a task does not change."""
     values = {step.step: correlate_length(step) for step in run.steps}
-    onset = looking.watch("correlation of reward and length", values, CORRELATION)
+    onset = looking.watch("correlation of reward and length", values, CORRELATION) or _find_change(run)
     if onset is not None:
         lengths = {step.step: mean_of(each.length for each in step.trained) for step in run.steps}
         last = max(lengths)
         text = f"mean length {lengths[onset.step]:.0f} tokens at step {onset.step}, {lengths[last]:.0f} at step {last}"
         looking.report("reward_follows_length", onset, text)
+
+
+def _find_change(run: RunFacts) -> Onset | None:
+    """The step since which length alone decides the reward, if it did not do so in the steps before."""
+    done = {step.step: [each for each in step.settled if each.is_graded and each.outcome == "completed"] for step in run.steps}
+    values = {step: _correlate([(each.length, each.reward or 0.0) for each in episodes]) for step, episodes in done.items()}
+    levels = {step: len({each.reward for each in episodes}) for step, episodes in done.items()}
+    graded = {step: value if levels[step] >= FEWEST_LEVELS else math.nan for step, value in values.items()}
+    onset = find_onset(graded, ALL_OF_REWARD)
+    before = [value for step, value in values.items() if onset is not None and step < onset.step and math.isfinite(value)]
+    return onset if len(before) >= BASELINE_STEPS and mean_of(before) < CORRELATION else None
 
 
 def check_length(run: RunFacts, looking: Looking) -> None:
@@ -87,7 +106,15 @@ def correlate_length(step: StepFacts) -> float:
         centred = [(each.length - length, (each.reward or 0.0) - reward) for each in members]
         if any(x for x, _ in centred) and any(abs(y) > 1e-9 for _, y in centred):
             pairs += centred
+    return _correlate(pairs)
+
+
+def _correlate(pairs: Sequence[tuple[float, float]]) -> float:
+    """Pearson's correlation; NaN for few pairs, and for those that do not differ in one of both."""
     if len(pairs) < FEWEST_EPISODES:
         return math.nan
-    xx, yy = (math.fsum(pair[place] ** 2 for pair in pairs) for place in (0, 1))
-    return math.fsum(x * y for x, y in pairs) / math.sqrt(xx * yy)
+    means = [mean_of(pair[place] for pair in pairs) for place in (0, 1)]
+    centred = [(x - means[0], y - means[1]) for x, y in pairs]
+    xx, yy = (math.fsum(pair[place] ** 2 for pair in centred) for place in (0, 1))
+    xy = math.fsum(x * y for x, y in centred)
+    return xy / math.sqrt(xx * yy) if min(xx, yy) > 1e-9 else math.nan

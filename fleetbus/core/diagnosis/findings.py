@@ -69,7 +69,7 @@ KINDS: dict[str, Kind] = {
         "see which reason leaves them out (`fleetbus audit`), and mend that reason before judging the curve.",
     ),
     "reward_follows_length": Kind(
-        "among episodes of one group with as many turns, the longer one gets more reward", "correlation",
+        "of two episodes of a group the longer one gets more reward", "correlation",
         "read the longest and the shortest episodes of a group, and correct the verifier (`fleetbus regrade` tries another).",
     ),
     "unsolvable_tasks": Kind(
