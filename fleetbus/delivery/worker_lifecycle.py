@@ -17,6 +17,7 @@ from fleetbus.bus.base import Bus, LogBus
 from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS
 from fleetbus.delivery.lanes import Lane
 from fleetbus.errors import BusError
+from fleetbus.release import read_fleetbus_version
 from fleetbus_schemas import (
     Heartbeat,
     Message,
@@ -28,6 +29,7 @@ from fleetbus_schemas import (
     WorkerStopped,
     encode,
 )
+from fleetbus_schemas.protocol import PROTOCOL
 
 log = structlog.get_logger()
 
@@ -54,6 +56,8 @@ class WorkerLifecycle:
                 lane=self._lane.name if self._lane else "",
                 host=socket.gethostname(),
                 pid=os.getpid(),
+                version=read_fleetbus_version(),
+                protocol=PROTOCOL,
             )
         )
         log.info("ready", slots=slots)
