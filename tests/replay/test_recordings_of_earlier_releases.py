@@ -1,6 +1,6 @@
 """What earlier releases wrote is read for ever: each file in ``recordings/releases`` is a whole small run, named by its date.
 
-They were written by ``up --steps 2 --learner-groups 2 --learner-group-size 2`` and ``record``, of commits 49679514 and e1cca60b.
+They were written by ``up --steps 2 --learner-groups 2 --learner-group-size 2`` and ``record``, of commits 49679514, e1cca60b.
 A file is added when a release changes what is stored, and none is ever written again.
 """
 
