@@ -13,6 +13,7 @@ from tests.support.servers import FORM
 ONE_SERVER = pytest.mark.skipif(FORM == "cluster", reason="the client goes on with another server, or asks there too early")
 
 
+@ONE_SERVER
 async def test_a_request_gets_the_answer_of_who_serves(world: Any) -> None:
     subject = world.subjects.rpc("w", "s")
 
@@ -110,6 +111,7 @@ async def test_requests_beyond_the_limit_are_answered_by_nobody(world: Any) -> N
     assert sorted(outcomes) == [False, False, False, True, True]
 
 
+@ONE_SERVER
 async def test_a_listener_hears_broadcasts_that_match(world: Any) -> None:
     async with world.connect() as one, world.connect() as other, one.listen(world.subjects.heartbeats) as listener:
         await other.broadcast(world.subjects.rpc("w", "s"), b"not this")

@@ -27,6 +27,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import msgspec
+import pytest
 
 from fleetbus.auth.access import Access, build_access
 from fleetbus.auth.folder import AuthFolder, write_folder
@@ -43,6 +44,9 @@ from tests.support.ports import free_ports
 FORMS = ("keyed", "open", "cluster")
 FORM = os.environ.get("FLEETBUS_TEST_SERVER", "keyed")
 assert FORM in FORMS, f"FLEETBUS_TEST_SERVER is {FORM!r}: choose one of {', '.join(FORMS)}"
+
+needs_only_copy = pytest.mark.skipif(FORM == "cluster", reason="the files of one server of three are not the whole log")
+"""For tests that take away, put back or read the files of the server: `test_log_back_in_time` does so with three."""
 
 DECLARE_SECONDS = 60.0
 """For three servers to find each other and to choose the leaders of the streams."""
@@ -231,7 +235,7 @@ async def run_server(store: Path, **options: Any) -> AsyncIterator[Any]:
 @asynccontextmanager
 async def connect(url: str, *, run: str, role: str = "worker", worker: str = "", **options: Any) -> AsyncIterator[Any]:
     """As `fleetbus.bus.nats.connect`, with the key of the role where `run_server` started the server with keys."""
-    servers = _running.get(url)
+    servers = next((servers for known, servers in _running.items() if known == url or url in known.split(",")), None)
     if servers is not None:
         user = guess_role(worker) if role in ("worker", "test", "") else role
         await anyio.to_thread.run_sync(servers.let_in, run)

@@ -15,7 +15,7 @@ from fleetbus.bus.nats.server import NatsServerProcess
 from fleetbus.bus.streams import plan_run
 from fleetbus_schemas import EpisodeRequested, Exclusion, LineageStarted, Message, StepTrained, Subjects, Task, encode
 from fleetbus_workers.cli.program import run_program
-from tests.support.servers import connect, run_server
+from tests.support.servers import connect, needs_only_copy, run_server
 
 S = Subjects("books")
 
@@ -119,6 +119,7 @@ def test_bad_input_exits_with_2_and_one_line(served: Served, program: Any, capsy
     assert "2 entries of the log of run books were trimmed: give --archive" in capsys.readouterr().err
 
 
+@needs_only_copy
 def test_a_run_that_nobody_serves_is_audited_from_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,12 +16,13 @@ from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import BusError, PublishUnanswered, UserError
 from fleetbus_schemas import Subjects
-from tests.support.servers import connect, run_server
+from tests.support.servers import connect, needs_only_copy, run_server
 
 RUN = "r"
 SUBJECTS = Subjects(RUN)
 
 
+@needs_only_copy
 @pytest.mark.parametrize("stored", [3, 25])
 async def test_who_reads_a_log_that_was_emptied_and_made_anew_meanwhile_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: int
@@ -48,6 +49,7 @@ async def test_who_reads_a_log_that_was_emptied_and_made_anew_meanwhile_is_told(
                         await entries.receive()
 
 
+@needs_only_copy
 @pytest.mark.parametrize(
     ("stored", "told"),
     [
@@ -86,6 +88,7 @@ async def test_who_reads_a_log_whose_tail_was_lost_meanwhile_is_told(
                         await entries.receive()
 
 
+@needs_only_copy
 @pytest.mark.parametrize("when", ["at once", "when it stores the next one"])
 async def test_who_stored_what_was_lost_is_told_although_nothing_is_lost_that_it_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
@@ -115,6 +118,7 @@ async def test_who_stored_what_was_lost_is_told_although_nothing_is_lost_that_it
                     await entries.receive()
 
 
+@needs_only_copy
 async def test_who_has_stored_beyond_its_lost_entry_before_it_looks_is_told_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ from fleetbus_workers.observe.run.termination import Driver
 from fleetbus_workers.run_access.log_access import build_driver
 from fleetbus_workers.run_access.sources import build_address_resolver
 from fleetbus_workers.up.lock import lock_run
-from tests.support.servers import connect, run_server
+from tests.support.servers import connect, needs_only_copy, run_server
 
 pytestmark = pytest.mark.integration
 
@@ -62,6 +62,7 @@ async def folder(tmp_path: Path) -> RunFolder:
     return folder
 
 
+@needs_only_copy
 async def test_top_says_of_a_stopped_run_that_it_is_over_and_how_it_goes_on(folder: RunFolder, capsys: Any) -> None:
     arguments = ["top", RUN, "--run-folder", str(folder.path.parent), "--once", "--stall", "0.001"]
     with anyio.fail_after(50):
@@ -162,6 +163,7 @@ async def test_the_page_says_at_once_of_an_ended_run_whose_server_is_gone_that_n
     assert answer.status_code == 503 and "its log is no longer served" in answer.text
 
 
+@needs_only_copy
 async def test_the_metrics_of_a_stopped_run_say_that_it_is_over(folder: RunFolder) -> None:
     pytest.importorskip("prometheus_client")
     command = [
