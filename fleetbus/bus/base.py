@@ -15,7 +15,6 @@ import msgspec
 
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import RunPlan
-from fleetbus_schemas.protocol import PROTOCOL
 
 
 class StreamEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +123,7 @@ class LogState(msgspec.Struct, frozen=True, kw_only=True):
     Message ids are remembered for ``duplicate_window_seconds``. ``created`` is when the stream was made: another time means
     another log. ``erasing`` are limits by which the server removes entries that nobody has settled. ``unacked`` is how many
     messages of the durable consumers that were asked about, delivered or not, nobody has acked: 0 without any, and where this
-    user may not ask. ``protocol`` is that of the release that declared the run (`fleetbus_schemas.protocol`).
+    user may not ask.
     """
 
     first_sequence: int
@@ -136,7 +135,6 @@ class LogState(msgspec.Struct, frozen=True, kw_only=True):
     created: str
     erasing: tuple[str, ...] = ()
     unacked: int = 0
-    protocol: int = PROTOCOL
 
 
 class LogBus(Protocol):

@@ -5,20 +5,17 @@ nothing.
 """
 
 import datetime
+from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 import structlog
 
 from fleetbus.bus.base import Bus, Request
 from fleetbus.errors import BusError
-from fleetbus.release import read_fleetbus_version
 from fleetbus_schemas import Subjects
 
 SERVICE_SUBJECTS = "$SRV.>"
 VERBS = ("PING", "INFO", "STATS")
-NO_VERSION = "0.0.0"
-"""Of a package that runs from source: the clients of services want a semantic version."""
-
 TYPE = "io.nats.micro.v1.{verb}_response"
 
 log = structlog.get_logger()
@@ -67,7 +64,7 @@ class Microservice:
             "type": TYPE.format(verb=verb.lower()),
             "name": self.name,
             "id": self.identifier,
-            "version": read_fleetbus_version() or NO_VERSION,
+            "version": _read_version(),
             "metadata": self._metadata,
         }
         endpoint: dict[str, object] = {"name": "control", "subject": self._control, "queue_group": ""}
@@ -78,3 +75,11 @@ class Microservice:
             counts |= {"processing_time": 0, "average_processing_time": 0}
             response |= {"started": self._started, "endpoints": [endpoint | counts]}
         return response
+
+
+def _read_version() -> str:
+    """A semantic version, as the protocol wants one."""
+    try:
+        return version("fleetbus")
+    except PackageNotFoundError:
+        return "0.0.0"

@@ -17,7 +17,6 @@ from fleetbus.bus.base import Bus, LogBus
 from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS
 from fleetbus.delivery.lanes import Lane
 from fleetbus.errors import BusError
-from fleetbus.release import read_fleetbus_version
 from fleetbus_schemas import (
     Heartbeat,
     Message,
@@ -29,7 +28,6 @@ from fleetbus_schemas import (
     WorkerStopped,
     encode,
 )
-from fleetbus_schemas.protocol import PROTOCOL
 
 log = structlog.get_logger()
 
@@ -56,8 +54,6 @@ class WorkerLifecycle:
                 lane=self._lane.name if self._lane else "",
                 host=socket.gethostname(),
                 pid=os.getpid(),
-                version=read_fleetbus_version(),
-                protocol=PROTOCOL,
             )
         )
         log.info("ready", slots=slots)

@@ -12,8 +12,7 @@ WorkerRole = Literal["environment", "inference", "learner", "recorder", "gateway
 
 
 class WorkerStarted(Message, frozen=True, kw_only=True):
-    """Every worker → log, when it is ready to work. ``version`` is its release of fleetbus, ``protocol`` the rules by which it
-    works (`fleetbus_schemas.protocol`); 0: of a release before they had a number."""
+    """Every worker → log, when it is ready to work."""
 
     role: WorkerRole
     worker: str
@@ -22,7 +21,6 @@ class WorkerStarted(Message, frozen=True, kw_only=True):
     host: str = ""
     pid: int = 0
     version: str = ""
-    protocol: int = 0
 
 
 class WorkerDraining(Message, frozen=True, kw_only=True):

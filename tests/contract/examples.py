@@ -316,7 +316,7 @@ _EXAMPLES: tuple[Message, ...] = (
         more=True,
     ),
     FloorRaised(sequence=90, groups={"main": 17}, sessions=88),
-    WorkerStarted(role="environment", worker="env-1", slots=8, lane="e3", host="node-4", pid=4711, version="0.1.0", protocol=2),
+    WorkerStarted(role="environment", worker="env-1", slots=8, lane="e3", host="node-4", pid=4711, version="0.1.0"),
     WorkerDraining(role="environment", worker="env-1", in_flight=3),
     WorkerStopped(role="inference", worker="inf-0"),
     WorkerFailed(role="learner", worker="learner-1", error_class="SequenceConflict", error="replaced"),

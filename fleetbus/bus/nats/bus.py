@@ -21,7 +21,7 @@ from fleetbus.bus.nats.api import ApiRefused, StreamUnavailable
 from fleetbus.bus.nats.clock import ServerClock
 from fleetbus.bus.nats.connection import Connection, open_connection
 from fleetbus.bus.nats.consumer_names import ConsumerNames, store_names
-from fleetbus.bus.nats.declare import check_log, declare, find_erasing_limits, read_protocol
+from fleetbus.bus.nats.declare import check_log, declare, find_erasing_limits
 from fleetbus.bus.nats.direct import get_histories, get_last, get_last_of_each, get_next
 from fleetbus.bus.nats.log_identity import LogIdentity
 from fleetbus.bus.nats.objects import NatsObjectStore
@@ -214,7 +214,6 @@ class NatsBus:
             created=str(info["created"]),
             erasing=find_erasing_limits(info["config"]),
             unacked=sum(counted),
-            protocol=read_protocol(config),
         )
 
     async def check_log(self, *, reading: bool = False) -> None:

@@ -6,7 +6,7 @@ Above it is the bus; below it the API. Only what the plan says is compared, so a
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
@@ -25,7 +25,6 @@ from fleetbus.bus.objects import weights_bucket
 from fleetbus.bus.streams import ConsumerPlan, RunPlan, StreamPlan
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.errors import UserError
-from fleetbus_schemas.protocol import PROTOCOL, UNNUMBERED
 
 MAX_WAITING_PULLS = 4096
 """Pull requests that may wait at one consumer: a few per worker."""
@@ -38,12 +37,6 @@ SMALLEST_LOG = 128 << 20
 
 _WANTED = "fleetbus_max_bytes"
 """In the metadata of a smaller log: what its plan wanted, so that the same plan finds it as it is."""
-
-_PROTOCOL = "fleetbus_protocol"
-"""In the metadata of a log: the rules by which its run's workers deal with each other."""
-
-_SERVERS_OWN = "_nats."
-"""What a server adds to metadata; it is not for clients to send."""
 
 _SECOND_NS = 1_000_000_000
 
@@ -79,7 +72,7 @@ async def declare(api: JetStreamApi, plan: RunPlan) -> None:
     """See `fleetbus.bus.base.Bus.declare`; raises `UserError` naming the first field that differs from the plan, or what the
     server refuses."""
     try:
-        await _declare_stream(api, plan.log, {_PROTOCOL: str(PROTOCOL)})
+        await _declare_stream(api, plan.log)
         await _declare_stream(api, plan.lanes)
         await declare_bucket(api, weights_bucket(plan.run), replicas=plan.log.replicas)
         await _declare_consumers(api, plan.log.name, plan.consumers)
@@ -151,42 +144,27 @@ def consumer_config(plan: ConsumerPlan) -> dict[str, object]:
     }
 
 
-async def _declare_stream(api: JetStreamApi, plan: StreamPlan, metadata: dict[str, str] | None = None) -> None:
-    """A stream; one that exists gets larger limits, and the ``metadata``, if these are not of a later protocol."""
-    wanted, metadata = stream_config(plan), metadata or {}
+async def _declare_stream(api: JetStreamApi, plan: StreamPlan) -> None:
+    wanted = stream_config(plan)
     try:
         found = await api.ask(f"STREAM.INFO.{plan.name}")
     except ApiRefused as missing:
         if missing.code != STREAM_NOT_FOUND:
             raise
-        if await _create_stream(api, plan, wanted, metadata):
+        if await _create_stream(api, plan, wanted):
             return
         found = await api.ask(f"STREAM.INFO.{plan.name}")
     config = found["config"]
     if (config.get("metadata") or {}).get(_WANTED) == str(plan.max_bytes):
         wanted["max_bytes"] = config["max_bytes"]
     raised = {"max_bytes": wanted["max_bytes"]} if _is_larger(wanted["max_bytes"], config["max_bytes"]) else {}
-    if metadata and (found_protocol := read_protocol(config)) > PROTOCOL:
-        raise UserError(
-            f"stream {plan.name} was declared by a later release of fleetbus, with protocol {found_protocol} (this release has "
-            f"{PROTOCOL}): use that release, or choose another --run"
-        )
-    kept = {name: value for name, value in (config.get("metadata") or {}).items() if not name.startswith(_SERVERS_OWN)}
-    if kept != kept | metadata:
-        raised["metadata"] = kept | metadata
     if config.get("max_consumers", -1) < wanted.pop("max_consumers", -1):
         raised["max_consumers"] = plan.max_consumers
     _compare(f"stream {plan.name}", wanted, config | raised)
     _compare(f"stream {plan.name}", _PLAIN, _PLAIN | {key: value for key, value in config.items() if value})
     if raised:
         await api.ask(f"STREAM.UPDATE.{plan.name}", config | raised)
-        log.info("nats: %s changed: %s", plan.name, ", ".join(f"{name} to {value}" for name, value in raised.items()))
-
-
-def read_protocol(config: Mapping[str, Any]) -> int:
-    """The protocol of the run whose log has this configuration."""
-    number = str((config.get("metadata") or {}).get(_PROTOCOL, UNNUMBERED))
-    return int(number) if number.isdecimal() else UNNUMBERED
+        log.info("nats: limits of %s raised: %s", plan.name, ", ".join(f"{name} to {value}" for name, value in raised.items()))
 
 
 def check_log(plan: StreamPlan, config: dict[str, Any], *, reading: bool = False) -> None:
@@ -216,13 +194,12 @@ def _is_larger(wanted: int, found: int) -> bool:
     return found != -1 and (wanted == -1 or wanted > found)
 
 
-async def _create_stream(api: JetStreamApi, plan: StreamPlan, wanted: dict[str, Any], metadata: dict[str, str]) -> bool:
+async def _create_stream(api: JetStreamApi, plan: StreamPlan, wanted: dict[str, Any]) -> bool:
     """Create the stream; False if somebody else did. A server reserves all that a log may grow to when it is created: where
     there is not so much left, half of it is asked for, and so on. Raises `UserError` where even `SMALLEST_LOG` has no room."""
     size = plan.max_bytes
     while True:
-        smaller = {_WANTED: str(plan.max_bytes)} if size != plan.max_bytes else {}
-        given = {"max_bytes": size or -1, "metadata": {**metadata, **smaller}} if metadata or smaller else {}
+        given = {"max_bytes": size, "metadata": {_WANTED: str(plan.max_bytes)}} if size != plan.max_bytes else {}
         try:
             await api.ask(f"STREAM.CREATE.{plan.name}", wanted | given)
         except ApiRefused as refused:
@@ -234,7 +211,7 @@ async def _create_stream(api: JetStreamApi, plan: StreamPlan, wanted: dict[str, 
                 raise UserError(_no_storage(plan, refused)) from refused
             size //= 2
         else:
-            if smaller:
+            if given:
                 log.warning("nats: server storage is too small; limiting %s to %d bytes", plan.name, size)
             return True
 

@@ -14,7 +14,6 @@ from fleetbus.config.pools import list_served_pools
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import ANY_LANE, Subjects
-from fleetbus_workers.assembly.protocol_check import wait_for_protocol
 
 if TYPE_CHECKING:
     from fleetbus.bus.nats.bus import NatsBus
@@ -47,8 +46,7 @@ async def serve_role(role: str, work: Work, configuration: Configuration, name: 
     async with connect(url, run=run, role=role, worker=name, **access) as bus, anyio.create_task_group() as services:
         await _check_declared(bus, configuration, role)
         services.start_soon(Microservice(bus, Subjects(run), role=role, worker=name).run)
-        if await wait_for_protocol(bus, run, drain):
-            await work(bus, configuration, name, drain)
+        await work(bus, configuration, name, drain)
         services.cancel_scope.cancel()
 
 
