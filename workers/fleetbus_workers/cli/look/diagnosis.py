@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -22,9 +23,14 @@ from fleetbus.auth.folder import AuthFolder
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import Configuration
+from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS
 from fleetbus.errors import BusError, UserError
+from fleetbus_schemas import Heartbeat, MalformedMessage, Subjects, decode
+from fleetbus_schemas.protocol import NEEDED, OWN, PROTOCOL, ProtocolVersion, find_misfit
 from fleetbus_workers.command.event_loop import run_async
 from fleetbus_workers.observe.run.nats_http import read_nats_server
+from fleetbus_workers.observe.run.versions import describe_versions
+from fleetbus_workers.observe.run.worker_registry import merge_heartbeat
 from fleetbus_workers.up.checks import check_writable
 
 State = Literal["ok", "warning", "failed"]
@@ -45,6 +51,9 @@ MINIMUM_MEMORY_BYTES = 2 << 30
 MINIMUM_DISK_BYTES = 2 << 30
 SKEW_SECONDS = 1.0
 SERVER_SECONDS = 15.0
+HEARD_SECONDS = HEARTBEAT_SECONDS * 1.5
+"""For so long workers are listened to."""
+
 CERTIFICATE_DAYS = 30
 """Fewer than these are a warning."""
 
@@ -71,6 +80,7 @@ def diagnose(configuration: Configuration, nats_http: str | None = None) -> list
         check_disk(folder),
         check_run_folder(folder),
         *run_async(check_bus, configuration.nats.url, configuration.run.name, configuration.nats.auth),
+        *run_async(check_protocols, configuration.nats.url, configuration.run.name, configuration.nats.auth),
         *check_nats_http(nats_http, configuration.run.name),
         *check_certificates(configuration.nats.auth),
     ]
@@ -178,6 +188,39 @@ async def check_bus(url: str, run: str, auth: str = "") -> list[Finding]:
         reason = str(error) or f"no answer within {SERVER_SECONDS:g} s"
         return [Finding(name=what, state="failed", detail=reason)]
     return [Finding(name=what, state="ok", detail="answers"), _build_clock_finding(seconds, run)]
+
+
+async def check_protocols(url: str, run: str, auth: str = "") -> list[Finding]:
+    """Check whether the run that a server at ``url`` keeps, and the workers that live in it, fit each other and this program;
+    nothing without a server, or where the run is not declared."""
+    from fleetbus.bus.nats import connect
+
+    if not url:
+        return []
+    beats: dict[tuple[str, str], Heartbeat] = {}
+    try:
+        async with connect(url, run=run, role="doctor", worker="doctor", **build_access("doctor", auth, run)) as bus:
+            protocol = await bus.run_protocol()
+            async with bus.listen(Subjects(run).heartbeats) as heard:
+                with anyio.move_on_after(HEARD_SECONDS):
+                    while True:
+                        subject, payload = await heard.receive()
+                        with suppress(MalformedMessage):
+                            beat = decode(Heartbeat, payload, subject=subject)
+                            beats[beat.role, beat.worker] = merge_heartbeat(beats.get((beat.role, beat.worker)), beat)
+    except (BusError, UserError, OSError):  # the check of the server says so
+        return []
+    return list(_build_protocol_findings(run, protocol, list(beats.values())))
+
+
+def _build_protocol_findings(run: str, protocol: ProtocolVersion, beats: list[Heartbeat]) -> Iterator[Finding]:
+    detail = f"run {run} has {protocol.protocol} and needs {protocol.needed}, this program has {PROTOCOL} and needs {NEEDED}"
+    misfit = find_misfit(OWN, protocol, run)
+    yield Finding(name="protocol", state="warning" if misfit else "ok", detail=f"{detail}: {misfit}" if misfit else detail)
+    if beats:
+        differ = describe_versions(beats)
+        what = differ or f"{len(beats)} heard, all of one version"
+        yield Finding(name="workers", state="warning" if differ else "ok", detail=what)
 
 
 def check_certificates(folder: str) -> Iterator[Finding]:
