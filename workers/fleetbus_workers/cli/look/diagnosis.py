@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -23,14 +22,14 @@ from fleetbus.auth.folder import AuthFolder
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import Configuration
-from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS
+from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS, follow_heartbeats
 from fleetbus.errors import BusError, UserError
-from fleetbus_schemas import Heartbeat, MalformedMessage, Subjects, decode
+from fleetbus_schemas import Heartbeat, Subjects
 from fleetbus_schemas.protocol import NEEDED, OWN, PROTOCOL, ProtocolVersion, find_misfit
 from fleetbus_workers.command.event_loop import run_async
 from fleetbus_workers.observe.run.nats_http import read_nats_server
 from fleetbus_workers.observe.run.versions import describe_versions
-from fleetbus_workers.observe.run.worker_registry import merge_heartbeat
+from fleetbus_workers.observe.run.worker_registry import WorkerRegistry
 from fleetbus_workers.up.checks import check_writable
 
 State = Literal["ok", "warning", "failed"]
@@ -80,7 +79,6 @@ def diagnose(configuration: Configuration, nats_http: str | None = None) -> list
         check_disk(folder),
         check_run_folder(folder),
         *run_async(check_bus, configuration.nats.url, configuration.run.name, configuration.nats.auth),
-        *run_async(check_protocols, configuration.nats.url, configuration.run.name, configuration.nats.auth),
         *check_nats_http(nats_http, configuration.run.name),
         *check_certificates(configuration.nats.auth),
     ]
@@ -187,30 +185,24 @@ async def check_bus(url: str, run: str, auth: str = "") -> list[Finding]:
     except (TimeoutError, BusError, UserError, OSError) as error:
         reason = str(error) or f"no answer within {SERVER_SECONDS:g} s"
         return [Finding(name=what, state="failed", detail=reason)]
-    return [Finding(name=what, state="ok", detail="answers"), _build_clock_finding(seconds, run)]
+    answers = [Finding(name=what, state="ok", detail="answers"), _build_clock_finding(seconds, run)]
+    return answers + (await check_protocols(url, run, auth) if url and seconds is not None else [])
 
 
 async def check_protocols(url: str, run: str, auth: str = "") -> list[Finding]:
-    """Check whether the run that a server at ``url`` keeps, and the workers that live in it, fit each other and this program;
-    nothing without a server, or where the run is not declared."""
+    """Check whether a run that a server at ``url`` keeps, and the workers that live in it, fit each other and this program."""
     from fleetbus.bus.nats import connect
 
-    if not url:
-        return []
-    beats: dict[tuple[str, str], Heartbeat] = {}
+    registry = WorkerRegistry()
     try:
-        async with connect(url, run=run, role="doctor", worker="doctor", **build_access("doctor", auth, run)) as bus:
-            protocol = await bus.run_protocol()
-            async with bus.listen(Subjects(run).heartbeats) as heard:
+        with anyio.fail_after(SERVER_SECONDS):
+            async with connect(url, run=run, role="doctor", worker="doctor", **build_access("doctor", auth, run)) as bus:
+                protocol = await bus.run_protocol()
                 with anyio.move_on_after(HEARD_SECONDS):
-                    while True:
-                        subject, payload = await heard.receive()
-                        with suppress(MalformedMessage):
-                            beat = decode(Heartbeat, payload, subject=subject)
-                            beats[beat.role, beat.worker] = merge_heartbeat(beats.get((beat.role, beat.worker)), beat)
-    except (BusError, UserError, OSError):  # the check of the server says so
-        return []
-    return list(_build_protocol_findings(run, protocol, list(beats.values())))
+                    await follow_heartbeats(bus, Subjects(run).heartbeats, lambda beat: registry.record_heartbeat(beat, 0.0))
+    except (TimeoutError, BusError, UserError, OSError) as error:
+        return [Finding(name="protocol", state="warning", detail=str(error) or f"no answer within {SERVER_SECONDS:g} s")]
+    return list(_build_protocol_findings(run, protocol, registry.list_live(0.0)))
 
 
 def _build_protocol_findings(run: str, protocol: ProtocolVersion, beats: list[Heartbeat]) -> Iterator[Finding]:

@@ -25,5 +25,5 @@ def describe_versions(beats: Sequence[Heartbeat]) -> str:
 
 def _describe(protocol: int, version: str, workers: list[str]) -> str:
     shown, more = workers[:SHOWN_NAMES], len(workers) - SHOWN_NAMES
-    what = f"{version or 'from source'}, protocol {protocol}" if protocol else "told by none of"
+    what = f"{version or 'from source'}, protocol {protocol}" if protocol else "0.3.0 or before"
     return f"{what}: {', '.join(shown)}{f' and {more} more' if more > 0 else ''}"
