@@ -1,8 +1,8 @@
 """A run goes on while every role of it is replaced by one of this version, in the order of docs/cluster.md.
 
 The version before is the revision that FLEETBUS_UPGRADE_FROM names, or else the commit before the last merge, or before
-this one: `just upgrade`, or `FLEETBUS_UPGRADE_FROM=v0.3.0 just upgrade`. Its files are taken out of the repository; where git has no such
-commit, as in a shallow clone, the test says so and is skipped.
+this one: `just upgrade`. Its files are taken out of the repository; where git has no such commit, as in a shallow clone, the
+test says so and is skipped (docs/decisions/0218-kept-examples-and-a-rolling-upgrade.md).
 """
 
 from __future__ import annotations
