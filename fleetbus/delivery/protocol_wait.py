@@ -1,7 +1,7 @@
 """A worker whose protocol does not fit the run says so, and waits until it does, instead of working.
 
 Above it is whoever starts a role; below it the bus. It takes no lane and no work, and stores nothing: its heartbeats alone say
-that it is there and why it waits.
+that it is there and why it waits (docs/decisions/0217-a-protocol-version-in-the-run.md).
 """
 
 from __future__ import annotations

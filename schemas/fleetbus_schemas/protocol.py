@@ -14,14 +14,14 @@ from __future__ import annotations
 import msgspec
 
 PROTOCOL = 1
-"""What this program reads and follows. 0 is what 0.3.0 and before did, which told no number."""
+"""Read and followed by this program. 0 is that of 0.3.0 and before, which told no number."""
 
 NEEDED = 0
-"""What everybody else in a run has to read and follow, because this program writes it. Never above `PROTOCOL`."""
+"""To be read and followed by everybody else in a run, because this program writes it. Never above `PROTOCOL`."""
 
 
 class ProtocolVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """What one program, or a run, reads and what it needs of others. A run's is the highest of all who declared it, so that it
+    """The numbers of one program, or of a run. A run's is the highest of all who declared it, so that it
     never goes back."""
 
     protocol: int = 0

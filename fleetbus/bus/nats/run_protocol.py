@@ -1,6 +1,7 @@
 """The protocol of a run, in the metadata of its log: raised by whoever declares it, read by every worker before it works.
 
-Above it is the bus; below it the API. Every role may ask for its log's configuration, so no right is needed for this.
+Above it is the bus; below it the API. Every role may ask for its log's configuration, so no right is needed for this
+(docs/decisions/0217-a-protocol-version-in-the-run.md).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _PROTOCOL, _NEEDED = "fleetbus_protocol", "fleetbus_needed_protocol"
 
 
 def read_protocol(config: dict[str, Any]) -> ProtocolVersion:
-    """What the configuration of a log says; 0 where a version without it, or nobody who knows it, wrote it."""
+    """The protocol that the configuration of a log tells; 0 where a version without it, or nobody who knows it, wrote it."""
     return ProtocolVersion(protocol=_read_number(config, _PROTOCOL), needed=_read_number(config, _NEEDED))
 
 
