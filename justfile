@@ -137,6 +137,11 @@ test-fleet-sdk *arguments:
 soak-deployed minutes="120":
     .venv/bin/python benchmarks/soak_deployed.py --minutes {{minutes}}
 
+# Every role of a running deployment replaced by this version; the one before is a commit of this repository, by default the one
+# before the last merge: `FLEETBUS_UPGRADE_FROM=REVISION just upgrade`
+upgrade *arguments:
+    .venv/bin/pytest -n0 -q -s -m slow tests/system/test_rolling_upgrade.py {{arguments}}
+
 # Kill and pause real processes: for a minute as a test, then for two minutes per seed, with figures: `just chaos 1 2 3`
 chaos *seeds="1":
     .venv/bin/pytest -q -n0 -m chaos

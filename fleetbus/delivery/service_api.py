@@ -5,14 +5,15 @@ nothing.
 """
 
 import datetime
-from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 import structlog
 
 from fleetbus.bus.base import Bus, Request
 from fleetbus.errors import BusError
+from fleetbus.package_version import read_fleetbus_version
 from fleetbus_schemas import Subjects
+from fleetbus_schemas.protocol import PROTOCOL
 
 SERVICE_SUBJECTS = "$SRV.>"
 VERBS = ("PING", "INFO", "STATS")
@@ -31,7 +32,7 @@ class Microservice:
         self.name = f"fleetbus-{role}"
         self.identifier = f"{subjects.run}-{worker}"
         self._control = subjects.control(role, worker, "*")
-        self._metadata = {"run": subjects.run, "role": role, "worker": worker}
+        self._metadata = {"run": subjects.run, "role": role, "worker": worker, "protocol": str(PROTOCOL)}
         self._started = ""
 
     async def run(self) -> None:
@@ -64,7 +65,7 @@ class Microservice:
             "type": TYPE.format(verb=verb.lower()),
             "name": self.name,
             "id": self.identifier,
-            "version": _read_version(),
+            "version": read_fleetbus_version() or "0.0.0",  # a semantic one, as NATS wants it
             "metadata": self._metadata,
         }
         endpoint: dict[str, object] = {"name": "control", "subject": self._control, "queue_group": ""}
@@ -75,11 +76,3 @@ class Microservice:
             counts |= {"processing_time": 0, "average_processing_time": 0}
             response |= {"started": self._started, "endpoints": [endpoint | counts]}
         return response
-
-
-def _read_version() -> str:
-    """A semantic version, as the protocol wants one."""
-    try:
-        return version("fleetbus")
-    except PackageNotFoundError:
-        return "0.0.0"

@@ -17,6 +17,7 @@ from fleetbus.bus.base import Bus, LogBus
 from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS
 from fleetbus.delivery.lanes import Lane
 from fleetbus.errors import BusError
+from fleetbus.package_version import read_fleetbus_version
 from fleetbus_schemas import (
     Heartbeat,
     Message,
@@ -28,6 +29,7 @@ from fleetbus_schemas import (
     WorkerStopped,
     encode,
 )
+from fleetbus_schemas.protocol import PROTOCOL
 
 log = structlog.get_logger()
 
@@ -44,6 +46,7 @@ class WorkerLifecycle:
         self._worker = worker
         self._beat = beat
         self._lane = lane
+        self._version = read_fleetbus_version()
 
     async def publish_started(self, *, slots: int) -> None:
         await self._publish_entry(
@@ -54,6 +57,8 @@ class WorkerLifecycle:
                 lane=self._lane.name if self._lane else "",
                 host=socket.gethostname(),
                 pid=os.getpid(),
+                version=self._version,
+                protocol=PROTOCOL,
             )
         )
         log.info("ready", slots=slots)
@@ -81,7 +86,8 @@ class WorkerLifecycle:
         await self._broadcast(self._beat())
 
     async def _broadcast(self, beat: Heartbeat) -> None:
-        await self._bus.broadcast(self._subjects.heartbeat(self._role, self._worker), encode(beat))
+        told = msgspec.structs.replace(beat, version=self._version, protocol=PROTOCOL)
+        await self._bus.broadcast(self._subjects.heartbeat(self._role, self._worker), encode(told))
 
     async def run(self) -> None:
         """Send heartbeats and renew the lane until cancelled; raises `LaneLost` when this worker has been replaced."""

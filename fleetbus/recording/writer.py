@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from io import BufferedWriter
 from pathlib import Path
 
@@ -111,11 +110,3 @@ def create_recording(path: Path, header: RecordingHeader, *, overwrite: bool = F
                 path.unlink()
             raise
         writer.finish()
-
-
-def read_fleetbus_version() -> str:
-    """The installed version, empty when the package runs from source."""
-    try:
-        return version("fleetbus")
-    except PackageNotFoundError:
-        return ""

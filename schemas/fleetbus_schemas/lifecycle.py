@@ -12,7 +12,8 @@ WorkerRole = Literal["environment", "inference", "learner", "recorder", "gateway
 
 
 class WorkerStarted(Message, frozen=True, kw_only=True):
-    """Every worker → log, when it is ready to work."""
+    """Every worker → log, when it is ready to work. ``version`` is that of its package, empty where that is not installed;
+    ``protocol`` is `fleetbus_schemas.protocol.PROTOCOL` of its program, 0 of those that told none."""
 
     role: WorkerRole
     worker: str
@@ -21,6 +22,7 @@ class WorkerStarted(Message, frozen=True, kw_only=True):
     host: str = ""
     pid: int = 0
     version: str = ""
+    protocol: int = 0
 
 
 class WorkerDraining(Message, frozen=True, kw_only=True):
@@ -72,7 +74,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     An environment worker hosts ``sessions`` of at most ``session_slots`` step-wise sessions. ``problem`` is what keeps the
     worker from its work at the moment, in one line; empty while it works. ``paused``: a learner that was asked to request no
     new groups. ``engine`` is what an inference worker's engine says of itself. ``pools`` are those that an environment worker
-    takes episodes of.
+    takes episodes of. ``version`` and ``protocol`` are as in `WorkerStarted`.
     """
 
     role: WorkerRole
@@ -89,6 +91,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     paused: bool = False
     engine: EngineLoad | None = None
     pools: tuple[str, ...] = ()
+    version: str = ""
+    protocol: int = 0
 
 
 class LaneLease(Message, frozen=True, kw_only=True):

@@ -62,7 +62,8 @@ def test_the_newest_golden_bytes_decode_to_the_example_and_the_example_encodes_t
 def test_golden_bytes_of_every_age_lose_nothing_when_they_are_decoded_and_encoded_again(message_type: type[Message]) -> None:
     for file in ADD["stored"](GOLDEN, message_type.__name__):
         payload = file.read_bytes()
-        assert encode(decode(message_type, payload, subject=file.name)) == payload, file.name
+        again = encode(decode(message_type, payload, subject=file.name))
+        assert msgspec.msgpack.decode(again) == msgspec.msgpack.decode(payload), file.name  # a map's length has several forms
 
 
 def test_every_golden_file_belongs_to_a_message_that_still_exists() -> None:

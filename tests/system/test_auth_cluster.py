@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import urllib.request
 from collections.abc import AsyncIterator
@@ -11,6 +12,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from pathlib import Path, PurePosixPath
 
 import anyio
+import anyio.abc
 import pytest
 
 from fleetbus.auth.access import build_access
@@ -35,6 +37,7 @@ class Servers:
         ports = free_ports(3 * count + 3)
         self.routes, self.monitors, self.clients = ports[: count + 1], ports[count + 1 : 2 * count + 2], ports[2 * count + 2 :]
         self.folder = folder
+        self.processes: dict[str, anyio.abc.Process] = {}
         self.auth = AuthFolder(folder / "keys")
         every = [f"127.0.0.1:{port}" for port in self.routes[:count]]
         write_folder(self.auth, [PLAN], hosts=["127.0.0.1"], days=1, routes=every)
@@ -70,6 +73,7 @@ class Servers:
         ]
         command += [f"--server_name={name}", "-m", str(self.monitors[index]), "-l", str(log)]
         process = await anyio.open_process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.processes[name] = process
         try:
             yield log
         finally:
@@ -152,6 +156,20 @@ async def test_without_them_any_server_joins(tmp_path: Path) -> None:
             config = f'cluster {{ name: fleetbus, listen: "{there}", routes: ["nats://{here}"] }}'
             async with servers.running("rogue", 2, config):
                 await servers.until_peers(0, {"rogue"})
+
+
+async def test_routes_to_a_server_that_hangs_are_closed_within_seconds_and_it_joins_again_when_it_goes_on(
+    tmp_path: Path,
+) -> None:
+    """With its routes open it slows down every publish to the others; by default they stay open for minutes."""
+    servers = Servers(tmp_path)
+    with anyio.fail_after(50):
+        async with servers.running("n0", 0, servers.config(0)), servers.running("n1", 1, servers.config(1)):
+            await servers.until_peers(0, {"n1"})
+            servers.processes["n1"].send_signal(signal.SIGSTOP)
+            await servers.until_peers(0, set())
+            servers.processes["n1"].send_signal(signal.SIGCONT)
+            await servers.until_peers(0, {"n1"})
 
 
 def test_the_password_stays_and_stands_in_files_of_the_owner_alone(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ async def test_a_gateway_that_came_and_went_left_no_entry_and_is_shown_as_stoppe
             assert registry.rows(SILENT_AFTER_SECONDS + 1)[0].state == "silent", "one that was killed says nothing"
             subject, payload = (await heartbeats.receive())[:2]
             last = decode(Heartbeat, payload, subject=subject)
-        assert last == msgspec.structs.replace(BEAT, draining=True)
+        assert msgspec.structs.replace(last, version="", protocol=0) == msgspec.structs.replace(BEAT, draining=True)
         assert (await bus.log_state()).last_sequence == 0
     registry.record_heartbeat(last, 2.0)
     assert registry.rows(SILENT_AFTER_SECONDS + 3)[0].state == "stopped"

@@ -30,6 +30,7 @@ from fleetbus.bus.nats.publisher import Positions, Publisher
 from fleetbus.bus.nats.pull_subscription import open_subscription
 from fleetbus.bus.nats.reader import NAME_SECONDS, NoNameLeft, merge_entries, open_reader, scan_histories, split_filters
 from fleetbus.bus.nats.retention_api import count_unacked, list_floors, list_subjects, purge, read_floor
+from fleetbus.bus.nats.run_protocol import read_protocol
 from fleetbus.bus.nats.runs import RunOnServer, list_runs, remove_run
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, StreamPlan, lane_stream, log_stream
@@ -37,6 +38,7 @@ from fleetbus.config.load import strip_credentials
 from fleetbus.errors import BusError, NotPermitted, RequestUnanswered, UserError
 from fleetbus_schemas import Subjects
 from fleetbus_schemas.channels import covers_log
+from fleetbus_schemas.protocol import ProtocolVersion
 
 log = logging.getLogger(__name__)
 
@@ -220,6 +222,10 @@ class NatsBus:
         """Raise `UserError` if the stream called as the run's log is none; not part of the `Bus` protocol."""
         plan = StreamPlan(name=self._log, subjects=(f"{self._log_prefix}>",))
         check_log(plan, (await self._stream_info(self._log))["config"], reading=reading)
+
+    async def run_protocol(self) -> ProtocolVersion:
+        """The protocol of the run; not part of the `Bus` protocol either."""
+        return read_protocol((await self._stream_info(self._log))["config"])
 
     async def runs(self) -> list[RunOnServer]:
         """All runs that the server keeps, this one and others; not part of the `Bus` protocol."""

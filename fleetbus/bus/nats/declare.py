@@ -21,6 +21,7 @@ from fleetbus.bus.nats.api import (
     ApiRefused,
     JetStreamApi,
 )
+from fleetbus.bus.nats.run_protocol import raise_protocol
 from fleetbus.bus.objects import weights_bucket
 from fleetbus.bus.streams import ConsumerPlan, RunPlan, StreamPlan
 from fleetbus.concurrency.task_groups import open_first_error_task_group
@@ -76,6 +77,7 @@ async def declare(api: JetStreamApi, plan: RunPlan) -> None:
         await _declare_stream(api, plan.lanes)
         await declare_bucket(api, weights_bucket(plan.run), replicas=plan.log.replicas)
         await _declare_consumers(api, plan.log.name, plan.consumers)
+        await raise_protocol(api, plan.log.name)
     except ApiRefused as refused:
         hint = _HINTS.get(refused.code, "see the server's configuration")
         raise UserError(f"the NATS server refuses to declare run {plan.run}: {refused}: {hint}; then repeat this") from refused

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 
@@ -13,7 +13,7 @@ from fleetbus.bus.streams import observations_consumer, tasks_consumer
 from fleetbus.config.pools import list_served_pools
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
-from fleetbus_schemas import ANY_LANE, Subjects
+from fleetbus_schemas import ANY_LANE, Subjects, WorkerRole
 
 if TYPE_CHECKING:
     from fleetbus.bus.nats.bus import NatsBus
@@ -37,16 +37,20 @@ def import_work(load_work: Callable[[], Work]) -> Work:
 
 
 async def serve_role(role: str, work: Work, configuration: Configuration, name: str, url: str, drain: anyio.Event) -> None:
-    """Connect as ``role`` and work until finished or drained. Raises `UserError` if the run is not declared there."""
+    """Connect as ``role`` and work until finished or drained; a program whose protocol does not fit the run waits until it
+    does (docs/decisions/0217-a-protocol-version-in-the-run.md). Raises `UserError` if the run is not declared there."""
     from fleetbus.bus.nats import connect
+    from fleetbus.delivery.protocol_wait import wait_for_protocol
     from fleetbus.delivery.service_api import Microservice
 
     access = build_access(role, configuration.nats.auth, configuration.run.name)
     run = configuration.run.name
     async with connect(url, run=run, role=role, worker=name, **access) as bus, anyio.create_task_group() as services:
         await _check_declared(bus, configuration, role)
-        services.start_soon(Microservice(bus, Subjects(run), role=role, worker=name).run)
-        await work(bus, configuration, name, drain)
+        subjects = Subjects(run)
+        services.start_soon(Microservice(bus, subjects, role=role, worker=name).run)
+        if await wait_for_protocol(bus, bus.run_protocol, subjects, role=cast("WorkerRole", role), worker=name, drain=drain):
+            await work(bus, configuration, name, drain)
         services.cancel_scope.cancel()
 
 

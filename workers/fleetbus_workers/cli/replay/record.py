@@ -19,9 +19,10 @@ from fleetbus.config.load import dump_configuration
 from fleetbus.config.run_folder import run_folder
 from fleetbus.errors import BusError, UserError
 from fleetbus.logs.secret_formats import redact_command
+from fleetbus.package_version import read_fleetbus_version
 from fleetbus.recording.format import RecordingHeader, compute_message_schema
 from fleetbus.recording.reader import read_header
-from fleetbus.recording.writer import create_recording, read_fleetbus_version
+from fleetbus.recording.writer import create_recording
 from fleetbus_workers.cli.look.run_options import archive_option, reach_options, source_argument
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.output import json_option, print_json

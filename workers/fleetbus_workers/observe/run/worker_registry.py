@@ -29,7 +29,7 @@ State = Literal["working", "draining", "starting", "silent", "stopped", "failed"
 
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     """One worker as the table shows it. ``seconds`` since its last sign of life; ``note`` is what it failed of, or what keeps
-    it from its work."""
+    it from its work; ``version`` and ``protocol`` are those of its program."""
 
     worker: str
     role: WorkerRole
@@ -42,6 +42,8 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     note: str
     engine: EngineLoad | None = None
     pools: tuple[str, ...] = ()
+    version: str = ""
+    protocol: int = 0
 
 
 class _WorkerRecord(msgspec.Struct, kw_only=True):
@@ -141,6 +143,8 @@ def _build_row(name: str, seen: _WorkerRecord, now: float) -> WorkerRow:
         note=seen.note or (beat.problem if beat and not seen.ended else ""),
         engine=beat.engine if beat and not seen.ended else None,
         pools=beat.pools if beat else (),
+        version=beat.version if beat else "",
+        protocol=beat.protocol if beat else 0,
     )
 
 

@@ -13,6 +13,7 @@ from fleetbus_workers.observe.metrics.table import METRICS
 from fleetbus_workers.observe.run.formatting import format_bytes, format_duration, in_flight
 from fleetbus_workers.observe.run.jetstream import ServerView
 from fleetbus_workers.observe.run.pools import PoolRow
+from fleetbus_workers.observe.run.versions import describe_versions
 from fleetbus_workers.observe.run.watchdog import find_notes
 from fleetbus_workers.observe.run.worker_registry import WorkerRow
 
@@ -45,6 +46,7 @@ def build_facts(view: RunView, *, run: str, admission: float = ADMISSION_SHARE) 
         "numbers": build_numbers(view),
         "step": view.step,
         "workers": view.workers,
+        "versions": describe_versions(view.state.worker_registry.list_live(view.now)),
         "pools": view.pools,
         "log": {
             "bytes": health.bytes,
@@ -83,6 +85,8 @@ def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
         lines.append(_Row(engines))
     if wrong := _format_metrics("problems", numbers):
         lines.append(_Row(wrong, "yellow"))
+    if not is_over and shown["versions"]:
+        lines.append(Text(shown["versions"], style="yellow"))
     if shown.get("is_behind"):
         lines.append(Text("the log is still being read: these numbers are those of earlier", style="bold yellow"))
     if older := _format_older(shown["log"]):

@@ -6,7 +6,7 @@ from typing import Protocol
 import msgspec
 
 from fleetbus.core.episode.trace_ids import span_id
-from fleetbus.recording.writer import read_fleetbus_version
+from fleetbus.package_version import read_fleetbus_version
 
 Value = str | int | float | bool | tuple[str, ...] | tuple[int, ...]
 
