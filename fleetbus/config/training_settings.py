@@ -175,9 +175,10 @@ class TrainerSettings(Settings, frozen=True, kw_only=True):
         int, Meta(ge=0, description="Processes that one copy of the model is sharded over, such as those of a node; 0: all")
     ] = 0
     device: Annotated[str, Meta(description="Device: cpu, cuda, cuda:1; auto: a GPU if there is one")] = "cpu"
-    precision: Annotated[Literal["float32", "bfloat16"], Meta(description="Precision of computation; weights stay float32")] = (
-        "float32"
-    )
+    precision: Annotated[
+        Literal["float32", "bfloat16", "auto"],
+        Meta(description="Precision of computation; weights stay float32; auto: bfloat16 on a GPU or if the processor has it"),
+    ] = "float32"
     head_precision: Annotated[
         Literal["float32", "bfloat16"],
         Meta(description="Precision of the logits where trainer.precision is bfloat16; engines have inference.head_dtype"),

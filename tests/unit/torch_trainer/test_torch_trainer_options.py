@@ -13,7 +13,7 @@ import torch
 
 from fleetbus.config.settings import AlgorithmSettings, Configuration, TrainerSettings
 from fleetbus.core.algorithms.corrections import kl_k1, kl_penalty
-from fleetbus_workers.assembly.trainers import build_trainer_settings
+from fleetbus_workers.assembly.trainers import build_trainer_settings, choose_precision
 from fleetbus_workers.learner.torch.batches import truncate_sequence
 from fleetbus_workers.learner.torch.optimizer import compute_learning_rate
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
@@ -227,3 +227,23 @@ def test_differences_are_told_by_episode_and_a_slope_over_all_tokens(folder: Pat
     assert trained.differences == pytest.approx(apart, abs=1e-5)
     slope = np.polyfit(np.concatenate(known), np.concatenate(sampled), 1)[0]
     assert metrics["logprob_slope"] == pytest.approx(slope, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("device", "has_gpu", "has_it", "chosen"),
+    [
+        ("cpu", False, True, "bfloat16"),
+        ("cpu", True, False, "float32"),
+        ("auto", False, False, "float32"),
+        ("auto", True, False, "bfloat16"),
+        ("cuda", True, False, "bfloat16"),
+    ],
+)
+def test_precision_auto_is_bfloat16_where_the_device_multiplies_in_it_as_the_sampler_s_is(
+    device: str, has_gpu: bool, has_it: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fleetbus_workers.inference.torch.precision.computes_bfloat16", lambda: has_it)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    configuration = Configuration(trainer=TrainerSettings(precision="auto", device=device))
+    assert choose_precision(configuration).trainer.precision == chosen
+    assert build_trainer_settings(configuration).trainer.precision == chosen

@@ -25,7 +25,7 @@ def _load_work() -> Work:
     from fleetbus_workers.assembly.engines import check_packages
     from fleetbus_workers.assembly.learner_parts import build_curriculum, open_group_judge
     from fleetbus_workers.assembly.model import find_model_folder
-    from fleetbus_workers.assembly.trainers import build_trainer_settings
+    from fleetbus_workers.assembly.trainers import build_trainer_settings, choose_precision
     from fleetbus_workers.assembly.vision import check_vision
     from fleetbus_workers.learner.hooks import check_hooks
     from fleetbus_workers.learner.worker import run_learner
@@ -41,6 +41,7 @@ def _load_work() -> Work:
         from fleetbus_workers.learner.torch.distributed import LeaderTrainer, run_follower
         from fleetbus_workers.learner.torch.trainer import TorchTrainer
 
+        configuration = choose_precision(configuration)  # the log keeps what is computed
         folder, settings = find_model_folder(configuration.run), build_trainer_settings(configuration)
         trainer = await anyio.to_thread.run_sync(partial(TorchTrainer, folder, settings=settings))
         if trainer.shards.rank:  # torchrun started several, and the first one leads
