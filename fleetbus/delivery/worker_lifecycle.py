@@ -20,6 +20,7 @@ from fleetbus.errors import BusError
 from fleetbus_schemas import (
     Heartbeat,
     Message,
+    SlotShare,
     Subjects,
     WorkerDraining,
     WorkerFailed,
@@ -45,7 +46,7 @@ class WorkerLifecycle:
         self._beat = beat
         self._lane = lane
 
-    async def publish_started(self, *, slots: int) -> None:
+    async def publish_started(self, *, slots: int, share: SlotShare | None = None) -> None:
         await self._publish_entry(
             WorkerStarted(
                 role=self._role,
@@ -54,6 +55,7 @@ class WorkerLifecycle:
                 lane=self._lane.name if self._lane else "",
                 host=socket.gethostname(),
                 pid=os.getpid(),
+                share=share,
             )
         )
         log.info("ready", slots=slots)
@@ -103,10 +105,12 @@ class WorkerLifecycle:
 
 
 @asynccontextmanager
-async def run_lifecycle(lifecycle: WorkerLifecycle, bus: LogBus, lane: Lane | None, *, slots: int) -> AsyncIterator[None]:
+async def run_lifecycle(
+    lifecycle: WorkerLifecycle, bus: LogBus, lane: Lane | None, *, slots: int, share: SlotShare | None = None
+) -> AsyncIterator[None]:
     """Publish the start, send heartbeats until the body ends, publish the stop or the failure, release the lane."""
     try:
-        await lifecycle.publish_started(slots=slots)
+        await lifecycle.publish_started(slots=slots, share=share)
         async with anyio.create_task_group() as group:
             group.start_soon(lifecycle.run)
             yield

@@ -11,8 +11,20 @@ from fleetbus_schemas.message import Message
 WorkerRole = Literal["environment", "inference", "learner", "recorder", "gateway", "monitor"]
 
 
+class SlotShare(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A run's part of an inference worker that serves several: of ``slots`` in all, its ``weight`` of the sum ``weights`` of
+    the runs that are served at the moment, and no more than ``quota`` (0: all). The other runs use ``used_by_others``
+    together; they are not named, for they may be somebody else's."""
+
+    slots: int = 0
+    weight: float = 1.0
+    weights: float = 1.0
+    quota: int = 0
+    used_by_others: int = 0
+
+
 class WorkerStarted(Message, frozen=True, kw_only=True):
-    """Every worker → log, when it is ready to work."""
+    """Every worker → log, when it is ready to work. ``share`` is that of a run in a worker that serves several."""
 
     role: WorkerRole
     worker: str
@@ -21,6 +33,7 @@ class WorkerStarted(Message, frozen=True, kw_only=True):
     host: str = ""
     pid: int = 0
     version: str = ""
+    share: SlotShare | None = None
 
 
 class WorkerDraining(Message, frozen=True, kw_only=True):
@@ -72,7 +85,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     An environment worker hosts ``sessions`` of at most ``session_slots`` step-wise sessions. ``problem`` is what keeps the
     worker from its work at the moment, in one line; empty while it works. ``paused``: a learner that was asked to request no
     new groups. ``engine`` is what an inference worker's engine says of itself. ``pools`` are those that an environment worker
-    takes episodes of.
+    takes episodes of. ``share`` is that of a run in an inference worker that serves several; ``slots`` are then those that the
+    run would get at the moment.
     """
 
     role: WorkerRole
@@ -89,6 +103,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     paused: bool = False
     engine: EngineLoad | None = None
     pools: tuple[str, ...] = ()
+    share: SlotShare | None = None
 
 
 class LaneLease(Message, frozen=True, kw_only=True):
