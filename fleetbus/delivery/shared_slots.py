@@ -163,18 +163,30 @@ class SharedSlots:
         self._runs: dict[str, RunSlots] = {}
         self._by_run = by_run
         self._most_asked = max(slots // ASKED_PART, 1)
+        self._joined: set[str] = set()
 
     @contextmanager
     def join(self, run: str, bus: WorkBus, work: Callable[[Delivery], Awaitable[None]]) -> Iterator[RunSlots]:
         """The slots of a run for the length of the block; afterwards they are the others'."""
         slots = self._runs[run] = RunSlots(self, run, bus, work)
         self._shares.add(run, self._by_run[run])
+        self._joined.add(run)
         try:
             yield slots
         finally:
             del self._runs[run]
             self._shares.remove(run)
             self.fill()
+
+    def is_served(self, run: str) -> bool:
+        """True while the run has part in the slots."""
+        return run in self._runs
+
+    def take_joined(self, run: str) -> bool:
+        """True if the run has joined since this was last asked."""
+        joined = run in self._joined
+        self._joined.discard(run)
+        return joined
 
     def has_room(self, run: str) -> bool:
         """True if one more delivery of the run has a slot. Those that were asked for have; on credits of an idle time more may
