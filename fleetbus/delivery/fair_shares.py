@@ -1,4 +1,4 @@
-"""Whose turn the next slot is: the slots of a worker that serves several runs, divided by weight (docs/decisions/0223-*.md).
+"""Whose turn the next slot is: the slots of a worker that serves several runs, divided by weight (decision 0223).
 
 Pure: no clock, no I/O. Above it is `fleetbus.delivery.shared_slots`, which says what each run holds and if it wants more. While
 all runs want more, each holds its weighted share of the slots within one slot; what one does not want is divided among the

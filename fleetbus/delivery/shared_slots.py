@@ -198,10 +198,8 @@ class SharedSlots:
         """Ask for as much as there are free slots, for whoever's turn it is."""
         for run, slots in self._runs.items():
             self._shares.update(run, held=slots.held, wants_more=slots.wants_more)
-        while (
-            run := self._shares.choose(run for run, slots in self._runs.items() if slots.can_ask(self._most_asked))
-        ) is not None:
-            self._runs[run].ask(self._most_asked)
+        while chosen := self._shares.choose(run for run, slots in self._runs.items() if slots.can_ask(self._most_asked)):
+            self._runs[chosen].ask(self._most_asked)
 
     def describe(self, run: str) -> SlotShare:
         """What heartbeats say of a run's share; of the others only what they use together, for they may be somebody else's."""
