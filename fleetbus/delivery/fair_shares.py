@@ -1,8 +1,9 @@
-"""Whose turn the next slot is: the slots of a worker that serves several runs, divided by weight (decision 0223).
+"""Whose turn the next slot is: the slots of a worker that serves several runs, divided by weight.
 
 Pure: no clock, no I/O. Above it is `fleetbus.delivery.shared_slots`, which says what each run holds and if it wants more. While
 all runs want more, each holds its weighted share of the slots within one slot; what one does not want is divided among the
-others; a run whose share is less than a slot gets its turns by weight all the same, so that none starves.
+others; a run whose share is less than a slot gets its turns by weight all the same, so that none starves
+(docs/decisions/0223-an-inference-worker-for-several-runs.md).
 """
 
 from __future__ import annotations

@@ -32,10 +32,10 @@ class Bench:
         able = [run for run in self.shares if run in self.busy and self.held[run] < (self.shares[run].quota or self.slots)]
         for run in self.shares:
             self.fair.update(run, held=self.held[run], wants_more=run in self.busy)
-        while run := self.fair.choose(able):
-            self.held[run] += 1
-            self.turns[run] += 1
-            assert self.held[run] <= (self.shares[run].quota or self.slots), "a quota is exceeded"
+        while chosen := self.fair.choose(able):
+            self.held[chosen] += 1
+            self.turns[chosen] += 1
+            assert self.held[chosen] <= (self.shares[chosen].quota or self.slots), "a quota is exceeded"
         assert self.held.total() <= self.slots
 
     def end_turn(self, chance: random.Random) -> None:

@@ -14,6 +14,7 @@ from fleetbus_schemas import (
     EngineLoad,
     Heartbeat,
     Message,
+    SlotShare,
     WorkerDraining,
     WorkerFailed,
     WorkerRole,
@@ -42,6 +43,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     note: str
     engine: EngineLoad | None = None
     pools: tuple[str, ...] = ()
+    share: SlotShare | None = None
 
 
 class _WorkerRecord(msgspec.Struct, kw_only=True):
@@ -141,6 +143,7 @@ def _build_row(name: str, seen: _WorkerRecord, now: float) -> WorkerRow:
         note=seen.note or (beat.problem if beat and not seen.ended else ""),
         engine=beat.engine if beat and not seen.ended else None,
         pools=beat.pools if beat else (),
+        share=beat.share if beat else None,
     )
 
 
