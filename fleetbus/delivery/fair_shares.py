@@ -1,4 +1,4 @@
-"""Whose turn the next slot is: the slots of a worker that serves several runs, divided by weight.
+"""The next slot goes to whoever is due: the slots of a worker that serves several runs, divided by weight.
 
 Pure: no clock, no I/O. Above it is `fleetbus.delivery.shared_slots`, which says what each run holds and if it wants more. While
 all runs want more, each holds its weighted share of the slots within one slot; what one does not want is divided among the
@@ -25,7 +25,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claim(msgspec.Struct, kw_only=True):
-    """What one run holds of the slots, asked deliveries included, and whether it wants more. ``turns`` are those that it was
+    """One run's hold on the slots, asked deliveries included, and whether it wants more. ``turns`` are those that it was
     given, divided by its weight: where shares are no whole slots, the run with the fewest is next."""
 
     share: Share
@@ -46,7 +46,7 @@ class FairShares:
         self._claims[run] = Claim(share=share, turns=self._find_fewest_turns())
 
     def remove(self, run: str) -> None:
-        """What it still holds is free at once."""
+        """All that it still holds is free at once."""
         self._claims.pop(run, None)
 
     def update(self, run: str, *, held: int, wants_more: bool) -> None:
