@@ -202,7 +202,7 @@ class SharedSlots:
             self._runs[chosen].ask(self._most_asked)
 
     def describe(self, run: str) -> SlotShare:
-        """The words of heartbeats on a run's share; of the others only what they use together, for they may be somebody else's."""
+        """A run's share as heartbeats tell it; of the others only what they use together, for they may be somebody else's."""
         share = self._by_run[run]
         others = sum(slots.in_flight for name, slots in self._runs.items() if name != run)
         return SlotShare(
