@@ -21,6 +21,7 @@ from fleetbus.package_version import read_fleetbus_version
 from fleetbus_schemas import (
     Heartbeat,
     Message,
+    SlotShare,
     Subjects,
     WorkerDraining,
     WorkerFailed,
@@ -48,7 +49,7 @@ class WorkerLifecycle:
         self._lane = lane
         self._version = read_fleetbus_version()
 
-    async def publish_started(self, *, slots: int) -> None:
+    async def publish_started(self, *, slots: int, share: SlotShare | None = None) -> None:
         await self._publish_entry(
             WorkerStarted(
                 role=self._role,
@@ -59,6 +60,7 @@ class WorkerLifecycle:
                 pid=os.getpid(),
                 version=self._version,
                 protocol=PROTOCOL,
+                share=share,
             )
         )
         log.info("ready", slots=slots)
@@ -109,10 +111,12 @@ class WorkerLifecycle:
 
 
 @asynccontextmanager
-async def run_lifecycle(lifecycle: WorkerLifecycle, bus: LogBus, lane: Lane | None, *, slots: int) -> AsyncIterator[None]:
+async def run_lifecycle(
+    lifecycle: WorkerLifecycle, bus: LogBus, lane: Lane | None, *, slots: int, share: SlotShare | None = None
+) -> AsyncIterator[None]:
     """Publish the start, send heartbeats until the body ends, publish the stop or the failure, release the lane."""
     try:
-        await lifecycle.publish_started(slots=slots)
+        await lifecycle.publish_started(slots=slots, share=share)
         async with anyio.create_task_group() as group:
             group.start_soon(lifecycle.run)
             yield

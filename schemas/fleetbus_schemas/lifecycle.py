@@ -11,9 +11,22 @@ from fleetbus_schemas.message import Message
 WorkerRole = Literal["environment", "inference", "learner", "recorder", "gateway", "monitor"]
 
 
+class SlotShare(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A run's part of an inference worker that serves several: of ``slots`` in all, its ``weight`` of the sum ``weights`` of
+    the runs that are served at the moment, and no more than ``quota`` (0: all). The other runs use ``used_by_others``
+    together; they are not named, for they may be somebody else's."""
+
+    slots: int = 0
+    weight: float = 1.0
+    weights: float = 1.0
+    quota: int = 0
+    used_by_others: int = 0
+
+
 class WorkerStarted(Message, frozen=True, kw_only=True):
     """Every worker → log, when it is ready to work. ``version`` is that of its package, empty where that is not installed;
-    ``protocol`` is `fleetbus_schemas.protocol.PROTOCOL` of its program, 0 of those that told none."""
+    ``protocol`` is `fleetbus_schemas.protocol.PROTOCOL` of its program, 0 of those that told none. ``share`` is that of a
+    run in a worker that serves several."""
 
     role: WorkerRole
     worker: str
@@ -23,6 +36,7 @@ class WorkerStarted(Message, frozen=True, kw_only=True):
     pid: int = 0
     version: str = ""
     protocol: int = 0
+    share: SlotShare | None = None
 
 
 class WorkerDraining(Message, frozen=True, kw_only=True):
@@ -74,7 +88,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     An environment worker hosts ``sessions`` of at most ``session_slots`` step-wise sessions. ``problem`` is what keeps the
     worker from its work at the moment, in one line; empty while it works. ``paused``: a learner that was asked to request no
     new groups. ``engine`` is what an inference worker's engine says of itself. ``pools`` are those that an environment worker
-    takes episodes of. ``version`` and ``protocol`` are as in `WorkerStarted`.
+    takes episodes of. ``version`` and ``protocol`` are as in `WorkerStarted`. ``share`` is that of a run in an inference worker
+    that serves several; ``slots`` are then those that the run would get at the moment.
     """
 
     role: WorkerRole
@@ -93,6 +108,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     pools: tuple[str, ...] = ()
     version: str = ""
     protocol: int = 0
+    share: SlotShare | None = None
 
 
 class LaneLease(Message, frozen=True, kw_only=True):

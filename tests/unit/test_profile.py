@@ -133,11 +133,11 @@ def test_every_way_of_starting_prints_the_settings_that_up_prints(
 def test_an_inference_worker_by_hand_fills_the_gpus_that_it_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEETBUS_RUN_MODEL", str(folder))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    alone = roles._load_fitted("inference", {}).inference
+    alone = roles.load_fitted("inference", {}).inference
     assert (alone.vllm, alone.max_num_seqs, alone.slots) == ("", 88, 176)
     (folder / "config.json").write_text(json.dumps(MODELS["Qwen/Qwen3-32B"]))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert roles._load_fitted("inference", {}).inference.vllm == '{"tensor_parallel_size":2}'
+    assert roles.load_fitted("inference", {}).inference.vllm == '{"tensor_parallel_size":2}'
 
 
 def test_what_was_given_stays_and_a_laptop_keeps_its_defaults(folder: Path) -> None:
@@ -163,4 +163,4 @@ def test_roles_under_up_take_its_file_and_ask_no_driver(folder: Path, monkeypatc
         raise AssertionError(f"asked with {len(os.environ)} variables")
 
     monkeypatch.setattr("fleetbus_workers.up.placement.find_gpus", find_gpus)
-    assert roles._load_fitted("learner", {"supervised": True}).run.profile == "laptop"
+    assert roles.load_fitted("learner", {"supervised": True}).run.profile == "laptop"

@@ -7,6 +7,7 @@ import anyio
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration
 from fleetbus.delivery.control import run_until_drained
+from fleetbus.delivery.shared_slots import SharedSlots
 from fleetbus_workers.assembly.engines import build_image_source, find_scratch_folder, launch_engine
 from fleetbus_workers.assembly.vision import check_vision, load_local_tasks
 from fleetbus_workers.inference.base import Sampler
@@ -16,8 +17,10 @@ from fleetbus_workers.weights.fetch import WeightsFetcher
 from fleetbus_workers.weights.store import get_object_store
 
 
-async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
-    """Answer observations with sampled actions until drained."""
+async def work(
+    bus: Bus, configuration: Configuration, name: str, drain: anyio.Event, *, shared: SharedSlots | None = None
+) -> None:
+    """Answer observations with sampled actions until drained. ``shared`` has the slots of all runs that the process serves."""
     check_vision(configuration, load_local_tasks(configuration), role="inference")
     folder = find_scratch_folder(configuration, name)
     fetcher = WeightsFetcher(folder / "fetched", get_object_store(bus, configuration.run.name))
@@ -42,6 +45,7 @@ async def work(bus: Bus, configuration: Configuration, name: str, drain: anyio.E
                 template=template,
                 fetch=fetcher.fetch_local,
                 images=build_image_source(template, bus, configuration.run.name),
+                shared=shared,
             )
     finally:
         fetcher.close()

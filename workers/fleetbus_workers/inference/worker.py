@@ -1,12 +1,14 @@
 """The inference worker: pulls observations into free slots, answers each with an Action, follows the published policy.
 
 Half of its slots serve its own lane (episodes that stick to it), half the lane that all workers share, so that neither can
-starve the other and never more than ``slots`` observations are held. Compute happens in the engine, never on the event loop.
+starve the other and never more than ``slots`` observations are held. Beside workers of other runs in the same process it has a
+fair share of slots instead. Compute happens in the engine, never on the event loop.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import anyio
 import structlog
@@ -19,12 +21,13 @@ from fleetbus.config.settings import Configuration
 from fleetbus.delivery.control import Control, run_until_drained
 from fleetbus.delivery.lanes import Lane, claim_lane
 from fleetbus.delivery.leases import Leases
+from fleetbus.delivery.shared_slots import RunSlots, SharedSlots
 from fleetbus.delivery.slots import Slots
 from fleetbus.delivery.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus.errors import RequestUnanswered
 from fleetbus.log.episodes import RETRY_SECONDS, decode_entries
 from fleetbus.log.newest_version import find_newest_version
-from fleetbus_schemas import ANY_LANE, Heartbeat, LineageStarted, PolicyPublished, Subjects
+from fleetbus_schemas import ANY_LANE, Heartbeat, LineageStarted, PolicyPublished, SlotShare, Subjects
 from fleetbus_workers.inference.base import ImageSource, Sampler, Template, WeightsRejected
 from fleetbus_workers.inference.engine_meter import EngineMeter
 from fleetbus_workers.inference.observation_handler import PROBLEM_CHARS, ObservationHandler
@@ -53,6 +56,7 @@ class InferenceWorker:
         template: Template,
         fetch: Fetch | None = None,
         images: ImageSource | None = None,
+        shared: SharedSlots | None = None,
     ) -> None:
         self._bus = bus
         self._fetch = fetch
@@ -80,13 +84,24 @@ class InferenceWorker:
             counters=self._counters,
             images=images,
         )
-        self._slots = Slots(bus, self._handler.handle_delivery)
+        self._shared = shared
+        self._run = configuration.run.name
+        self._slots: Slots | RunSlots = Slots(bus, self._handler.handle_delivery)
         self._ready = anyio.Event()
         self._weights_problem = ""
         self._engine_meter = EngineMeter(sampler, anyio.current_time())
 
     async def run(self) -> None:
         """Work until drained; cancelled, it drops everything, and others answer when the leases run out."""
+        with self._open_slots() as self._slots:
+            await self._serve()
+
+    def _open_slots(self) -> AbstractContextManager[Slots | RunSlots]:
+        if self._shared is None:
+            return nullcontext(self._slots)
+        return self._shared.join(self._run, self._bus, self._handler.handle_delivery)
+
+    async def _serve(self) -> None:
         bus, subjects = self._bus, self._subjects
         lifecycle = WorkerLifecycle(
             bus, subjects, role="inference", worker=self._name, beat=self._build_heartbeat, lane=self._lane
@@ -96,7 +111,7 @@ class InferenceWorker:
         )
         async with (
             self._sampler.run(),
-            run_lifecycle(lifecycle, bus, self._lane, slots=self._slot_count),
+            run_lifecycle(lifecycle, bus, self._lane, slots=self._count_slots(), share=self._describe_share()),
             anyio.create_task_group() as group,
         ):
             group.start_soon(self._leases.run)
@@ -169,7 +184,7 @@ class InferenceWorker:
         return Heartbeat(
             role="inference",
             worker=self._name,
-            slots=self._slot_count,
+            slots=self._count_slots(),
             in_flight=self._slots.in_flight,
             policy_version=self._sampler.version,
             lane=self._lane.name,
@@ -177,7 +192,14 @@ class InferenceWorker:
             counters=dict(self._counters) | {f"engine_{name}": float(value) for name, value in counted.items()},
             problem=self._weights_problem or self._handler.problem,
             engine=self._engine_meter.measure(anyio.current_time()),
+            share=self._describe_share(),
         )
+
+    def _count_slots(self) -> int:
+        return self._slot_count if self._shared is None else self._shared.count_slots(self._run)
+
+    def _describe_share(self) -> SlotShare | None:
+        return None if self._shared is None else self._shared.describe(self._run)
 
 
 async def run_inference(
@@ -191,9 +213,11 @@ async def run_inference(
     runtime: Runtime | None = None,
     fetch: Fetch | None = None,
     images: ImageSource | None = None,
+    shared: SharedSlots | None = None,
 ) -> None:
     """An inference worker from claiming a lane to its last entry. ``fetch`` makes a published version a local file first;
-    ``images`` shows what observations refer to, to a model that sees."""
+    ``images`` shows what observations refer to, to a model that sees; ``shared`` has the slots of a process that serves more
+    runs than this one."""
     subjects = Subjects(configuration.run.name)
     nonce = (runtime or Runtime()).nonce()
     lanes = inference_lanes(configuration.nats.lanes)
@@ -208,5 +232,6 @@ async def run_inference(
         template=template,
         fetch=fetch,
         images=images,
+        shared=shared,
     )
     await worker.run()

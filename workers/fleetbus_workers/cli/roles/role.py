@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import anyio
@@ -48,25 +48,40 @@ def run_role(
 ) -> int:
     """Run a role until it is finished, drained or interrupted; the command's exit code. ``check`` is called before anything is
     imported or connected. Raises `UserError`."""
+    configuration = load_fitted(role, values)
+    check(configuration)
+    url = resolve_server_url(configuration)
+
+    async def serve(name: str, drain: anyio.Event) -> None:
+        await serve_role(role, import_work(load_work), configuration, name, url, drain)
+
+    return run_process(role, values, configuration, serve, load_work)
+
+
+def run_process(
+    role: str,
+    values: dict[str, Any],
+    configuration: Configuration,
+    serve: Callable[[str, anyio.Event], Awaitable[None]],
+    load_work: Callable[[], Work],
+) -> int:
+    """A process of a role around ``serve``, which gets the worker's name and the event that drains it."""
     import structlog
 
     from fleetbus.logs.setup import configure_logs
 
-    configuration = _load_fitted(role, values)
-    check(configuration)
     name = values.get("name") or generate_worker_name(role)
     validate_name("--name", name)
-    url = resolve_server_url(configuration)
     if values.get("supervised"):
         exit_with_parent()
     configure_logs(configuration.log, run=configuration.run.name, role=role, worker=name)
     if role in TABLES and os.environ.get("RANK", "0") == "0":  # of several processes that share a model the first one speaks
         structlog.get_logger().info(describe_profile(configuration, role))
     os.environ.setdefault("TQDM_DISABLE", "1")  # a bar for weights that are read in a second is noise in a log
-    work = import_work(load_work)
+    import_work(load_work)
     tune_collector()
     try:
-        status = run_async(_serve, role, work, configuration, name, url)
+        status = run_async(_serve, serve, name)
         if (role == "inference" and values.get("supervised")) or find_running_calls():
             _exit_at_once(status)
         return status
@@ -88,7 +103,7 @@ def run_role(
         return CRASHED
 
 
-def _load_fitted(role: str, values: dict[str, Any]) -> Configuration:
+def load_fitted(role: str, values: dict[str, Any]) -> Configuration:
     """The settings of a role as `up` would give them to it; under `up` all are given."""
     loaded = load_settings(values)
     if role not in TABLES:
@@ -134,7 +149,7 @@ def tune_collector() -> None:
     gc.set_threshold(*COLLECTOR_THRESHOLDS)
 
 
-async def _serve(role: str, work: Work, configuration: Configuration, name: str, url: str) -> int:
+async def _serve(serve: Callable[[str, anyio.Event], Awaitable[None]], name: str) -> int:
     drain = anyio.Event()
     exit_code = FINISHED
     async with anyio.create_task_group() as tasks:
@@ -150,6 +165,6 @@ async def _serve(role: str, work: Work, configuration: Configuration, name: str,
                     drain.set()
 
         tasks.start_soon(stop_on_signals)
-        await serve_role(role, work, configuration, name, url, drain)
+        await serve(name, drain)
         tasks.cancel_scope.cancel()
     return exit_code

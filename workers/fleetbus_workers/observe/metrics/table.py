@@ -196,6 +196,10 @@ FLEET = (
         read=read_workers(lambda row: row.slots),
     ),
     Metric(
+        name="fleetbus_worker_shared_slots", help="All slots of a worker that serves several runs", labels=("worker", "role"),
+        read=read_workers(lambda row: row.share.slots if row.share is not None else None),
+    ),
+    Metric(
         name="fleetbus_worker_in_flight", help="Slots in use", labels=("worker", "role"),
         read=read_workers(lambda row: row.in_flight),
     ),

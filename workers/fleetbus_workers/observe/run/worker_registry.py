@@ -14,6 +14,7 @@ from fleetbus_schemas import (
     EngineLoad,
     Heartbeat,
     Message,
+    SlotShare,
     WorkerDraining,
     WorkerFailed,
     WorkerRole,
@@ -44,6 +45,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     pools: tuple[str, ...] = ()
     version: str = ""
     protocol: int = 0
+    share: SlotShare | None = None
 
 
 class _WorkerRecord(msgspec.Struct, kw_only=True):
@@ -145,6 +147,7 @@ def _build_row(name: str, seen: _WorkerRecord, now: float) -> WorkerRow:
         pools=beat.pools if beat else (),
         version=beat.version if beat else "",
         protocol=beat.protocol if beat else 0,
+        share=beat.share if beat else None,
     )
 
 

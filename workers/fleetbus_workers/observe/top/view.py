@@ -263,6 +263,8 @@ def _build_table(workers: Sequence[WorkerRow]) -> Table:
     for row in workers:
         style = _STYLES.get(row.state, "")
         held = in_flight(row.role, row.in_flight, row.slots)
+        if row.share is not None:  # the worker serves other runs too
+            held += f", others {row.share.used_by_others}, of {row.share.slots}"
         version = str(row.policy_version) if row.policy_version >= 0 else ""
         table.add_row(
             row.worker, row.role, Text(row.state, style=style), held, version, f"{row.seconds:.0f} s ago", style=style
