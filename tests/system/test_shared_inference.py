@@ -7,6 +7,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import Bus
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, NatsSettings, RunSettings
@@ -60,7 +61,9 @@ async def train(servers: RunningServers, run: str, folder: Path) -> list[StepTra
             curriculum=Curriculum(tasks, tasks, seed=1),
         )
         drain.set()
-    async with servers.connect(run, "monitor-0") as bus:
+    async with servers.connect(run, "admin-0") as bus:
+        report = await audit_run(bus, Subjects(run))
+        assert report.balanced, report.findings
         return [step for _, step in decode_entries(StepTrained, await bus.history([Subjects(run).train("default")]))]
 
 
