@@ -108,7 +108,7 @@ def run_planted(test: str, plant: Plant) -> tuple[int, str]:
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n0", "-x", "-m", "slow or not slow", "--timeout", "200", "-p", PLUGIN, test],
         cwd=ROOT,
-        env=os.environ | {VARIABLE: f"{module}:{plant.__name__}"},
+        env=os.environ | {VARIABLE: f"{module}:{plant.__name__}", "FLEETBUS_TEST_SERVER": "keyed"},
         capture_output=True,
         text=True,
         timeout=LIMIT_SECONDS,
