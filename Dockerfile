@@ -75,7 +75,8 @@ COPY deploy/locks/learner.txt /locks/
 RUN pip install --require-hashes --no-deps -r /locks/learner.txt
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY constraints.txt /locks/
-RUN pip install -c /locks/constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} torch
+RUN pip install -c /locks/constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} torch \
+    && python -c "import torch; assert torch.version.cuda is None, 'pip took a torch with CUDA, gigabytes of it: is TORCH_INDEX reachable?'"
 COPY --from=source /wheel /wheel
 RUN pip install --no-deps /wheel/*
 USER fleetbus

@@ -127,6 +127,15 @@ def test_each_service_with_a_gpu_names_it(compose: dict[str, Any]) -> None:
         assert device["device_ids"] and "count" not in device
 
 
+def test_an_image_without_gpus_is_not_built_with_a_torch_for_them() -> None:
+    """An index that cannot be reached would be passed over, and another one's torch taken."""
+    text = (ROOT / "Dockerfile").read_text()
+    stages = re.split(r"^FROM ", text, flags=re.MULTILINE)
+    (stage,) = [each for each in stages if "TORCH_INDEX:+" in each]
+    assert "torch.version.cuda is None" in stage.partition("TORCH_INDEX:+")[2]
+    assert text.count("torch.version.cuda") == 1
+
+
 def test_images_for_gpus_have_a_compiler_and_a_torch_with_cuda() -> None:
     stages = (ROOT / "Dockerfile").read_text().split("\nFROM ")
     by_name = {stage.split(" AS ")[1].split("\n")[0]: stage for stage in stages if " AS " in stage}
