@@ -1,8 +1,9 @@
 """The slots of one process that serves several runs: each run pulls what `FairShares` grants it at the moment.
 
 A run that has nothing to do keeps a credit or a few with the server, by which it is noticed when it wakes, and no slot. What
-comes on such a credit while all slots are in use goes back at once, for another worker or for the next slot that is free here,
-so nothing is held that is not worked on. Above it are the inference workers, one per run; below it each run's own bus.
+comes on such a credit while all slots are in use waits for the next one that is free, its lease extended: handed back it would
+come again at once, here or at the next such worker, and so many deliveries of one message look like workers that it killed.
+Above it are the inference workers, one per run; below it each run's own bus.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from fleetbus.bus.base import Delivery, Subscription, WorkBus
+from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS
 from fleetbus.concurrency.compact_tasks import CompactTasks
 from fleetbus.concurrency.loop_clock import get_clock
 from fleetbus.concurrency.notifier import Notifier
@@ -31,6 +33,9 @@ ASKED_PART = 16
 """Of the slots a consumer is asked for one in so many at a time, and for one at least: a run of little to do keeps no more of
 them waiting."""
 
+EXTEND_SECONDS = OBSERVATION_LEASE_SECONDS / 3
+"""Between extensions of the lease of what waits for a slot."""
+
 log = structlog.get_logger()
 
 Working = TaskGroup | TaskPool | CompactTasks
@@ -42,13 +47,14 @@ class _Source:
     def __init__(self, subscription: Subscription) -> None:
         self.subscription = subscription
         self.in_flight = 0
-        self.is_idle = False
+        self.is_idle = self.is_waiting = False
+        """It has nothing; it has a delivery for which there is no slot."""
         self.asking = anyio.CancelScope()
         """Its deadline is when the consumer counts as idle."""
 
     @property
     def held(self) -> int:
-        return self.in_flight + (0 if self.is_idle else self.subscription.credits)
+        return self.in_flight + self.is_waiting + (0 if self.is_idle else self.subscription.credits)
 
 
 class RunSlots:
@@ -116,13 +122,29 @@ class RunSlots:
             self._shared.fill()
             while True:
                 delivery = await self._receive(source)
-                if self._shared.has_room(self._run):
-                    self.in_flight += 1
-                    source.in_flight += 1
-                    working.start_soon(self._run_delivery, delivery, source)
-                else:
-                    await delivery.nak()
+                if not self._shared.has_room(self._run):
+                    await self._wait_for_room(source, delivery)
+                self.in_flight += 1
+                source.in_flight += 1
+                working.start_soon(self._run_delivery, delivery, source)
                 self._shared.fill()
+
+    async def _wait_for_room(self, source: _Source, delivery: Delivery) -> None:
+        """Keep a delivery until it has a slot; handed back if this is cancelled before."""
+        source.is_waiting = True
+        self._shared.fill()
+        try:
+            while not self._shared.has_room(self._run):
+                with anyio.move_on_after(EXTEND_SECONDS) as pause:
+                    await self._shared.wait_for_change()
+                if pause.cancelled_caught:
+                    await delivery.extend()
+        except anyio.get_cancelled_exc_class():
+            with anyio.CancelScope(shield=True):
+                await delivery.nak()
+            raise
+        finally:
+            source.is_waiting = False
 
     async def _receive(self, source: _Source) -> Delivery:
         """The next delivery. Asked in vain for a while, the consumer is idle until it comes."""
@@ -164,6 +186,7 @@ class SharedSlots:
         self._by_run = by_run
         self._most_asked = max(slots // ASKED_PART, 1)
         self._joined: set[str] = set()
+        self._changed = Notifier()
 
     @contextmanager
     def join(self, run: str, bus: WorkBus, work: Callable[[Delivery], Awaitable[None]]) -> Iterator[RunSlots]:
@@ -195,11 +218,16 @@ class SharedSlots:
         return sum(each.in_flight for each in self._runs.values()) < self._shares.slots and self._runs[run].in_flight < quota
 
     def fill(self) -> None:
-        """Ask for as much as there are free slots, for whoever's turn it is."""
+        """Ask for as much as there are free slots, for whoever's turn it is, once those that wait for one have it."""
+        self._changed.notify()
         for run, slots in self._runs.items():
             self._shares.update(run, held=slots.held, wants_more=slots.wants_more)
         while chosen := self._shares.choose(run for run, slots in self._runs.items() if slots.can_ask(self._most_asked)):
             self._runs[chosen].ask(self._most_asked)
+
+    async def wait_for_change(self) -> None:
+        """Until a slot may have become free."""
+        await self._changed.wait()
 
     def describe(self, run: str) -> SlotShare:
         """A run's share as heartbeats tell it; of the others only what they use together, for they may be somebody else's."""

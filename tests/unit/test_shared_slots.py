@@ -9,10 +9,10 @@ from anyio.abc import TaskGroup
 
 from fleetbus.bus.base import Bus, Delivery
 from fleetbus.bus.memory import MemoryServer
-from fleetbus.bus.streams import plan_run, tasks_consumer
+from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS, observations_consumer, plan_run, tasks_consumer
 from fleetbus.delivery.fair_shares import Share
 from fleetbus.delivery.shared_slots import SharedSlots
-from fleetbus_schemas import Subjects
+from fleetbus_schemas import ANY_LANE, Subjects
 from tests.support.virtual_time import virtual_time
 
 anyio_backend = virtual_time
@@ -52,3 +52,37 @@ async def test_saturated_runs_have_turns_by_weight_and_an_idle_one_leaves_all_to
     counted = turns - before
     assert 2.5 <= counted["a"] / counted["b"] <= 3.5, counted
     assert counted.total() >= 18 * SLOTS
+
+
+async def test_what_comes_while_all_slots_are_in_use_has_the_next_one_and_is_delivered_once() -> None:
+    """Longer than its lease: it is extended meanwhile. Handed back, it would seem to end every worker that it comes to."""
+    shared, delivered, long = (
+        SharedSlots(1, {"a": Share(), "b": Share()}),
+        list[tuple[str, int]](),
+        5 * OBSERVATION_LEASE_SECONDS,
+    )
+
+    async def serve_slowly(run: str, bus: Bus) -> None:
+        async def work(delivery: Delivery) -> None:
+            delivered.append((run, delivery.delivered))
+            with anyio.move_on_after(long):
+                while True:
+                    await anyio.sleep(1)
+                    await delivery.extend()
+            await delivery.ack()
+
+        with shared.join(run, bus, work) as slots:
+            await slots.run({observations_consumer("default", ANY_LANE): 1}, anyio.Event(), group)
+
+    async with MemoryServer().connect("a") as first, MemoryServer().connect("b") as second, anyio.create_task_group() as group:
+        for run, bus in (("a", first), ("b", second)):
+            await bus.declare(plan_run(run, lanes=1))
+            group.start_soon(serve_slowly, run, bus)
+        await anyio.sleep(1)
+        for number in range(3):
+            await first.publish(Subjects("a").observation("default", ANY_LANE, f"e{number}"), b"")
+        await anyio.sleep(1)
+        await second.publish(Subjects("b").observation("default", ANY_LANE, "e"), b"")
+        await anyio.sleep(long + 1)
+        assert delivered == [("a", 1), ("b", 1)]
+        group.cancel_scope.cancel()
