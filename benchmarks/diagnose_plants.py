@@ -41,9 +41,10 @@ from fleetbus.config.settings import (
     NatsSettings,
     RunSettings,
 )
+from fleetbus.log.stored_entries import read_stored
 from fleetbus.recording.format import RecordingHeader
 from fleetbus.recording.writer import create_recording
-from fleetbus_schemas import Subjects
+from fleetbus_schemas import StepTrained, Subjects
 from fleetbus_workers.assembly.environments import open_environments
 from fleetbus_workers.assembly.model import find_model_folder
 from fleetbus_workers.assembly.trainers import build_trainer_settings
@@ -119,10 +120,15 @@ async def run_workers(server: MemoryServer, plant: Plant, configuration: Configu
         drain.set()
 
 
+AHEAD = 3
+"""Steps that are trained beyond those that are read: a run is diagnosed while it goes on, and the last steps of one that ends
+have what was left over."""
+
+
 async def train(plant: Plant, file: Path, steps: int) -> None:
-    """One run, recorded in ``file``."""
+    """One run, recorded in ``file`` up to its step ``steps``."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, anyio.fail_after(LIMIT_SECONDS):
-        configuration, server = configure(plant, folder, steps), MemoryServer()
+        configuration, server = configure(plant, folder, steps + AHEAD), MemoryServer()
         for name in ("weights", "checkpoints"):
             (Path(folder) / RUN / name).mkdir(parents=True)
         settings = build_trainer_settings(configuration)
@@ -134,7 +140,11 @@ async def train(plant: Plant, file: Path, steps: int) -> None:
                     own, configuration=configuration, name="learner-0", drain=anyio.Event(), trainer=trainer,
                     curriculum=Curriculum(plant.make_tasks(), [], seed=plant.seed),
                 )  # fmt: skip
-            entries = [entry async for entry in bus.scan([Subjects(RUN).log])]
+            entries = []
+            async for entry in bus.scan([Subjects(RUN).log]):
+                entries.append(entry)
+                if isinstance(step := read_stored(entry), StepTrained) and step.step == steps:
+                    break
         with create_recording(file, RecordingHeader(run=RUN)) as writer:
             writer.add(entries)
             writer.finish()
