@@ -46,7 +46,7 @@ COMMANDS: dict[str, Entry] = {
     "inference": Entry("One role", "roles.inference", "An inference worker: samples the policy"),
     "learner": Entry("One role", "roles.learner", "The learner: requests episodes and trains"),
     "evaluate": Entry("Train", "train.evaluate", "Play held-out tasks with a run's policy: pass@k, per environment"),
-    "fork": Entry("Train", "train.fork", "Make a run that begins with a checkpoint of another, to train it otherwise"),
+    "fork": Entry("Train", "train.fork", "Make a run that begins with a checkpoint of another"),
     "learn": Entry("Train", "train.learn", "Fine-tune a model on the rewarded episodes of recordings"),
     "plan": Entry("Train", "train.plan", "What a model needs of each GPU, before anything starts"),
     "recorder": Entry("One role", "roles.recorder", "The recorder: archives the log and keeps it below its limit"),

@@ -22,14 +22,11 @@ from fleetbus.auth.folder import AuthFolder
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import Configuration
-from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS, follow_heartbeats
 from fleetbus.errors import BusError, UserError
 from fleetbus_schemas import Heartbeat, Subjects
 from fleetbus_schemas.protocol import NEEDED, OWN, PROTOCOL, ProtocolVersion, find_misfit
 from fleetbus_workers.command.event_loop import run_async
 from fleetbus_workers.observe.run.nats_http import read_nats_server
-from fleetbus_workers.observe.run.versions import describe_versions
-from fleetbus_workers.observe.run.worker_registry import WorkerRegistry
 from fleetbus_workers.up.checks import check_writable
 
 State = Literal["ok", "warning", "failed"]
@@ -50,8 +47,8 @@ MINIMUM_MEMORY_BYTES = 2 << 30
 MINIMUM_DISK_BYTES = 2 << 30
 SKEW_SECONDS = 1.0
 SERVER_SECONDS = 15.0
-HEARD_SECONDS = HEARTBEAT_SECONDS * 1.5
-"""For so long workers are listened to."""
+HEARD_HEARTBEATS = 1.5
+"""So many of their intervals workers are listened to."""
 
 CERTIFICATE_DAYS = 30
 """Fewer than these are a warning."""
@@ -192,13 +189,15 @@ async def check_bus(url: str, run: str, auth: str = "") -> list[Finding]:
 async def check_protocols(url: str, run: str, auth: str = "") -> list[Finding]:
     """Check whether a run that a server at ``url`` keeps, and the workers that live in it, fit each other and this program."""
     from fleetbus.bus.nats import connect
+    from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS, follow_heartbeats
+    from fleetbus_workers.observe.run.worker_registry import WorkerRegistry
 
     registry = WorkerRegistry()
     try:
         with anyio.fail_after(SERVER_SECONDS):
             async with connect(url, run=run, role="doctor", worker="doctor", **build_access("doctor", auth, run)) as bus:
                 protocol = await bus.run_protocol()
-                with anyio.move_on_after(HEARD_SECONDS):
+                with anyio.move_on_after(HEARD_HEARTBEATS * HEARTBEAT_SECONDS):
                     await follow_heartbeats(bus, Subjects(run).heartbeats, lambda beat: registry.record_heartbeat(beat, 0.0))
     except (TimeoutError, BusError, UserError, OSError) as error:
         return [Finding(name="protocol", state="warning", detail=str(error) or f"no answer within {SERVER_SECONDS:g} s")]
@@ -206,6 +205,8 @@ async def check_protocols(url: str, run: str, auth: str = "") -> list[Finding]:
 
 
 def _build_protocol_findings(run: str, protocol: ProtocolVersion, beats: list[Heartbeat]) -> Iterator[Finding]:
+    from fleetbus_workers.observe.run.versions import describe_versions
+
     detail = f"run {run} has {protocol.protocol} and needs {protocol.needed}, this program has {PROTOCOL} and needs {NEEDED}"
     misfit = find_misfit(OWN, protocol, run)
     yield Finding(name="protocol", state="warning" if misfit else "ok", detail=f"{detail}: {misfit}" if misfit else detail)

@@ -18,7 +18,6 @@ from fleetbus.errors import UserError
 from fleetbus_workers.cli.look.runs import folder_options, runs_folder
 from fleetbus_workers.cli.options import validate_name
 from fleetbus_workers.command.exit_status import FINISHED
-from fleetbus_workers.learner.checkpoints import CheckpointDamaged, list_checkpoints, open_checkpoint
 
 ORIGIN = "origin"
 """In the new run's folder a copy of the checkpoint: the other run prunes its own."""
@@ -59,6 +58,8 @@ def command(run: str, step: int | None, new: str, **values: Any) -> int:
 
 def find_checkpoint(origin: RunFolder, step: int | None) -> tuple[Path, int]:
     """The newest checkpoint of a step (None: of any) of the newest lineage that has one, and its step. Raises `UserError`."""
+    from fleetbus_workers.learner.checkpoints import list_checkpoints
+
     written = [(lineage, of_step) for lineage, of_step, is_finished in list_checkpoints(origin.checkpoints) if is_finished]
     if not written:
         raise UserError(f"{origin.checkpoints} contains no checkpoint: wait for the first (learner.checkpoint_every)")
@@ -72,6 +73,7 @@ def find_checkpoint(origin: RunFolder, step: int | None) -> tuple[Path, int]:
 
 def copy_checkpoint(checkpoint: Path, target: Path) -> None:
     """Link its files, which never change, or copy them; and read them once more. Raises `UserError` if it is not whole."""
+    from fleetbus_workers.learner.checkpoints import CheckpointDamaged, open_checkpoint
 
     def link(source: str, name: str) -> None:
         with suppress(OSError):
