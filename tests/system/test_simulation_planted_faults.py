@@ -212,6 +212,7 @@ def test_a_floor_that_is_raised_over_a_lineage_that_the_recorder_has_not_read_is
     assert violation.detail.startswith("floor_unsettled")
 
 
+@pytest.mark.timeout(300)
 def test_admission_that_does_not_count_what_admitted_episodes_will_store_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log for one step and a half, and five steps' episodes admitted at once: they fill it, and none can end."""
     scenario = Scenario(
