@@ -101,8 +101,5 @@ class FairShares:
     def sum_weights(self) -> float:
         return sum(claim.share.weight for claim in self._claims.values())
 
-    def count_held(self) -> int:
-        return sum(claim.held for claim in self._claims.values())
-
     def _find_fewest_turns(self) -> float:
         return min((claim.turns for claim in self._claims.values() if claim.wants_more), default=0.0)

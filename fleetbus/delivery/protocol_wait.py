@@ -34,7 +34,7 @@ async def wait_for_protocol(
     """True as soon as this program may work in the run, False if ``drain`` was set before. ``read_run`` gives the run's
     protocol, as often as it is asked; while the server does not answer, nothing is decided.
 
-    Raises `UserError` if the run's protocol cannot be read, and `BusClosed`.
+    Raises `BusClosed`.
     """
     said = ""
     while not drain.is_set():

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import anyio
-import structlog
 from anyio.abc import TaskGroup
 
 from fleetbus.bus.base import Delivery, Subscription, WorkBus
@@ -23,7 +22,7 @@ from fleetbus.concurrency.loop_clock import get_clock
 from fleetbus.concurrency.notifier import Notifier
 from fleetbus.concurrency.task_pool import TaskPool
 from fleetbus.delivery.fair_shares import FairShares, Share
-from fleetbus.errors import BusClosed, BusError
+from fleetbus.delivery.slots import handle
 from fleetbus_schemas import SlotShare
 
 IDLE_AFTER_SECONDS = 0.05
@@ -35,8 +34,6 @@ them waiting."""
 
 EXTEND_SECONDS = OBSERVATION_LEASE_SECONDS / 3
 """Between extensions of the lease of what waits for a slot."""
-
-log = structlog.get_logger()
 
 Working = TaskGroup | TaskPool | CompactTasks
 
@@ -160,15 +157,7 @@ class RunSlots:
     async def _run_delivery(self, delivery: Delivery, source: _Source) -> None:
         """One delivery, one slot, one task; the slot is free again when this returns."""
         try:
-            await self._work(delivery)
-        except BusClosed:
-            raise
-        except BusError as error:
-            log.warning(
-                "delivery handler failed; leaving the message to redelivery",
-                subject=delivery.message.subject,
-                reason=str(error),
-            )
+            await handle(self._work, delivery)
         finally:
             self.in_flight -= 1
             source.in_flight -= 1

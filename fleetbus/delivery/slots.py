@@ -15,6 +15,18 @@ from fleetbus.errors import BusClosed, BusError
 log = structlog.get_logger()
 
 
+async def handle(work: Callable[[Delivery], Awaitable[None]], delivery: Delivery) -> None:
+    """One delivery to its end. Raises `BusClosed`; after another failure of the bus the message comes again."""
+    try:
+        await work(delivery)
+    except BusClosed:
+        raise
+    except BusError as error:
+        log.warning(
+            "delivery handler failed; leaving the message to redelivery", subject=delivery.message.subject, reason=str(error)
+        )
+
+
 class Slots:
     """The slots of one worker. ``work`` handles one delivery to its end; what it leaves un-acked comes again. With ``demand``
     no more are pulled than it says at the moment; call `top_up` when it has risen. With ``ahead`` all consumers share the
@@ -76,15 +88,7 @@ class Slots:
     async def _run_delivery(self, delivery: Delivery, subscription: Subscription) -> None:
         """One delivery, one slot, one task; the slot is free again when this returns."""
         try:
-            await self._work(delivery)
-        except BusClosed:
-            raise
-        except BusError as error:
-            log.warning(
-                "delivery handler failed; leaving the message to redelivery",
-                subject=delivery.message.subject,
-                reason=str(error),
-            )
+            await handle(self._work, delivery)
         finally:
             self.in_flight -= 1
             self._slot_freed.notify()

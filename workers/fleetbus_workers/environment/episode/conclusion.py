@@ -1,8 +1,11 @@
 """The end of an attempt, as its runner keeps it: what becomes a result once there is a verdict. Pure data."""
 
+from typing import Any
+
 import msgspec
 
 from fleetbus_schemas import Outcome
+from fleetbus_workers.environment.base import Verdict
 from fleetbus_workers.environment.episode.stages import DEADLINE_PASSED
 
 
@@ -18,6 +21,11 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     components: dict[str, float] = {}
     transcript: str = ""
+
+
+def take_parts(verdict: Verdict) -> dict[str, Any]:
+    """The parts of a grade beside the reward, as fields of a `Conclusion`."""
+    return {"components": verdict.components, "transcript": verdict.transcript.encode("utf-8", "replace").decode()}
 
 
 def grade_timeout(conclusion: Conclusion, reward: float | None, turns: int) -> Conclusion:

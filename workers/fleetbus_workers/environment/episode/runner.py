@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager
-from typing import Any
 
 import msgspec
 import structlog
@@ -33,7 +32,7 @@ from fleetbus_schemas import (
 )
 from fleetbus_schemas.tokens import count_tokens, pack_mask
 from fleetbus_workers.environment.base import Environment, ReportsUntrained, ShowsWhole, Start, Step, Verdict
-from fleetbus_workers.environment.episode.conclusion import TIMED_OUT, Conclusion, grade_timeout
+from fleetbus_workers.environment.episode.conclusion import TIMED_OUT, Conclusion, grade_timeout, take_parts
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
 from fleetbus_workers.environment.episode.segments import FIRST, EpisodeContext, Placement, append_line, find_context_tokens
@@ -330,7 +329,7 @@ class EpisodeRunner:
                 location = locate_method(environment, "verify")
                 error = f"the verdict is {verdict.reward:g}"
                 return Conclusion(outcome="verifier_unknown", error_class=problem, error=error, location=location)
-            return msgspec.structs.replace(conclusion, reward=verdict.reward, **_take_parts(verdict))
+            return msgspec.structs.replace(conclusion, reward=verdict.reward, **take_parts(verdict))
         reason = verdict.reason
         if verdict.reward is not None:
             reason = f"verify: the reward is {verdict.reward}, which is no grade{f'; {reason}' if reason else ''}"
@@ -340,7 +339,7 @@ class EpisodeRunner:
             error_class="no_verdict",
             error=to_printable(reason),
             location=location,
-            **_take_parts(verdict),
+            **take_parts(verdict),
         )
 
     async def _close(self) -> None:
@@ -395,8 +394,3 @@ class EpisodeRunner:
             transcript=conclusion.transcript,
             untrained=untrained,
         )
-
-
-def _take_parts(verdict: Verdict) -> dict[str, Any]:
-    """The parts of a grade beside the reward."""
-    return {"components": verdict.components, "transcript": verdict.transcript.encode("utf-8", "replace").decode()}
