@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import anyio
@@ -12,7 +13,7 @@ import httpx
 import pytest
 
 from fleetbus.audit.run import audit_run
-from fleetbus_schemas import ChatMessage, EpisodeFinished, Subjects
+from fleetbus_schemas import ChatMessage, EpisodeFinished, EpisodeRequested, Subjects, Task, encode
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, InvalidCall
 from fleetbus_workers.gateway.rollouts import Parent, Rollouts
 from tests.agents.gateway_support import SUBJECTS, Run, bearer, find_port, grader, read_text, running, say, wait_for
@@ -193,6 +194,27 @@ async def test_conversations_that_a_key_may_not_open_are_not_remembered() -> Non
         with pytest.raises(InvalidCall, match="opened its 1 rollouts"):
             await rollouts.choose_name(parent, call, str(number), repetition=False)
     assert not rollouts._find_opened(parent.id).roots
+
+
+async def test_rollouts_of_another_gateway_count_and_are_looked_up_once() -> None:
+    parent, looked_up = Parent(id="e-1", rollouts=9), list[str]()
+
+    class Stored(_Log):
+        async def last(self, subject: str) -> Any:
+            looked_up.append(subject)
+            payload = encode(
+                EpisodeRequested(
+                    episode_id="e", group_id="e", sample_index=0, split="eval", task=Task(key="k"), policy="p", deadline_ns=1
+                )
+            )
+            return SimpleNamespace(payload=payload, subject=subject) if len(looked_up) <= 5 else None
+
+    log, nothing = cast(Any, Stored()), cast(Any, None)
+    rollouts = Rollouts(log, Subjects("run"), ["default"], nothing, nothing, nothing)
+    call = AgentCall(messages=(ChatMessage(role="user", content="Begin."),))
+    names = [await rollouts.choose_name(parent, call, "", repetition=False) for _ in range(2)]
+    assert names[0] == names[1] and names[0].endswith("-5"), "it is the caller who takes it"
+    assert len(looked_up) == 5 + 1 + 1
 
 
 async def test_two_conversations_that_begin_alike_at_once_get_a_name_each() -> None:

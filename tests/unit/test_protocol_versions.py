@@ -51,7 +51,7 @@ def test_each_version_works_beside_the_one_before_it_and_no_older_one(
     assert misfit.startswith(words) and bool(misfit) == bool(words) and "\n" not in misfit
 
 
-@pytest.mark.parametrize("text", ["", "two", "-1", "1.5", "²"])
+@pytest.mark.parametrize("text", ["", "two", "-1", "1.5", "²", "9" * 5000])
 def test_what_is_no_number_in_the_metadata_of_a_log_is_0(text: str) -> None:
     config = {"metadata": {"fleetbus_protocol": text, "fleetbus_needed_protocol": text}}
     assert read_protocol(config) == read_protocol({}) == read_protocol({"metadata": None}) == ProtocolVersion()
@@ -120,3 +120,12 @@ def test_versions_are_shown_where_they_differ_and_only_there() -> None:
     old = Heartbeat(role="learner", worker="lea")
     assert describe_versions(new) == describe_versions([]) == describe_versions([old]) == ""
     assert describe_versions([old, *new]) == ("versions differ: 0.4.0, protocol 2: e0, e1, e2 and 2 more; 0.3.0 or before: lea")
+
+
+def test_what_a_key_says_of_its_version_is_cut_and_writes_nothing_else_to_a_terminal() -> None:
+    rogue = [
+        Heartbeat(role="environment", worker=f"e{index}", version=f"{index}\x1b[2J\n" * 500, protocol=1) for index in range(99)
+    ]
+    shown = describe_versions([Heartbeat(role="learner", worker="l"), *rogue])
+    assert shown.isprintable() and len(shown) < 300
+    assert shown.endswith(" and 97 more")

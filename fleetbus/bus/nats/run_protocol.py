@@ -11,6 +11,9 @@ from typing import Any
 from fleetbus.bus.nats.api import JetStreamApi
 from fleetbus_schemas.protocol import OWN, ProtocolVersion
 
+MOST_DIGITS = 9
+"""Of a number that somebody wrote there: Python refuses to read very long ones."""
+
 _PROTOCOL, _NEEDED = "fleetbus_protocol", "fleetbus_needed_protocol"
 
 
@@ -32,4 +35,4 @@ async def raise_protocol(api: JetStreamApi, stream: str) -> None:
 
 def _read_number(config: dict[str, Any], name: str) -> int:
     text = str((config.get("metadata") or {}).get(name, ""))
-    return int(text) if text.isascii() and text.isdigit() else 0
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS else 0

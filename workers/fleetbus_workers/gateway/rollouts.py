@@ -48,8 +48,8 @@ OpenRequest = Callable[[str, "Parent"], Awaitable[EpisodeRequested]]
 
 
 class Parent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The meaning of a parent's key. ``rollouts`` is the most that it opens at one gateway; ``task`` is JSON, empty for the
-    run's task of ``task_key``."""
+    """The meaning of a parent's key. ``rollouts`` is the most that one gateway opens, with those that it finds in the log;
+    ``task`` is JSON, empty for the run's task of ``task_key``."""
 
     id: str
     rollouts: int
@@ -168,7 +168,9 @@ class Rollouts:
         """A name is looked up here again after the log was asked: another call may have taken it meanwhile."""
         if name in opened.names:
             return True
-        return await self.find_request(name_episode(parent.id, name)) is not None or name in opened.names
+        if await self.find_request(name_episode(parent.id, name)) is not None:
+            opened.names.add(name)  # another gateway's: it counts here, too, and is not looked up again
+        return name in opened.names
 
     def remember(self, parent: Parent, name: str, session: AgentSession) -> None:
         """Remember the session of a rollout whose name was chosen here, for the calls that continue it."""
