@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import socket
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -42,6 +43,13 @@ def answer(prompt: Sequence[int], count: int, version: str) -> list[int]:
     for _ in range(count):
         ids.append(next_token(ids, version))
     return ids[len(prompt) :]
+
+
+class _KilledServer(uvicorn.Server):
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
+        await super().shutdown(sockets)
 
 
 class ModelServer:
@@ -98,7 +106,7 @@ class ModelServer:
         configuration = uvicorn.Config(
             Starlette(routes=routes), host="127.0.0.1", port=self._port, log_level="critical", lifespan="off", ws="none"
         )
-        self._server = uvicorn.Server(configuration)
+        self._server = _KilledServer(configuration)
         self._thread = threading.Thread(target=asyncio.run, args=(self._server.serve(),), daemon=True)
         self._thread.start()
         while not self._server.started:
