@@ -35,6 +35,11 @@ class RunFolder(msgspec.Struct, frozen=True):
         return self.path / "checkpoints"
 
     @property
+    def tokens(self) -> Path:
+        """Token records: of each trained token what the trainer thought of it."""
+        return self.path / "tokens"
+
+    @property
     def model(self) -> Path:
         """The model that `from_pretrained` loads, written when training finishes."""
         return self.path / "model"

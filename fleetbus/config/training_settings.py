@@ -58,6 +58,9 @@ class LearnerSettings(Settings, frozen=True, kw_only=True):
         Meta(description="Folder of a checkpoint of another run: begin with its weights and optimizer (fleetbus fork sets it)"),
     ] = ""
     keep_weights: Annotated[int, Meta(ge=2, description="Published weights files kept")] = 4
+    keep_token_records: Annotated[
+        int, Meta(ge=0, description="Newest steps whose log-probabilities by the trainer are kept, token by token; 0: none")
+    ] = 1000
     archive: Annotated[
         str, Meta(description="The recorder's archive, from which a resumed learner reads entries trimmed from the log")
     ] = ""

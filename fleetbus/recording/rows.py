@@ -10,6 +10,7 @@ from fleetbus.bus.base import StreamEntry
 from fleetbus.core.training.lineage import compute_surviving_steps, is_surviving
 from fleetbus.log.stored_entries import read_stored
 from fleetbus.recording.episodes import Transcript, read_transcript
+from fleetbus.recording.token_record import TrainedTokens, TrainerColumns, spread_over
 from fleetbus_schemas import EpisodeFinished, LineageStarted, StepTrained, Subjects
 from fleetbus_schemas.tokens import count_tokens, take_tokens, unpack_ids, unpack_logprobs
 
@@ -23,6 +24,9 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
     ``ids``, ``mask``, ``logprobs`` and ``versions`` have the same length: token ids; True for the policy's own; log-probability
     under the sampling temperature (0.0 where the mask is False); policy version that sampled it (-1 where the mask is False).
     ``reward`` is None unless the episode was graded: never train on such an episode.
+
+    ``trainer_logprobs``, ``gradients`` and ``clipped`` are of the same length, too, and say of each trained token what
+    `fleetbus.recording.token_record.TrainedTokens` has of it; NaN, NaN and False of the others. Empty without a token record.
     """
 
     episode_id: str
@@ -33,6 +37,9 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
     mask: tuple[bool, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
+    trainer_logprobs: tuple[float, ...] = ()
+    gradients: tuple[float, ...] = ()
+    clipped: tuple[bool, ...] = ()
 
 
 class StepRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,8 +105,8 @@ def list_transcript_subjects(subjects: Subjects) -> list[str]:
     return [subjects.tasks(), subjects.observation("*", "*", "*"), subjects.action("*", "*"), subjects.episodes]
 
 
-def build_token_row(transcript: Transcript) -> TokenRow:
-    """The tokens of the turns that count."""
+def build_token_row(transcript: Transcript, trained: TrainedTokens | None = None) -> TokenRow:
+    """The tokens of the turns that count, with what the trainer noted of them."""
     ids: list[int] = []
     mask: list[bool] = []
     logprobs: list[float] = []
@@ -115,6 +122,7 @@ def build_token_row(transcript: Transcript) -> TokenRow:
             begin = len(versions) - sampled
             versions[begin + start : begin + stop] = [span.version] * (stop - start)
     request, result = transcript.request, transcript.result
+    columns = spread_over(trained, len(ids)) if trained is not None else TrainerColumns([], [], [])
     return TokenRow(
         episode_id=result.episode_id if result else request.episode_id if request else "",
         task_key=result.task_key if result else request.task.key if request else "",
@@ -124,6 +132,9 @@ def build_token_row(transcript: Transcript) -> TokenRow:
         mask=tuple(mask),
         logprobs=tuple(logprobs),
         versions=tuple(versions),
+        trainer_logprobs=tuple(columns.logprobs),
+        gradients=tuple(columns.gradients),
+        clipped=tuple(columns.clipped),
     )
 
 

@@ -50,6 +50,9 @@ class StepTrained(Message, frozen=True, kw_only=True):
     ``differences`` has for each of ``episodes`` the mean size of the difference between the sampler's and the trainer's
     log-probability of its tokens that the newest weights sampled, in nats; -1 where there are none, and empty from learners
     that do not measure it.
+
+    ``token_record`` is the BLAKE2b-128 of the file beside the log that holds, of each token that was trained, the trainer's
+    log-probability and what the step did with it; empty if none was written.
     """
 
     lineage: str
@@ -62,6 +65,7 @@ class StepTrained(Message, frozen=True, kw_only=True):
     rewards: dict[str, float] = msgspec.field(default_factory=dict)
     scores: dict[str, float] = msgspec.field(default_factory=dict)
     differences: tuple[float, ...] = ()
+    token_record: bytes = b""
 
 
 class CheckpointStored(Message, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from fleetbus.core.episode.failure_kinds import FailureKinds
 from fleetbus.errors import UserError
 from fleetbus.recording.episodes import EpisodeIndex, EpisodeRow, Transcript, build_episode_subjects, read_transcript
 from fleetbus.recording.rows import StepFold, StepRow, TokenRow, TranscriptFold, build_token_row, list_transcript_subjects
+from fleetbus.recording.token_record import TrainedTokens
 from fleetbus_schemas.subjects import InvalidName, check_name
 from fleetbus_workers.api.own_loop import iterate_in_own_loop
 from fleetbus_workers.api.tables import (
@@ -32,8 +33,9 @@ from fleetbus_workers.api.tables import (
     list_columns,
     write_rows,
 )
+from fleetbus_workers.api.trained_tokens import TrainedTokensIndex
 from fleetbus_workers.run_access.log_access import is_reachable
-from fleetbus_workers.run_access.sources import is_recording, open_source
+from fleetbus_workers.run_access.sources import Source, is_recording, open_source
 
 T = TypeVar("T")
 
@@ -71,8 +73,9 @@ class RunReader:
         return found
 
     def tokens(self) -> Iterator[TokenRow]:
-        """Token ids, log-probabilities, mask and policy versions of each episode, in the order of `transcripts`."""
-        return map(build_token_row, self.transcripts())
+        """Token ids, mask, policy versions and log-probabilities of sampler and trainer of each episode, in the order of
+        `transcripts`."""
+        return iterate_in_own_loop(self._stream_tokens)
 
     def metrics(self) -> Iterator[StepRow]:
         """One row per training step that counts: those of a learner that was replaced may not."""
@@ -108,6 +111,25 @@ class RunReader:
         if not entries:
             raise UserError(f"there is no episode {episode_id} in {self._source}: `fleetbus episodes` lists them")
         return read_transcript(entries)
+
+    async def read_trained_tokens(self, episode_id: str) -> TrainedTokens | None:
+        """The trainer's part of an episode's tokens, for an event loop; None if it was not trained or no record is kept."""
+        async with open_source(self._source, self._configuration, self._archive) as source:
+            return (await self._index_trained(source)).find(episode_id)
+
+    async def _index_trained(self, source: Source) -> TrainedTokensIndex:
+        run = msgspec.structs.replace(self._configuration.run, name=source.subjects.run)
+        index = TrainedTokensIndex(run_folder(run).tokens)
+        async for entry in source.entries([source.subjects.train("*")]):
+            index.add(entry)
+        return index
+
+    async def _stream_tokens(self) -> AsyncIterator[TokenRow]:
+        async with open_source(self._source, self._configuration, self._archive) as source:
+            index = await self._index_trained(source)
+        async for transcript in self._stream_transcripts():
+            result = transcript.result
+            yield build_token_row(transcript, index.find(result.episode_id) if result is not None else None)
 
     async def _stream_episodes(self) -> AsyncIterator[EpisodeRow]:
         index = EpisodeIndex()

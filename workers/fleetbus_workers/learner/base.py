@@ -22,6 +22,7 @@ class TrainingSequence(msgspec.Struct, frozen=True, kw_only=True):
     ``ids`` int32; ``loss_mask`` bool, True where the policy sampled what no leaf before this one holds; ``logprobs`` float32,
     the sampler's, 0 elsewhere; ``advantages`` float32, 0 elsewhere; ``versions`` int32, the one policy version that sampled
     each token, -1 elsewhere and where weights were swapped within a turn. ``images`` are those that ``ids`` show, in order.
+    ``places`` int64: where the tokens stand among those of all turns of the episode; None: they are all of these.
     """
 
     episode_id: str
@@ -34,6 +35,18 @@ class TrainingSequence(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     images: tuple[PlacedImage, ...] = ()
     segment: int = 0
+    places: NDArray[np.int64] | None = None
+
+
+class SequenceTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The N tokens of a sequence that were trained, with arrays of length N: ``places`` int64 among the tokens of all turns of
+    the episode, and `fleetbus.recording.token_record.TrainedTokens` for the others: float32, float32 and bool."""
+
+    episode_id: str
+    places: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    gradients: NDArray[np.float32]
+    clipped: NDArray[np.bool_]
 
 
 FinishWriting = Callable[[], None]
@@ -79,3 +92,12 @@ class MeasuresEpisodes(Protocol):
     def differences(self) -> Mapping[str, float]:
         """Of the last call of `Trainer.train`, by episode: the mean size of the difference between the log-probabilities of
         sampler and trainer, in nats, over tokens that were sampled by the weights before the update; no other episodes."""
+
+
+@runtime_checkable
+class TracesTokens(Protocol):
+    """A trainer that notes what it did with each token."""
+
+    @property
+    def traced_tokens(self) -> Sequence[SequenceTokens]:
+        """Of the last call of `Trainer.train`, by sequence; empty if the settings ask for no token record."""

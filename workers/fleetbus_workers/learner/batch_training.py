@@ -3,7 +3,7 @@
 Nothing is stored here: a batch that was trained is told to the log by `fleetbus_workers.learner.step_record`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import anyio
@@ -15,7 +15,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.core.training.groups import Group
 from fleetbus_schemas import Subjects
 from fleetbus_workers.images.reader import image_reader
-from fleetbus_workers.learner.base import MeasuresEpisodes, Trainer
+from fleetbus_workers.learner.base import MeasuresEpisodes, SequenceTokens, TracesTokens, Trainer
 from fleetbus_workers.learner.batch_metrics import compute_advantage_metrics, measure_groups
 from fleetbus_workers.learner.batches import CreditPlan, read_sequences
 from fleetbus_workers.learner.group_judge import GroupJudge, JudgedReward
@@ -25,13 +25,14 @@ from fleetbus_workers.learner.training_digest import train_with_digests
 
 class TrainedBatch(msgspec.Struct, frozen=True, kw_only=True):
     """``digests``, ``judged`` and ``differences`` are by episode; judged are the rewards that the judge of groups changed,
-    differences are `MeasuresEpisodes.differences`."""
+    differences are `MeasuresEpisodes.differences`. ``tokens`` are `TracesTokens.traced_tokens`."""
 
     groups: list[Group]
     metrics: dict[str, float]
     digests: dict[str, bytes]
     judged: dict[str, JudgedReward]
     differences: Mapping[str, float]
+    tokens: Sequence[SequenceTokens]
 
 
 class BatchTraining:
@@ -88,7 +89,10 @@ class BatchTraining:
         metrics |= compute_advantage_metrics(sequences) | self._measure(groups, step)
         metrics |= {"seconds_wait": read - waited, "seconds_read": trained - read, "seconds_train": done - trained}
         differences = self._trainer.differences if isinstance(self._trainer, MeasuresEpisodes) else {}
-        return TrainedBatch(groups=groups, metrics=metrics, digests=digests, judged=judged, differences=differences)
+        tokens = self._trainer.traced_tokens if isinstance(self._trainer, TracesTokens) else ()
+        return TrainedBatch(
+            groups=groups, metrics=metrics, digests=digests, judged=judged, differences=differences, tokens=tokens
+        )
 
     def _measure(self, groups: list[Group], step: int) -> dict[str, float]:
         return measure_groups(

@@ -63,4 +63,5 @@ def _take_leaf(whole: TrainingSequence, leaf: Leaf) -> TrainingSequence:
         advantages=np.where(mask, whole.advantages[places], np.float32(0)),
         versions=np.where(mask, whole.versions[places], np.int32(-1)),
         images=tuple(images),
+        places=places,
     )

@@ -31,6 +31,7 @@ from fleetbus_workers.learner.publication import Publication
 from fleetbus_workers.learner.results import Results
 from fleetbus_workers.learner.resume import ResumePoint
 from fleetbus_workers.learner.step_record import StepRecord
+from fleetbus_workers.learner.token_records import TokenRecords
 from fleetbus_workers.weights.store import get_object_store, open_store
 
 
@@ -116,7 +117,8 @@ def make_parts(
         ),
         batches=BatchTraining(bus, subjects, pool, judge, trainer, runtime, configuration=configuration, drain=drain),
         steps=StepRecord(
-            bus, appender, ledger, pool, requests, admission, publication, checkpoints, progress, settings=settings
+            bus, appender, ledger, pool, requests, admission, publication, checkpoints, progress,
+            TokenRecords(folder.tokens, keep=settings.keep_token_records), settings=settings, runtime=runtime,
         ),
         evaluations=EvaluationSchedule(
             evaluations, curriculum, publication, appender, progress, configuration=configuration,

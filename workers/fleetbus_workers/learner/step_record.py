@@ -8,6 +8,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from fleetbus.bus.base import Bus
+from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.settings import LearnerSettings
 from fleetbus.core.training.ledger import Ledger
 from fleetbus.delivery.requests import Requests
@@ -21,6 +22,7 @@ from fleetbus_workers.learner.journal import FencedAppender
 from fleetbus_workers.learner.pool import GroupPool
 from fleetbus_workers.learner.progress import Progress
 from fleetbus_workers.learner.publication import Publication
+from fleetbus_workers.learner.token_records import TokenRecords
 
 log = structlog.get_logger()
 
@@ -39,8 +41,10 @@ class StepRecord:
         publication: Publication,
         checkpoints: CheckpointStorage,
         progress: Progress,
+        token_records: TokenRecords,
         *,
         settings: LearnerSettings,
+        runtime: Runtime,
     ) -> None:
         self._bus = bus
         self._appender = appender
@@ -51,7 +55,9 @@ class StepRecord:
         self._publication = publication
         self._checkpoints = checkpoints
         self._progress = progress
+        self._token_records = token_records
         self._settings = settings
+        self._runtime = runtime
         self._signal = SignalLog()
 
     async def record(self, batch: TrainedBatch, tasks: TaskGroup) -> None:
@@ -63,6 +69,7 @@ class StepRecord:
         self._ledger.forget_settled()
         judged = {episode: batch.judged[episode] for episode in trained if episode in batch.judged}
         metrics = batch.metrics | self._admission.metrics | self._pool.losses.metrics
+        record = await self._runtime.offload(self._token_records.write, progress.lineage, progress.step, batch.tokens)
         done = StepTrained(
             lineage=progress.lineage,
             step=progress.step,
@@ -74,6 +81,7 @@ class StepRecord:
             rewards={episode: each.reward for episode, each in judged.items()},
             scores={episode: each.score for episode, each in judged.items() if each.score is not None},
             differences=tuple(batch.differences.get(episode, -1.0) for episode in trained) if batch.differences else (),
+            token_record=record,
         )
         await self._appender.append(done)
         measured = {name: round(done.metrics[name], 3) for name in ("success", "reward") if name in done.metrics}

@@ -23,7 +23,7 @@ VOLATILE: Mapping[str, frozenset[str]] = {
     "EpisodeRequested": frozenset({"deadline_ns", "earliest_sequence"}),
     "LineageStarted": frozenset({"worker", "nonce", "floor", "settings"}),
     "PolicyPublished": frozenset({"uri"}),
-    "StepTrained": frozenset({"metrics.seconds*", "metrics.staleness_in_*", "metrics.reward_judge"}),
+    "StepTrained": frozenset({"token_record", "metrics.seconds*", "metrics.staleness_in_*", "metrics.reward_judge"}),
     "CheckpointStored": frozenset({"file", "floor", "first_open_group", "sha256"}),
     "EvaluationFinished": frozenset(),
     "TrainingFinished": frozenset(),

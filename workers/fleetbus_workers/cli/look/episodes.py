@@ -41,7 +41,7 @@ SHOWN_FAILURES = 5
 @click.option("--max-reward", type=float, metavar="X", help="Only rewards of X or less")
 @click.option("--tool-errors", is_flag=True, help="Only episodes with failed tool calls")
 @click.option("--limit", type=int, default=SHOWN, show_default=True, help="Maximum number of rows; 0: all")
-@click.option("--tokens", is_flag=True, help="With EPISODE: also show token ids, log-probabilities and versions")
+@click.option("--tokens", is_flag=True, help="With EPISODE: also show token ids, versions, both log-probabilities")
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -77,10 +77,14 @@ def command(
     reader = open_configured_run(configuration, source or "", archive)
     if episode is not None:
         transcript = run_async(reader.read_transcript, episode)
+        trained = run_async(reader.read_trained_tokens, episode) if tokens else None
         _warn(reader.damage)
         if output is not None:
             return _write_example(transcript, output)
-        _print_transcript(transcript, episode, tokens=tokens, as_json=as_json)
+        if as_json:
+            print_json(build_facts(transcript, tokens=tokens, trained=trained))
+        else:
+            print_transcript(transcript, episode, tokens=tokens, trained=trained)
         return FINISHED
     if output is not None:
         check_format(output)
@@ -169,10 +173,3 @@ def _print_failures(failures: Sequence[FailureKind], source: str) -> None:
         print(f"{kind.line}; `fleetbus episodes {source} {kind.episode_id}` shows one")
     if len(kinds) > SHOWN_FAILURES:
         print(f"and {len(kinds) - SHOWN_FAILURES} other kinds of failure")
-
-
-def _print_transcript(transcript: Transcript, episode: str, *, tokens: bool, as_json: bool) -> None:
-    if as_json:
-        print_json(build_facts(transcript, tokens=tokens))
-    else:
-        print_transcript(transcript, episode, tokens=tokens)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fleetbus.recording.token_record import split_by_turn
 from fleetbus_schemas.tokens import count_tokens, take_tokens, unpack_ids, unpack_logprobs
 
 if TYPE_CHECKING:
     from fleetbus.core.episode.turn_contexts import TurnContext
     from fleetbus.recording.episodes import Transcript, TranscriptTurn
+    from fleetbus.recording.token_record import TrainedTokens, TrainerColumns
     from fleetbus_schemas import Action, ChatMessage
 
 IDS_PER_LINE = 10
 
 
-def print_transcript(transcript: Transcript, episode: str, *, tokens: bool) -> None:
-    """On standard output: the request, each turn, the result."""
+def print_transcript(transcript: Transcript, episode: str, *, tokens: bool, trained: TrainedTokens | None = None) -> None:
+    """On standard output: the request, each turn, the result; ``trained``: what the trainer noted of its tokens."""
     request, result = transcript.request, transcript.result
     if request is not None:
         env = f" on {request.task.env}" if request.task.env else ""
@@ -26,8 +29,9 @@ def print_transcript(transcript: Transcript, episode: str, *, tokens: bool) -> N
     for claim in transcript.claims:
         resumed = f", resumed at turn {claim.resumed_at_turn}" if claim.resumed_at_turn else ""
         print(f"attempt {claim.attempt} by {claim.worker} ({claim.reason.replace('_', ' ')}{resumed})")
-    for turn, context in zip_longest(transcript.turns, transcript.contexts):
-        _print_turn(turn, context, tokens=tokens)
+    columns = split_by_turn(trained, [turn.action for turn in transcript.turns])
+    for turn, context, trainer in zip_longest(transcript.turns, transcript.contexts, columns):
+        _print_turn(turn, context, trainer, tokens=tokens)
     if result is None:
         print("\nno result yet")
         return
@@ -44,7 +48,7 @@ def print_transcript(transcript: Transcript, episode: str, *, tokens: bool) -> N
         print(result.traceback)
 
 
-def _print_turn(turn: TranscriptTurn, context: TurnContext | None, *, tokens: bool) -> None:
+def _print_turn(turn: TranscriptTurn, context: TurnContext | None, trainer: TrainerColumns, *, tokens: bool) -> None:
     print(f"\n── turn {turn.turn} " + "─" * 50)
     if turn.tools:
         print(f"tools: {', '.join(tool.name for tool in turn.tools)}")
@@ -64,16 +68,23 @@ def _print_turn(turn: TranscriptTurn, context: TurnContext | None, *, tokens: bo
     if action.finish_reason != "stop":
         print(f"  finish reason {action.finish_reason} {action.error_class} {action.error}".rstrip())
     if tokens:
-        _print_tokens(action)
+        _print_tokens(action, trainer)
 
 
-def _print_tokens(action: Action) -> None:
+def _print_tokens(action: Action, trainer: TrainerColumns) -> None:
     spans = ", ".join(f"version {span.version} for [{span.start}, {span.stop})" for span in action.versions)
     print(f"  {count_tokens(action.prompt_delta)} prompt tokens: {_list_ids(action.prompt_delta)}")
     print(f"  {count_tokens(action.sampled)} sampled tokens, {spans or 'no version'}, by {action.worker}:")
-    pairs = list(zip(_list_ids(action.sampled), _list_logprobs(action.logprobs), strict=False))
-    for start in range(0, len(pairs), IDS_PER_LINE):
-        print("    " + "  ".join(f"{token}:{logprob:.3f}" for token, logprob in pairs[start : start + IDS_PER_LINE]))
+    shown = [f"{token}:{p:.3f}" for token, p in zip(_list_ids(action.sampled), _list_logprobs(action.logprobs), strict=False)]
+    _print_in_lines(shown)
+    if any(known := [not math.isnan(p) for p in trainer.logprobs]):
+        print(f"  {sum(known)} of them trained, by the trainer (log-probability before the update, gradient; * clipped):")
+        _print_in_lines([f"{p:.3f},{g:+.1e}{'*' * c}" if k else "-" for k, p, g, c in zip(known, *trainer, strict=True)])
+
+
+def _print_in_lines(shown: list[str]) -> None:
+    for start in range(0, len(shown), IDS_PER_LINE):
+        print("    " + "  ".join(shown[start : start + IDS_PER_LINE]))
 
 
 def _list_ids(packed: bytes) -> list[int]:
@@ -90,10 +101,11 @@ def _format_content(message: ChatMessage) -> str:
     return " ".join(getattr(part, "text", "") or f"[object {part.object[:12]}]" for part in message.content)
 
 
-def build_facts(transcript: Transcript, *, tokens: bool) -> dict[str, object]:
+def build_facts(transcript: Transcript, *, tokens: bool, trained: TrainedTokens | None = None) -> dict[str, object]:
     """JSON-like: arrays of numbers instead of bytes, and only if ``tokens``."""
+    columns = split_by_turn(trained, [turn.action for turn in transcript.turns])
     facts: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(transcript, enc_hook=repr))
-    for shown, turn in zip(facts["turns"], transcript.turns, strict=True):
+    for shown, turn, trainer in zip(facts["turns"], transcript.turns, columns, strict=True):
         if turn.action is None:
             continue
         action = shown["action"]
@@ -103,6 +115,7 @@ def build_facts(transcript: Transcript, *, tokens: bool) -> dict[str, object]:
             action["prompt_delta"] = _list_ids(turn.action.prompt_delta)
             action["sampled"] = _list_ids(turn.action.sampled)
             action["logprobs"] = _list_logprobs(turn.action.logprobs)
+            action["trainer"] = dict(zip(trainer._fields, trainer, strict=True))
     if facts["result"]:
         facts["result"].pop("loss_mask", None)
     return facts

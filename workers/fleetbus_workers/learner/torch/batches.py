@@ -58,7 +58,8 @@ def truncate_sequence(sequence: TrainingSequence, limit: int) -> TrainingSequenc
     if not limit or len(sequence.ids) <= limit:
         return sequence
     limit = min([limit, *(image.start for image in sequence.images if image.start < limit < image.stop)])
-    arrays = {name: getattr(sequence, name)[:limit] for name in ("ids", "loss_mask", "logprobs", "advantages", "versions")}
+    names = ("ids", "loss_mask", "logprobs", "advantages", "versions", *(["places"] if sequence.places is not None else []))
+    arrays = {name: getattr(sequence, name)[:limit] for name in names}
     images = tuple(image for image in sequence.images if image.stop <= limit)
     return msgspec.structs.replace(sequence, images=images, **arrays)
 

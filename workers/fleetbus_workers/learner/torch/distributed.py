@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fleetbus_schemas import TensorEntry
 from fleetbus_workers.images.placed_image import PlacedImage
-from fleetbus_workers.learner.base import FinishWriting, TrainingSequence
+from fleetbus_workers.learner.base import FinishWriting, SequenceTokens, TrainingSequence
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
 
 
@@ -34,6 +34,10 @@ class LeaderTrainer:
     @property
     def differences(self) -> Mapping[str, float]:
         return self._trainer.differences
+
+    @property
+    def traced_tokens(self) -> Sequence[SequenceTokens]:
+        return self._trainer.traced_tokens
 
     def check_images(self, episode_id: str, ids: NDArray[np.int32], images: Sequence[PlacedImage]) -> None:
         self._trainer.check_images(episode_id, ids, images)

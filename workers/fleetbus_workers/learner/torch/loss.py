@@ -17,6 +17,7 @@ from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.batches import MicroBatch
 from fleetbus_workers.learner.torch.sharding import Shards
 from fleetbus_workers.learner.torch.token_scores import Scores
+from fleetbus_workers.learner.torch.token_trace import TokenTrace
 
 SMALLEST_SPREAD = 1e-4
 """Variance of log-probabilities below which a slope says nothing."""
@@ -69,10 +70,20 @@ class SampledTokens(NamedTuple):
         return cls(*(torch.from_numpy(np.concatenate(array)).to(device) for array in arrays))
 
 
+class ScoredBatch(NamedTuple):
+    """A micro-batch with scores of its sampled tokens; one that does not count is run along with other processes'."""
+
+    batch: MicroBatch
+    tokens: SampledTokens
+    scores: Scores
+    counts: bool
+
+
 class LossMetrics:
     """Sums and maxima over the tokens of all micro-batches of one call of the trainer."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: TokenTrace | None = None) -> None:
+        self.trace = trace or TokenTrace(on=False)
         self._sums: dict[str, float] = dict.fromkeys(("tokens", "loss", "entropy", "clip_fraction", "ratio_mean", "kl"), 0.0)
         self._ratio_max = 0.0
         self._difference_max = math.nan
@@ -190,6 +201,7 @@ def compute_loss(
         clipped = torch.zeros_like(ratio)
         if objective is None:
             clipped = find_clipped(plan.objective, now, before, advantages, mask, plan.clip).flatten()[batch.places]
+        measured.trace.add(tokens.sequences, scores.logprobs, before=proximal, clipped=clipped)
         measured.add_tokens(
             entropies=scores.entropies, ratio=ratio, clipped=clipped, kl=kl_k3(tokens.logprobs, scores.logprobs)
         )

@@ -24,7 +24,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from fleetbus.errors import UserError
 from fleetbus_schemas import TensorEntry
 from fleetbus_workers.images.placed_image import PlacedImage
-from fleetbus_workers.learner.base import FinishWriting, TrainingSequence
+from fleetbus_workers.learner.base import FinishWriting, SequenceTokens, TrainingSequence
 from fleetbus_workers.learner.hooks import load_loss
 from fleetbus_workers.learner.minibatches import drop_non_finite, split_minibatches
 from fleetbus_workers.learner.torch import model as models
@@ -34,12 +34,12 @@ from fleetbus_workers.learner.torch.branches import can_branch, split_batches
 from fleetbus_workers.learner.torch.checkpoint_files import read_into, start_writing
 from fleetbus_workers.learner.torch.critic import Critic
 from fleetbus_workers.learner.torch.forward import SharedPrefix, can_pack, can_share_prefix, compute_scores, find_head
-from fleetbus_workers.learner.torch.loss import LossMetrics, SampledTokens, Totals, compute_loss
+from fleetbus_workers.learner.torch.loss import LossMetrics, SampledTokens, ScoredBatch, Totals, compute_loss
 from fleetbus_workers.learner.torch.optimizer import build_optimizer, collect_state, compute_learning_rate, prepare_moments
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.sharding import gather_tensor, init_shards, resolve_device
 from fleetbus_workers.learner.torch.text_only import TextOnly
-from fleetbus_workers.learner.torch.token_scores import Scores
+from fleetbus_workers.learner.torch.token_trace import TokenTrace
 from fleetbus_workers.weights.names import copy_companions
 
 if TYPE_CHECKING:
@@ -56,15 +56,6 @@ class InitialLogprobs(NamedTuple):
 
     proximal: list[torch.Tensor] | None
     reference: list[torch.Tensor] | None
-
-
-class ScoredBatch(NamedTuple):
-    """A micro-batch with scores of its sampled tokens; one that does not count is run along with other processes'."""
-
-    batch: MicroBatch
-    tokens: SampledTokens
-    scores: Scores
-    counts: bool
 
 
 class TorchTrainer:
@@ -89,6 +80,7 @@ class TorchTrainer:
         self._folder = folder
         self._updates = 0
         self.differences: dict[str, float] = {}
+        self.traced_tokens: list[SequenceTokens] = []
         self._writing: FinishWriting | None = None
         self._model = models.load_model(folder, self.settings, device, self.shards)
         with torch.autocast(device.type, self._autocast, enabled=self._autocast != torch.float32):
@@ -124,7 +116,7 @@ class TorchTrainer:
         given, batch = len(batch), drop_non_finite(batch)
         longest = sum(len(sequence.ids) for sequence in batch)
         batch = [truncate_sequence(sequence, self.settings.trainer.max_tokens) for sequence in batch]
-        measured = LossMetrics()
+        measured = LossMetrics(TokenTrace(self.shards.world, on=self.settings.learner.keep_token_records > 0))
         norms: list[float] = []
         initial = self._compute_initial_logprobs(batch)
         batch, shaped = self._shape_advantages(batch, initial)
@@ -140,6 +132,7 @@ class TorchTrainer:
                     self._critic.update(batch, chosen, rate)
         measured.gather(self.shards)
         self.differences = measured.list_differences(batch)
+        self.traced_tokens = measured.trace.collect(batch, self.shards)
         shaped |= self._critic.metrics if self._critic is not None else {}
         metrics = measured.metrics(len(norms), self.settings.trainer.epochs) | shaped
         return metrics | {
@@ -309,6 +302,7 @@ class TorchTrainer:
         part = batch[chosen]
         totals = Totals.from_sequences(part, self.settings.loss)
         proximal, reference = (known[chosen] if known is not None else None for known in initial)
+        measured.trace.first = chosen.start
         plan = self.settings.loss
         for micro_batch, tokens, scores, counts in self._iterate_scored(part, self._model):
             loss = compute_loss(
