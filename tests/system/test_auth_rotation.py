@@ -21,8 +21,11 @@ from fleetbus.auth.rotation import NEXT, revoke_key, rotate_key
 from fleetbus.auth.secret_files import create_secret_file
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.client_wire import ClientWire
+from fleetbus.bus.nats.connection import Connection
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.streams import plan_run
+from fleetbus.errors import UserError
 from fleetbus.errors import BusClosed, UserError
 from fleetbus_schemas import Subjects
 from fleetbus_workers.cli.program import run_program
@@ -196,7 +199,7 @@ async def test_a_worker_whose_key_was_replaced_says_so_in_one_line_and_exits_wit
             async for part in worker.stderr:
                 said += part
             assert await worker.wait() == 1
-    (error,) = (line for line in map(json.loads, said.splitlines()) if line["level"] == "error")
+    (error,) = [line for line in map(json.loads, said.splitlines()) if line["level"] == "error"]
     assert error["event"] == "stopped: the connection is closed for good"
     assert error["reason"] == "the NATS server refuses the credentials"
 
@@ -212,3 +215,17 @@ async def test_a_monitors_readers_change_their_names_with_its_key(tmp_path: Path
         await until_refused(made, "monitor", before)
         async with made.connect("monitor") as bus:
             assert [entry.payload async for entry in bus.scan([SUBJECTS.log])] == [b"x"]
+
+
+async def test_only_a_connection_that_opens_raises_its_refusal_in_the_client_s_own_task() -> None:
+    """Later it is known to who waits, and there it would be logged as an exception that nobody retrieved."""
+    refusal = RuntimeError("nats: 'Authorization Violation'")
+    async with anyio.create_task_group() as tasks:
+        connection = Connection(tasks, "_INBOX_r", "recorder-1", "$JS.API")
+        with pytest.raises(UserError, match="refused the credentials"):
+            await connection.on_error(refusal)
+        connection.set_wire(ClientWire(connection.on_crash, tasks))
+        connection.start()
+        await connection.close()
+        await connection.on_error(refusal)
+        tasks.cancel_scope.cancel()

@@ -125,7 +125,7 @@ class Connection:
         if "authorization violation" in text:
             self._refused = error
             self._events.set()
-            if not self.open:
+            if self._opening:
                 raise UserError("the NATS server refused the credentials: check the key or the user") from error
         if self.first_error is None or isinstance(error, ssl.SSLError):
             self.first_error = error
