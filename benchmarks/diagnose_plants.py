@@ -5,7 +5,8 @@
     python benchmarks/diagnose_plants.py --folder logs --read                # nothing is trained: recordings are read again
 
 Real are the learner with the torch trainer, the torch engine with the starter policy, the warehouse environment and the bus in
-memory; planted is what a class of `benchmarks.training_plants` does. Each run is recorded as ``PLANT-SEED.fbrec``. Printed is
+memory; planted is what a class of `benchmarks.training_plants` does. Each run is recorded as ``PLANT-SEED.fbrec``, with its token
+records in ``PLANT-SEED.tokens``. Printed is
 one JSON line per run: the findings with their steps, and for a plant if the right one is among them with its step within 2.
 Exit status 1: a plant was missed, or a healthy run has a finding.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -145,6 +147,9 @@ async def train(plant: Plant, file: Path, steps: int) -> None:
                 entries.append(entry)
                 if isinstance(step := read_stored(entry), StepTrained) and step.step == steps:
                     break
+        records = Path(folder) / RUN / "tokens"
+        if records.is_dir():
+            shutil.copytree(records, file.with_suffix(".tokens"), dirs_exist_ok=True)
         with create_recording(file, RecordingHeader(run=RUN)) as writer:
             writer.add(entries)
             writer.finish()

@@ -50,7 +50,7 @@ def measure(rounds: int, width: int, layers: int) -> dict[str, float]:
                 began = time.process_time()
                 trainer.train(batch, version=0, progress=0.0)
                 if keep:
-                    records.write("l1", number, trainer.traced_tokens)
+                    records.write("l1", number, trainer.traced_tokens, version=0)
                 seconds[keep].append(time.process_time() - began)
         (file,) = (folder / "tokens").glob(f"*{SUFFIX}")
         size = file.stat().st_size

@@ -27,6 +27,7 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
 
     ``trainer_logprobs``, ``gradients`` and ``clipped`` are of the same length, too, and say of each trained token what
     `fleetbus.recording.token_record.TrainedTokens` has of it; NaN, NaN and False of the others. Empty without a token record.
+    ``trained_version`` is that of the weights that the step began with, -1 then.
     """
 
     episode_id: str
@@ -40,6 +41,7 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
     trainer_logprobs: tuple[float, ...] = ()
     gradients: tuple[float, ...] = ()
     clipped: tuple[bool, ...] = ()
+    trained_version: int = NO_VERSION
 
 
 class StepRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +137,7 @@ def build_token_row(transcript: Transcript, trained: TrainedTokens | None = None
         trainer_logprobs=tuple(columns.logprobs),
         gradients=tuple(columns.gradients),
         clipped=tuple(columns.clipped),
+        trained_version=trained.version if trained is not None else NO_VERSION,
     )
 
 

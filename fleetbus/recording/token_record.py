@@ -26,7 +26,8 @@ _LEVEL = 3
 
 
 class TrainedTokens(msgspec.Struct, frozen=True, array_like=True):
-    """The N trained tokens of one episode, ``places`` (``u4``) of which are those among the tokens of all its turns.
+    """The N trained tokens of one episode, by a step that began with the weights of ``version``. ``places`` (``u4``) are where
+    they stand among the tokens of all its turns.
 
     ``logprobs`` (``f4``): the trainer's log-probabilities before the tokens were first trained, at the temperature of sampling.
     ``gradients`` (``f4``): minus the derivative of the step's loss by each of these, summed over its updates: positive where
@@ -35,6 +36,7 @@ class TrainedTokens(msgspec.Struct, frozen=True, array_like=True):
     """
 
     episode_id: str
+    version: int
     places: bytes
     logprobs: bytes
     gradients: bytes

@@ -25,7 +25,6 @@ from fleetbus.bus.nats.client_wire import ClientWire
 from fleetbus.bus.nats.connection import Connection
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.streams import plan_run
-from fleetbus.errors import UserError
 from fleetbus.errors import BusClosed, UserError
 from fleetbus_schemas import Subjects
 from fleetbus_workers.cli.program import run_program

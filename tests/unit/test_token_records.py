@@ -46,7 +46,7 @@ def index_of(log: LogBuilder, folder: Path) -> TrainedTokensIndex:
 
 
 def test_a_record_is_read_by_the_digest_that_the_log_has_and_by_no_other(tmp_path: Path) -> None:
-    digest = TokenRecords(tmp_path / "tokens", keep=5).write("l1", 3, [tokens_of("a", [4, 5]), tokens_of("b", [4])])
+    digest = TokenRecords(tmp_path / "tokens", keep=5).write("l1", 3, [tokens_of("a", [4, 5]), tokens_of("b", [4])], version=4)
     file = build_record_path(tmp_path / "tokens", "l1", 3)
 
     record = read_record(file, digest)
@@ -59,7 +59,9 @@ def test_a_record_is_read_by_the_digest_that_the_log_has_and_by_no_other(tmp_pat
 
 
 def test_the_leaves_of_an_episode_are_one_entry(tmp_path: Path) -> None:
-    digest = TokenRecords(tmp_path, keep=5).write("l1", 1, [tokens_of("a", [1]), tokens_of("b", [9]), tokens_of("a", [3, 2])])
+    digest = TokenRecords(tmp_path, keep=5).write(
+        "l1", 1, [tokens_of("a", [1]), tokens_of("b", [9]), tokens_of("a", [3, 2])], version=4
+    )
 
     record = read_record(build_record_path(tmp_path, "l1", 1), digest)
 
@@ -73,7 +75,7 @@ def test_the_leaves_of_an_episode_are_one_entry(tmp_path: Path) -> None:
 def test_records_of_steps_long_past_are_removed_whatever_their_lineage(tmp_path: Path) -> None:
     records = TokenRecords(tmp_path, keep=2)
     for lineage, step in (("l1", 1), ("l1", 2), ("l1", 3), ("l2", 2), ("l2", 3), ("l2", 4)):
-        records.write(lineage, step, [tokens_of("a", [1])])
+        records.write(lineage, step, [tokens_of("a", [1])], version=4)
 
     assert sorted(file.name for file in tmp_path.iterdir()) == ["l1-s3.fbtokens", "l2-s3.fbtokens", "l2-s4.fbtokens"]
 
@@ -81,8 +83,8 @@ def test_records_of_steps_long_past_are_removed_whatever_their_lineage(tmp_path:
 def test_a_record_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("a file where the folder should be")
 
-    assert TokenRecords(tmp_path / "tokens", keep=2).write("l1", 1, [tokens_of("a", [1])]) == b""
-    assert TokenRecords(tmp_path / "none", keep=0).write("l1", 1, [tokens_of("a", [1])]) == b""
+    assert TokenRecords(tmp_path / "tokens", keep=2).write("l1", 1, [tokens_of("a", [1])], version=4) == b""
+    assert TokenRecords(tmp_path / "none", keep=0).write("l1", 1, [tokens_of("a", [1])], version=4) == b""
     assert not (tmp_path / "none").exists()
 
 
@@ -90,10 +92,10 @@ def test_an_episode_has_the_record_of_the_lineage_that_counts(tmp_path: Path) ->
     records = TokenRecords(tmp_path, keep=9)
     log = LogBuilder()
     log.lineage("l1")
-    log.step(1, ["a"], token_record=records.write("l1", 1, [tokens_of("a", [3], -1.0)]))
-    log.step(2, ["b"], token_record=records.write("l1", 2, [tokens_of("b", [3], -1.0)]))
+    log.step(1, ["a"], token_record=records.write("l1", 1, [tokens_of("a", [3], -1.0)], version=4))
+    log.step(2, ["b"], token_record=records.write("l1", 2, [tokens_of("b", [3], -1.0)], version=4))
     log.lineage("l2", parent="l1", parent_step=1)
-    log.step(2, ["b"], lineage="l2", token_record=records.write("l2", 2, [tokens_of("b", [3], -2.0)]))
+    log.step(2, ["b"], lineage="l2", token_record=records.write("l2", 2, [tokens_of("b", [3], -2.0)], version=4))
     log.step(3, ["c"], lineage="l2")
 
     index = index_of(log, tmp_path)
@@ -111,6 +113,7 @@ def test_a_row_of_tokens_has_both_log_probabilities_side_by_side(tmp_path: Path)
     places = [PROMPT, PROMPT + 1, length - 2, length - 1]
     trained = TrainedTokens(
         "a",
+        4,
         pack_ids(places),
         pack_logprobs([-1.0, -2.0, -3.0, -4.0]),
         pack_logprobs([0.5] * 4),
@@ -122,7 +125,7 @@ def test_a_row_of_tokens_has_both_log_probabilities_side_by_side(tmp_path: Path)
 
     assert [place for place, value in enumerate(row.trainer_logprobs) if not math.isnan(value)] == places
     assert [own for own, mask in zip(row.trainer_logprobs, row.mask, strict=True) if mask] == [-1.0, -2.0, -3.0, -4.0]
-    assert sum(row.clipped) == 1 and row.clipped[-1] and len(row.gradients) == len(row.ids)
+    assert sum(row.clipped) == 1 and row.clipped[-1] and len(row.gradients) == len(row.ids) and row.trained_version == 4
     assert bare.trainer_logprobs == bare.gradients == bare.clipped == ()
     by_turn = split_by_turn(trained, [turn.action for turn in transcript.turns])
     assert [columns.logprobs for columns in by_turn] == [[-1.0, -2.0], [-3.0, -4.0]]
@@ -131,7 +134,7 @@ def test_a_row_of_tokens_has_both_log_probabilities_side_by_side(tmp_path: Path)
 @pytest.mark.parametrize("count", [0, 3])
 def test_places_beyond_an_episode_are_left_out(count: int) -> None:
     trained = TrainedTokens(
-        "a", pack_ids([2, 7]), pack_logprobs([-1.0, -2.0]), pack_logprobs([0.0, 0.0]), pack_mask([True, True])
+        "a", 4, pack_ids([2, 7]), pack_logprobs([-1.0, -2.0]), pack_logprobs([0.0, 0.0]), pack_mask([True, True])
     )
 
     columns = spread_over(trained, count)

@@ -69,7 +69,9 @@ class StepRecord:
         self._ledger.forget_settled()
         judged = {episode: batch.judged[episode] for episode in trained if episode in batch.judged}
         metrics = batch.metrics | self._admission.metrics | self._pool.losses.metrics
-        record = await self._runtime.offload(self._token_records.write, progress.lineage, progress.step, batch.tokens)
+        record = await self._runtime.offload(
+            self._token_records.write, progress.lineage, progress.step, batch.tokens, version=self._publication.version
+        )
         done = StepTrained(
             lineage=progress.lineage,
             step=progress.step,

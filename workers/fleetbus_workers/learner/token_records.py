@@ -23,11 +23,11 @@ class TokenRecords:
         self._folder = folder
         self._keep = keep
 
-    def write(self, lineage: str, step: int, tokens: Sequence[SequenceTokens]) -> bytes:
-        """Write the record of a step and return its digest, b"" if none was written. Blocking."""
+    def write(self, lineage: str, step: int, tokens: Sequence[SequenceTokens], *, version: int) -> bytes:
+        """Write the record of a step that began with weights ``version``; its digest, b"" if none was written. Blocking."""
         if not self._keep or not tokens:
             return b""
-        contents = encode_step(StepTokens(lineage=lineage, step=step, episodes=_join_leaves(tokens)))
+        contents = encode_step(StepTokens(lineage=lineage, step=step, episodes=_join_leaves(tokens, version)))
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             replace_file(build_record_path(self._folder, lineage, step), contents)
@@ -44,13 +44,14 @@ class TokenRecords:
                 file.unlink(missing_ok=True)
 
 
-def _join_leaves(tokens: Sequence[SequenceTokens]) -> tuple[TrainedTokens, ...]:
+def _join_leaves(tokens: Sequence[SequenceTokens], version: int) -> tuple[TrainedTokens, ...]:
     by_episode: dict[str, list[SequenceTokens]] = {}
     for each in tokens:
         by_episode.setdefault(each.episode_id, []).append(each)
     return tuple(
         TrainedTokens(
             episode_id=episode,
+            version=version,
             places=np.concatenate([leaf.places for leaf in leaves]).astype("<u4").tobytes(),
             logprobs=np.concatenate([leaf.logprobs for leaf in leaves]).astype("<f4").tobytes(),
             gradients=np.concatenate([leaf.gradients for leaf in leaves]).astype("<f4").tobytes(),
