@@ -6,8 +6,8 @@
 
 Real are the learner with the torch trainer, the torch engine with the starter policy, the warehouse environment and the bus in
 memory; planted is what a class of `benchmarks.training_plants` does. Each run is recorded as ``PLANT-SEED.fbrec``, its
-token records are in ``PLANT-SEED.tokens``. Printed is one JSON line per run: the findings with their steps, and for a plant if the
-right one is among them with its step within 2.
+token records are in ``PLANT-SEED.tokens``. Printed is one JSON line per run: the findings with their steps, and for a plant if
+the right one is among them with its step within 2.
 Exit status 1: a plant was missed, or a healthy run has a finding.
 """
 
