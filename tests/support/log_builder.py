@@ -132,6 +132,14 @@ class LogBuilder:
         return self.add(SUBJECTS.train("default"), finished)
 
 
+def read_entries(log: LogBuilder) -> list[StreamEntry]:
+    """Its entries as a server gives them."""
+    return [
+        StreamEntry(sequence=number, subject=subject, payload=payload, time_ns=number)
+        for number, (subject, payload) in enumerate(log.entries, 1)
+    ]
+
+
 def compute_history_hash(turns: int) -> bytes:
     """The hash of a history of so many turns: all have the same tokens."""
     digest = EMPTY_HISTORY

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fleetbus.bus.base import StreamEntry
 from fleetbus.recording.episodes import read_transcript
 from fleetbus.recording.rows import build_token_row
 from fleetbus.recording.token_record import TrainedTokens, build_record_path, read_record, split_by_turn, spread_over
@@ -16,7 +15,7 @@ from fleetbus_schemas.tokens import pack_ids, pack_logprobs, pack_mask
 from fleetbus_workers.api.trained_tokens import TrainedTokensIndex
 from fleetbus_workers.learner.base import SequenceTokens
 from fleetbus_workers.learner.token_records import TokenRecords
-from tests.support.log_builder import PROMPT, SAMPLED, LogBuilder
+from tests.support.log_builder import PROMPT, SAMPLED, LogBuilder, read_entries
 
 
 def tokens_of(episode: str, places: list[int], value: float = -0.5) -> SequenceTokens:
@@ -30,16 +29,9 @@ def tokens_of(episode: str, places: list[int], value: float = -0.5) -> SequenceT
     )
 
 
-def entries_of(log: LogBuilder) -> list[StreamEntry]:
-    return [
-        StreamEntry(sequence=number, subject=subject, payload=payload, time_ns=number)
-        for number, (subject, payload) in enumerate(log.entries, 1)
-    ]
-
-
 def index_of(log: LogBuilder, folder: Path) -> TrainedTokensIndex:
     index = TrainedTokensIndex(folder)
-    for entry in entries_of(log):
+    for entry in read_entries(log):
         if entry.subject.split(".")[2] == "train":
             index.add(entry)
     return index
@@ -119,7 +111,7 @@ def test_a_row_of_tokens_has_both_log_probabilities_side_by_side(tmp_path: Path)
         pack_logprobs([0.5] * 4),
         pack_mask([False] * 3 + [True]),
     )
-    transcript = read_transcript(entries_of(log))
+    transcript = read_transcript(read_entries(log))
 
     row, bare = build_token_row(transcript, trained), build_token_row(transcript)
 
