@@ -2,11 +2,12 @@
 
     pip install --no-deps --target martingale-0.2.0 martingale==0.2.0
     PYTHONPATH=martingale-0.2.0 python benchmarks/beside_martingale.py runs/RUN
+    PYTHONPATH=martingale-0.2.0 python benchmarks/beside_martingale.py logs/old_weights-1.fbrec   # of diagnose_plants.py
 
 Each trained episode becomes a sequence of martingale's record: its sampled tokens with the sampler's log-probabilities and the
 version that sampled each, scored by the trainer's. Counted here, directly from the rows, are tokens, mean, mean size and
-largest size of the log-ratio by lag (versions between sampling and training). One JSON line per lag; exit status 1 if any of
-these differ by more than rounding.
+largest size of the log-ratio by lag (versions between sampling and training). One JSON line per lag, and one with what the
+doctor says; exit status 1 if any of the numbers differ by more than rounding.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import fleetbus
+from fleetbus.recording.reader import read_header
 from fleetbus.recording.rows import TokenRow
 
 TOLERANCE = 1e-6
@@ -53,9 +55,10 @@ def write_record(rows: list[TokenRow], folder: Path) -> None:
         recorder.score(sequence.record.digest, revisions[row.trained_version].digest, [each[3] for each in trained])
 
 
-def ask_doctor(folder: Path) -> dict[int, dict[str, float]]:
-    """Its table by lag."""
-    from martingale.diagnostics import decompose
+def ask_doctor(folder: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
+    """Its table by lag, and its words."""
+    from martingale.diagnostics import attribute, decompose
+    from martingale.diagnostics.staleness import diagnosis
     from martingale.record import TokenLedger
 
     ledger = TokenLedger(folder / "tokens.db", readonly=True)
@@ -64,10 +67,12 @@ def ask_doctor(folder: Path) -> dict[int, dict[str, float]]:
     finally:
         ledger.close()
     names = {"mean": "mean_log_ratio", "mean_size": "mean_abs_log_ratio", "largest": "max_abs_log_ratio"}
-    return {
+    found["attribution"] = attribute(found)
+    table = {
         each["lag"]: {"tokens": each["n_tokens"]} | {ours: each["float_informational"][its] for ours, its in names.items()}
         for each in found["by_lag"]
     }
+    return table, list(diagnosis(found))
 
 
 def count(rows: list[TokenRow]) -> dict[int, dict[str, float]]:
@@ -90,17 +95,24 @@ def count(rows: list[TokenRow]) -> dict[int, dict[str, float]]:
 def read_rows(run: str) -> list[TokenRow]:
     """The trained episodes of a runin the order of steps."""
     path = Path(run)
-    reader = fleetbus.open_run(path.name, folder=path.parent)
-    return sorted((row for row in reader.tokens() if row.trainer_logprobs), key=lambda row: row.trained_version)
+    with tempfile.TemporaryDirectory() as folder:
+        if path.suffix == ".fbrec":  # its records lie beside it
+            records = Path(folder) / read_header(path).run / "tokens"
+            records.parent.mkdir()
+            records.symlink_to(path.with_suffix(".tokens").resolve())
+            reader = fleetbus.open_run(path, folder=folder)
+        else:
+            reader = fleetbus.open_run(path.name, folder=path.parent)
+        return sorted((row for row in reader.tokens() if row.trainer_logprobs), key=lambda row: row.trained_version)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", metavar="RUNS/RUN")
+    parser.add_argument("run", metavar="RUNS/RUN|FILE")
     rows = read_rows(parser.parse_args().run)
     with tempfile.TemporaryDirectory() as folder:
         write_record(rows, Path(folder))
-        theirs = ask_doctor(Path(folder))
+        theirs, said = ask_doctor(Path(folder))
     ours, agrees = count(rows), True
     for lag in sorted(ours.keys() | theirs.keys()):
         one, other = ours.get(lag, {}), theirs.get(lag, {})
@@ -109,6 +121,7 @@ def main() -> int:
         )
         agrees = agrees and same
         print(json.dumps({"lag": lag, "counted": one, "martingale": other, "same": same}))
+    print(json.dumps({"doctor": said}))
     return 0 if agrees else 1
 
 

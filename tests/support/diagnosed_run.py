@@ -158,6 +158,9 @@ class DiagnosedRun:
             "kl": abs(chance.gauss(0, 5e-4)),
             "grad_norm": 0.15 * math.exp(chance.gauss(0, 0.6)),
             "learning_rate": 3e-4 * min(1.0, step / 10),
+            "seconds_wait": 4.0 * math.exp(chance.gauss(0, 0.2)),
+            "seconds_read": 0.2,
+            "seconds_train": 2.0 * math.exp(chance.gauss(0, 0.1)),
         }
         self._plant_metrics(step, metrics)
         return StepTrained(

@@ -183,6 +183,11 @@ def lag(step: int, metrics: dict[str, float]) -> None:
         metrics["staleness_mean"] = 3.5 + 0.1 * (step % 3)
 
 
+def slower(step: int, metrics: dict[str, float]) -> None:
+    if step >= BEGIN:
+        metrics["seconds_wait"] *= 4
+
+
 STEPS: dict[str, tuple[str, int, MetricsPlant]] = {
     "an engine that keeps old weights": ("old_weights", BEGIN, old_weights),
     "the same, measured in every other step": ("old_weights", BEGIN, old_weights_measured_now_and_then),
@@ -195,6 +200,7 @@ STEPS: dict[str, tuple[str, int, MetricsPlant]] = {
     "entropy x40": ("entropy_explosion", BEGIN, exploded),
     "gradients x1000": ("exploding_update", BEGIN, gradients),
     "lag beyond the bound": ("lag", BEGIN, lag),
+    "steps that take longer": ("slower_steps", BEGIN, slower),
 }
 
 
@@ -218,6 +224,22 @@ def test_a_fault_of_episodes_is_named_with_its_step(name: str) -> None:
 def test_a_fault_of_steps_is_named_with_its_step(name: str) -> None:
     kind, step, plant = STEPS[name]
     expect(DiagnosedRun(1, plant_metrics=plant).diagnose(), kind, step)
+
+
+def test_steps_that_take_longer_are_told_with_the_part_that_grew_and_with_the_workers_that_are_left() -> None:
+    def one_worker_left(played: Played, chance: random.Random) -> None:
+        if played.step >= BEGIN:
+            played.worker, played.seconds = "environment-0", 3.0
+
+    (finding,) = [
+        each
+        for each in DiagnosedRun(1, plant=one_worker_left, plant_metrics=slower).diagnose().findings
+        if each.kind == "slower_steps"
+    ]
+
+    assert finding.evidence.startswith("most of it is waiting for episodes: waiting for episodes 4.")
+    assert "environment workers 3.0 to 1.0 a step" in finding.evidence
+    assert "an episode 1.00 to 3.00 s" in finding.evidence
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -57,6 +57,7 @@ class StepFacts(msgspec.Struct, kw_only=True):
 
     step: int
     metrics: dict[str, float]
+    time_ns: int = 0
     trained: list[EpisodeFacts] = msgspec.field(default_factory=list)
     excluded: list[EpisodeFacts] = msgspec.field(default_factory=list)
     differences: dict[str, float] = msgspec.field(default_factory=dict)

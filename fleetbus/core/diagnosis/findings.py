@@ -104,13 +104,18 @@ KINDS: dict[str, Kind] = {
         "the reward has not moved for many steps, and is not at its end", "reward in all these steps",
         "see the other findings first; then try other tasks, larger groups or another learner.learning_rate.",
     ),
+    "slower_steps": Kind(
+        "a step takes longer than at the start of the run", "times the time at the start",
+        "mend the part that grew: start workers again that are gone, see the slowest stage (`fleetbus usage`), or raise ahead.",
+    ),
 }  # fmt: skip
 """In the order in which they are shown: causes come before what follows from them."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that is wrong as of the newest step, with the ``step`` at which it began, and its size with an interval of 95 %
-    in ``unit``. ``subject`` is the worker or replica that it is about, if it is about one."""
+    in ``unit``. ``subject`` is the worker or replica that it is about, if it is about one. ``time_ns``: when the log got that
+    step, since 1970; 0: unknown."""
 
     kind: str
     meaning: str
@@ -120,6 +125,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     evidence: str
     advice: str
     subject: str = ""
+    time_ns: int = 0
 
 
 class Measure(msgspec.Struct, frozen=True, kw_only=True):

@@ -40,18 +40,19 @@ class _Said(msgspec.Struct):
 
 
 class DiagnosisFold:
-    """Takes the messages of a log in its order, each with its place there."""
+    """Takes the messages of a log in its order, each with its place there and its time."""
 
     def __init__(self) -> None:
         self._lineages: list[LineageStarted] = []
         self._steps: list[StepTrained] = []
+        self._times: dict[tuple[str, int], int] = {}
         self._episodes: dict[str, EpisodeFacts] = {}
         self._asked: dict[str, SamplingSettings] = {}
         self._said: dict[str, dict[int, _Said]] = {}
         self._shown: dict[str, bytes] = {}
         self._prompts: dict[bytes, PromptFacts] = {}
 
-    def apply(self, message: Message, sequence: int) -> None:
+    def apply(self, message: Message, sequence: int, time_ns: int = 0) -> None:
         """Take one entry; messages that say nothing here are ignored."""
         match message:
             case EpisodeRequested(split="train"):
@@ -66,6 +67,7 @@ class DiagnosisFold:
                 self._lineages.append(message)
             case StepTrained():
                 self._steps.append(message)
+                self._times[message.lineage, message.step] = time_ns
 
     def build(self) -> RunFacts:
         """The facts as of now. Steps that a later lineage went back behind do not count."""
@@ -89,7 +91,10 @@ class DiagnosisFold:
             each.reason = reasons[each.episode_id]
         measured = zip(step.episodes, step.differences, strict=False)
         differences = {episode: size for episode, size in measured if size >= 0}
-        return StepFacts(step=step.step, metrics=step.metrics, trained=trained, excluded=excluded, differences=differences)
+        return StepFacts(
+            step=step.step, time_ns=self._times[step.lineage, step.step], metrics=step.metrics, trained=trained,
+            excluded=excluded, differences=differences,
+        )  # fmt: skip
 
     def _add_action(self, action: Action, sequence: int) -> None:
         logprobs = unpack_logprobs(action.logprobs[: len(action.logprobs) // 4 * 4])

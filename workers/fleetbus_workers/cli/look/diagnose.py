@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,7 @@ async def _diagnose(source: str, configuration: Configuration, archive: Path | N
         async for entry in opened.entries():
             kind = entry.subject.split(".", 3)[2]
             if kind in KINDS and (kind != "train" or entry.subject == train) and (message := read_stored(entry)) is not None:
-                fold.apply(message, entry.sequence)
+                fold.apply(message, entry.sequence, entry.time_ns)
         torn = opened.torn
     return diagnose(fold.build()), torn
 
@@ -77,6 +78,9 @@ def _print(found: Diagnosis, name: str) -> None:
         print(f"not measured: {reason}")
     for finding in found.findings:
         print(f"\n{finding.kind.upper().replace('_', ' ')} since step {finding.step}: {finding.meaning}")
+        if finding.time_ns:
+            began = datetime.datetime.fromtimestamp(finding.time_ns // 10**9)
+            print(f"  began     {began:%Y-%m-%d %H:%M:%S}")
         print(f"  size      {finding.size.value:.4g} ({_format_interval(finding.size)}) {finding.unit}")
         print(f"  evidence  {finding.evidence}")
         print(f"  do        {finding.advice}")
