@@ -35,6 +35,9 @@ TRIES = 8
 
 AT_A_TIME = 16
 
+ASKED_BY = "asked for by "
+AUTHOR_LETTERS = 200
+
 State = Literal["cancelled", "over", "closing", "open", "unknown"]
 
 
@@ -58,10 +61,16 @@ async def cancel_episode(bus: Bus, subjects: Subjects, episode_id: str, *, autho
         episode_state = await read_episode_state(bus, subjects, episode_id)
         if episode_state.result is not None:
             return CancelResult(episode_id=episode_id, state="over", outcome=episode_state.result.outcome)
-        if await _is_stopping(bus, subjects, episode_state, episode_id):
+        if await _is_stopping(bus, subjects, episode_state, episode_id, author):
             return await _wait_for_result(bus, subjects, episode_state, episode_id, close_seconds)
         result = build_result_without_attempt(
-            request, sequence, episode_state, worker=author, outcome="cancelled", error_class="cancelled"
+            request,
+            sequence,
+            episode_state,
+            worker=author,
+            outcome="cancelled",
+            error_class="cancelled",
+            error=describe_author(author),
         )
         if await store_result(bus, subjects, result, expected_last=episode_state.last_sequence) == "stored":
             return CancelResult(episode_id=episode_id, state="cancelled", worker=author, outcome="cancelled")
@@ -132,13 +141,19 @@ async def _find_request(bus: LogBus, subjects: Subjects, episode_id: str) -> tup
         return None
 
 
-async def _is_stopping(bus: CallBus, subjects: Subjects, episode_state: EpisodeState, episode_id: str) -> bool:
+def describe_author(author: str) -> str:
+    """The error of a cancelled episode: who asked, as far as that can be shown; empty if nobody says."""
+    shown = "".join(letter for letter in author[:AUTHOR_LETTERS] if letter.isprintable())
+    return f"{ASKED_BY}{shown}" if shown else ""
+
+
+async def _is_stopping(bus: CallBus, subjects: Subjects, episode_state: EpisodeState, episode_id: str, author: str) -> bool:
     """True if the worker that holds the episode says that it has stopped it."""
     newest = episode_state.newest
     if newest is None or episode_state.released:
         return False
     subject = subjects.control("environment", newest.worker, "cancel")
-    question = encode(ControlRequested(command="cancel", episodes=(episode_id,)))
+    question = encode(ControlRequested(command="cancel", episodes=(episode_id,), author=author))
     try:
         answer = await bus.request(subject, question, timeout=ANSWER_SECONDS)
         return episode_id in decode(ControlAnswered, answer, subject=subject).detail.split(",")

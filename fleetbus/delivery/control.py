@@ -17,8 +17,8 @@ class Control:
     """Serves ``fbctl`` for one worker, under its own name and under ``all``. The command stands in the subject, for rights are
     by subject: who may ask whether a worker lives may not end it (docs/decisions/0186-commands-stand-in-their-subjects.md).
 
-    ``cancel`` gets episode ids and returns those that it cancelled; ``busy_with`` lists what is in work; ``pause`` gets whether
-    to pause, for a role that can.
+    ``cancel`` gets episode ids and who asks, and returns those that it cancelled; ``busy_with`` lists what is in work;
+    ``pause`` gets whether to pause, for a role that can.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Control:
         role: WorkerRole,
         worker: str,
         drain: anyio.Event,
-        cancel: Callable[[Sequence[str]], Sequence[str]] = lambda episodes: (),
+        cancel: Callable[[Sequence[str], str], Sequence[str]] = lambda episodes, author: (),
         busy_with: Callable[[], Sequence[str]] = tuple,
         pause: Callable[[bool], None] | None = None,
     ) -> None:
@@ -66,7 +66,7 @@ class Control:
         if wanted.command == "drain":
             self._drain.set()
         elif wanted.command == "cancel":
-            detail = ",".join(self._cancel(wanted.episodes))
+            detail = ",".join(self._cancel(wanted.episodes, wanted.author))
         elif wanted.command in ("pause", "resume") and self._pause is not None:
             self._pause(wanted.command == "pause")
         done = {"cancel": bool(detail), "pause": self._pause is not None, "resume": self._pause is not None}

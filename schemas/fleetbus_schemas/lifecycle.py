@@ -124,10 +124,12 @@ class LaneLease(Message, frozen=True, kw_only=True):
 
 class ControlRequested(Message, frozen=True, kw_only=True):
     """Operator or requester → workers, on ``fbctl.<run>.<role>.<worker|all>.<command>``. ``pause`` and ``resume`` are for the
-    learner: that it requests no new groups, and that it does again. A command that is not its subject's is ignored."""
+    learner: that it requests no new groups, and that it does again. A command that is not its subject's is ignored.
+    ``author`` is who asks for a ``cancel``, for the episode's result."""
 
     command: Literal["drain", "cancel", "ping", "pause", "resume"]
     episodes: tuple[str, ...] = ()
+    author: str = ""
 
 
 class ControlAnswered(Message, frozen=True, kw_only=True):

@@ -88,6 +88,7 @@ async def test_a_running_episode_is_ended_by_the_worker_that_runs_it_and_no_othe
         assert (done.state, done.worker, done.outcome) == ("cancelled", "environment-0", "cancelled")
         stored = await result(bus, "a")
         assert (stored.outcome, stored.worker, stored.reward) == ("cancelled", "environment-0", None)
+        assert stored.error == "asked for by operator"
         assert (await read_episode_state(bus, S, "b")).result is None
         drain.set()
 
@@ -107,9 +108,9 @@ async def test_an_order_that_comes_while_a_superseded_attempt_closes_is_followed
     ClosesLater.closing, ClosesLater.let_go = anyio.Event(), anyio.Event()
     drain, cancel_here = anyio.Event(), Attempts.cancel
 
-    def cancel_and_let_go(attempts: Attempts, episodes: Sequence[str]) -> list[str]:
+    def cancel_and_let_go(attempts: Attempts, episodes: Sequence[str], author: str) -> list[str]:
         ClosesLater.let_go.set()
-        return cancel_here(attempts, episodes)
+        return cancel_here(attempts, episodes, author)
 
     monkeypatch.setattr(Attempts, "cancel", cancel_and_let_go)
 

@@ -118,7 +118,7 @@ async def test_admission_is_paused_and_resumed_and_without_a_learner_that_is_sai
         assert (await page.act("pause", {"paused": True})).json() == {"learner": None}
         async with page.server.connect(RUN, worker="learner-0") as bus:
             control = Control(
-                bus, SUBJECTS, role="learner", worker="learner-0", drain=anyio.Event(), cancel=lambda _: (),
+                bus, SUBJECTS, role="learner", worker="learner-0", drain=anyio.Event(), cancel=lambda episodes, author: (),
                 busy_with=lambda: (), pause=paused.append,
             )  # fmt: skip
             tasks.start_soon(control.run)

@@ -163,7 +163,7 @@ async def test_admission_is_paused_by_a_click_while_the_page_is_drawn_again() ->
 
         async def work() -> None:
             control = Control(
-                bus, SUBJECTS, role="learner", worker="learner", drain=anyio.Event(), cancel=lambda _: (),
+                bus, SUBJECTS, role="learner", worker="learner", drain=anyio.Event(), cancel=lambda episodes, author: (),
                 busy_with=lambda: (), pause=paused.append,
             )  # fmt: skip
             async with anyio.create_task_group() as serving:

@@ -11,6 +11,7 @@ import anyio
 import msgspec
 
 from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.delivery.cancel import ASKED_BY
 from fleetbus_schemas import Action, ControlRequested, EpisodeFinished, Message, Observation, encode
 from fleetbus_workers.environment.base import Environment
 from fleetbus_workers.environment.worker import run_environment
@@ -161,7 +162,8 @@ class EnvironmentDriver(Driver):
     async def _cancel(self, episode: RecordedEpisode) -> None:
         """Make the worker end the episode, so that its slot is free."""
         subject = self.environment.subjects.control("environment", WORKER, "cancel")
-        payload = encode(ControlRequested(command="cancel", episodes=(episode.episode_id,)))
+        author = episode.result.error.removeprefix(ASKED_BY) if episode.result is not None else ""
+        payload = encode(ControlRequested(command="cancel", episodes=(episode.episode_id,), author=author))
         await self.environment.bus.request(subject, payload, timeout=self.options.patience_seconds)
 
     def _note_silence(self) -> None:

@@ -20,6 +20,7 @@ from fleetbus.concurrency.deadlines import Deadlines
 from fleetbus.core.episode.claims import EpisodeState, build_result_without_attempt
 from fleetbus.core.episode.history import Turn
 from fleetbus.core.training.floor import NO_FLOOR, refuses_delivery
+from fleetbus.delivery.cancel import describe_author
 from fleetbus.delivery.leases import Leases
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
 from fleetbus.log.episodes import RETRY_SECONDS, read_answered_observations, read_episode_state, read_turns, store_result
@@ -104,11 +105,12 @@ class Attempts:
             if running.policy_client is not None and running.policy_client.lane_in_use == lane:
                 running.policy_client.recheck()
 
-    def cancel(self, episodes: Sequence[str]) -> list[str]:
-        """End these episodes as ``cancelled``; returns those that run here."""
+    def cancel(self, episodes: Sequence[str], author: str) -> list[str]:
+        """End these episodes as ``cancelled``, which ``author`` asks for; returns those that run here."""
         found = [episode for episode in episodes if episode in self._running]
         for episode in found:
             self._running[episode].cancelled = True
+            self._running[episode].cancelled_by = author
             self._running[episode].stop()
         return found
 
@@ -360,7 +362,9 @@ class Attempts:
             try:
                 episode_state = await read_episode_state(self._bus, self._subjects, request.episode_id)
                 if episode_state.result is None:
-                    await self._conclude(running, episode_state, "cancelled", "cancelled")
+                    await self._conclude(
+                        running, episode_state, "cancelled", "cancelled", describe_author(running.cancelled_by)
+                    )
                 else:
                     await self._ack(request.episode_id)
                 return

@@ -24,6 +24,7 @@ class RunningAttempt:
         "_state",
         "attempt",
         "cancelled",
+        "cancelled_by",
         "claim",
         "claim_sequence",
         "handed_back",
@@ -53,6 +54,7 @@ class RunningAttempt:
         self.claim_sequence = 0
         self.policy_client: PolicyClient | None = None
         self.cancelled = False
+        self.cancelled_by = ""
         self.handed_back = False
         self.nak_delay_seconds: float | None = None
 
