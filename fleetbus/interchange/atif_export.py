@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -18,13 +17,11 @@ from fleetbus.interchange.atif_format import VERSION, Agent, FinalMetrics, Metri
 from fleetbus.interchange.atif_steps import StepList
 from fleetbus.interchange.episode_facts import build_episode_facts, find_episode_id, find_versions
 from fleetbus.interchange.segment_contents import SegmentContent, fold_contents
+from fleetbus.interchange.times import format_time
 from fleetbus.recording.episodes import Transcript, TranscriptTurn
 from fleetbus.recording.redaction import is_wiped
 from fleetbus_schemas import NEW_ROOT, Action, ToolSpec
 from fleetbus_schemas.tokens import count_tokens, unpack_ids, unpack_logprobs
-
-LAST_NS = 4 * 10**18
-"""Later log times than this, in the year 2096, are no times."""
 
 NOTES = (
     "Written by fleetbus. total_steps counts the steps of this trajectory alone. Embedded trajectories are segments: token "
@@ -87,7 +84,7 @@ class _Builder:
             trajectory_id=self._episode,
             agent=self._build_agent(contents[0].turns if contents else ()),
             steps=steps.steps,
-            notes=NOTES,
+            notes=NOTES if len(contents) > 1 else None,
             final_metrics=FinalMetrics(
                 total_prompt_tokens=prompt, total_completion_tokens=sampled, total_steps=len(steps.steps)
             ),
@@ -110,7 +107,11 @@ class _Builder:
         if content.number == len(contents) - 1:
             self._add_last_observation(steps)
         name = f"{self._episode}.{content.number}"
-        extra = {"segment": content.number, "reason": content.origin.reason, "origin": list(msgspec.structs.astuple(content.origin))}
+        extra = {
+            "segment": content.number,
+            "reason": content.origin.reason,
+            "origin": list(msgspec.structs.astuple(content.origin)),
+        }
         owner = content.origin.parent if content.origin.parent != NEW_ROOT else self._find_segment(content.after)
         self._steps[owner].refer(name, {"reason": content.origin.reason}, turn=content.after)
         return Trajectory(
@@ -154,7 +155,10 @@ class _Builder:
         tools = next((self._answered[turn].tools for turn in turns if self._answered[turn].tools), ())
         name = request.policy if request is not None else None
         return Agent(
-            name="fleetbus", version=self._version, model_name=name, tool_definitions=[build_tool(tool) for tool in tools] or None
+            name="fleetbus",
+            version=self._version,
+            model_name=name,
+            tool_definitions=[build_tool(tool) for tool in tools] or None,
         )
 
 
@@ -201,11 +205,6 @@ def build_step_facts(turn: TranscriptTurn) -> dict[str, Any]:
     facts |= {"tool_call_errors": list(action.tool_call_errors)} if action.tool_call_errors else {}
     facts |= {"images": [list(msgspec.structs.astuple(image)) for image in action.images]} if action.images else {}
     return facts
-
-
-def format_time(time_ns: int) -> str | None:
-    """ISO 8601, in microseconds; None for a time that is unknown."""
-    return datetime.fromtimestamp(time_ns / 1e9, UTC).isoformat() if 0 < time_ns < LAST_NS else None
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:

@@ -90,6 +90,7 @@ class Step(msgspec.Struct, kw_only=True, omit_defaults=True):
     observation: Observation | None = None
     metrics: Metrics | None = None
     is_copied_context: bool | None = None
+    llm_call_count: int | None = None
     extra: dict[str, Any] | None = None
 
 

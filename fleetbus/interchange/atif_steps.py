@@ -64,7 +64,9 @@ class StepList:
         """Append a result to the last step, of the call that alone has none yet if it is so."""
         calls = [call.tool_call_id for call in self.steps[-1].tool_calls or ()] if self.steps else []
         if self.steps:
-            self._append(self.steps[-1], Result(source_call_id=calls[0] if len(calls) == 1 else None, content=content, extra=extra))
+            self._append(
+                self.steps[-1], Result(source_call_id=calls[0] if len(calls) == 1 else None, content=content, extra=extra)
+            )
 
     def refer(self, name: str, extra: dict[str, Any], *, turn: int) -> None:
         """Refer to an embedded trajectory from the last answer up to ``turn``."""
@@ -86,7 +88,9 @@ class StepList:
         if not message.tool_call_id or call not in calls:
             facts |= {"tool_call_id": message.tool_call_id}
         source = call if call in calls else None
-        self._append(step, Result(source_call_id=source, content=build_content(message.content), extra={"role": "tool", **facts}))
+        self._append(
+            step, Result(source_call_id=source, content=build_content(message.content), extra={"role": "tool", **facts})
+        )
 
     def _append(self, step: Step, result: Result) -> None:
         if step.observation is None:

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from fleetbus.interchange.atif_export import format_time
 from fleetbus.interchange.episode_facts import find_episode_id
 from fleetbus.interchange.eval_samples import build_sample, build_summary
+from fleetbus.interchange.times import format_time
 from fleetbus.recording.episodes import Transcript
 
 LOG_VERSION = 2

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fleetbus.core.text.tool_calls import final_answer, is_done
-from fleetbus.interchange.atif_export import build_calls, format_time
+from fleetbus.interchange.atif_export import build_calls
 from fleetbus.interchange.episode_facts import KEY, build_episode_facts, find_episode_id, find_versions
+from fleetbus.interchange.times import format_time
 from fleetbus.recording.episodes import Transcript, TranscriptTurn
 from fleetbus.recording.redaction import is_wiped
 from fleetbus_schemas import GRADED, Action, ChatMessage, EpisodeFinished, Image, Text
@@ -57,7 +58,18 @@ def build_sample(transcript: Transcript, run: str, *, name: str, epoch: int, mod
 
 def build_summary(sample: Sample) -> Sample:
     """The sample as the list of a log shows it, without what is long."""
-    fields = ("id", "epoch", "target", "scores", "model_usage", "started_at", "completed_at", "total_time", "working_time", "uuid")
+    fields = (
+        "id",
+        "epoch",
+        "target",
+        "scores",
+        "model_usage",
+        "started_at",
+        "completed_at",
+        "total_time",
+        "working_time",
+        "uuid",
+    )
     summary = {field: sample[field] for field in fields if field in sample}
     facts = {key: value for key, value in sample["metadata"].items() if isinstance(value, str | int | float | bool)}
     summary |= {"input": sample["input"][:THIN_CHARACTERS], "metadata": facts, "completed": True}
@@ -128,7 +140,13 @@ def _build_answer(turn: TranscriptTurn, action: Action, place: int, model: str) 
         own["origin"] = [origin.parent, origin.kept, origin.reason, origin.repeated]
     if action.images:
         own["images"] = [[image.object, image.start, image.stop] for image in action.images]
-    built: dict[str, Any] = {"id": str(place), "role": "assistant", "content": action.text, "source": "generate", "model": model}
+    built: dict[str, Any] = {
+        "id": str(place),
+        "role": "assistant",
+        "content": action.text,
+        "source": "generate",
+        "model": model,
+    }
     calls = build_calls(action)
     if calls:
         built["tool_calls"] = [

@@ -1,4 +1,4 @@
-"""The contents of an episode's segments, turn by turn: which prompts and answers a token sequence holds, and whose ids. Pure."""
+"""The contents of an episode's segments, turn by turn: prompts and answers that a token sequence holds, and its ids. Pure."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ def fold_contents(actions: Sequence[Action]) -> tuple[list[SegmentContent], list
     return contents, prompts
 
 
-def _begin(
-    number: int, origin: SegmentOrigin | None, after: int, contents: Sequence[SegmentContent]
-) -> SegmentContent:
+def _begin(number: int, origin: SegmentOrigin | None, after: int, contents: Sequence[SegmentContent]) -> SegmentContent:
     content = SegmentContent(number=number, origin=origin, after=after)
     if origin is None or origin.parent == NEW_ROOT:
         return content

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from fleetbus.recording.episodes import Transcript
 
 
-def check_output(file_format: str, output: Path | None) -> None:
-    """Raise `UserError` unless ``--output`` names what this format is written to."""
+def check_output(file_format: str, output: Path | None) -> Path:
+    """The file or folder that this format is written to; raises `UserError` if ``--output`` names none."""
     if output is None:
         raise UserError(f"--format {file_format} needs --output, the file or folder to write")
     if file_format == "eval" and output.suffix != ".eval":
@@ -35,13 +35,13 @@ def check_output(file_format: str, output: Path | None) -> None:
         raise UserError(f"cannot write {output}: give FILE.jsonl, or a folder for a file per episode")
     if output.is_dir() and (file_format == "eval" or output.suffix in (".json", ".jsonl")):
         raise UserError(f"cannot write {output}: it is a folder")
+    return output
 
 
 def write_episodes(
-    source: str, configuration: Configuration, archive: Path | None, chosen: Collection[str], file_format: str, output: Path | None
+    source: str, configuration: Configuration, archive: Path | None, chosen: Collection[str], file_format: str, output: Path
 ) -> int:
     """Write the ``chosen`` episodes, in the order in which they finished; those that cannot be written are counted."""
-    assert output is not None
     if not chosen:
         raise UserError("no episode matches: nothing was written")
     if output.suffix == ".json" and len(chosen) != 1:
@@ -109,7 +109,7 @@ async def _write_eval(
         return writer.written, Counter(), opened.torn
 
 
-async def _iterate_chosen(source: Source, chosen: Collection[str]) -> AsyncIterator[Transcript]:
+async def _iterate_chosen(source: Source, chosen: Collection[str]) -> AsyncGenerator[Transcript]:
     """The transcripts of these episodes as they finished, then those without a result."""
     from fleetbus.recording.episodes import build_episode_subjects
     from fleetbus.recording.redaction import Redactor, find_environment_secrets

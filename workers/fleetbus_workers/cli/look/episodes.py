@@ -52,8 +52,8 @@ SHOWN_FAILURES = 5
 )
 @click.option(
     "--format", "file_format", type=click.Choice(["atif", "eval"]),
-    help="Write whole episodes to --output instead: atif, trajectories of ATIF 1.8 (FILE.jsonl, or a folder of a file each); eval, "
-    "a log that Inspect View opens (FILE.eval)",
+    help="Write whole episodes to --output instead: atif, trajectories of ATIF 1.8 (FILE.jsonl, or a folder of a file each); "
+    "eval, a log that Inspect View opens (FILE.eval)",
 )  # fmt: skip
 @json_option()
 @archive_option()
@@ -77,17 +77,16 @@ def command(
     from fleetbus_workers.api.reader import open_configured_run
 
     _check_outcome(values["outcome"])
-    names = ("outcome", "error", "split", "task", "group", "min_reward", "max_reward", "tool_errors")
-    filters = {name: values.pop(name) for name in names}
+    filter_names = ("outcome", "error", "split", "task", "group", "min_reward", "max_reward", "tool_errors")
+    filters = {name: values.pop(name) for name in filter_names}
     given = {} if is_recording(source) else {"run__name": source}
     configuration = load_settings({**values, **given}).configuration
     reader = open_configured_run(configuration, source or "", archive)
     if file_format is not None:
-        check_output(file_format, output)
-        chosen = None if episode is None else {episode}
-        if chosen is None:
-            chosen = {row.episode_id for row in run_async(reader.read_episodes) if _matches(row, **filters)}
-        return write_episodes(source or "", configuration, archive, chosen, file_format, output)
+        file = check_output(file_format, output)
+        rows = run_async(reader.read_episodes) if episode is None else []
+        names = {row.episode_id for row in rows if _matches(row, **filters)} if episode is None else {episode}
+        return write_episodes(source or "", configuration, archive, names, file_format, file)
     if episode is not None:
         transcript = run_async(reader.read_transcript, episode)
         _warn(reader.damage)
