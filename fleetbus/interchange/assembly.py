@@ -201,7 +201,7 @@ def build_result(
         tokens=tokens,
         loss_mask=pack_mask(loss_mask(history, untrained)),
         segments=describe_segments(fold_segments(actions)),
-        last_observation=result.last_observation or episode.last_observation,
+        last_observation=result.last_observation if episode.result is not None else episode.last_observation,
         note="; ".join(part for part in (result.note, missing) if part),
     )
 

@@ -25,7 +25,12 @@ def _read_part(part: Content) -> Text | Image:
 def read_calls(step: Step) -> tuple[ToolCall, ...]:
     """The calls of an answer; an id that fleetbus made up is left out again."""
     return tuple(
-        ToolCall(name=call.function_name, arguments=call.arguments, id=(call.extra or {}).get("id", call.tool_call_id))
+        ToolCall(
+            name=call.function_name,
+            arguments=call.arguments,
+            id=str((call.extra or {}).get("id", call.tool_call_id)),
+            arguments_text=str((call.extra or {}).get("arguments_text", "")),
+        )
         for call in step.tool_calls or ()
     )
 

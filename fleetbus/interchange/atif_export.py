@@ -21,6 +21,7 @@ from fleetbus.interchange.times import format_time
 from fleetbus.recording.episodes import Transcript, TranscriptTurn
 from fleetbus.recording.redaction import is_wiped
 from fleetbus_schemas import NEW_ROOT, Action, ToolSpec
+from fleetbus_schemas import ToolCall as Call
 from fleetbus_schemas.tokens import count_tokens, unpack_ids, unpack_logprobs
 
 NOTES = (
@@ -169,10 +170,16 @@ def build_calls(action: Action) -> list[ToolCall]:
             tool_call_id=call.id or f"turn-{action.turn}-{place}",
             function_name=call.name,
             arguments=call.arguments,
-            extra=None if call.id else {"id": ""},
+            extra=_list_call_facts(call) or None,
         )
         for place, call in enumerate(action.tool_calls)
     ]
+
+
+def _list_call_facts(call: Call) -> dict[str, Any]:
+    """What the formats have no field for: that a call had no id, and its arguments as they stood in the text."""
+    facts = {} if call.id else {"id": ""}
+    return facts | ({"arguments_text": call.arguments_text} if call.arguments_text else {})
 
 
 def build_tool(tool: ToolSpec) -> dict[str, Any]:

@@ -39,15 +39,25 @@ def read_message(message: Message, facts: Mapping[str, Any], attachments: Mappin
     return ChatMessage(
         role=message.role,
         content=read_text_content(message.content, attachments),
-        tool_calls=read_calls(message) if message.role == "assistant" else (),
+        tool_calls=read_calls(message, {}) if message.role == "assistant" else (),
         tool_call_id=call if message.role == "tool" else "",
         name=(message.function or "") if message.role == "tool" else name if isinstance(name, str) else "",
     )
 
 
-def read_calls(message: Message) -> tuple[ToolCall, ...]:
-    """The calls of an assistant's message."""
-    return tuple(ToolCall(name=call.function, arguments=call.arguments, id=call.id) for call in message.tool_calls or ())
+def read_calls(message: Message, facts: Mapping[str, Any]) -> tuple[ToolCall, ...]:
+    """The calls of an assistant's message; an id that fleetbus made up is left out again."""
+    calls, written = message.tool_calls or [], facts.get("calls")
+    own = written if isinstance(written, list) and len(written) == len(calls) else [{}] * len(calls)
+    return tuple(
+        ToolCall(
+            name=call.function,
+            arguments=call.arguments,
+            id=str(each.get("id", call.id)) if isinstance(each, dict) else call.id,
+            arguments_text=str(each.get("arguments_text", "")) if isinstance(each, dict) else "",
+        )
+        for call, each in zip(calls, own, strict=True)
+    )
 
 
 def read_text_content(content: str | list[dict[str, Any]], attachments: Mapping[str, str]) -> str:

@@ -114,7 +114,7 @@ def _read_turns(sample: Sample, place: str) -> tuple[list[ImportedTurn], str]:
             shown.append(read_message(message, facts, sample.attachments))
             continue
         turn = ImportedTurn(
-            messages=shown, text=read_text_content(message.content, sample.attachments), tool_calls=read_calls(message)
+            messages=shown, text=read_text_content(message.content, sample.attachments), tool_calls=read_calls(message, facts)
         )
         shown = []
         if read_turn_facts(turn, facts, place) is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from fleetbus.core.text.tool_calls import final_answer, is_done
 from fleetbus.interchange.atif_export import build_calls
 from fleetbus.interchange.episode_facts import KEY, build_episode_facts, find_episode_id, find_versions
@@ -132,7 +134,7 @@ def _build_answer(turn: TranscriptTurn, action: Action, place: int, model: str) 
         own["completion_token_ids"] = unpack_ids(action.sampled)
         own["logprobs"] = unpack_logprobs(action.logprobs)
     if turn.tools:
-        own["tools"] = [[tool.name, tool.description, tool.parameters] for tool in turn.tools]
+        own["tools"] = [msgspec.to_builtins(tool) for tool in turn.tools]
     if action.segment:
         own["segment"] = action.segment
     if action.origin is not None:
@@ -153,6 +155,8 @@ def _build_answer(turn: TranscriptTurn, action: Action, place: int, model: str) 
             {"id": call.tool_call_id, "function": call.function_name, "arguments": call.arguments, "type": "function"}
             for call in calls
         ]
+        facts = [call.extra or {} for call in calls]
+        own |= {"calls": facts} if any(facts) else {}
     return {**built, "metadata": {KEY: own}}
 
 

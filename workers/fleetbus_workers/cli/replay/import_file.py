@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 def command(files: tuple[Path, ...], output: Path, run: str, split: Split, score: str, force: bool, as_json: bool) -> int:
     """Import episodes of other tools as a recording, which `regrade`, `learn` and `episodes` read.
 
-    FILE is a trajectory in ATIF (.json), one of them per line (.jsonl), a folder of them or of Harbor's trials, or a log
-    of Inspect (.eval). Token ids are taken as they are and never made from text: an episode without them can be graded again, and is not
-    trained on. Nothing that a file names is run.
+    FILE is a trajectory in ATIF (.json), one of them per line (.jsonl), a folder of them or of Harbor's trials,
+    or a log of Inspect (.eval). Token ids are taken as they are and never made from text: an episode without them can be
+    graded again, and is not trained on. Nothing that a file names is run.
     """
     from fleetbus.interchange.assembly import Assembler
 
@@ -56,9 +56,9 @@ def command(files: tuple[Path, ...], output: Path, run: str, split: Split, score
 
 
 _SAID = {
-    "without_token_ids": "have no token ids: they can be graded again, and `fleetbus learn` leaves them out",
-    "without_logprobs": "have token ids without log-probabilities: they stand as 0",
-    "without_reward": "have no reward: `fleetbus regrade` gives one, `fleetbus learn` leaves them out",
+    "without_token_ids": "without token ids: they can be graded again, and `fleetbus learn` leaves them out",
+    "without_logprobs": "with token ids and without log-probabilities: they stand as 0",
+    "without_reward": "without a reward: `fleetbus regrade` gives one, `fleetbus learn` leaves them out",
 }
 
 
@@ -77,7 +77,7 @@ class _Facts:
                 tokens = [turn.tokens for turn in episode.turns]
                 reward = episode.result.reward if episode.result is not None else episode.facts.get("reward")
                 self.counts["episodes"] += 1
-                self.counts["without_token_ids"] += None in tokens or not tokens
+                self.counts["without_token_ids"] += None in tokens
                 self.counts["without_logprobs"] += any(each is not None and each.logprobs is None for each in tokens)
                 self.counts["without_reward"] += reward is None
                 yield assembler.assemble(episode)
