@@ -1,4 +1,4 @@
-"""A recording with every kind of episode that formats of other tools have to hold, and the answers in it as the log has them."""
+"""A recording with every kind of episode that formats of other tools have to hold, and the answers as its log has them."""
 
 from __future__ import annotations
 
@@ -67,9 +67,7 @@ class ExchangeRun:
             max_turns=9,
         )  # fmt: skip
         position = self.add(SUBJECTS.task("default", episode), request)
-        self.add(
-            SUBJECTS.episode(episode), AttemptStarted(episode_id=episode, attempt=1, worker="w", nonce=episode, lane="e0")
-        )
+        self.add(SUBJECTS.episode(episode), AttemptStarted(episode_id=episode, attempt=1, worker="w", nonce=episode, lane="e0"))
         history = [self._play_turn(episode, number, dict(turn)) for number, turn in enumerate(turns)]
         if result.get("outcome") == "open":
             return
@@ -142,7 +140,12 @@ def build_run() -> ExchangeRun:
     )  # fmt: skip
     image = Image(object="ab" * 32, width=8, height=8)
     pictures = (say("user", (Text(text="See "), image)), say("assistant", "I see.", reasoning="Hm."), say("user", "And now?"))
-    run.play("pictures", [{"messages": pictures, "images": (ShownImage(object="ab" * 32, start=1, stop=3),)}], reward=0.0, split="eval")
+    run.play(
+        "pictures",
+        [{"messages": pictures, "images": (ShownImage(object="ab" * 32, start=1, stop=3),)}],
+        reward=0.0,
+        split="eval",
+    )
     run.play("failed", [], outcome="env_failed", reward=None, error_class="open_failed", error="no desk")
     run.play("unfinished", [{"messages": opening}], outcome="open")
     return run

@@ -84,6 +84,8 @@ def command(
     reader = open_configured_run(configuration, source or "", archive)
     if file_format is not None:
         file = check_output(file_format, output)
+        if episode is not None:
+            run_async(reader.read_transcript, episode)  # there is one of that name
         rows = run_async(reader.read_episodes) if episode is None else []
         names = {row.episode_id for row in rows if _matches(row, **filters)} if episode is None else {episode}
         return write_episodes(source or "", configuration, archive, names, file_format, file)
