@@ -177,7 +177,7 @@ def build_calls(action: Action) -> list[ToolCall]:
 
 
 def _list_call_facts(call: Call) -> dict[str, Any]:
-    """What the formats have no field for: that a call had no id, and its arguments as they stood in the text."""
+    """Facts that the formats have no field for: that a call had no id, and its arguments as they stood in the text."""
     facts = {} if call.id else {"id": ""}
     return facts | ({"arguments_text": call.arguments_text} if call.arguments_text else {})
 

@@ -30,7 +30,7 @@ MAX_NAME = 200
 
 
 class EvalWriter:
-    """Writes a log; within `with`, `add` takes one episode after another. Nothing is at ``file`` before the end."""
+    """Writes a log, as a context: `add` takes one episode after another. Nothing is at ``file`` before the end."""
 
     def __init__(self, file: Path, *, run: str, version: str) -> None:
         self._file = file

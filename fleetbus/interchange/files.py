@@ -67,7 +67,7 @@ def _read_bounded(data: bytes, path: Path) -> bytes:
 
 
 def _add_verdict(episode: ImportedEpisode, path: Path) -> ImportedEpisode:
-    """What Harbor's trial around a trajectory says of it: its task and its reward."""
+    """Note what Harbor's trial around a trajectory says of it: its task and its reward."""
     file = path.parent.joinpath(*TRIAL)
     if KEY in episode.facts or path.name != "trajectory.json" or not file.is_file():
         return episode
