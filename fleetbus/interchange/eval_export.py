@@ -100,6 +100,7 @@ class EvalWriter:
 
     def _build_spec(self, created: str | None) -> dict[str, Any]:
         environments = [name for name, _ in self._environments.most_common() if name]
+        epochs = set(self._epochs.values())
         policies = [name for name, _ in self._policies.most_common()]
         return {
             "eval_id": self._run,
@@ -119,7 +120,7 @@ class EvalWriter:
             "model": MODEL_PROVIDER + (policies[0] if policies else "default"),
             "model_generate_config": {},
             "model_args": {},
-            "config": {"epochs": max(self._epochs.values(), default=1)},
+            "config": {"epochs": epochs.pop()} if len(epochs) == 1 else {},
             "packages": {"fleetbus": self._version},
             "scorers": [{"name": "reward", "metrics": [{"name": "mean"}, {"name": "stderr"}]}],
         }
