@@ -57,7 +57,7 @@ def _read_zstandard(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Pat
         if error.name != "zstandard":
             raise
         raise UserError(
-            f"{path} is compressed with zstandard: pip install zstandard, or convert it with inspect log convert"
+            f"{path} is compressed with zstandard: pip install 'fleetbus[inspect]'"
         ) from error
     with path.open("rb") as file:
         file.seek(member.header_offset)

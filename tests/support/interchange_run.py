@@ -35,7 +35,7 @@ from fleetbus_schemas import (
     VersionSpan,
     encode,
 )
-from fleetbus_schemas.tokens import count_tokens, pack_ids, pack_logprobs, pack_mask, unpack_ids, unpack_logprobs
+from fleetbus_schemas.tokens import pack_ids, pack_logprobs, pack_mask, unpack_ids, unpack_logprobs
 
 SUBJECTS = Subjects("exchange")
 SECOND = 10**9
@@ -110,11 +110,17 @@ def say(role: Any, content: Any, **fields: Any) -> ChatMessage:
 def build_run() -> ExchangeRun:
     """One episode of each kind."""
     run = ExchangeRun()
+    play_kinds(run)
+    return run
+
+
+def play_kinds(run: ExchangeRun, suffix: str = "") -> None:
+    """Five episodes, whose names end in ``suffix``."""
     opening = (say("system", "Be brief."), say("user", "Find it."))
     with_id = (ToolCall(name="look", arguments={"what": "a"}, id="call-7"),)
     without_id = (ToolCall(name="look", arguments={"what": "b"}, arguments_text='{"what":  "b"}'),)
     run.play(
-        "plain",
+        "plain" + suffix,
         [
             {"messages": opening, "tools": TOOLS, "tool_calls": with_id},
             {"messages": (say("tool", "17", tool_call_id="call-7", name="look"),), "tool_calls": without_id},
@@ -123,7 +129,7 @@ def build_run() -> ExchangeRun:
         last_observation="That was it.", reward_components={"verifier": 1.0, "judge": 0.5}, task_key="task/one",
     )  # fmt: skip
     run.play(
-        "tree",
+        "tree" + suffix,
         [
             {"messages": opening, "shown": 6},
             {"messages": (say("user", "And?"),)},
@@ -141,14 +147,13 @@ def build_run() -> ExchangeRun:
     image = Image(object="ab" * 32, width=8, height=8)
     pictures = (say("user", (Text(text="See "), image)), say("assistant", "I see.", reasoning="Hm."), say("user", "And now?"))
     run.play(
-        "pictures",
+        "pictures" + suffix,
         [{"messages": pictures, "images": (ShownImage(object="ab" * 32, start=1, stop=3),)}],
         reward=0.0,
         split="eval",
     )
-    run.play("failed", [], outcome="env_failed", reward=None, error_class="open_failed", error="no desk")
-    run.play("unfinished", [{"messages": opening}], outcome="open")
-    return run
+    run.play("failed" + suffix, [], outcome="env_failed", reward=None, error_class="open_failed", error="no desk")
+    run.play("unfinished" + suffix, [{"messages": opening}], outcome="open")
 
 
 def leave(parent: int, kept: int, reason: Any, repeated: int = 0) -> SegmentOrigin:
@@ -183,8 +188,3 @@ def list_answers(file: Path) -> Answers:
 
 def _iterate(file: Path) -> Iterator[tuple[StreamEntry, Message | None]]:
     return ((entry, read_stored(entry)) for entry in RecordingReader(file).entries())
-
-
-def count_answered(answers: Answers) -> int:
-    """Tokens in it."""
-    return sum(count_tokens(pack_ids(prompt + sampled)) for prompt, sampled, _ in answers.values())

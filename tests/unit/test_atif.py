@@ -10,6 +10,7 @@ import pytest
 
 from fleetbus_workers.api.reader import open_run
 from fleetbus_workers.cli.program import run_program
+from fleetbus_workers.learner.rejection_sampling import select_rewarded
 from tests.support.atif_rules import check_trajectory, list_exported_answers
 from tests.support.interchange_run import list_answers, write_run
 
@@ -153,6 +154,20 @@ def test_without_ids_an_episode_can_be_graded_again_alone(tmp_path: Path, capsys
     (tmp_path / "v.py").write_text("def verify(conversation): return float(conversation[-1]['content'] == 'Done.')")
     assert run_program(["regrade", str(recording), "--verifier", f"{tmp_path / 'v.py'}:verify", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["flips"][0]["new"] == 1.0
+
+
+def test_learn_takes_what_has_ids_and_says_why_it_leaves_out_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "all").mkdir()
+    steps = with_tokens()
+    steps[1]["metrics"]["logprobs"], steps[2]["metrics"]["logprobs"] = [-0.5, -0.25], [-0.125]
+    write_foreign(tmp_path / "all" / "a.json", steps=steps, extra={"reward": 1}, trajectory_id="with-ids")
+    write_foreign(tmp_path / "all" / "b.json", extra={"reward": 1}, trajectory_id="text")
+    assert run_program(["import", str(tmp_path / "all"), "-o", str(tmp_path / "a.fbrec")]) == 0
+    found = select_rewarded([tmp_path / "a.fbrec"], min_reward=1.0, vocabulary=100)
+    (sequence,) = found.sequences
+    assert sequence.ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert sequence.loss_mask.tolist() == [False, False, False, True, True, False, True]
+    assert found.left_out == {"it has no token ids: they were redacted, or imported without": 1}
 
 
 def test_a_trial_of_harbor_brings_its_task_and_its_reward(tmp_path: Path) -> None:
