@@ -56,9 +56,7 @@ def _read_zstandard(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Pat
     except ModuleNotFoundError as error:
         if error.name != "zstandard":
             raise
-        raise UserError(
-            f"{path} is compressed with zstandard: pip install 'fleetbus[inspect]'"
-        ) from error
+        raise UserError(f"{path} is compressed with zstandard: pip install 'fleetbus[inspect]'") from error
     with path.open("rb") as file:
         file.seek(member.header_offset)
         header = file.read(LOCAL_HEADER_BYTES)
