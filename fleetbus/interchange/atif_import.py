@@ -15,7 +15,7 @@ from fleetbus.errors import UserError
 from fleetbus.interchange.atif_content import read_calls, read_content, read_messages_of, read_step_message, read_tools
 from fleetbus.interchange.atif_format import Step, Trajectory
 from fleetbus.interchange.episode_facts import KEY, read_messages, read_text
-from fleetbus.interchange.imported import ImportedEpisode, ImportedTokens, ImportedTurn
+from fleetbus.interchange.imported import ImportedEpisode, ImportedTurn
 from fleetbus.interchange.times import parse_time
 from fleetbus.interchange.token_sequences import place_tokens
 from fleetbus.interchange.turn_facts import read_turn_facts
@@ -154,6 +154,3 @@ def read_last(shown: Sequence[ChatMessage]) -> str:
     """The text that came last."""
     content = shown[-1].content
     return content if isinstance(content, str) else "".join(getattr(part, "text", "") for part in content)
-
-
-__all__ = ["ImportedTokens", "ReadTurn", "read_trajectory"]
