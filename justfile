@@ -69,7 +69,7 @@ test-openenv *arguments:
     .venv/bin/pytest -q -m openenv {{arguments}}
 
 # Environments of verifiers (v1 and v0) and inspect_ai, each from an environment of its own, their rewards against the packages'
-# own; the examples of verifiers, which are on no package index, from the checkout of github.com/PrimeIntellect-ai/verifiers that
+# own; trajectories and logs that are written for harbor (Python 3.12) and inspect_ai; the examples of verifiers, which are on no package index, from the checkout of github.com/PrimeIntellect-ai/verifiers that
 # VERIFIERS_CHECKOUT names, with its tag v0.2.0. FOREIGN_EPISODES is how many answers each environment gets
 test-foreign *arguments:
     test -d .venv-verifiers || python3 -m venv .venv-verifiers
@@ -79,6 +79,8 @@ test-foreign *arguments:
     .venv-verifiers-v0/bin/pip install -q 'verifiers==0.3.1' build/tool_test
     test -d .venv-inspect || python3 -m venv .venv-inspect
     .venv-inspect/bin/pip install -q 'inspect_ai==0.3.285' inspect_evals openai 'pydantic[email]'
+    test -d .venv-harbor || python3.12 -m venv .venv-harbor
+    .venv-harbor/bin/pip install -q 'harbor==0.26.0'
     PATH=$PWD/.venv-verifiers/bin:$PATH .venv/bin/pytest -n0 -q -s -m foreign tests/foreign {{arguments}}
 
 # The clients of OpenEnv, SkyRL and VAGEN under kills and faults, each from a separate environment; VAGEN's, which is on no

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 import msgspec
@@ -115,7 +115,8 @@ class EpisodeIndex:
 
 
 class TranscriptTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn: what the policy was shown, and the Action that answered it (None while there is none)."""
+    """One turn: what the policy was shown, and the Action that answered it (None while there is none); ``time_ns`` is the log's
+    time of the Action."""
 
     turn: int
     attempt: int
@@ -123,15 +124,19 @@ class TranscriptTurn(msgspec.Struct, frozen=True, kw_only=True):
     tools: tuple[ToolSpec, ...] = ()
     action: Action | None = None
     sequence: int = 0
+    time_ns: int = 0
 
 
 class Transcript(msgspec.Struct, frozen=True, kw_only=True):
-    """One episode as it counts: the turns of its final history, and after them what is still unanswered."""
+    """One episode as it counts: the turns of its final history, and after them what is still unanswered. ``requested_ns`` and
+    ``finished_ns`` are the log's times of request and result, 0 where there is none."""
 
     request: EpisodeRequested | None
     result: EpisodeFinished | None
     claims: tuple[AttemptStarted, ...]
     turns: tuple[TranscriptTurn, ...]
+    requested_ns: int = 0
+    finished_ns: int = 0
 
     @property
     def contexts(self) -> list[TurnContext]:
@@ -154,19 +159,24 @@ def read_transcript(entries: Iterable[StreamEntry]) -> Transcript:
     by_kind: dict[str, list[StreamEntry]] = {}
     for entry in entries:
         by_kind.setdefault(entry.subject.split(".", 3)[2], []).append(entry)
-    events = [read_stored(entry) for entry in by_kind.get("episode", [])]
-    claims = tuple(event for event in events if isinstance(event, AttemptStarted))
-    requests = [read_stored(entry) for entry in by_kind.get("task", [])]
+    events = [(entry.time_ns, read_stored(entry)) for entry in by_kind.get("episode", [])]
+    claims = tuple(event for _, event in events if isinstance(event, AttemptStarted))
+    requests = [(entry.time_ns, read_stored(entry)) for entry in by_kind.get("task", [])]
+    times = {entry.sequence: entry.time_ns for entry in by_kind.get("act", [])}
     observations = [each for _, each in decode_entries(Observation, by_kind.get("obs", []))]
     turns = [
         Turn(sequence=entry.sequence, lane=entry.subject.split(".")[3], action=action)
         for entry, action in decode_entries(Action, by_kind.get("act", []))
     ]
+    requested_ns, request = next(((at, each) for at, each in requests if isinstance(each, EpisodeRequested)), (0, None))
+    finished_ns, result = next(((at, event) for at, event in events if isinstance(event, EpisodeFinished)), (0, None))
     return Transcript(
-        request=next((request for request in requests if isinstance(request, EpisodeRequested)), None),
-        result=next((event for event in events if isinstance(event, EpisodeFinished)), None),
+        request=request,
+        result=result,
         claims=claims,
-        turns=tuple(_build_turns(fold_history(claims, turns), observations, claims)),
+        turns=tuple(_build_turns(fold_history(claims, turns), observations, claims, times)),
+        requested_ns=requested_ns,
+        finished_ns=finished_ns,
     )
 
 
@@ -190,7 +200,10 @@ def _build_answer(turn: TranscriptTurn) -> ChatMessage:
 
 
 def _build_turns(
-    history: tuple[Turn, ...], observations: list[Observation], claims: tuple[AttemptStarted, ...]
+    history: tuple[Turn, ...],
+    observations: list[Observation],
+    claims: tuple[AttemptStarted, ...],
+    times: Mapping[int, int],
 ) -> Iterable[TranscriptTurn]:
     seen = {(each.attempt, each.turn): each for each in observations}
     shown: dict[int, tuple[ChatMessage, ...]] = {each.turn: each.messages for each in observations}
@@ -203,6 +216,7 @@ def _build_turns(
             tools=asked.tools if asked else (),
             action=turn.action,
             sequence=turn.sequence,
+            time_ns=times.get(turn.sequence, 0),
         )
     newest = claims[-1].attempt if claims else 1
     waiting = seen.get((newest, len(history)))

@@ -70,6 +70,7 @@ COMMANDS: dict[str, Entry] = {
     "usage": Entry("Look", "look.usage", "Tokens, calls and hours of a run, by what became of them"),
     "record": Entry("Replay", "replay.record", "Export the log of a run as one file"),
     "episodes": Entry("Replay", "look.episodes", "List, filter and read the episodes of a run or a recording"),
+    "import": Entry("Replay", "replay.import_file", "Import ATIF trajectories or an Inspect log as a recording"),
     "replay": Entry("Replay", "replay.replay", "Play a recording against one worker and compare what it publishes"),
     "regrade": Entry("Replay", "replay.regrade", "Grade recorded episodes by another verifier, and list what changes"),
     "cancel": Entry("Act", "operate.cancel", "End episodes as cancelled, wherever they run"),

@@ -83,7 +83,7 @@ def build_sequences(result: EpisodeFinished, known: dict[int, Action], vocabular
     if any(action.images for action in actions):
         return "it shows images"
     if any(is_wiped(action.prompt_delta) or is_wiped(action.sampled) for action in actions):
-        return "its tokens were redacted"
+        return "it has no token ids: they were redacted, or imported without"
     try:
         whole = build_sequence(result, actions, [1.0] * len(actions), CreditPlan(), 1.0)
         leaves = split_sequence(whole, list_leaves(actions))

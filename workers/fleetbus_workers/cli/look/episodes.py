@@ -12,6 +12,7 @@ from fleetbus.errors import UserError
 from fleetbus.files import replace_file
 from fleetbus_schemas import Outcome
 from fleetbus_workers.api.tables import build_rows, check_format, list_columns, write_rows
+from fleetbus_workers.cli.look.episode_files import check_output, write_episodes
 from fleetbus_workers.cli.look.run_options import archive_option, reach_options, source_and_episode_arguments
 from fleetbus_workers.cli.look.transcript import build_facts, print_transcript
 from fleetbus_workers.cli.options import load_settings
@@ -44,11 +45,16 @@ SHOWN_FAILURES = 5
 @click.option("--tokens", is_flag=True, help="With EPISODE: also show token ids, versions, both log-probabilities")
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=click.Path(path_type=Path),
     metavar="FILE",
     help="Write all matching rows to FILE instead: .parquet (needs pyarrow), .csv or .jsonl; with EPISODE its conversation as "
     "JSON, as environment.examples takes it",
 )
+@click.option(
+    "--format", "file_format", type=click.Choice(["atif", "eval"]),
+    help="Write whole episodes to --output instead: atif, trajectories of ATIF 1.8 (FILE.jsonl, or a folder of a file each); "
+    "eval, a log that Inspect View opens (FILE.eval)",
+)  # fmt: skip
 @json_option()
 @archive_option()
 @reach_options
@@ -57,6 +63,7 @@ def command(
     episode: str | None,
     archive: Path | None,
     output: Path | None,
+    file_format: str | None,
     tokens: bool,
     as_json: bool,
     limit: int,
@@ -70,11 +77,18 @@ def command(
     from fleetbus_workers.api.reader import open_configured_run
 
     _check_outcome(values["outcome"])
-    names = ("outcome", "error", "split", "task", "group", "min_reward", "max_reward", "tool_errors")
-    filters = {name: values.pop(name) for name in names}
+    filter_names = ("outcome", "error", "split", "task", "group", "min_reward", "max_reward", "tool_errors")
+    filters = {name: values.pop(name) for name in filter_names}
     given = {} if is_recording(source) else {"run__name": source}
     configuration = load_settings({**values, **given}).configuration
     reader = open_configured_run(configuration, source or "", archive)
+    if file_format is not None:
+        file = check_output(file_format, output)
+        if episode is not None:
+            run_async(reader.read_transcript, episode)  # there is one of that name
+        rows = run_async(reader.read_episodes) if episode is None else []
+        names = {row.episode_id for row in rows if _matches(row, **filters)} if episode is None else {episode}
+        return write_episodes(source or "", configuration, archive, names, file_format, file)
     if episode is not None:
         transcript = run_async(reader.read_transcript, episode)
         trained = run_async(reader.read_trained_tokens, episode) if tokens else None

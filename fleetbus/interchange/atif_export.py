@@ -1,0 +1,219 @@
+"""Episodes as ATIF trajectories: one per episode, each further segment an embedded trajectory with what it copies marked so.
+
+Token ids and log-probabilities are those of the log. Reward, outcome, task and versions stand under ``extra``, as does what an
+import needs to give the same episode back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from fleetbus.core.episode.segments import SegmentError
+from fleetbus.interchange.atif_format import VERSION, Agent, FinalMetrics, Metrics, ToolCall, Trajectory
+from fleetbus.interchange.atif_steps import StepList
+from fleetbus.interchange.episode_facts import build_episode_facts, find_episode_id, find_versions
+from fleetbus.interchange.segment_contents import SegmentContent, fold_contents
+from fleetbus.interchange.times import format_time
+from fleetbus.recording.episodes import Transcript, TranscriptTurn
+from fleetbus.recording.redaction import is_wiped
+from fleetbus_schemas import NEW_ROOT, Action, ToolSpec
+from fleetbus_schemas import ToolCall as Call
+from fleetbus_schemas.tokens import count_tokens, unpack_ids, unpack_logprobs
+
+NOTES = (
+    "Written by fleetbus. total_steps counts the steps of this trajectory alone. Embedded trajectories are segments: token "
+    "sequences that begin where the context was changed, or those of sub-agents; extra.reason says which."
+)
+
+
+class Unwritable(ValueError):
+    """An episode of which no trajectory can be made, and why."""
+
+
+def build_trajectory(transcript: Transcript, *, run: str, version: str) -> Trajectory:
+    """The trajectory of an episode. Raises `Unwritable`."""
+    answered = [turn for turn in transcript.turns if turn.action is not None]
+    actions = [turn.action for turn in answered if turn.action is not None]
+    try:
+        contents, prompts = fold_contents(actions)
+    except (SegmentError, ValueError) as error:
+        raise Unwritable(f"its turns are no tree of segments: {error}") from error
+    builder = _Builder(transcript, answered, prompts, version)
+    root = builder.build_root(contents, run)
+    further = [builder.build_segment(content, contents) for content in contents[1:]]
+    root.subagent_trajectories = further or None
+    return root
+
+
+class _Builder:
+    """Trajectories of one episode; ``answered`` are its turns with an Action, ``prompts`` the packed ids of their prompts."""
+
+    def __init__(
+        self, transcript: Transcript, answered: Sequence[TranscriptTurn], prompts: Sequence[bytes], version: str
+    ) -> None:
+        self._transcript = transcript
+        self._answered = answered
+        self._prompts = prompts
+        self._version = version
+        self._steps: dict[int, StepList] = {}
+        self._episode = find_episode_id(transcript)
+        actions = [turn.action for turn in answered if turn.action is not None]
+        self._wiped = any(is_wiped(action.sampled) or is_wiped(action.prompt_delta) for action in actions)
+
+    def build_root(self, contents: Sequence[SegmentContent], run: str) -> Trajectory:
+        """The first segment, with what is known of the episode; references to further segments come with those."""
+        steps = self._steps[0] = StepList()
+        for turn in contents[0].turns if contents else ():
+            self._add_turn(steps, turn)
+        waiting = [turn for turn in self._transcript.turns if turn.action is None]
+        for message in waiting[0].messages if waiting else ():
+            steps.add_message(message)
+        if len(contents) < 2:
+            self._add_last_observation(steps)
+        if not steps.steps:
+            request = self._transcript.request
+            steps.add("user", request.task.prompt if request else "", extra={"note": "no turn was played"})
+        prompt = sum(map(count_tokens, self._prompts))
+        sampled = sum(count_tokens(turn.action.sampled) for turn in self._answered if turn.action)
+        return Trajectory(
+            schema_version=VERSION,
+            session_id=f"{run}/{self._episode}",
+            trajectory_id=self._episode,
+            agent=self._build_agent(contents[0].turns if contents else ()),
+            steps=steps.steps,
+            notes=NOTES if len(contents) > 1 else None,
+            final_metrics=FinalMetrics(
+                total_prompt_tokens=prompt, total_completion_tokens=sampled, total_steps=len(steps.steps)
+            ),
+            extra=build_episode_facts(self._transcript, run),
+        )
+
+    def build_segment(self, content: SegmentContent, contents: Sequence[SegmentContent]) -> Trajectory:
+        """A further segment, referred to from the step before it began."""
+        assert content.origin is not None
+        steps = self._steps[content.number] = StepList()
+        for held in content.copied:
+            turn = self._answered[held.turn]
+            if held.is_answer:
+                self._add_answer(steps, held.turn, copied=True)
+            else:
+                for message in turn.messages:
+                    steps.add_message(message, copied=True)
+        for number in content.turns:
+            self._add_turn(steps, number)
+        if content.number == len(contents) - 1:
+            self._add_last_observation(steps)
+        name = f"{self._episode}.{content.number}"
+        extra = {
+            "segment": content.number,
+            "reason": content.origin.reason,
+            "origin": list(msgspec.structs.astuple(content.origin)),
+        }
+        owner = content.origin.parent if content.origin.parent != NEW_ROOT else self._find_segment(content.after)
+        self._steps[owner].refer(name, {"reason": content.origin.reason}, turn=content.after)
+        return Trajectory(
+            schema_version=VERSION,
+            trajectory_id=name,
+            agent=self._build_agent(content.turns),
+            steps=steps.steps,
+            final_metrics=FinalMetrics(total_steps=len(steps.steps)),
+            extra=extra,
+        )
+
+    def _find_segment(self, turn: int) -> int:
+        action = self._answered[turn].action if turn >= 0 else None
+        return action.segment if action is not None else 0
+
+    def _add_turn(self, steps: StepList, number: int) -> None:
+        for message in self._answered[number].messages:
+            steps.add_message(message)
+        self._add_answer(steps, number)
+
+    def _add_answer(self, steps: StepList, number: int, *, copied: bool = False) -> None:
+        turn = self._answered[number]
+        assert turn.action is not None
+        calls = build_calls(turn.action)
+        step = steps.add("agent", turn.action.text, copied=copied, timestamp=format_time(turn.time_ns), turn=number)
+        step.tool_calls = calls or None
+        if copied:
+            step.extra = {"turn": turn.turn}
+            return
+        step.metrics = build_metrics(turn.action, self._prompts[number], wiped=self._wiped)
+        step.extra = build_step_facts(turn)
+
+    def _add_last_observation(self, steps: StepList) -> None:
+        """The environment's words after the last answer, which the policy did not see."""
+        result = self._transcript.result
+        if result is not None and result.last_observation:
+            steps.add_result(result.last_observation, {"seen": False})
+
+    def _build_agent(self, turns: Sequence[int]) -> Agent:
+        request = self._transcript.request
+        tools = next((self._answered[turn].tools for turn in turns if self._answered[turn].tools), ())
+        name = request.policy if request is not None else None
+        return Agent(
+            name="fleetbus",
+            version=self._version,
+            model_name=name,
+            tool_definitions=[build_tool(tool) for tool in tools] or None,
+        )
+
+
+def build_calls(action: Action) -> list[ToolCall]:
+    """Calls with an id each; one that the protocol had none for is named by its place."""
+    return [
+        ToolCall(
+            tool_call_id=call.id or f"turn-{action.turn}-{place}",
+            function_name=call.name,
+            arguments=call.arguments,
+            extra=_list_call_facts(call) or None,
+        )
+        for place, call in enumerate(action.tool_calls)
+    ]
+
+
+def _list_call_facts(call: Call) -> dict[str, Any]:
+    """Facts that the formats have no field for: that a call had no id, and its arguments as they stood in the text."""
+    facts = {} if call.id else {"id": ""}
+    return facts | ({"arguments_text": call.arguments_text} if call.arguments_text else {})
+
+
+def build_tool(tool: ToolSpec) -> dict[str, Any]:
+    """A tool as OpenAI's function calling describes it."""
+    return {
+        "type": "function",
+        "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
+    }
+
+
+def build_metrics(action: Action, prompt: bytes, *, wiped: bool) -> Metrics:
+    """Counts, and the ids and log-probabilities themselves, unless ids of the episode were taken out with a secret."""
+    metrics = Metrics(prompt_tokens=count_tokens(prompt), completion_tokens=count_tokens(action.sampled))
+    metrics.extra = {"policy_versions": find_versions(action)}
+    if not wiped:
+        metrics.prompt_token_ids, metrics.completion_token_ids = unpack_ids(prompt), unpack_ids(action.sampled)
+        logprobs = unpack_logprobs(action.logprobs)
+        whole = len(logprobs) == len(metrics.completion_token_ids) and all(map(math.isfinite, logprobs))
+        metrics.logprobs = logprobs if whole else None
+    return metrics
+
+
+def build_step_facts(turn: TranscriptTurn) -> dict[str, Any]:
+    """The facts of a turn that the format has no field for."""
+    action = turn.action
+    assert action is not None
+    facts: dict[str, Any] = {"turn": turn.turn, "attempt": turn.attempt, "finish_reason": action.finish_reason}
+    facts |= {"worker": action.worker} if action.worker else {}
+    facts |= {"segment": action.segment} if action.segment else {}
+    facts |= {"tool_call_errors": list(action.tool_call_errors)} if action.tool_call_errors else {}
+    facts |= {"images": [list(msgspec.structs.astuple(image)) for image in action.images]} if action.images else {}
+    return facts
+
+
+def encode_trajectory(trajectory: Trajectory) -> bytes:
+    """As JSON on one line."""
+    return msgspec.json.encode(trajectory)

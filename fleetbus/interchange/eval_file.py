@@ -1,0 +1,80 @@
+"""The samples in a log of Inspect: a zip of JSON files, one per sample. Bounded, and one at a time. Blocking."""
+
+from __future__ import annotations
+
+import importlib
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fleetbus.errors import UserError
+
+MAX_SAMPLE_BYTES = 256 << 20
+MAX_SAMPLES = 1_000_000
+
+ZSTANDARD = 93
+"""The compression that Inspect uses, which Python reads from 3.14 on."""
+
+LOCAL_HEADER_BYTES = 30
+
+
+def iterate_samples(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each sample and its place. Raises `UserError` for what is no such file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = [each for each in archive.infolist() if each.filename.startswith("samples/")]
+            if "header.json" not in archive.NameToInfo and "_journal/start.json" not in archive.NameToInfo:
+                raise UserError(f"{path} is no log of Inspect: it has no header")
+            if len(members) > MAX_SAMPLES:
+                raise UserError(f"{path} has more than {MAX_SAMPLES} samples")
+            newest = {member.filename: member for member in members if member.filename.endswith(".json")}
+            for name, member in newest.items():
+                yield _decode_sample(_read_member(archive, member, path), f"{path}, {name}"), f"{path}, {name}"
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise UserError(f"{path} cannot be read as a log of Inspect: {error}") from error
+
+
+def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> bytes:
+    if member.compress_type == ZSTANDARD:
+        data = _read_zstandard(archive, member, path)
+    else:
+        with archive.open(member) as file:
+            data = file.read(MAX_SAMPLE_BYTES + 1)
+    if len(data) > MAX_SAMPLE_BYTES:
+        raise UserError(f"{path}, {member.filename} is larger than {MAX_SAMPLE_BYTES >> 20} MiB")
+    return data
+
+
+def _read_zstandard(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> bytes:
+    """The content of a member that `zipfile` cannot decompress."""
+    try:
+        zstandard: Any = importlib.import_module("zstandard")
+    except ModuleNotFoundError as error:
+        if error.name != "zstandard":
+            raise
+        raise UserError(f"{path} is compressed with zstandard: pip install 'fleetbus[inspect]'") from error
+    with path.open("rb") as file:
+        file.seek(member.header_offset)
+        header = file.read(LOCAL_HEADER_BYTES)
+        file.seek(int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little"), 1)
+        packed = file.read(min(member.compress_size, MAX_SAMPLE_BYTES))
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True) as reader:
+            data: bytes = reader.read(MAX_SAMPLE_BYTES + 1)
+    except zstandard.ZstdError as error:
+        raise zipfile.BadZipFile(str(error)) from error
+    return data
+
+
+def _decode_sample(data: bytes, place: str) -> dict[str, Any]:
+    try:
+        sample = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{place} is no JSON: {error}") from error
+    if not isinstance(sample, dict):
+        raise UserError(f"{place} is no sample: a JSON object is one")
+    return sample

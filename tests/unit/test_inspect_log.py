@@ -1,0 +1,171 @@
+"""Episodes as a log of Inspect and back: one JSON file per sample in a zip, and what is no such log is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetbus_workers.api.reader import open_run
+from fleetbus_workers.cli.program import run_program
+from tests.support.interchange_run import list_answers, write_run
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "attachment://abc"}, {"type": "image", "image": "data:"}]},
+    {
+        "role": "assistant", "content": [{"type": "reasoning", "reasoning": "Hm."}, {"type": "text", "text": "I look."}],
+        "tool_calls": [{"id": "c1", "function": "look", "arguments": {"at": 1}, "type": "function"}],
+    },
+    {"role": "tool", "content": "17", "tool_call_id": "c1", "function": "look"},
+    {"role": "assistant", "content": "17"},
+]  # fmt: skip
+SAMPLE: dict[str, Any] = {
+    "id": 5, "epoch": 2, "input": "How many?", "target": "17", "messages": MESSAGES, "attachments": {"abc": "How many?"},
+    "scores": {"match": {"value": "C"}, "length": {"value": 0.25}},
+}  # fmt: skip
+
+
+def export(folder: Path) -> Path:
+    recording = write_run(folder / "run.fbrec")
+    assert run_program(["episodes", str(recording), "--format", "eval", "--output", str(folder / "run.eval")]) == 0
+    return recording
+
+
+def write_log(file: Path, *samples: Any, method: int = zipfile.ZIP_DEFLATED, header: bool = True) -> Path:
+    with zipfile.ZipFile(file, "w", method) as archive:
+        if header:
+            archive.writestr("header.json", "{}")
+        for number, sample in enumerate(samples):
+            archive.writestr(f"samples/{number}_epoch_1.json", sample if isinstance(sample, bytes) else json.dumps(sample))
+    return file
+
+
+def read_members(file: Path) -> dict[str, Any]:
+    with zipfile.ZipFile(file) as archive:
+        assert archive.testzip() is None
+        return {name: json.loads(archive.read(name)) for name in archive.namelist()}
+
+
+def test_the_log_has_a_sample_per_task_and_an_epoch_per_episode(tmp_path: Path) -> None:
+    export(tmp_path)
+    members = read_members(tmp_path / "run.eval")
+    header, summaries = members["header.json"], members["summaries.json"]
+    assert (header["version"], header["status"], header["eval"]["model"]) == (2, "success", "fleetbus/default")
+    assert [(each["id"], each["epoch"], each["uuid"]) for each in summaries] == [
+        ("task/one", 1, "plain"), ("task-1", 1, "tree"), ("task-1", 2, "pictures"), ("task-1", 3, "failed"),
+        ("task-1", 4, "unfinished"),
+    ]  # fmt: skip
+    assert sorted(name for name in members if name.startswith("samples/")) == sorted(
+        f"samples/{each['id']}_epoch_{each['epoch']}.json" for each in summaries
+    )
+    score = header["results"]["scores"][0]
+    assert (score["scored_samples"], score["unscored_samples"]) == (3, 2)
+    assert score["metrics"]["mean"]["value"] == pytest.approx((1.0 + 0.25 + 0.0) / 3)
+    assert header["stats"]["model_usage"]["fleetbus/default"]["output_tokens"] == 12 * 3
+
+
+def test_a_sample_has_the_conversation_the_score_and_why_there_is_none(tmp_path: Path) -> None:
+    export(tmp_path)
+    members = read_members(tmp_path / "run.eval")
+    plain = members["samples/task/one_epoch_1.json"]
+    assert [message["role"] for message in plain["messages"]] == [
+        "system", "user", "assistant", "tool", "assistant", "tool", "user", "assistant", "user"
+    ]  # fmt: skip
+    assert plain["messages"][2]["tool_calls"][0] == {
+        "id": "call-7", "function": "look", "arguments": {"what": "a"}, "type": "function"
+    }  # fmt: skip
+    assert {name: score["value"] for name, score in plain["scores"].items()} == {"reward": 1.0, "verifier": 1.0, "judge": 0.5}
+    assert plain["metadata"]["outcome"] == "completed" and plain["total_time"] == 8.0
+    assert members["samples/task-1_epoch_1.json"]["limit"]["type"] == "token"
+    failed = members["samples/task-1_epoch_3.json"]
+    assert failed["error"]["message"] == "env_failed: open_failed: no desk" and "scores" not in failed
+
+
+def test_an_import_gives_the_ids_and_the_segments_back(tmp_path: Path) -> None:
+    recording = export(tmp_path)
+    assert run_program(["import", str(tmp_path / "run.eval"), "-o", str(tmp_path / "back.fbrec")]) == 0
+    assert list_answers(tmp_path / "back.fbrec") == list_answers(recording)
+    before, after = ({each.request.episode_id: each for each in open_run(file).transcripts() if each.request} for file in
+                     (recording, tmp_path / "back.fbrec"))  # fmt: skip
+    for name in ("plain", "tree", "failed"):
+        one, other = before[name], after[name]
+        assert [(turn.messages, turn.tools) for turn in one.turns] == [(turn.messages, turn.tools) for turn in other.turns]
+        assert [turn.action and (turn.action.tool_calls, turn.action.origin, turn.action.versions) for turn in one.turns] == [
+            turn.action and (turn.action.tool_calls, turn.action.origin, turn.action.versions) for turn in other.turns
+        ]
+        assert one.result is not None and other.result is not None
+        for field in ("outcome", "reward", "segments", "untrained", "loss_mask", "last_observation", "error_class"):
+            assert getattr(one.result, field) == getattr(other.result, field)
+    assert after["unfinished"].result is None
+
+
+@pytest.mark.parametrize(("score", "reward"), [("", 1.0), ("match", 1.0), ("length", 0.25)])
+def test_another_tools_log_is_read_as_text_with_a_score(tmp_path: Path, score: str, reward: float) -> None:
+    file = write_log(tmp_path / "a.eval", SAMPLE)
+    assert run_program(["import", str(file), "-o", str(tmp_path / "a.fbrec"), "--score", score, "--split", "eval"]) == 0
+    (transcript,) = open_run(tmp_path / "a.fbrec").transcripts()
+    result = transcript.result
+    assert result is not None and (result.task_key, result.reward, result.split) == ("5", reward, "eval")
+    shown = [(message.role, message.content, message.tool_call_id) for turn in transcript.turns for message in turn.messages]
+    assert shown == [("system", "Be brief.", ""), ("user", "How many?\n[image]", ""), ("tool", "17", "c1")]
+    assert [turn.action.text for turn in transcript.turns if turn.action] == ["I look.", "17"]
+    assert "without token ids" in result.note
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome", "reward"),
+    [
+        ({"scores": None}, "verifier_unknown", None),
+        ({"scores": {"a": {"value": [1, 2]}}}, "verifier_unknown", None),
+        ({"scores": {"a": {"value": True}}}, "completed", 1.0),
+        ({"error": {"message": "broke"}}, "env_failed", None),
+        ({"limit": {"type": "token", "limit": 5}}, "truncated", 1.0),
+    ],
+)
+def test_outcomes_are_those_of_the_sample(tmp_path: Path, changes: dict[str, Any], outcome: str, reward: float | None) -> None:
+    file = write_log(tmp_path / "a.eval", SAMPLE | changes)
+    assert run_program(["import", str(file), "-o", str(tmp_path / "a.fbrec")]) == 0
+    (transcript,) = open_run(tmp_path / "a.fbrec").transcripts()
+    assert transcript.result is not None and (transcript.result.outcome, transcript.result.reward) == (outcome, reward)
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "says"),
+    [
+        ([b"{"], [], "is no JSON"),
+        ([b"[]"], [], "is no sample"),
+        ([{"id": 1, "messages": [{"role": "dog"}]}], [], "is no sample of Inspect"),
+        ([SAMPLE], ["--score", "other"], "has no score other: its scores are length, match"),
+        ([], [], "there is no episode in it"),
+        ([{"id": 1, "messages": [{"role": "assistant", "metadata": {"fleetbus": {"turn": 0, "origin": 5}}}]}], [], "turn 0"),
+        ([SAMPLE], ["--run", "no name"], "run 'no name' must be"),
+    ],
+)
+def test_what_is_no_log_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], samples: list[Any], options: list[str], says: str
+) -> None:
+    file = write_log(tmp_path / "a.eval", *samples)
+    assert run_program(["import", str(file), "-o", str(tmp_path / "a.fbrec"), *options]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and says in error
+    assert not (tmp_path / "a.fbrec").exists()
+
+
+def test_damaged_and_foreign_archives_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = write_log(tmp_path / "whole.eval", SAMPLE).read_bytes()
+    (tmp_path / "torn.eval").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "flipped.eval").write_bytes(whole[:60] + bytes(each ^ 255 for each in whole[60:200]) + whole[200:])
+    write_log(tmp_path / "other.eval", SAMPLE, header=False)
+    zstandard = bytearray(write_log(tmp_path / "stored.eval", SAMPLE, method=zipfile.ZIP_STORED).read_bytes())
+    for place in [at for at in range(len(zstandard) - 4) if zstandard[at : at + 4] == b"PK\x01\x02"]:
+        zstandard[place + 10] = 93
+    (tmp_path / "zstandard.eval").write_bytes(zstandard)
+    for name in ("torn", "flipped", "other", "zstandard", "missing"):
+        assert run_program(["import", str(tmp_path / f"{name}.eval"), "-o", str(tmp_path / "a.fbrec")]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1, error
+        assert not (tmp_path / "a.fbrec").exists()
