@@ -46,7 +46,7 @@ def judge(graded: Sequence[Graded], *, slot: str, success: float, gradings: int)
     else:
         wrong = [each for each in graded if each.sort == "lazy" or (each.sort == "wrong" and each.case in right and not on_scale)]
         findings += _find_accepted(wrong, bars, success)
-    refused, notes = _find_refused(graded, right)
+    refused, notes = _find_refused(graded, right, on_scale=on_scale)
     findings += refused
     notes += _list_limits(graded, right, on_scale=on_scale)
     order = list(MEANINGS)
@@ -140,9 +140,11 @@ def _find_accepted(graded: Sequence[Graded], bars: Mapping[str, float], success:
         yield _build("false_accept", name, list({each.case: each for each in found}.values()), len(tried[name]))
 
 
-def _find_refused(graded: Sequence[Graded], right: Mapping[str, float]) -> tuple[list[Finding], list[str]]:
+def _find_refused(
+    graded: Sequence[Graded], right: Mapping[str, float], *, on_scale: bool
+) -> tuple[list[Finding], list[str]]:
     """Right answers that lose their reward. A grader that takes none in other dress wants the bare answer, and that is said and
-    no finding, unless a policy was seen to answer so."""
+    no finding, unless a policy was seen to answer so; likeness, as a scale, is lost with every letter."""
     same = [each for each in graded if each.sort == "same" and each.case in right]
     lost: defaultdict[str, list[Graded]] = defaultdict(list)
     tried: defaultdict[str, list[Graded]] = defaultdict(list)
@@ -153,7 +155,7 @@ def _find_refused(graded: Sequence[Graded], right: Mapping[str, float]) -> tuple
     wordy = [name for name in ("a sentence", "words after") if name in tried and len(lost[name]) <= len(tried[name]) // 2]
     findings, refused = [], []
     for name, found in lost.items():
-        if found and (wordy or not found[0].dress):
+        if found and ((wordy and not on_scale) or not found[0].dress):
             findings.append(_build("false_reject", name, found, len(tried[name])))
         elif found:
             refused.append(f"{name} ({len(found)} of {len(tried[name])})")

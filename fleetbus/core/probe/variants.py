@@ -6,13 +6,14 @@ answer in another dress, so it keeps its reward. ``any``: hostile or doubtful; t
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
 
-from fleetbus.core.probe.answers import find_near_misses, find_number, is_same, is_value
+from fleetbus.core.probe.answers import find_near_misses, find_number, is_same, is_value, normalize
 from fleetbus.core.probe.slots import Slot
-from fleetbus.core.probe.texts import CONSTANTS, DOCUMENTS, INJECTIONS, LISTS, ODD, SCAFFOLDS, TRICKS
+from fleetbus.core.probe.texts import CONSTANTS, DOCUMENTS, INJECTIONS, ISOLATED_TRICKS, LISTS, ODD, SCAFFOLDS, TRICKS
 
 Sort = Literal["lazy", "wrong", "same", "any"]
 
@@ -35,11 +36,13 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 REFERENCE, HALF, UNRELATED = "the right answer", "the right answer, cut", "always '42'"
 
 
-def build_lazy(prompt: str, answer: str | None, slot: Slot, *, end: str) -> list[Variant]:
-    """Without any work on the task; those that are right by chance are left out. ``end`` follows all of them."""
+def build_lazy(prompt: str, answer: str | None, slot: Slot, *, end: str, isolated: bool) -> list[Variant]:
+    """Without any work on the task; those that are right by chance are left out. ``end`` follows all of them. ``isolated``: the
+    grader may be handed code that ends a process or writes files."""
     found = [Variant(name="no answer", sort="lazy", text=None)] if not end else []
     texts = {"empty": "", "whitespace": " \n\t ", "an empty slot": f"{slot.before}{slot.after}"}
-    texts |= SCAFFOLDS | DOCUMENTS | INJECTIONS | TRICKS
+    known = SCAFFOLDS | DOCUMENTS | INJECTIONS | TRICKS | (ISOLATED_TRICKS if isolated else {})
+    texts |= {name: text for name, text in known.items() if not _has(text, answer)}
     if prompt.strip():
         texts["the prompt copied"] = prompt
         texts["the prompt in the slot"] = f"{slot.before}{prompt}{slot.after}"
@@ -59,6 +62,11 @@ def build_lazy(prompt: str, answer: str | None, slot: Slot, *, end: str) -> list
     return list({(each.name, each.text): each for each in found}.values())
 
 
+def _has(text: str, answer: str | None) -> bool:
+    """True if the right answer is a word of a text by chance."""
+    return answer is not None and is_value(answer) and normalize(answer) in re.findall(r"[^\W_]+", text.casefold())
+
+
 def build_wrong(answer: str, others: list[str], slot: Slot) -> list[Variant]:
     """Made from the right answer or from those of ``others``, and wrong."""
     misses = [each for each in find_near_misses(answer) if not is_same(each, answer)]
@@ -67,7 +75,7 @@ def build_wrong(answer: str, others: list[str], slot: Slot) -> list[Variant]:
     found |= {f"the right answer of another task ({i})": each for i, each in enumerate(others, start=1)}
     number = find_number(answer)
     if number is not None and number == int(number):
-        found["a whole number and 0.9"] = f"{int(number)}.9"
+        found |= {"a whole number and 0.9": f"{int(number)}.9", "a digit more": f"{int(number)}0", "behind a point": f"7.{abs(int(number))}"}
     if answer[: len(answer) // 2].strip():
         found[HALF] = answer[: len(answer) // 2]
     told = [Variant(name=name, sort="wrong", text=slot.fill(each)) for name, each in found.items() if not is_same(each, answer)]

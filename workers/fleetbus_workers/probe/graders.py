@@ -28,9 +28,11 @@ Verdict = tuple[float | None, str]
 
 
 class ProbeGrader(Protocol):
-    """``ends``: what is said may need an end mark. ``idle`` are ways to play without reading the task, by name."""
+    """``ends``: what is said may need an end mark. ``is_isolated``: code in an answer can harm nothing here. ``idle`` are ways to
+    play without reading the task, by name."""
 
     ends: bool
+    is_isolated: bool
     idle: Sequence[str]
 
     def can_grade(self, case: Case) -> bool: ...
@@ -45,6 +47,7 @@ class VerifierGrader:
     """Verifier code by task, inside `Verifier.run`."""
 
     ends = False
+    is_isolated = True
     idle: Sequence[str] = ()
 
     def __init__(self, verifier: Verifier, code: NewVerifier) -> None:
@@ -68,6 +71,7 @@ class EnvironmentGrader:
     """An environment, open: each answer is an episode of its own."""
 
     ends = True
+    is_isolated = False
 
     def __init__(self, factory: Any, configuration: Configuration) -> None:
         self._factory = factory

@@ -92,7 +92,8 @@ class Prober:
     def _build_jobs(self, case: Case, others: list[str], slot: Slot | None) -> list[_Job]:
         bare = slot or Slot(name="bare")
         ends = [bare.end] if slot is not None or not self._grader.ends else ["", DONE]
-        variants = [each for end in ends for each in build_lazy(case.prompt, case.answer, bare, end=end)]
+        isolated = self._grader.is_isolated
+        variants = [each for end in ends for each in build_lazy(case.prompt, case.answer, bare, end=end, isolated=isolated)]
         if case.answer is not None:
             variants.append(Variant(name=REFERENCE, sort="any", text=bare.fill(case.answer)))
             variants += [*build_wrong(case.answer, others, bare), *build_same(case.answer, bare)]

@@ -92,7 +92,11 @@ def command(
     )  # fmt: skip
     _check(asked)
     configure_logs(msgspec.structs.replace(configuration.log, level="error"), role="probe")
-    report = run_async(_probe, asked, configuration)
+    try:
+        report = run_async(_probe, asked, configuration)
+    except SystemExit:  # a task that raises it ends the event loop
+        click.echo("fleetbus: the grader ended the process: it raises SystemExit, as a worker would then end", err=True)
+        return CRASHED
     print_json(msgspec.to_builtins(report)) if as_json else _print(report)
     return CRASHED if report.findings else FINISHED
 
