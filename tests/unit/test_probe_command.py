@@ -15,6 +15,7 @@ from fleetbus.recording.writer import create_recording
 from fleetbus_schemas import ChatMessage, EpisodeRequested, Task, encode
 from fleetbus_schemas.message import decode
 from fleetbus_workers.cli.program import run_program
+from fleetbus_workers.up.recipes import find_recipe, write_tasks
 from tests.support.log_builder import SUBJECTS, LogBuilder, start_log
 
 VERIFIER = '''\
@@ -51,19 +52,22 @@ ENVIRONMENT = '''\
 from fleetbus import ChatMessage, Start, Step, Verdict
 
 class Paid:
-    """Pays for each word."""
+    """Pays for a word."""
     replayable = True
     async def open(self, task): self.task, self.said = task, ""
     async def reset(self): return Start(messages=(ChatMessage(role="user", content=self.task.prompt),))
     async def step(self, action):
         self.said = action.text
         return Step(terminated=True)
-    async def verify(self): return Verdict(reward=1.0 if "well" in self.said or self.said == "a" else 0.0)
+    async def verify(self): return Verdict(reward=1.0 if "Begin" in self.said or self.said == "a" else 0.0)
     async def state(self): return {}
     async def close(self): pass
 
 class Ends(Paid):
-    async def verify(self): raise SystemExit(0)
+    async def verify(self):
+        if "SystemExit" in self.said:
+            raise SystemExit(0)
+        return Verdict(reward=float(self.said == self.task.config["answer"]))
 '''
 
 
@@ -154,22 +158,35 @@ def test_an_environment_plays_what_was_recorded(tmp_path: Path, capsys: pytest.C
     (tmp_path / "paid.py").write_text(ENVIRONMENT)
     file = record(tmp_path / "run.fbrec", {"a": [("a", 1.0)]})
     found = probe(capsys, str(file), "--environment", f"{tmp_path / 'paid.py'}:Paid", status=1)
-    assert {what for _, what in found} >= {"a hedged claim"} or found
+    assert found["false_accept", "steps without content"]["example"]["rewards"] == [1.0, 1.0]
 
 
-def test_an_environment_that_ends_the_process_is_a_finding_in_words(
+def test_an_environment_that_would_end_its_process_is_a_finding(
     tmp_path: Path, tasks: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "paid.py").write_text(ENVIRONMENT)
-    arguments = ["probe", "--tasks", str(tasks), "--environment", f"{tmp_path / 'paid.py'}:Ends"]
-    assert run_program(arguments) == 1
-    assert "the grader ended the process" in capsys.readouterr().err
+    found = probe(capsys, "--tasks", str(tasks), "--environment", f"{tmp_path / 'paid.py'}:Ends", status=1)
+    assert "SystemExit: verify" in found["crash", "a clean exit"]["example"]["reason"]
 
 
-@pytest.mark.parametrize("recipe", ["arithmetic", "calculator", "countdown", "default", "own-tools", "sums"])
-def test_the_graders_that_ship_raise_no_alarm(recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("recipe", ["arithmetic", "countdown", "default", "sums"])
+def test_the_environments_that_ship_raise_no_alarm(
+    recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert run_program(["probe", "--recipe", recipe, "--cases", "2", "--json"]) == 0
+    expect_silence(capsys, "--recipe", recipe, "--cases", "1")
+
+
+@pytest.mark.parametrize("recipe", ["calculator", "own-tools"])
+def test_the_verifiers_that_ship_raise_no_alarm(
+    recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    expect_silence(capsys, "--tasks", str(write_tasks(find_recipe(recipe))), "--cases", "4")
+
+
+def expect_silence(capsys: pytest.CaptureFixture[str], *arguments: str) -> None:
+    assert run_program(["probe", *arguments, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["findings"] == []
     assert report["right_reward"] == 1.0

@@ -92,11 +92,7 @@ def command(
     )  # fmt: skip
     _check(asked)
     configure_logs(msgspec.structs.replace(configuration.log, level="error"), role="probe")
-    try:
-        report = run_async(_probe, asked, configuration)
-    except SystemExit:  # a task that raises it ends the event loop
-        click.echo("fleetbus: the grader ended the process: it raises SystemExit, as a worker would then end", err=True)
-        return CRASHED
+    report = run_async(_probe, asked, configuration)
     print_json(msgspec.to_builtins(report)) if as_json else _print(report)
     return CRASHED if report.findings else FINISHED
 
