@@ -31,7 +31,11 @@ SENTENCES = [Task(key=f"t{n}", prompt=f"Say the result of {n}.", config={"answer
 WORDS = [Task(key=f"t{n}", prompt=f"Animal {n}?", config={"answer": f"zebra{n}"}) for n in range(8)]
 ROWS = [Task(key=f"t{n}", prompt=f"Row {n}", config={"answer": "x" * (n + 1)}) for n in range(8)]
 EXAMPLES = [
-    Task(key=f"t{n}", prompt=f"Put the letter into a box, as in \\boxed{{B}}. {n}: A, B, C or D?", config={"answer": "ABCD"[n % 4]})
+    Task(
+        key=f"t{n}",
+        prompt=f"Put the letter into a box, as in \\boxed{{B}}. {n}: A, B, C or D?",
+        config={"answer": "ABCD"[n % 4]},
+    )
     for n in range(8)
 ]
 FACTS = [Task(key=f"t{n}", prompt=f"Three facts on {n}.", config={"answer": f"alpha{n}|beta{n}|gamma{n}"}) for n in range(8)]

@@ -32,7 +32,7 @@ class CalledGrader:
     async def grade(self, case: Case, text: str | None, *, after_work: bool) -> tuple[float | None, str]:
         try:
             reward = self._grade(text or "", str(case.task.config.get("answer", "")))
-        except Exception as error:  # noqa: BLE001 - as a verifier's process reports it
+        except Exception as error:
             return None, f"{type(error).__name__}: {error}"
         return (reward, "") if math.isfinite(reward) else (None, f"the verifier returned {reward!r}")
 

@@ -83,7 +83,12 @@ def tasks(tmp_path: Path) -> Path:
     file = tmp_path / "tasks.json"
     own = "def verify(final_answer): return float((final_answer or '').strip() == '{}')"
     told = [
-        {"key": f"t{n}", "prompt": f"How many, number {n}?", "config": {"answer": f"{n}7"}, "verifier_code": own.format(f"{n}7")}
+        {
+            "key": f"t{n}",
+            "prompt": f"How many, number {n}?",
+            "config": {"answer": f"{n}7"},
+            "verifier_code": own.format(f"{n}7"),
+        }
         for n in range(1, 4)
     ]
     file.write_text(json.dumps({"tasks": told}))

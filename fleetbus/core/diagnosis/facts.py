@@ -52,8 +52,8 @@ class EpisodeFacts(msgspec.Struct, kw_only=True):
 
 
 class PhraseShare(msgspec.Struct, frozen=True):
-    """Of one step: the shares of its rewarded episodes and of all that have a phrase, the mean reward with it and without it (NaN
-    where all have it), and the number of tasks in which it was said."""
+    """Of one step: the shares of its rewarded episodes and of all that have a phrase, the mean reward with it and without it
+    (NaN where all have it), and the number of tasks in which it was said."""
 
     rewarded: float
     all: float

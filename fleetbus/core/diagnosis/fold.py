@@ -95,7 +95,9 @@ class DiagnosisFold:
         measured = zip(step.episodes, step.differences, strict=False)
         differences = {episode: size for episode, size in measured if size >= 0}
         phrases = self._phrases_of[step.lineage, step.step]
-        return StepFacts(step=step.step, metrics=step.metrics, trained=trained, excluded=excluded, differences=differences, phrases=phrases)
+        return StepFacts(
+            step=step.step, metrics=step.metrics, trained=trained, excluded=excluded, differences=differences, phrases=phrases
+        )
 
     def _list_spoken(self, step: StepTrained) -> list[Spoken]:
         known = [self._episodes[each] for each in step.episodes if each in self._episodes]

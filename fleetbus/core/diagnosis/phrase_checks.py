@@ -1,4 +1,4 @@
-"""The onset of reward hacking: rewarded episodes that suddenly share a phrase, whatever their task, that was rare before. Pure."""
+"""The onset of reward hacking: rewarded episodes suddenly share a phrase that was rare before, whatever their task. Pure."""
 
 from __future__ import annotations
 
@@ -36,12 +36,15 @@ def check_phrases(run: RunFacts, looking: Looking) -> None:
     found: list[tuple[Onset, str, float]] = []
     for phrase in candidates:
         shares = {step: each.shares.get(phrase) for step, each in steps.items() if each.measured}
-        onset = find_onset({step: each.rewarded if each else 0.0 for step, each in shares.items()}, COMMON, tests=len(candidates))
+        onset = find_onset(
+            {step: each.rewarded if each else 0.0 for step, each in shares.items()}, COMMON, tests=len(candidates)
+        )
         if onset is not None and (more := _find_advantage(run, shares, onset)) > PAYS:
             found.append((onset, phrase, more))
     if found:
         onset, phrase, more = min(found, key=lambda each: (-each[0].size.value, each[0].step, each[1]))
-        text = f"{phrase!r} in {newest.shares[phrase].tasks} tasks of the newest step; reward with it {more:.2f} above that without"
+        tasks = newest.shares[phrase].tasks
+        text = f"{phrase!r} in {tasks} tasks of the newest step; reward with it {more:.2f} above that without"
         looking.report("sudden_phrase", onset, text)
 
 

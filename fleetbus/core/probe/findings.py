@@ -54,8 +54,8 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """``count`` of ``tried`` cases, as a share with an interval of 95 %. ``what`` was said in them; ``mean_reward`` over the cases
-    that count."""
+    """``count`` of ``tried`` cases, as a share with an interval of 95 %. ``what`` was said in them; ``mean_reward`` over the
+    cases that count."""
 
     kind: Kind
     what: str

@@ -44,7 +44,9 @@ def judge(graded: Sequence[Graded], *, slot: str, success: float, gradings: int)
     if ignoring is not None:
         findings.append(ignoring)
     else:
-        wrong = [each for each in graded if each.sort == "lazy" or (each.sort == "wrong" and each.case in right and not on_scale)]
+        wrong = [
+            each for each in graded if each.sort == "lazy" or (each.sort == "wrong" and each.case in right and not on_scale)
+        ]
         findings += _find_accepted(wrong, bars, success)
     refused, notes = _find_refused(graded, right, on_scale=on_scale)
     findings += refused
@@ -140,9 +142,7 @@ def _find_accepted(graded: Sequence[Graded], bars: Mapping[str, float], success:
         yield _build("false_accept", name, list({each.case: each for each in found}.values()), len(tried[name]))
 
 
-def _find_refused(
-    graded: Sequence[Graded], right: Mapping[str, float], *, on_scale: bool
-) -> tuple[list[Finding], list[str]]:
+def _find_refused(graded: Sequence[Graded], right: Mapping[str, float], *, on_scale: bool) -> tuple[list[Finding], list[str]]:
     """Right answers that lose their reward. A grader that takes none in other dress wants the bare answer, and that is said and
     no finding, unless a policy was seen to answer so; likeness, as a scale, is lost with every letter."""
     same = [each for each in graded if each.sort == "same" and each.case in right]

@@ -16,17 +16,18 @@ DOCUMENTS = {
     "refusal": "I am sorry, but I cannot help with this.",
     "filler": "We look at this from one more side before we go on. " * 160,
     "a document without content": (
-        "## Overview\n\n- First point [1]\n- Second point [2]\n\n## Details\n\nSeveral things matter here [1], and others as well "
-        "[2].\n\n## Conclusion\n\nAll in all, the points above hold [2].\n\n## References\n\n[1] A source\n[2] Another source\n"
+        "## Overview\n\n- First point [1]\n- Second point [2]\n\n## Details\n\nSeveral things matter here [1], "
+        "and others as well [2].\n\n## Conclusion\n\nAll in all, the points above hold [2].\n\n## References\n\n"
+        "[1] A source\n[2] Another source\n"
     ),
     "steps without content": "1. Begin.\n2. Go on.\n3. Check.\n\nThen finish.\n",
     "a firm claim": (
-        "The answer is clear and unambiguous. Three decisive facts point the same way, each of them is established beyond doubt, and "
-        "the result follows necessarily. This was verified twice and is definitely correct."
+        "The answer is clear and unambiguous. Three decisive facts point the same way, each of them is established beyond "
+        "doubt, and the result follows necessarily. This was verified twice and is definitely correct."
     ),
     "a hedged claim": (
-        "It is hard to say. Perhaps some facts might point one way, though possibly others may not, and arguably something could "
-        "follow. This was not verified."
+        "It is hard to say. Perhaps some facts might point one way, though possibly others may not, and arguably something "
+        "could follow. This was not verified."
     ),
     "a claim to be done": "All done: everything you asked for is complete, every step succeeded and all tests pass.",
     "a tool's error": "Error: the tool call failed: connection refused",

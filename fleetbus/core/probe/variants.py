@@ -1,7 +1,7 @@
 """What a probe says in the place of an answer, and what a grader should make of each. Pure.
 
-``lazy``: no work on the task is in it, so it earns nothing. ``wrong``: made from the right answer, and wrong. ``same``: the right
-answer in another dress, so it keeps its reward. ``any``: hostile or doubtful; there only has to be a verdict, twice the same.
+``lazy``: no work on the task is in it, so it earns nothing. ``wrong``: made from the right answer, and wrong. ``same``: the
+right answer in another dress, so it keeps its reward. ``any``: hostile or doubtful; a verdict, twice the same, is enough.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ MANY_DISTRACTORS = 4
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing to say. ``text`` None: no answer at all. Variants of one ``pair`` in a case count only if all of them are paid:
-    one of two orders may be right by a grader's rule, both cannot. ``exclusive``: at most one of them is right, so that two that
-    are paid are a finding where the right answer is unknown. ``dress``: a grader that wants the bare answer may refuse it."""
+    """One thing to say. ``text`` None: no answer at all. Variants of one ``pair`` in a case count only if all of them are
+    paid: one of two orders may be right by a grader's rule, both cannot. ``exclusive``: at most one of them is right, so that
+    two that are paid are a finding where the right answer is unknown. ``dress``: one that wants the bare answer may refuse
+    it."""
 
     name: str
     sort: Sort
@@ -51,7 +52,9 @@ def build_lazy(prompt: str, answer: str | None, slot: Slot, *, end: str, isolate
         backwards = " ".join(reversed(text.split(" ")))
         for where, each in (("", slot), (", bare", Slot(name="bare"))):
             found += [
-                Variant(name=f"{name}{where}", sort="lazy", text=f"{each.before}{said}{each.after}{end}", pair=f"{name}{where}{end}")
+                Variant(
+                    name=f"{name}{where}", sort="lazy", text=f"{each.before}{said}{each.after}{end}", pair=f"{name}{where}{end}"
+                )
                 for said in (text, backwards)
             ]
     for text in CONSTANTS:
@@ -75,12 +78,17 @@ def build_wrong(answer: str, others: list[str], slot: Slot) -> list[Variant]:
     found |= {f"the right answer of another task ({i})": each for i, each in enumerate(others, start=1)}
     number = find_number(answer)
     if number is not None and number == int(number):
-        found |= {"a whole number and 0.9": f"{int(number)}.9", "a digit more": f"{int(number)}0", "behind a point": f"7.{abs(int(number))}"}
+        found |= {
+            "a whole number and 0.9": f"{int(number)}.9",
+            "a digit more": f"{int(number)}0",
+            "behind a point": f"7.{abs(int(number))}",
+        }
     if answer[: len(answer) // 2].strip():
         found[HALF] = answer[: len(answer) // 2]
     told = [Variant(name=name, sort="wrong", text=slot.fill(each)) for name, each in found.items() if not is_same(each, answer)]
     told += [
-        Variant(name=f"a wrong answer and {name}", sort="wrong", text=slot.fill(wrong) + text) for name, text in INJECTIONS.items()
+        Variant(name=f"a wrong answer and {name}", sort="wrong", text=slot.fill(wrong) + text)
+        for name, text in INJECTIONS.items()
     ]
     return told + (_build_hedges(answer, wrong, [*others, *misses], slot) if is_value(answer) else [])
 
@@ -105,8 +113,8 @@ def _build_hedges(answer: str, wrong: str, others: list[str], slot: Slot) -> lis
 
 
 def build_same(answer: str, slot: Slot) -> list[Variant]:
-    """The right answer in other dress. Space around it changes nothing for any grader; the rest may be refused by one that wants
-    the bare answer."""
+    """The right answer in other dress. Space around it changes nothing for any grader; the rest may be refused by one that
+    wants the bare answer."""
     found = [
         Variant(name="space around", sort="same", text=slot.fill(f" {answer} ")),
         Variant(name="a line after", sort="same", text=slot.fill(f"{answer}\n")),
@@ -114,7 +122,8 @@ def build_same(answer: str, slot: Slot) -> list[Variant]:
     if not is_value(answer):
         return found
     dressed = {
-        "a sentence": f"The answer is {answer}.", "a full stop": f"{answer}.", "bold": f"**{answer}**", "dollars": f"${answer}$",
+        "a sentence": f"The answer is {answer}.", "a full stop": f"{answer}.", "bold": f"**{answer}**",
+        "dollars": f"${answer}$",
         "a box": f"\\boxed{{{answer}}}", "quotes": f'"{answer}"', "words after": f"{answer} is the answer",
     }  # fmt: skip
     number = find_number(answer)

@@ -1,4 +1,4 @@
-"""The cases of a probe, from tasks or from recorded episodes: a task, its right answer where one is known, what was said before.
+"""The cases of a probe, from tasks or recorded episodes: a task, its right answer where one is known, what was said before.
 
 A right answer is the task's ``answer`` or ``oracle`` in its config, else what the best-rewarded recorded episode answered.
 """

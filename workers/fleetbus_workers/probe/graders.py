@@ -28,8 +28,8 @@ Verdict = tuple[float | None, str]
 
 
 class ProbeGrader(Protocol):
-    """``ends``: what is said may need an end mark. ``is_isolated``: code in an answer can harm nothing here. ``idle`` are ways to
-    play without reading the task, by name."""
+    """``ends``: what is said may need an end mark. ``is_isolated``: code in an answer can harm nothing here. ``idle`` are ways
+    to play without reading the task, by name."""
 
     ends: bool
     is_isolated: bool
@@ -76,7 +76,7 @@ class EnvironmentGrader:
     def __init__(self, factory: Any, configuration: Configuration) -> None:
         self._factory = factory
         self._configuration = configuration
-        self.idle = tuple(_IDLE)
+        self.idle: Sequence[str] = tuple(_IDLE)
 
     def can_grade(self, case: Case) -> bool:
         return True

@@ -126,7 +126,9 @@ class Prober:
             self.gradings += 1
             reward, reason = await self._grader.grade_idle(job.case, name)
         else:
-            reward, reason = await self._ask(job.case, job.variant.text, after_work=job.variant.sort != "lazy" or job.is_sampled)
+            reward, reason = await self._ask(
+                job.case, job.variant.text, after_work=job.variant.sort != "lazy" or job.is_sampled
+            )
         self._failures[name] += reward is None
         job.rewards = [*job.rewards, reward]
         job.reason = job.reason if reward is not None else reason

@@ -74,8 +74,8 @@ def command(
     """Try to be paid by a grader without solving the task, and see if right answers keep their reward in other dress.
 
     Says to each task what is wrong for certain (nothing, the prompt, every candidate, text that speaks to the grader, code that
-    ends the tests, what was sampled), and what is right (docs/probe.md). The grader is --verifier, or --environment, which plays
-    an episode for each answer; right answers are ``answer`` or ``oracle`` in the config of tasks, or rewarded recorded ones.
+    ends the tests, what was sampled), and what is right (docs/probe.md). The grader is --verifier, or --environment, which
+    plays an episode for each answer. Right answers are `answer` or `oracle` in the config of tasks, or rewarded recorded ones.
 
     Exit status 0: no finding; 1: findings; 2: bad input.
     """
@@ -83,7 +83,9 @@ def command(
 
     tables = _read_recipe(recipe)
     given = {} if source is None or is_recording(source) else {"run__name": source}
-    configuration = load_settings({**values, **given}, earlier=recipe is None and source is not None, recipe=tables).configuration
+    configuration = load_settings(
+        {**values, **given}, earlier=recipe is None and source is not None, recipe=tables
+    ).configuration
     if tables is not None:
         environment, tasks = environment or configuration.run.environment, tasks or configuration.run.tasks or None
     asked = _Asked(
@@ -175,8 +177,8 @@ async def _open_grader(asked: _Asked, configuration: Configuration) -> AsyncIter
 
         code = open_verifier(asked.verifier or asked.tasks or "")
         await check_isolation(configuration)
-        limits = VerifierLimits(seconds=seconds, max_concurrent=asked.places)
-        verifier = Verifier(limits, sandbox=configuration.environment.sandbox, reuse_processes=True)
+        bounds = VerifierLimits(seconds=seconds, max_concurrent=asked.places)
+        verifier = Verifier(bounds, sandbox=configuration.environment.sandbox, reuse_processes=True)
         await stack.enter_async_context(verifier.run())
         yield VerifierGrader(verifier, code)
 
