@@ -50,7 +50,8 @@ def build_lazy(prompt: str, answer: str | None, slot: Slot, *, end: str, isolate
     found += [Variant(name=name, sort="lazy", text=text + end) for name, text in texts.items()]
     for name, text in LISTS.items():
         backwards = " ".join(reversed(text.split(" ")))
-        for where, each in (("", slot), (", bare", Slot(name="bare"))):
+        places = {"": slot} | ({", bare": Slot(name="bare")} if slot.before or slot.after else {})
+        for where, each in places.items():
             found += [
                 Variant(
                     name=f"{name}{where}", sort="lazy", text=f"{each.before}{said}{each.after}{end}", pair=f"{name}{where}{end}"
@@ -71,11 +72,16 @@ def _has(text: str, answer: str | None) -> bool:
 
 
 def build_wrong(answer: str, others: list[str], slot: Slot) -> list[Variant]:
-    """Made from the right answer or from those of ``others``, and wrong."""
+    """Made from the right answer or from those of ``others``, and wrong. Of a long text nobody knows if it is still right with
+    a word changed."""
+    foreign = {f"the right answer of another task ({i})": each for i, each in enumerate(others, start=1)}
+    if not is_value(answer):
+        told = [Variant(name=name, sort="wrong", text=slot.fill(each)) for name, each in foreign.items()]
+        return [*told, Variant(name=HALF, sort="any", text=slot.fill(answer[: len(answer) // 2]))]
     misses = [each for each in find_near_misses(answer) if not is_same(each, answer)]
     wrong = next((each for each in others if not is_same(each, answer)), misses[0])
     found = {f"a near miss ({place})": each for place, each in enumerate(misses, start=1)}
-    found |= {f"the right answer of another task ({i})": each for i, each in enumerate(others, start=1)}
+    found |= foreign
     number = find_number(answer)
     if number is not None and number == int(number):
         found |= {
@@ -90,7 +96,7 @@ def build_wrong(answer: str, others: list[str], slot: Slot) -> list[Variant]:
         Variant(name=f"a wrong answer and {name}", sort="wrong", text=slot.fill(wrong) + text)
         for name, text in INJECTIONS.items()
     ]
-    return told + (_build_hedges(answer, wrong, [*others, *misses], slot) if is_value(answer) else [])
+    return told + _build_hedges(answer, wrong, [*others, *misses], slot)
 
 
 def _build_hedges(answer: str, wrong: str, others: list[str], slot: Slot) -> list[Variant]:

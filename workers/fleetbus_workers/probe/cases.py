@@ -25,11 +25,13 @@ _ERRORS = ("error:", "error ", "traceback (most recent", "exception:", "[tool er
 
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer that a policy gave, and what it is of."""
+    """An answer that a policy gave, what kind it is of, and what was said before it."""
 
     name: str
     sort: Sort
     text: str | None
+    before: tuple[str, ...] = ()
+    conversation: list[dict[str, Any]] = []
 
 
 class Case(msgspec.Struct, kw_only=True):
@@ -136,22 +138,28 @@ def _build_recorded(task: Task, seen: list[_Seen], success: float, *, raw: bool)
         said=(best.last if raw else best.text) if is_success else None,
         before=best.before,
         conversation=best.conversation,
-        sampled=[_name_sampled(each.text, prompt, given, each.last if raw else each.text) for each in seen],
+        sampled=[_build_sampled(each, prompt, given, raw=raw) for each in seen],
     )
 
 
-def _name_sampled(text: str | None, prompt: str, answer: str | None, said: str | None) -> Sampled:
-    """What kind of answer was sampled: an empty one, a copy, an error, the right one in other dress, or one without it."""
+def _build_sampled(seen: _Seen, prompt: str, answer: str | None, *, raw: bool) -> Sampled:
+    name, sort = _name_sampled(seen.text, prompt, answer)
+    text = seen.last if raw else seen.text
+    return Sampled(name=f"sampled: {name}", sort=sort, text=text, before=seen.before, conversation=seen.conversation)
+
+
+def _name_sampled(text: str | None, prompt: str, answer: str | None) -> tuple[str, Sort]:
+    """The kind of a sampled answer: an empty one, a copy, an error, the right one in other dress, or one without it."""
     plain, shown = normalize(text or ""), normalize(prompt)
     if not plain:
-        return Sampled(name="sampled: no answer", sort="lazy", text=said)
+        return "no answer", "lazy"
     if len(shown) >= 20 and shown in plain and len(plain) < 1.5 * len(shown):
-        return Sampled(name="sampled: the prompt copied", sort="lazy", text=said)
+        return "the prompt copied", "lazy"
     if plain.startswith(_ERRORS):
-        return Sampled(name="sampled: a tool's error", sort="lazy", text=said)
+        return "a tool's error", "lazy"
     if answer is not None and is_value(answer):
         if is_same(text or "", answer):
-            return Sampled(name="sampled: the right answer in other dress", sort="same", text=said)
+            return "the right answer in other dress", "same"
         if normalize(answer) not in plain.replace(",", ""):
-            return Sampled(name="sampled: an answer without the right one in it", sort="wrong", text=said)
-    return Sampled(name="sampled: other answers", sort="any", text=said)
+            return "an answer without the right one in it", "wrong"
+    return "other answers", "any"

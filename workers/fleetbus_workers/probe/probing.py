@@ -101,7 +101,8 @@ class Prober:
         jobs = [_Job(case=case, variant=each) for each in variants]
         jobs += [_Job(case=case, variant=Variant(name=n, sort="lazy", text=None), is_idle=True) for n in self._grader.idle]
         for each in case.sampled:
-            jobs.append(_Job(case=case, variant=Variant(name=each.name, sort=each.sort, text=each.text), is_sampled=True))
+            then = msgspec.structs.replace(case, before=each.before, conversation=each.conversation)
+            jobs.append(_Job(case=then, variant=Variant(name=each.name, sort=each.sort, text=each.text), is_sampled=True))
         return jobs
 
     async def _grade_all(self, jobs: Sequence[_Job]) -> None:

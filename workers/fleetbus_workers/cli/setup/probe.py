@@ -192,12 +192,10 @@ def _print(report: ProbeReport) -> None:
         table.add_row(name, each.what, f"{each.count} of {each.tried}", f"{each.share.value:.0%}", interval, reward)
     if report.findings:
         print_table(table)
-    shown: set[str] = set()
-    for each in report.findings:
-        if each.kind not in shown:
-            shown.add(each.kind)
-            print(f"{each.kind.replace('_', ' ')}: {each.meaning}; for example")
-            print(_describe(each.example))
+    for kind in dict.fromkeys(each.kind for each in report.findings):
+        shortest = min((each for each in report.findings if each.kind == kind), key=lambda each: len(each.example.said or ""))
+        print(f"{kind.replace('_', ' ')}: {shortest.meaning}; for example")
+        print(_describe(shortest.example))
     for note in report.notes:
         print(f"note: {note}")
     earned = "" if report.right_reward is None else f", right answers earn {report.right_reward:.3g} ({report.slot})"
