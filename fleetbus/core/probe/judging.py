@@ -82,7 +82,7 @@ def _is_scale(graded: Sequence[Graded], right: Mapping[str, float]) -> bool:
 
 
 def _find_kinds(graded: Sequence[Graded]) -> Iterable[Finding]:
-    """What is wrong with any answer: no verdict, different verdicts, rewards out of all bounds."""
+    """Faults that do not depend on the answer: no verdict, different verdicts, rewards out of all bounds."""
     by_name: defaultdict[str, list[Graded]] = defaultdict(list)
     for each in graded:
         by_name[each.name].append(each)

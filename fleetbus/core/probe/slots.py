@@ -25,7 +25,7 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
     end: str = ""
 
     def fill(self, answer: str) -> str:
-        """What is said with this answer."""
+        """The text that is said with this answer."""
         return f"{self.before}{answer}{self.after}{self.end}"
 
 

@@ -1,4 +1,4 @@
-"""What a probe says in the place of an answer, and what a grader should make of each. Pure.
+"""Texts that a probe says in the place of an answer, and what a grader should make of each. Pure.
 
 ``lazy``: no work on the task is in it, so it earns nothing. ``wrong``: made from the right answer, and wrong. ``same``: the
 right answer in another dress, so it keeps its reward. ``any``: hostile or doubtful; a verdict, twice the same, is enough.

@@ -1,4 +1,4 @@
-"""What a probe asks for rewards: a verifier with recorded or made conversations, or an environment that plays an episode.
+"""Graders as a probe asks them: a verifier with recorded or made conversations, or an environment that plays an episode.
 
 The code under probe is the caller's own and may hang, raise, print or end: verifiers run isolated within a time limit,
 environments within the limits of each stage.

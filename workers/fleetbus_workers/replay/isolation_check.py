@@ -1,4 +1,4 @@
-"""Whether verifiers can be run here at all, said once and not with every verdict."""
+"""The refusal of verifiers that cannot be isolated here, said once and not with every verdict."""
 
 from __future__ import annotations
 
