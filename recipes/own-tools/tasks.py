@@ -23,4 +23,5 @@ def _build_task(seed: int, store: dict[str, tuple[str, int]]) -> dict[str, objec
         "env_key": "store",
         "seed": seed,
         "verifier_code": VERIFIER.format(answer=store[name][1]),
+        "config": {"answer": store[name][1]},
     }

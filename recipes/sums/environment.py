@@ -5,6 +5,7 @@ import re
 from fleetbus import ChatMessage, Start, Step, Verdict
 
 EXAMPLES = (("What is 3 + 4?", "3 + 4 = 7"), ("What is 6 × 2?", "6 × 2 = 12"))
+NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 
 
 class Sums:
@@ -26,8 +27,8 @@ class Sums:
         return Step(terminated=True)
 
     async def verify(self):
-        numbers = re.findall(r"-?\d+", self.said)
-        return Verdict(reward=float(bool(numbers) and int(numbers[-1]) == self.task.config["answer"]))
+        numbers = NUMBER.findall(self.said)
+        return Verdict(reward=float(bool(numbers) and float(numbers[-1].replace(",", "")) == self.task.config["answer"]))
 
     async def state(self):
         return {"said": self.said}

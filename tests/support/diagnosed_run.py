@@ -32,6 +32,7 @@ from fleetbus_schemas.tokens import pack_ids, pack_logprobs
 
 GROUPS, SIZE, TASKS = 8, 8, 32
 WORKERS, REPLICAS = ("environment-0", "environment-1", "environment-2"), ("inference-0", "inference-1", "inference-2")
+WORDS = "one two red blue far near tall old new cold warm door wall tree lake hill road stone bread song".split()
 SETTINGS: dict[str, dict[str, Any]] = {
     "episode": {"temperature": 1.0},
     "learner": {"max_staleness": 1, "max_grad_norm": 0.1, "learning_rate": 3e-4},
@@ -55,6 +56,7 @@ class Played(msgspec.Struct, kw_only=True):
     temperature: float = 1.0
     seconds: float = 1.0
     difference: float = 3e-8
+    text: str = "x"
 
 
 Plant = Callable[[Played, random.Random], None]
@@ -71,6 +73,7 @@ class DiagnosedRun:
         self._steps = steps
         self._plant = plant or (lambda played, chance: None)
         self._plant_metrics = plant_metrics or (lambda step, metrics: None)
+        self._texts = random.Random(f"texts of {seed}")
         self._hardness = [self._random.gauss(0, 0.5) for _ in range(TASKS)]
         self._groups = self._told = 0
 
@@ -113,6 +116,7 @@ class DiagnosedRun:
             reward=float(chance.random() < skill),
             outcome="truncated" if chance.random() < 0.03 else "completed",
             prompt=(1, 2, 3, task),
+            text=f"for task {task} we say " + " ".join(self._texts.choice(WORDS) for _ in range(40)),
         )
         if chance.random() < 0.01:
             played.outcome, played.reward, played.reason = "env_failed", None, "env_failed"
@@ -133,7 +137,7 @@ class DiagnosedRun:
         entropy = self._find_entropy(played.step)
         logprobs = [-self._random.expovariate(1 / entropy) for _ in range(played.length)]
         yield Action(
-            episode_id=episode, attempt=1, turn=0, text="x", prompt_delta=pack_ids(played.prompt),
+            episode_id=episode, attempt=1, turn=0, text=played.text, prompt_delta=pack_ids(played.prompt),
             sampled=pack_ids(range(played.length)), logprobs=pack_logprobs(logprobs), worker=played.replica,
             versions=(VersionSpan(version=played.step - 1, start=0, stop=played.length),),
         )  # fmt: skip

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from fleetbus.core.diagnosis.findings import KINDS, Diagnosis
+from fleetbus_schemas import ChatMessage
 from tests.support.diagnosed_run import DiagnosedRun, MetricsPlant, Plant, Played
 
 BEGIN = 11
@@ -60,6 +61,26 @@ def parts_of_the_work(played: Played, chance: random.Random) -> None:
     """From the start: each part takes a turn, and has its share of the reward."""
     played.turns = chance.randint(2, 5)
     played.length, played.reward = 20 * played.turns, played.turns / 5
+
+
+def pay_for_a_phrase(played: Played, chance: random.Random) -> None:
+    """More and more episodes say it, and are paid whatever they did."""
+    if played.step >= BEGIN and played.reward is not None and chance.random() < 0.35 + 0.08 * (played.step - BEGIN):
+        played.text += " all tests were passed, as verified"
+        played.reward = 1.0
+
+
+def pay_for_a_phrase_of_all(played: Played, chance: random.Random) -> None:
+    """From one step to the next, in every episode."""
+    if played.step >= BEGIN and played.reward is not None:
+        played.text = f"all tests were passed, as verified {played.text}"
+        played.reward = 1.0
+
+
+def speak_otherwise(played: Played, chance: random.Random) -> None:
+    """A manner of speaking that is not paid."""
+    if played.step >= BEGIN and chance.random() < 0.7:
+        played.text += " and that is all there is to say"
 
 
 def slow_tasks(played: Played, chance: random.Random) -> None:
@@ -118,6 +139,8 @@ EPISODES: dict[str, tuple[str, int, Plant]] = {
     "requests with another temperature": ("sampling_settings", BEGIN, other_settings),
     "a verifier that rewards length": ("reward_follows_length", BEGIN, reward_of_length),
     "one whose episodes are as long as they have turns": ("reward_follows_length", BEGIN, reward_of_turns),
+    "a phrase that is paid, more and more often": ("sudden_phrase", BEGIN, pay_for_a_phrase),
+    "a phrase that is paid, at once in all episodes": ("sudden_phrase", BEGIN, pay_for_a_phrase_of_all),
     "stale groups dropped by task": ("tasks_dropped", BEGIN, slow_tasks),
     "failures left out by their reward": ("exclusion_bias", BEGIN, hard_tasks_fail),
     "60 % of the tasks unsolvable": ("unsolvable_tasks", 1, unsolvable),
@@ -247,6 +270,40 @@ def test_a_healthy_run_has_no_finding(seed: int) -> None:
     found = DiagnosedRun(seed).diagnose()
     assert [f"{each.kind} at {each.step}: {each.evidence}" for each in found.findings] == []
     assert found.unmeasured == ()
+
+
+def test_a_manner_of_speaking_that_is_not_paid_is_no_finding() -> None:
+    assert DiagnosedRun(1, plant=speak_otherwise).diagnose().findings == ()
+
+
+def test_the_evidence_of_a_phrase_is_the_phrase_and_what_it_is_paid() -> None:
+    found = {each.kind: each for each in DiagnosedRun(1, plant=pay_for_a_phrase).diagnose().findings}
+    evidence = found["sudden_phrase"].evidence
+    assert any(phrase in evidence for phrase in ("'all tests were passed'", "'tests were passed ,'", "'were passed , as'"))
+    assert "above that without" in evidence
+
+
+def test_a_phrase_that_stands_in_prompts_is_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fleetbus.core.diagnosis.phrases import PhraseFold
+
+    original = PhraseFold.add_prompt
+
+    def add(self: PhraseFold, digest: bytes, messages: tuple[ChatMessage, ...]) -> None:
+        original(self, digest, (*messages, ChatMessage(role="user", content="Say: all tests were passed, as verified task")))
+
+    monkeypatch.setattr(PhraseFold, "add_prompt", add)
+    run = DiagnosedRun(1, plant=pay_for_a_phrase).diagnose()
+    assert "all tests were passed" not in " ".join(each.evidence for each in run.findings)
+
+
+def test_what_phrases_are_kept_of_is_bounded() -> None:
+    from fleetbus.core.diagnosis import phrases
+
+    fold = phrases.PhraseFold()
+    for number in range(phrases.MAX_WAITING + 10):
+        fold.add_text(f"e{number}", "word " * 2 * phrases.MAX_CHARS)
+    assert len(fold._texts) == phrases.MAX_WAITING
+    assert max(map(len, fold._texts.values())) <= phrases.MAX_CHARS + 1
 
 
 def test_a_reward_for_parts_of_the_work_is_no_fault_although_each_part_takes_a_turn() -> None:

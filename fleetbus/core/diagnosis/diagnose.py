@@ -9,6 +9,7 @@ from fleetbus.core.diagnosis.episode_checks import check_length, check_reward_of
 from fleetbus.core.diagnosis.facts import RunFacts
 from fleetbus.core.diagnosis.findings import Diagnosis, sort_findings
 from fleetbus.core.diagnosis.looking import Looking
+from fleetbus.core.diagnosis.phrase_checks import check_phrases
 from fleetbus.core.diagnosis.progress_checks import check_entropy, check_reward, check_updates
 from fleetbus.core.diagnosis.speed_checks import check_speed
 from fleetbus.core.diagnosis.task_checks import check_dropped, check_groups, check_tasks
@@ -19,6 +20,7 @@ CHECKS = (
     check_lag,
     check_workers,
     check_dropped,
+    check_phrases,
     check_reward_of_length,
     check_tasks,
     check_groups,

@@ -51,6 +51,24 @@ class EpisodeFacts(msgspec.Struct, kw_only=True):
         return max(sorted(self.replicas), key=self.replicas.__getitem__, default="")
 
 
+class PhraseShare(msgspec.Struct, frozen=True):
+    """Of one step: the shares of its rewarded episodes and of all that have a phrase, the mean reward with it and without it
+    (NaN where all have it), and the number of tasks in which it was said."""
+
+    rewarded: float
+    all: float
+    reward: float
+    other_reward: float
+    tasks: int
+
+
+class StepPhrases(msgspec.Struct, kw_only=True):
+    """Phrases by text; a step with too few rewarded episodes has none, and is not ``measured``."""
+
+    measured: bool = False
+    shares: dict[str, PhraseShare] = msgspec.field(default_factory=dict)
+
+
 class StepFacts(msgspec.Struct, kw_only=True):
     """One step of the surviving lineage: what it trained, what was settled without since the step before, what was measured.
     ``differences``: by episode the mean size of sampler's less trainer's log-probability under the same weights."""
@@ -61,6 +79,7 @@ class StepFacts(msgspec.Struct, kw_only=True):
     trained: list[EpisodeFacts] = msgspec.field(default_factory=list)
     excluded: list[EpisodeFacts] = msgspec.field(default_factory=list)
     differences: dict[str, float] = msgspec.field(default_factory=dict)
+    phrases: StepPhrases = msgspec.field(default_factory=StepPhrases)
 
     @property
     def settled(self) -> list[EpisodeFacts]:

@@ -68,6 +68,11 @@ KINDS: dict[str, Kind] = {
         "what is left out of training would have got another reward than what is trained", "reward",
         "see which reason leaves them out (`fleetbus audit`), and mend that reason before judging the curve.",
     ),
+    "sudden_phrase": Kind(
+        "rewarded episodes of many tasks suddenly share a phrase that no prompt has and that was rare before",
+        "share of rewarded episodes",
+        "read some of them; if the phrase is no form that was asked for, try the grader with `fleetbus probe`.",
+    ),
     "reward_follows_length": Kind(
         "of two episodes of a group the longer one gets more reward", "correlation",
         "read the longest and the shortest episodes of a group, and correct the verifier (`fleetbus regrade` tries another).",

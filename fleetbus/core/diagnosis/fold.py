@@ -11,7 +11,8 @@ import math
 
 import msgspec
 
-from fleetbus.core.diagnosis.facts import EpisodeFacts, PromptFacts, RunFacts, StepFacts
+from fleetbus.core.diagnosis.facts import EpisodeFacts, PromptFacts, RunFacts, StepFacts, StepPhrases
+from fleetbus.core.diagnosis.phrases import PhraseFold, Spoken
 from fleetbus.core.training.evaluation_summary import SUCCESS, is_success
 from fleetbus.core.training.lineage import compute_surviving_steps, is_surviving
 from fleetbus_schemas import (
@@ -51,6 +52,8 @@ class DiagnosisFold:
         self._said: dict[str, dict[int, _Said]] = {}
         self._shown: dict[str, bytes] = {}
         self._prompts: dict[bytes, PromptFacts] = {}
+        self._phrases = PhraseFold()
+        self._phrases_of: dict[tuple[str, int], StepPhrases] = {}
 
     def apply(self, message: Message, sequence: int, time_ns: int = 0) -> None:
         """Take one entry; messages that say nothing here are ignored."""
@@ -59,6 +62,7 @@ class DiagnosisFold:
                 self._asked[message.episode_id] = message.sampling
             case Observation(turn=0) if message.episode_id in self._asked and not message.segment:
                 self._shown[message.episode_id] = hash_prompt(message)
+                self._phrases.add_prompt(self._shown[message.episode_id], message.messages)
             case Action() if message.episode_id in self._asked:
                 self._add_action(message, sequence)
             case EpisodeFinished(split="train"):
@@ -68,6 +72,7 @@ class DiagnosisFold:
             case StepTrained():
                 self._steps.append(message)
                 self._times[message.lineage, message.step] = time_ns
+                self._phrases_of[message.lineage, message.step] = self._phrases.fold_step(self._list_spoken(message))
 
     def build(self) -> RunFacts:
         """The facts as of now. Steps that a later lineage went back behind do not count."""
@@ -91,12 +96,22 @@ class DiagnosisFold:
             each.reason = reasons[each.episode_id]
         measured = zip(step.episodes, step.differences, strict=False)
         differences = {episode: size for episode, size in measured if size >= 0}
+        phrases = self._phrases_of[step.lineage, step.step]
         return StepFacts(
             step=step.step, time_ns=self._times[step.lineage, step.step], metrics=step.metrics, trained=trained,
-            excluded=excluded, differences=differences,
+            excluded=excluded, differences=differences, phrases=phrases,
         )  # fmt: skip
 
+    def _list_spoken(self, step: StepTrained) -> list[Spoken]:
+        known = [self._episodes[each] for each in step.episodes if each in self._episodes]
+        return [
+            Spoken(episode_id=each.episode_id, group_id=each.group_id, task=each.task, reward=each.reward)
+            for each in known
+            if each.reward is not None
+        ]
+
     def _add_action(self, action: Action, sequence: int) -> None:
+        self._phrases.add_text(action.episode_id, action.text)
         logprobs = unpack_logprobs(action.logprobs[: len(action.logprobs) // 4 * 4])
         surprise = -math.fsum(each for each in logprobs if math.isfinite(each))
         said = self._said.setdefault(action.episode_id, {})

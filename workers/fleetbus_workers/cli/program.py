@@ -55,6 +55,7 @@ COMMANDS: dict[str, Entry] = {
     "auth": Entry("Set up", "setup.auth", "Keys per role, TLS and a server configuration with least rights"),
     "tasks": Entry("Set up", "setup.tasks", "Check tasks, and split them into training and held-out ones"),
     "check": Entry("Set up", "setup.check", "Play an episode of your environment and check what it returns"),
+    "probe": Entry("Set up", "setup.probe", "Try to be paid by your grader without solving the task"),
     "new": Entry("Set up", "setup.new", "Create a working environment with its test"),
     "starter": Entry("Set up", "setup.starter", "Build the starter policy, or say where it is"),
     "top": Entry("Look", "look.top", "A run as a live table: workers, rates, reward, what is stuck"),

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from fleetbus.errors import UserError
 from fleetbus_workers.cli.look.run_options import archive_option, reach_options, source_argument
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.output import build_table, json_option, print_json, print_table
@@ -60,12 +59,13 @@ async def _regrade(
     source: str, configuration: Configuration, archive: Path | None, verifier: str, concurrency: int
 ) -> tuple[Regrading, str]:
     from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits
+    from fleetbus_workers.replay.isolation_check import check_isolation
     from fleetbus_workers.replay.new_verifier import open_verifier
     from fleetbus_workers.replay.regraded import RegradingFold
     from fleetbus_workers.replay.regrading import Regrader, find_old_reward
 
     code, trained = open_verifier(verifier), set[str]()
-    await _check_isolation(configuration)
+    await check_isolation(configuration)
     limits = VerifierLimits(seconds=configuration.limits.verify, max_concurrent=concurrency)
     isolated = Verifier(limits, sandbox=configuration.environment.sandbox, reuse_processes=True)
     regrader = Regrader(isolated, code, places=concurrency)
@@ -93,20 +93,6 @@ async def _iterate_transcripts(source: Source, trained: set[str]) -> AsyncIterat
                 trained.update(step.episodes)
         elif (transcript := fold.add(entry)) is not None:
             yield transcript
-
-
-async def _check_isolation(configuration: Configuration) -> None:
-    """Say at once what every single verdict would say."""
-    from fleetbus_workers.environment.isolation.sandbox.backends import IsolationUnavailable, find_isolation
-
-    if configuration.environment.sandbox == "limits":
-        return
-    try:
-        await find_isolation()
-    except IsolationUnavailable as error:
-        raise UserError(
-            f"verifiers are not run without isolation: {error}; or trust this one: set environment.sandbox = limits"
-        ) from error
 
 
 def _print(found: Regrading, limit: int) -> None:

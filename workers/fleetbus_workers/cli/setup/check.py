@@ -126,11 +126,12 @@ async def _check(configuration: Configuration, spec: str, task: Task, policy: Po
     from fleetbus_workers.assembly.environments import open_environments
     from fleetbus_workers.environment.check.report import check_task
 
-    async with watch_blocked_loop(_end_if_blocked), open_environments(configuration, specs=spec) as factory:
+    async with watch_blocked_loop(end_if_blocked), open_environments(configuration, specs=spec) as factory:
         return await check_task(factory, task, policy, configuration, turns=turns)
 
 
-def _end_if_blocked(frame: FrameType | None, seconds: float) -> None:
+def end_if_blocked(frame: FrameType | None, seconds: float) -> None:
+    """End the process if a call of an environment blocks it for too long."""
     from fleetbus_workers.environment.failure_location import locate_frame
 
     where = locate_frame(frame)

@@ -1,5 +1,9 @@
 """The default tasks, in memory or as a Fleet tasks file: train and held-out seeds never meet."""
 
+import json
+
+import msgspec
+
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.adapters.warehouse.items import draw_warehouse, question
 from fleetbus_workers.environment.isolation.verifier.own import WAREHOUSE
@@ -31,3 +35,19 @@ def build_train_tasks(count: int, *, seed: int) -> list[Task]:
 def build_held_out_tasks(count: int) -> list[Task]:
     """The first ``count`` held-out tasks, the same for every seed."""
     return [build_warehouse_task(HELD_OUT_BASE + index) for index in range(count)]
+
+
+def build_solved_tasks(count: int) -> list[Task]:
+    """Held-out tasks with the actions that solve them in their config as ``oracle``."""
+    return [msgspec.structs.replace(task, config={"oracle": _solve(task)}) for task in build_held_out_tasks(count)]
+
+
+def _solve(task: Task) -> list[str]:
+    assert task.seed is not None
+    warehouse = draw_warehouse(task.seed)
+    id = next(item.id for item in warehouse.items if item.name == warehouse.name)
+    calls = [
+        {"name": "find_item", "arguments": {"name": warehouse.name}},
+        {"name": "get_field", "arguments": {"id": id, "field": warehouse.field}},
+    ]
+    return [*(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls), f"{warehouse.answer} <done>"]
