@@ -130,9 +130,9 @@ def test_a_call_that_never_returns_ends_the_process_with_its_place(
 
     ended: list[int] = []
     monkeypatch.setattr("os._exit", ended.append)
-    check._end_if_blocked(sys._getframe(), check.BLOCKED_LIMIT_SECONDS - 1)
+    check.end_if_blocked(sys._getframe(), check.BLOCKED_LIMIT_SECONDS - 1)
     assert ended == []
-    check._end_if_blocked(sys._getframe(), check.BLOCKED_LIMIT_SECONDS)
+    check.end_if_blocked(sys._getframe(), check.BLOCKED_LIMIT_SECONDS)
     assert ended == [1] and "test_check.py:" in capsys.readouterr().err
 
 
