@@ -68,6 +68,7 @@ COMMANDS: dict[str, Entry] = {
     "doctor": Entry("Look", "look.doctor", "Check whether this machine is ready"),
     "audit": Entry("Look", "look.audit", "Check from its log that every episode of a run is accounted for"),
     "diagnose": Entry("Look", "look.diagnose", "Say why a run learns or does not, since which step, and what to do"),
+    "compare": Entry("Look", "look.compare", "Compare two evaluations task by task, with intervals"),
     "usage": Entry("Look", "look.usage", "Tokens, calls and hours of a run, by what became of them"),
     "record": Entry("Replay", "replay.record", "Export the log of a run as one file"),
     "episodes": Entry("Replay", "look.episodes", "List, filter and read the episodes of a run or a recording"),
