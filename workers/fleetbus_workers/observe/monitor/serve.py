@@ -16,6 +16,7 @@ from fleetbus_workers.assembly.model import find_model_folder
 from fleetbus_workers.observe.monitor.access_key import PARAMETER
 from fleetbus_workers.observe.monitor.actions import Actions, OpenBus
 from fleetbus_workers.observe.monitor.app import Site
+from fleetbus_workers.observe.monitor.text_search import TextSearch
 from fleetbus_workers.observe.monitor.token_decoder import load_token_decoder
 from fleetbus_workers.observe.run.run_observer import RunObserver
 from fleetbus_workers.observe.run.state import RunState
@@ -57,17 +58,19 @@ async def serve(
     watch = RunObserver(bus, subjects, RunState(configuration.learner.steps), driver, recent_first=True)
     words = await anyio.to_thread.run_sync(load_token_decoder, find_model_folder(configuration.run))
     guard = build_guard_settings(host, allowed_hosts, ())
-    runs = run_folder(configuration.run).path.parent
+    folder = run_folder(configuration.run)
+    search = TextSearch(bus, subjects, folder.text_index)
     close_seconds = configuration.limits.close + 5
     actions = None if open_operator is None else Actions(open_operator, subjects, close_seconds=close_seconds)
     site = Site(
         watch,
         subjects,
         words,
+        search,
         guard=guard,
         admission=configuration.nats.admission,
         success_threshold=configuration.evaluation.success_threshold,
-        runs=runs,
+        runs=folder.path.parent,
         key=key,
         actions=actions,
         rejoins=rejoins,
@@ -86,6 +89,7 @@ async def serve(
     server = SignalFreeServer(settings)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch.run)
+        tasks.start_soon(search.follow)
         tasks.start_soon(watch.fetch_server_view, nats_http)
 
         async def wait_until_ready() -> None:

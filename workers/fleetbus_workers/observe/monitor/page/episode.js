@@ -56,7 +56,7 @@ function timeline(spans) {
 function transcript({ turns, task }) {
   const parts = turns.flatMap((turn) => [
     turn.begins ? el("p", { class: "warn" }, turn.begins) : null,
-    ...turn.messages.map((message) => said(message.role, textOf(message.content), where(turn))),
+    ...turn.messages.map((message) => said(message.role, textOf(message.content), where(turn), turn.turn)),
     turn.action ? action(turn) : el("p", { class: "dim" }, "no action yet"),
   ].filter(Boolean));
   const tools = turns.find((turn) => turn.tools?.length)?.tools ?? [];
@@ -67,14 +67,14 @@ function transcript({ turns, task }) {
 
 const textOf = (content) => (typeof content === "string" ? content : (content ?? []).map((part) => part.text || `[${part.type} ${part.object?.slice(0, 12) ?? ""}]`).join("\n"));
 const where = (turn) => `turn ${turn.turn}${turn.segment === undefined ? "" : ` · segment ${turn.segment}, ${turn.held} tokens`}`;
-const said = (role, text, where) => el("div", { class: `message ${role}` }, el("h3", {}, `${role} · ${where}`), el("pre", {}, text ?? ""));
+const said = (role, text, where, turn) => el("div", { class: `message ${role}`, "data-turn": turn }, el("h3", {}, `${role} · ${where}`), el("pre", {}, text ?? ""));
 
 function action(turn) {
   const { action } = turn;
   const versions = (action.versions ?? []).map(([version, start, stop]) => (start === 0 && stop === action.tokens ? `version ${version}` : `version ${version} for tokens ${start}–${stop}`)).join(", ");
   const title = `assistant · ${where(turn)} · ${action.tokens} tokens${versions ? `, ${versions}` : ""} · ${action.worker} · queued ${seconds(action.seconds_queued)}, generated in ${seconds(action.seconds_generating)}${action.finish_reason === "stop" ? "" : ` · ${action.finish_reason}`}`;
   const masked = el("details", {}, el("summary", {}, `${action.prompt_tokens} prompt tokens, masked`), tokens(action.prompt_ids, action.prompt_words, null));
-  return el("div", { class: "message assistant" }, el("h3", {}, title), action.error ? el("p", { class: "bad" }, action.error) : null, action.ids.length ? tokens(action.ids, action.words, action.logprobs) : el("pre", {}, action.text), action.words ? null : el("pre", { class: "dim" }, action.text), calls(action.tool_calls), masked);
+  return el("div", { class: "message assistant", "data-turn": turn.turn }, el("h3", {}, title), action.error ? el("p", { class: "bad" }, action.error) : null, action.ids.length ? tokens(action.ids, action.words, action.logprobs) : el("pre", {}, action.text), action.words ? null : el("pre", { class: "dim" }, action.text), calls(action.tool_calls), masked);
 }
 
 function calls(list) {
