@@ -33,6 +33,7 @@ from fleetbus_workers.observe.monitor.access_key import AccessKey
 from fleetbus_workers.observe.monitor.actions import Actions
 from fleetbus_workers.observe.monitor.episode_table import build_csv, choose_rows, describe_neighbours
 from fleetbus_workers.observe.monitor.episode_view import describe_episode
+from fleetbus_workers.observe.monitor.images import ObservedImages
 from fleetbus_workers.observe.monitor.other_runs import list_other_runs, read_other_run
 from fleetbus_workers.observe.monitor.reward_histogram import build_reward_histogram
 from fleetbus_workers.observe.monitor.success_table import build_success_table
@@ -56,8 +57,8 @@ _CARDS = [metric.describe_card() for metric in METRICS if metric.page]
 _LOG_FACTS = ("bytes", "limit_bytes", "last_sequence", "followed", "counted_from", "older_read")
 
 _HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
@@ -75,6 +76,7 @@ class Site:
         subjects: Subjects,
         words: TokenDecoder,
         search: TextSearch,
+        images: ObservedImages,
         *,
         guard: GuardSettings,
         admission: float,
@@ -106,6 +108,7 @@ class Site:
                 Route("/api/curves", self.curves),
                 Route("/api/episodes", self.episodes),
                 Route("/api/episodes/{episode}", self.episode),
+                Route("/api/images/{object}", images.image),
                 Route("/api/groups", self.groups),
                 Route("/api/success", self.success),
                 Route("/api/rewards", self.rewards),

@@ -16,6 +16,7 @@ from fleetbus_workers.assembly.model import find_model_folder
 from fleetbus_workers.observe.monitor.access_key import PARAMETER
 from fleetbus_workers.observe.monitor.actions import Actions, OpenBus
 from fleetbus_workers.observe.monitor.app import Site
+from fleetbus_workers.observe.monitor.images import ObservedImages
 from fleetbus_workers.observe.monitor.text_search import TextSearch
 from fleetbus_workers.observe.monitor.token_decoder import load_token_decoder
 from fleetbus_workers.observe.run.run_observer import RunObserver
@@ -25,6 +26,7 @@ from fleetbus_workers.serving.browser_guard import build_guard_settings
 from fleetbus_workers.serving.connections import Bounds
 from fleetbus_workers.serving.listeners import SignalFreeServer, format_host
 from fleetbus_workers.serving.protocol_choice import build_bounded_protocol
+from fleetbus_workers.weights.store import get_object_store
 
 STOP_SECONDS = 3
 
@@ -67,6 +69,7 @@ async def serve(
         subjects,
         words,
         search,
+        ObservedImages(get_object_store(bus, subjects.run)),
         guard=guard,
         admission=configuration.nats.admission,
         success_threshold=configuration.evaluation.success_threshold,

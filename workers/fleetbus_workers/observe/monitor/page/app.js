@@ -51,7 +51,7 @@ async function draw({ fresh = false } = {}) {
   if (fresh) { scrollTo(0, 0); main.focus({ preventScroll: true }); }
   if (turn !== null) toTurn(turn);
   if (fresh) return;
-  [...main.querySelectorAll("details")].forEach((each, index) => { each.open = open[index] ?? false; });
+  [...main.querySelectorAll("details")].forEach((each, index) => { each.open = open[index] ?? each.open; });
   if (field) keepTyping(field);
   if (at >= 0) main.querySelectorAll("tr[tabindex]")[at]?.focus({ preventScroll: true });
 }

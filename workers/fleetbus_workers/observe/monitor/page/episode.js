@@ -1,5 +1,6 @@
 // One episode: its timeline, then what was said, the sampled tokens colored by log-probability.
 import { cancelButton } from "./actions.js";
+import { call, content } from "./content.js";
 import { el, number, seconds, section, table } from "./dom.js";
 import { stateOf, toEpisode } from "./episodes.js";
 
@@ -56,7 +57,7 @@ function timeline(spans) {
 function transcript({ turns, task }) {
   const parts = turns.flatMap((turn) => [
     turn.begins ? el("p", { class: "warn" }, turn.begins) : null,
-    ...turn.messages.map((message) => said(message.role, textOf(message.content), where(turn), turn.turn)),
+    ...turn.messages.map((message) => said(message.role, content(message.content), where(turn), turn.turn)),
     turn.action ? action(turn) : el("p", { class: "dim" }, "no action yet"),
   ].filter(Boolean));
   const tools = turns.find((turn) => turn.tools?.length)?.tools ?? [];
@@ -65,7 +66,6 @@ function transcript({ turns, task }) {
   return section("Transcript", el("p", { class: "dim" }, "Sampled tokens are trained on: redder tokens were less likely under the policy. Underlined tokens are masked: prompts and tool results."), about, prompt, parts);
 }
 
-const textOf = (content) => (typeof content === "string" ? content : (content ?? []).map((part) => part.text || `[${part.type} ${part.object?.slice(0, 12) ?? ""}]`).join("\n"));
 const where = (turn) => `turn ${turn.turn}${turn.segment === undefined ? "" : ` · segment ${turn.segment}, ${turn.held} tokens`}`;
 const said = (role, text, where, turn) => el("div", { class: `message ${role}`, "data-turn": turn }, el("h3", {}, `${role} · ${where}`), el("pre", {}, text ?? ""));
 
@@ -74,11 +74,7 @@ function action(turn) {
   const versions = (action.versions ?? []).map(([version, start, stop]) => (start === 0 && stop === action.tokens ? `version ${version}` : `version ${version} for tokens ${start}–${stop}`)).join(", ");
   const title = `assistant · ${where(turn)} · ${action.tokens} tokens${versions ? `, ${versions}` : ""} · ${action.worker} · queued ${seconds(action.seconds_queued)}, generated in ${seconds(action.seconds_generating)}${action.finish_reason === "stop" ? "" : ` · ${action.finish_reason}`}`;
   const masked = el("details", {}, el("summary", {}, `${action.prompt_tokens} prompt tokens, masked`), tokens(action.prompt_ids, action.prompt_words, null));
-  return el("div", { class: "message assistant", "data-turn": turn.turn }, el("h3", {}, title), action.error ? el("p", { class: "bad" }, action.error) : null, action.ids.length ? tokens(action.ids, action.words, action.logprobs) : el("pre", {}, action.text), action.words ? null : el("pre", { class: "dim" }, action.text), calls(action.tool_calls), masked);
-}
-
-function calls(list) {
-  return (list ?? []).map((call) => el("pre", { class: "dim" }, `→ ${call.name}(${JSON.stringify(call.arguments ?? {})})`));
+  return el("div", { class: "message assistant", "data-turn": turn.turn }, el("h3", {}, title), action.error ? el("p", { class: "bad" }, action.error) : null, action.ids.length ? tokens(action.ids, action.words, action.logprobs) : el("pre", {}, action.text), action.words ? null : el("pre", { class: "dim" }, action.text), (action.tool_calls ?? []).map(call), masked);
 }
 
 function tokens(ids, words, logprobs) {

@@ -1,0 +1,71 @@
+"""What an episode shows on the page, in a headless Chromium: images, colours, arguments as a tree: `just test-browser`."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from fleetbus.bus.memory_bus import MemoryBus
+from fleetbus_schemas import Action, ChatMessage, Observation, encode
+from fleetbus_schemas.chat import Image, Text, ToolCall
+from fleetbus_schemas.tokens import pack_ids
+from tests.support.browser_page import CHROMIUM, MARKUP, SUBJECTS, opened, shot
+from tests.support.bucket import Bucket
+
+pytest.importorskip("starlette")
+pytest.importorskip("playwright.async_api")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH"),
+    pytest.mark.filterwarnings("default"),
+]
+
+SVG = f"<svg xmlns='http://www.w3.org/2000/svg' onload='alert(1)'>{MARKUP}</svg>".encode()
+
+
+def draw_png() -> bytes:
+    """A red picture of 8 x 8."""
+    from io import BytesIO
+
+    from PIL import Image as Picture
+
+    file = BytesIO()
+    Picture.new("RGB", (8, 8), "red").save(file, "PNG")
+    return file.getvalue()
+
+
+async def test_images_are_drawn_and_what_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("PIL")
+    png = draw_png()
+    names = [hashlib.sha256(content).hexdigest() for content in (png, SVG)]
+    bucket = Bucket(dict(zip(names, (png, SVG), strict=True)))
+    monkeypatch.setattr(MemoryBus, "objects", lambda self, name: bucket)
+    async with opened(8, "light") as (page, address, errors, bus):
+        parts = (
+            Text(text="look \x1b[31mred\x1b[0m \x1b]0;title\x07end"),
+            *(Image(object=each, width=8, height=8) for each in names),
+        )
+        shown = Observation(
+            episode_id="e00001", attempt=1, turn=0, policy="default", tokens_left=9, environment_lane="e0", deadline_ns=0,
+            messages=(ChatMessage(role="user", content=parts),),
+        )  # fmt: skip
+        await bus.publish(SUBJECTS.observation("default", "any", "e00001"), encode(shown))
+        call = ToolCall(name="write", arguments={"path": MARKUP, "lines": ["a" * 90, {"deep": [1, None]}]})
+        short = ToolCall(name="ls", arguments={"path": "."})
+        action = Action(episode_id="e00001", attempt=1, turn=0, text="I look.", tool_calls=(call, short), sampled=pack_ids([7]))
+        await bus.publish(SUBJECTS.action("e0", "e00001"), encode(action))
+        await page.goto(f"{address}#/episode/e00001")
+        await page.get_by_text("not to be shown").wait_for()
+        assert await page.locator("main img").count() == 1
+        assert await page.locator("main img").evaluate("image => [image.naturalWidth, image.complete]") == [8, True]
+        words = (await page.locator(".message.user pre").inner_text()).split()
+        assert " ".join(words) == f"look red end [Image {names[1][:12]}: not to be shown]"
+        assert await page.locator(".message.user .ansi1").inner_text() == "red"
+        assert await page.locator("details.tree").count() == 1 and MARKUP in await page.locator("details.tree").inner_text()
+        await page.locator("details.tree summary", has_text="lines: [2]").click()
+        assert "aaaa" in await page.locator("details.tree").inner_text()
+        assert '→ ls({"path":"."})' in await page.inner_text("main")
+        await shot(page, "content-episode-light")
+        assert [error for error in errors if "415" not in error] == []
