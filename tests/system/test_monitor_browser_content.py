@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fleetbus.bus.memory_bus import MemoryBus
-from fleetbus_schemas import Action, ChatMessage, Observation, encode
+from fleetbus_schemas import Action, ChatMessage, Observation, StepTrained, encode
 from fleetbus_schemas.chat import Image, Text, ToolCall
 from fleetbus_schemas.tokens import pack_ids
+from fleetbus_workers.learner.base import SequenceTokens
+from fleetbus_workers.learner.token_records import TokenRecords
 from tests.support.browser_page import CHROMIUM, MARKUP, SUBJECTS, opened, shot
 from tests.support.bucket import Bucket
 
@@ -69,3 +73,32 @@ async def test_images_are_drawn_and_what_is_none_is_named(monkeypatch: pytest.Mo
         assert '→ ls({"path":"."})' in await page.inner_text("main")
         await shot(page, "content-episode-light")
         assert [error for error in errors if "415" not in error] == []
+
+
+async def test_the_trainers_log_probability_is_beside_the_samplers_and_tokens_that_differ_stand_out(tmp_path: Path) -> None:
+    sampled = 20
+    values = np.array([-index / 5 for index in range(sampled)], np.float32)
+    values[[3, 17]] += 0.5
+    tokens = SequenceTokens(
+        episode_id="e00007",
+        places=np.arange(5, 5 + sampled),
+        logprobs=values,
+        gradients=np.full(sampled, -0.25, np.float32),
+        clipped=np.arange(sampled) == 3,
+    )
+    digest = TokenRecords(tmp_path / "page" / "tokens", keep=5).write("a", 99, [tokens])
+    async with opened(8, "light", str(tmp_path)) as (page, address, errors, bus):
+        await page.goto(f"{address}#/episode/e00006")
+        await page.wait_for_selector(".token")
+        assert "tokens trained" not in await page.inner_text("main"), "no record"
+        step = StepTrained(lineage="a", step=99, version=99, episodes=("e00007",), token_record=digest)
+        await bus.publish(SUBJECTS.train("default"), encode(step))
+        await page.goto(f"{address}#/episode/e00007")
+        await page.get_by_text(
+            "20 tokens trained; the log-probabilities of sampler and trainer differ by 0.500 at most"
+        ).wait_for()
+        assert await page.locator(".token.differs").count() == 2
+        about = await page.locator(".token.differs").first.get_attribute("title")
+        assert about == ("id 13, log-probability -0.600 (54.9 %)\ntrainer -0.100, +0.500 to the sampler\nclipped (-2.5e-1)")
+        await shot(page, "trainer-episode-light")
+        assert errors == []

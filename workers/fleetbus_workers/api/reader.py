@@ -25,6 +25,7 @@ from fleetbus.recording.said_text import list_said_subjects
 from fleetbus.recording.text_index import TextIndex
 from fleetbus.recording.text_indexing import open_text_index, update_from_log, update_text_index
 from fleetbus.recording.token_record import TrainedTokens
+from fleetbus.recording.trained_tokens import TrainedTokensIndex
 from fleetbus_schemas.subjects import InvalidName, check_name
 from fleetbus_workers.api.own_loop import iterate_in_own_loop
 from fleetbus_workers.api.tables import (
@@ -37,7 +38,6 @@ from fleetbus_workers.api.tables import (
     list_columns,
     write_rows,
 )
-from fleetbus_workers.api.trained_tokens import TrainedTokensIndex
 from fleetbus_workers.run_access.log_access import is_reachable
 from fleetbus_workers.run_access.sources import Source, is_recording, open_source
 

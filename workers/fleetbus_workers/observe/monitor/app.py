@@ -39,6 +39,7 @@ from fleetbus_workers.observe.monitor.reward_histogram import build_reward_histo
 from fleetbus_workers.observe.monitor.success_table import build_success_table
 from fleetbus_workers.observe.monitor.text_search import TextSearch
 from fleetbus_workers.observe.monitor.token_decoder import TokenDecoder
+from fleetbus_workers.observe.monitor.trainer_tokens import TrainerTokens
 from fleetbus_workers.observe.run.run_observer import RunObserver
 from fleetbus_workers.observe.run.watchdog import find_notes, find_stalls
 from fleetbus_workers.serving.browser_guard import BrowserGuard, GuardSettings
@@ -77,6 +78,7 @@ class Site:
         words: TokenDecoder,
         search: TextSearch,
         images: ObservedImages,
+        trainer: TrainerTokens,
         *,
         guard: GuardSettings,
         admission: float,
@@ -93,6 +95,7 @@ class Site:
         self._subjects = subjects
         self._words = words
         self._search = search
+        self._trainer = trainer
         self._admission = admission
         self._success_threshold = success_threshold
         self._overview: tuple[float, bytes] = (-1.0, b"")
@@ -276,6 +279,7 @@ class Site:
             with anyio.fail_after(READ_SECONDS):
                 async for entry in self._watch.bus.scan(build_episode_subjects(self._subjects, episode)):
                     entries.append(entry)  # noqa: PERF401  # what was read before a time limit is not shown in part
+                trained = await self._trainer.find(episode)
         except TimeoutError:
             return PlainTextResponse(f"the log was not read within {READ_SECONDS:g} s", 503)
         if not entries:
@@ -288,7 +292,7 @@ class Site:
             "row": row and {**msgspec.structs.asdict(row), "state": state.describe_state(row)},
             "trained_in": state.trained_in.get(episode, 0),
             **describe_neighbours(state.episodes.rows, episode),
-            **describe_episode(entries, self._words),
+            **describe_episode(entries, self._words, trained),
         }
         return _build_json_response(msgspec.json.encode(facts, enc_hook=repr))  # MessagePack has values that JSON has not
 

@@ -19,6 +19,7 @@ from fleetbus_workers.observe.monitor.app import Site
 from fleetbus_workers.observe.monitor.images import ObservedImages
 from fleetbus_workers.observe.monitor.text_search import TextSearch
 from fleetbus_workers.observe.monitor.token_decoder import load_token_decoder
+from fleetbus_workers.observe.monitor.trainer_tokens import TrainerTokens
 from fleetbus_workers.observe.run.run_observer import RunObserver
 from fleetbus_workers.observe.run.state import RunState
 from fleetbus_workers.observe.run.termination import Driver
@@ -70,6 +71,7 @@ async def serve(
         words,
         search,
         ObservedImages(get_object_store(bus, subjects.run)),
+        TrainerTokens(bus, subjects, folder.tokens),
         guard=guard,
         admission=configuration.nats.admission,
         success_threshold=configuration.evaluation.success_threshold,

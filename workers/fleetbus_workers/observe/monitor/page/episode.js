@@ -74,15 +74,30 @@ function action(turn) {
   const versions = (action.versions ?? []).map(([version, start, stop]) => (start === 0 && stop === action.tokens ? `version ${version}` : `version ${version} for tokens ${start}–${stop}`)).join(", ");
   const title = `assistant · ${where(turn)} · ${action.tokens} tokens${versions ? `, ${versions}` : ""} · ${action.worker} · queued ${seconds(action.seconds_queued)}, generated in ${seconds(action.seconds_generating)}${action.finish_reason === "stop" ? "" : ` · ${action.finish_reason}`}`;
   const masked = el("details", {}, el("summary", {}, `${action.prompt_tokens} prompt tokens, masked`), tokens(action.prompt_ids, action.prompt_words, null));
-  return el("div", { class: "message assistant", "data-turn": turn.turn }, el("h3", {}, title), action.error ? el("p", { class: "bad" }, action.error) : null, action.ids.length ? tokens(action.ids, action.words, action.logprobs) : el("pre", {}, action.text), action.words ? null : el("pre", { class: "dim" }, action.text), (action.tool_calls ?? []).map(call), masked);
+  return el("div", { class: "message assistant", "data-turn": turn.turn }, el("h3", {}, title), action.error ? el("p", { class: "bad" }, action.error) : null, action.ids.length ? tokens(action.ids, action.words, action.logprobs, action.trainer, new Set(action.differing)) : el("pre", {}, action.text), action.words ? null : el("pre", { class: "dim" }, action.text), agreement(action), (action.tool_calls ?? []).map(call), masked);
 }
 
-function tokens(ids, words, logprobs) {
+function tokens(ids, words, logprobs, trainer, differing) {
   const shown = ids.map((id, index) => {
     const logprob = logprobs?.[index];
     const heat = logprob === undefined ? 0 : Math.min(1, -logprob / 4);
-    const about = logprob === undefined ? `id ${id}, masked` : `id ${id}, log-probability ${logprob.toFixed(3)} (${(100 * Math.exp(logprob)).toFixed(1)} %)`;
-    return el("span", { class: logprobs ? "token" : "token masked", title: about, style: { "--heat": heat.toFixed(2) } }, words ? words[index] : id);
+    const about = logprob === undefined ? `id ${id}, masked` : `id ${id}, log-probability ${logprob.toFixed(3)} (${(100 * Math.exp(logprob)).toFixed(1)} %)${ofTrainer(trainer, index, logprob)}`;
+    return el("span", { class: logprobs ? (differing?.has(index) ? "token differs" : "token") : "token masked", title: about, style: { "--heat": heat.toFixed(2) } }, words ? words[index] : id);
   });
   return el("pre", { class: words ? "tokens" : "tokens ids" }, shown);
+}
+
+/** The trainer's part of what is said of a token. */
+function ofTrainer(trainer, index, logprob) {
+  const value = trainer?.logprobs[index];
+  if (value === null || value === undefined) return trainer ? "\nnot trained" : "";
+  const gradient = trainer.gradients[index] ?? 0;
+  return `\ntrainer ${value.toFixed(3)}, ${(value - logprob >= 0 ? "+" : "") + (value - logprob).toFixed(3)} to the sampler\n${trainer.clipped[index] ? "clipped" : gradient > 0 ? "made more probable" : gradient < 0 ? "made less probable" : "no gradient"} (${gradient.toExponential(1)})`;
+}
+
+/** In how far sampler and trainer agree on the tokens of a turn. */
+function agreement({ trainer, logprobs, differing }) {
+  if (!trainer) return null;
+  const differences = trainer.logprobs.flatMap((value, index) => (value === null ? [] : [Math.abs(value - logprobs[index])]));
+  return el("p", { class: differing.length ? "warn" : "dim" }, `${differences.length} tokens trained; the log-probabilities of sampler and trainer differ by ${number(Math.max(...differences), 3)} at most${differing.length ? `, notably for the ${differing.length} outlined` : ""}`);
 }
