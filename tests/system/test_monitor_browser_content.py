@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fleetbus.bus.memory_bus import MemoryBus
-from fleetbus_schemas import Action, ChatMessage, Observation, StepTrained, encode
+from fleetbus_schemas import Action, AttemptStarted, ChatMessage, Observation, StepTrained, encode
 from fleetbus_schemas.chat import Image, Text, ToolCall
 from fleetbus_schemas.tokens import pack_ids
 from fleetbus_workers.learner.base import SequenceTokens
@@ -47,7 +47,7 @@ async def test_images_are_drawn_and_what_is_none_is_named(monkeypatch: pytest.Mo
     bucket = Bucket(dict(zip(names, (png, SVG), strict=True)))
     monkeypatch.setattr(MemoryBus, "objects", lambda self, name: bucket)
     async with opened(8, "light") as (page, address, errors, bus):
-        parts = (
+        parts: tuple[Text | Image, ...] = (
             Text(text="look \x1b[31mred\x1b[0m \x1b]0;title\x07end"),
             *(Image(object=each, width=8, height=8) for each in names),
         )
@@ -101,4 +101,23 @@ async def test_the_trainers_log_probability_is_beside_the_samplers_and_tokens_th
         about = await page.locator(".token.differs").first.get_attribute("title")
         assert about == ("id 13, log-probability -0.600 (54.9 %)\ntrainer -0.100, +0.500 to the sampler\nclipped (-2.5e-1)")
         await shot(page, "trainer-episode-light")
+        assert errors == []
+
+
+async def test_a_turn_that_another_worker_continued_from_is_told_between_the_turns() -> None:
+    async with opened(8, "light") as (page, address, errors, bus):
+        for attempt, turn in ((2, 0), (3, 1)):
+            claim = AttemptStarted(
+                episode_id="e00007", attempt=attempt, worker=f"environment-{attempt}", nonce=MARKUP, lane="e0",
+                resumed_at_turn=turn, reason="taken_over",
+            )  # fmt: skip
+            await bus.publish(SUBJECTS.episode("e00007"), encode(claim))
+        action = Action(episode_id="e00007", attempt=2, turn=0, text="again", sampled=pack_ids([7]))
+        await bus.publish(SUBJECTS.action("e0", "e00007"), encode(action))
+        await page.goto(f"{address}#/episode/e00007")
+        await page.locator(".takeover").nth(1).wait_for()
+        assert await page.locator(".takeover").all_inner_texts() == [
+            "attempt 2: environment-2 continues from turn 0 (taken over)",
+            "attempt 3: environment-3 continues after the last turn (taken over)",
+        ]
         assert errors == []

@@ -54,8 +54,9 @@ function timeline(spans) {
   return section(`Timeline, ${seconds(end)}`, lanes, el("details", {}, el("summary", {}, "as a table"), table("Seconds by kind", [["", (row) => row[0]], ["time", (row) => seconds(row[1]), "number"], ["share", (row) => `${((100 * row[1]) / end).toFixed(0)} %`, "number"], ["spans", (row) => row[2], "number"]], rows)));
 }
 
-function transcript({ turns, task }) {
-  const parts = turns.flatMap((turn) => [
+function transcript({ turns, task, claims }) {
+  const parts = turns.flatMap((turn, index) => [
+    ...takeovers(claims, turns, index),
     turn.begins ? el("p", { class: "warn" }, turn.begins) : null,
     ...turn.messages.map((message) => said(message.role, content(message.content), where(turn), turn.turn)),
     turn.action ? action(turn) : el("p", { class: "dim" }, "no action yet"),
@@ -63,7 +64,14 @@ function transcript({ turns, task }) {
   const tools = turns.find((turn) => turn.tools?.length)?.tools ?? [];
   const about = tools.length ? el("details", {}, el("summary", {}, `${tools.length} tools`), tools.map((tool) => el("div", { class: "message tool" }, el("h3", {}, tool.name), el("pre", {}, `${tool.description ?? ""}\n${JSON.stringify(tool.parameters ?? {}, null, 1)}`)))) : null;
   const prompt = !turns.length && task?.prompt ? said("user", task.prompt, "task") : null;
-  return section("Transcript", el("p", { class: "dim" }, "Sampled tokens are trained on: redder tokens were less likely under the policy. Underlined tokens are masked: prompts and tool results."), about, prompt, parts);
+  return section("Transcript", el("p", { class: "dim" }, "Sampled tokens are trained on: redder tokens were less likely under the policy. Underlined tokens are masked: prompts and tool results."), about, prompt, parts, takeovers(claims, turns, turns.length));
+}
+
+/** That another worker continues the episode: before the turn that it begins with, or after the last one. */
+function takeovers(claims, turns, index) {
+  const begin = ({ resumed_at_turn: turn = 0 }) => { const found = turns.findIndex((each) => each.turn >= turn); return found < 0 ? turns.length : found; };
+  const from = index < turns.length ? `from turn ${turns[index].turn}` : "after the last turn";
+  return claims.filter((claim) => claim.attempt > 1 && begin(claim) === index).map((claim) => el("p", { class: "takeover" }, `attempt ${claim.attempt}: ${claim.worker} continues ${from} (${(claim.reason ?? "fresh").replaceAll("_", " ")})`));
 }
 
 const where = (turn) => `turn ${turn.turn}${turn.segment === undefined ? "" : ` · segment ${turn.segment}, ${turn.held} tokens`}`;
