@@ -51,6 +51,10 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     texts: int
 
 
+class _OutdatedIndex(sqlite3.DatabaseError):
+    """The file is of another log, or another version of this module wrote it."""
+
+
 class TextIndex:
     """The index in ``file`` over the log of that identity; a context manager. Several processes may have it open."""
 
@@ -114,9 +118,7 @@ class TextIndex:
             try:
                 yield self._database
             except sqlite3.DatabaseError as error:
-                if not isinstance(
-                    error, sqlite3.OperationalError
-                ):  # as a full disk or a lock is: nothing is wrong with the file
+                if _is_damaged(error):
                     self._replace()
                 raise
 
@@ -134,9 +136,9 @@ class TextIndex:
     def _open(self) -> sqlite3.Connection:
         try:
             return self._open_file()
-        except sqlite3.OperationalError:
-            raise
-        except sqlite3.DatabaseError:
+        except sqlite3.DatabaseError as error:
+            if not _is_damaged(error):
+                raise
             self._remove_file()
             return self._open_file()
 
@@ -152,7 +154,7 @@ class TextIndex:
                 if states == [(VERSION, self._log)]:
                     return database
                 if tables:
-                    raise sqlite3.DatabaseError("the index is of another log or another version")
+                    raise _OutdatedIndex("the index is of another log or another version")
                 for statement in filter(None, map(str.strip, _SCHEMA.split(";"))):
                     database.execute(statement)
                 database.execute("INSERT INTO state VALUES (?, ?, 0)", (VERSION, self._log))
@@ -178,6 +180,12 @@ class TextIndex:
         database.execute("DELETE FROM said WHERE rowid < ?", (end << _SHIFT,))
         database.execute("DELETE FROM episodes WHERE number < ?", (end,))
         database.execute("INSERT INTO said (said, rank) VALUES ('merge', 1000)")
+
+
+def _is_damaged(error: sqlite3.DatabaseError) -> bool:
+    """False for what may pass, as a full disk or a lock that another process holds."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
+    return isinstance(error, _OutdatedIndex) or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def _read_last(database: sqlite3.Connection) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,34 @@ def test_a_file_of_another_log_or_damaged_or_deleted_is_made_anew(tmp_path: Path
     with TextIndex(file, "another") as index:
         index.add([say(1, "a", "three")], 1)
         assert index.find_episodes("three") == {"a"}
+
+
+def test_an_index_that_was_closed_is_not_taken_for_a_damaged_one(tmp_path: Path) -> None:
+    with TextIndex(tmp_path / "t", "log") as index:
+        index.add([say(1, "a", "one")], 1)
+    with pytest.raises(sqlite3.ProgrammingError):
+        index.find_episodes("one")
+    with TextIndex(tmp_path / "t", "log") as index:
+        assert index.last_sequence == 1
+
+
+def test_an_index_that_is_damaged_while_it_is_open_is_made_anew(tmp_path: Path) -> None:
+    file = tmp_path / "t"
+    with TextIndex(file, "log") as index:
+        index.add([say(number, f"e{number}", f"word{number} " * 50) for number in range(1, 400)], 400)
+        with file.open("r+b") as content:
+            content.seek(4096)
+            content.write(b"\xff" * (file.stat().st_size - 4096))
+        other = sqlite3.connect(file)
+        with contextlib.suppress(sqlite3.DatabaseError):
+            other.execute("PRAGMA user_version = 7")  # so that what the connection has in memory is read again
+        other.close()
+        with pytest.raises(sqlite3.DatabaseError):
+            for number in range(1, 400):
+                index.find_episodes(f"word{number}")
+        assert index.last_sequence == 0
+        index.add([say(1, "a", "one")], 1)
+        assert index.find_episodes("one") == {"a"}
 
 
 def test_texts_of_the_oldest_episodes_leave_an_index_that_is_full(tmp_path: Path) -> None:

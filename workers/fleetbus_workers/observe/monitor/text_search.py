@@ -37,6 +37,7 @@ class TextSearch:
         self._file = file
         self._index: TextIndex | None = None
         self._wanted, self._updated = anyio.Event(), anyio.Event()
+        self._begun = self._done = 0
         self.problem = ""
         """Why nothing can be searched now, empty if it can."""
 
@@ -48,8 +49,9 @@ class TextSearch:
                 async with self._open() as index:
                     while True:
                         self._wanted = anyio.Event()
+                        self._begun += 1
                         await update_from_log(index, self._bus, self._subjects)
-                        self.problem = ""
+                        self._done, self.problem = self._begun, ""
                         self._notify()
                         await self._wanted.wait()
             except (BusError, sqlite3.Error, OSError) as error:
@@ -75,10 +77,13 @@ class TextSearch:
     async def find_episodes(self, text: str) -> set[str]:
         """The ids of the episodes in which the words of ``text`` are, as far as is indexed. Raises `UserError`, as
         `build_match`, and `sqlite3.Error`."""
+        before = self._begun  # an update that has begun may have looked at the log before
         self._wanted.set()
-        updated = self._updated
         with anyio.move_on_after(FRESH_SECONDS):
-            await updated.wait()
+            while self._done <= before:
+                await self._updated.wait()
+                if self.problem:
+                    break
         index = self._index
         return set() if index is None else await anyio.to_thread.run_sync(index.find_episodes, text)
 
