@@ -1,4 +1,4 @@
-"""What was said in a run's episodes, as a full-text index in one SQLite file beside the log. Blocking; for any thread.
+"""A full-text index over what was said in a run's episodes, in one SQLite file beside the log. Blocking; for any thread.
 
 The index is a cache: it has the sequence up to which it was built, goes on from there, and may be deleted at any time. A
 file that is damaged, of another log or of another version of this module is made anew, empty. Row ids are the episode's
@@ -104,7 +104,7 @@ class TextIndex:
             return {id for (id,) in database.execute(query, (_SHIFT, build_match(text)))}
 
     def describe(self, text: str, episodes: Sequence[str]) -> dict[str, Found]:
-        """What matches in each of these episodes."""
+        """The first match in each of these episodes."""
         match = build_match(text)
         with self._reading() as database:
             return {found.episode_id: found for id in episodes if (found := _describe(database, match, id)) is not None}

@@ -1,4 +1,4 @@
-"""What an episode shows on the page, in a headless Chromium: images, colours, arguments as a tree: `just test-browser`."""
+"""An episode on the page, in a headless Chromium: images, colours, arguments as a tree: `just test-browser`."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def search_text(
 
 
 def print_found(found: Mapping[str, Found]) -> None:
-    """Where in each episode, one line each; matches within ``[[`` and ``]]``."""
+    """Print the first match in each episode, one line each; matches within ``[[`` and ``]]``."""
     for each in found.values():
         excerpt = "".join(f"[[{part}]]" if number % 2 else part for number, part in enumerate(each.parts))
         line = " ".join("".join(letter if letter.isprintable() else " " for letter in excerpt).split())

@@ -88,7 +88,7 @@ class TextSearch:
         return set() if index is None else await anyio.to_thread.run_sync(index.find_episodes, text)
 
     async def describe(self, text: str, episodes: Sequence[str]) -> dict[str, Found]:
-        """What matches in each of these."""
+        """The first match in each of these."""
         index = self._index
         return {} if index is None else await anyio.to_thread.run_sync(index.describe, text, episodes)
 
