@@ -1,7 +1,8 @@
 """Pictures of every view of a run: the page in Chromium at two widths, light and dark, and `top` at 80 and 160 columns.
 
 `just screenshots RUN FOLDER`, in the folder that has the run; needs `pip install playwright pillow` and a chromium on the PATH.
-With ``--readme`` only the pictures of README.md are written, small.
+With ``--readme`` only the pictures of README.md are written, small; one shows an episode that another worker continued, so kill
+an environment worker while the run trains.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ def draw_all(run: str, folder: Path, *, for_readme: bool) -> None:
         views = list_views(browser.new_page(), url)
         if for_readme:
             draw_view(browser, views["overview"], (1280, 800), "light", folder / "page.png")
+            draw_episode(browser, url, find_taken_over(browser.new_page(), url), folder / "episode.png")
         else:
             for name, address in views.items():
                 for width, size in WIDTHS.items():
@@ -118,13 +120,37 @@ def draw_view(browser: Any, address: str, size: tuple[int, int], scheme: str, fi
     page.close()
 
 
+def find_taken_over(page: Any, url: str) -> str:
+    """The rewarded training episode that another worker continued after a turn was answered, with the most unlikely tokens."""
+    found = page.request.get(f"{url}api/episodes?state=completed&split=train&sort=-attempts&limit=1000").json()["rows"]
+    unlikely: dict[str, int] = {}
+    for row in [row for row in found if row["attempts"] == 2 and row["reward"] and row["turns"] <= 4]:
+        episode = page.request.get(f"{url}api/episodes/{row['episode_id']}").json()
+        if any(0 < claim.get("resumed_at_turn", 0) < row["turns"] for claim in episode["claims"]):
+            logprobs = [value for turn in episode["turns"] if turn["action"] for value in turn["action"]["logprobs"]]
+            unlikely[row["episode_id"]] = sum(value < -1 for value in logprobs)
+    if not unlikely:
+        raise SystemExit("no episode of the run was continued by another worker: kill one while it has some")
+    return max(unlikely, key=lambda name: unlikely[name])
+
+
+def draw_episode(browser: Any, url: str, episode: str, file: Path) -> None:
+    """The head of an episode and its turns."""
+    page = browser.new_page(viewport={"width": 1100, "height": 1600}, color_scheme="light")
+    page.goto(f"{url}#/episode/{episode}")
+    page.locator(".takeover").wait_for()
+    page.wait_for_timeout(500)
+    page.locator("section[aria-label=Transcript]").screenshot(path=str(file))
+    page.close()
+
+
 def shrink(folder: Path) -> None:
-    """64 colours are enough for a page and a terminal."""
+    """256 colours are enough for a page and a terminal."""
     from PIL import Image
 
     for file in folder.glob("*.png"):
         with Image.open(file) as image:
-            small = image.convert("RGB").quantize(64)
+            small = image.convert("RGB").quantize(256)
         small.save(file, optimize=True)
 
 

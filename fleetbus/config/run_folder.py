@@ -40,6 +40,11 @@ class RunFolder(msgspec.Struct, frozen=True):
         return self.path / "tokens"
 
     @property
+    def text_index(self) -> Path:
+        """The index for full-text search, which may be deleted."""
+        return self.path / "text.sqlite"
+
+    @property
     def model(self) -> Path:
         """The model that `from_pretrained` loads, written when training finishes."""
         return self.path / "model"

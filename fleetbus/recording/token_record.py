@@ -22,6 +22,10 @@ from fleetbus_schemas.tokens import count_tokens, unpack_ids, unpack_logprobs, u
 MAGIC = b"fbtoken1"
 SUFFIX = ".fbtokens"
 
+NOTABLE_DIFFERENCE = 0.1
+"""In nats: by more than this sampler and trainer do not agree upon a token. Their arithmetic differs by less, other weights by
+more."""
+
 _LEVEL = 3
 
 
@@ -99,6 +103,11 @@ def split_by_turn(trained: TrainedTokens | None, actions: Sequence[Action | None
         start, end = end + shown, end + shown + sampled
         found.append(TrainerColumns(columns.logprobs[start:end], columns.gradients[start:end], columns.clipped[start:end]))
     return found
+
+
+def find_differing(sampler: Sequence[float], trainer: Sequence[float]) -> list[bool]:
+    """True for each token that the trainer has trained and whose two log-probabilities differ notably."""
+    return [abs(ours - theirs) > NOTABLE_DIFFERENCE for theirs, ours in zip(sampler, trainer, strict=False)]  # False of NaN
 
 
 def spread_over(trained: TrainedTokens, count: int) -> TrainerColumns:

@@ -285,6 +285,7 @@ _EXAMPLES: tuple[Message, ...] = (
         rewards={"s3-g7-k2": 0.75},
         scores={"s3-g7-k2": 0.25},
         differences=(0.0125, -1.0),
+        token_record=bytes(range(32, 48)),
     ),
     CheckpointStored(
         lineage="l0002",
@@ -351,7 +352,7 @@ _EXAMPLES: tuple[Message, ...] = (
         share=SlotShare(slots=16, weight=3.0, weights=4.0, quota=12, used_by_others=4),
     ),
     LaneLease(worker="env-1", nonce="b7d0c1", lease_seconds=10.0),
-    ControlRequested(command="cancel", episodes=("s3-g7-k2",)),
+    ControlRequested(command="cancel", episodes=("s3-g7-k2",), author="cancel-host-7-1a2b"),
     ControlAnswered(worker="env-1", role="environment", done=True, detail="cancelled 1", busy_with=("s3-g7-k1",)),
     SESSION_CALL,
     SESSION_ANSWER,

@@ -132,3 +132,15 @@ def test_the_command_writes_the_rows_that_match(tmp_path: Path, capsys: pytest.C
     if importlib.util.find_spec("pyarrow") is None:
         assert run_program(["episodes", str(RECORDING), "--output", str(tmp_path / "rows.parquet")]) == 2
         assert "pip install pyarrow" in capsys.readouterr().err
+
+
+def test_the_command_lists_episodes_by_what_was_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_program(["episodes", str(RECORDING), "--text", "WORTH 0", "--limit", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "14 of 33 episodes, the last 2 shown" in printed
+    assert printed.count("turn 1, user: [[worth]] [[0]]") == 2
+    assert run_program(["episodes", str(RECORDING), "--text", "worth 0", "--limit", "2", "--json"]) == 0
+    (_, last) = json.loads(capsys.readouterr().out)
+    assert last["found"]["parts"] == ["", "worth", " ", "0", ""] and last["found"]["turn"] == 1
+    assert run_program(["episodes", str(RECORDING), "--text", "--"]) == 2
+    assert "nothing to search for" in capsys.readouterr().err

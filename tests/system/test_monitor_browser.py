@@ -136,6 +136,28 @@ async def test_a_table_is_filtered_while_somebody_types_and_sorted_by_a_click() 
         assert errors == []
 
 
+async def test_what_was_said_is_searched_and_leads_to_the_turn_and_markup_stays_text() -> None:
+    async with opened(300, "light") as (page, address, errors, _):
+        await page.goto(f"{address}#/episodes")
+        await page.wait_for_selector("tr[tabindex]")
+        await page.locator("input[name=said]").press_sequentially("onerror alert", delay=40)
+        await page.locator("caption", has_text="2 episodes").wait_for()
+        assert await page.evaluate("document.activeElement.name") == "said"
+        assert await page.locator("td mark").all_inner_texts() == ["onerror", "alert"] * 2
+        assert f"turn 0, user: {MARKUP} and in 1 others" in await page.locator("tbody tr").first.inner_text()
+        assert await page.locator("main img").count() == 0
+        await shot(page, "300-said-light")
+        await page.locator("tbody tr").first.click()
+        await page.wait_for_selector(".message.assistant[aria-current]")
+        assert page.url.endswith("#/episode/e00299?turn=0")
+        assert await page.locator(".message[aria-current]").count() == 3
+        await page.goto(f"{address}#/episodes?said=%22%20OR%20--")
+        await page.get_by_text("no such episode").wait_for()
+        await page.goto(f"{address}#/episodes?said=--")
+        await page.get_by_text("there is nothing to search for").wait_for()
+        assert len(errors) == 1 and "400" in errors.pop()
+
+
 async def test_tasks_and_runs_are_views_and_lines_are_smoothed(tmp_path: Path) -> None:
     curves = {"steps": [1, 2], "reward_by_step": [0.25, 0.75], "success_by_step": [0.0, 0.5], "success_end": 0.5}
     for run in ("first", "second"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -253,11 +252,11 @@ def test_tokens_that_are_torn_are_shown_as_far_as_they_are_whole() -> None:
 
 def test_an_action_whose_tokens_are_torn_is_shown_by_the_page_and_as_a_transcript() -> None:
     pytest.importorskip("starlette")
-    from fleetbus_workers.observe.monitor.app import Site
+    from fleetbus_workers.observe.monitor.episode_view import describe_action
 
     torn = pack_ids([7]) + b"x"
     action = Action(episode_id="e1", attempt=1, turn=0, text="", prompt_delta=torn, sampled=torn, logprobs=torn)
-    page = Site._describe_action(SimpleNamespace(_words=TokenDecoder()), action)  # type: ignore[arg-type]
+    page = describe_action(action, TokenDecoder())
     assert (page["ids"], page["prompt_ids"], len(page["logprobs"])) == ([7], [7], 1)
     entries = build_entries((SUBJECTS.episode("e1"), claim("e1")), (SUBJECTS.action("e0", "e1"), action))
     facts = cast(dict[str, Any], list_facts(read_transcript(entries), tokens=True))

@@ -8,14 +8,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fleetbus.bus.base import StreamEntry
 from fleetbus.recording.episodes import read_transcript
 from fleetbus.recording.rows import build_token_row
-from fleetbus.recording.token_record import TrainedTokens, build_record_path, read_record, split_by_turn, spread_over
-from fleetbus_schemas.tokens import pack_ids, pack_logprobs, pack_mask
-from fleetbus_workers.api.trained_tokens import TrainedTokensIndex
+from fleetbus.recording.token_record import (
+    TrainedTokens,
+    build_record_path,
+    find_differing,
+    read_record,
+    split_by_turn,
+    spread_over,
+)
+from fleetbus.recording.trained_tokens import TrainedTokensIndex
+from fleetbus_schemas import StepTrained, encode
+from fleetbus_schemas.tokens import pack_ids, pack_logprobs, pack_mask, unpack_logprobs
+from fleetbus_workers.cli.look.transcript import print_transcript
 from fleetbus_workers.learner.base import SequenceTokens
 from fleetbus_workers.learner.token_records import TokenRecords
-from tests.support.log_builder import PROMPT, SAMPLED, LogBuilder, read_entries
+from fleetbus_workers.observe.monitor.episode_view import describe_action
+from fleetbus_workers.observe.monitor.token_decoder import TokenDecoder
+from tests.support.log_builder import PROMPT, SAMPLED, SUBJECTS, LogBuilder, read_entries
 
 
 def tokens_of(episode: str, places: list[int], value: float = -0.5) -> SequenceTokens:
@@ -121,6 +133,35 @@ def test_a_row_of_tokens_has_both_log_probabilities_side_by_side(tmp_path: Path)
     assert bare.trainer_logprobs == bare.gradients == bare.clipped == ()
     by_turn = split_by_turn(trained, [turn.action for turn in transcript.turns])
     assert [columns.logprobs for columns in by_turn] == [[-1.0, -2.0], [-3.0, -4.0]]
+
+
+def test_tokens_upon_which_sampler_and_trainer_do_not_agree_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert find_differing([-1.0, -2.0, -3.0], [-1.05, -2.2]) == [False, True]
+    assert find_differing([-1.0, -2.0], [math.nan, -1.8]) == [False, True]
+    log = LogBuilder()
+    log.play("a", turns=1)
+    transcript = read_transcript(read_entries(log))
+    (action,) = [turn.action for turn in transcript.turns if turn.action is not None]
+    own = unpack_logprobs(action.logprobs)
+    values = [own[0], *(value - 0.5 for value in own[1:])]
+    places = [PROMPT + place for place in range(SAMPLED)]
+    trained = TrainedTokens(
+        "a", pack_ids(places), pack_logprobs(values), pack_logprobs([0.0] * SAMPLED), pack_mask([False] * SAMPLED)
+    )
+    print_transcript(transcript, "a", tokens=True, trained=trained)
+    printed = capsys.readouterr().out
+    assert f"as {SAMPLED - 1} do" in printed and printed.count("e+00!") == SAMPLED - 1
+    facts = describe_action(action, TokenDecoder(), split_by_turn(trained, [action])[0])
+    assert facts["differing"] == list(range(1, SAMPLED)) and facts["trainer"]["clipped"] == [False] * SAMPLED
+    assert describe_action(action, TokenDecoder())["trainer"] is None
+
+
+def test_an_index_forgets_the_episodes_that_were_trained_first(tmp_path: Path) -> None:
+    steps = [StepTrained(lineage="l1", step=n, version=n, episodes=(f"e{n}",), token_record=bytes(16)) for n in range(5)]
+    index = TrainedTokensIndex(tmp_path, max_episodes=2)
+    for number, step in enumerate(steps, 1):
+        index.add(StreamEntry(sequence=number, subject=SUBJECTS.train("default"), payload=encode(step), time_ns=1))
+    assert [*index._records] == ["e3", "e4"]
 
 
 @pytest.mark.parametrize("count", [0, 3])

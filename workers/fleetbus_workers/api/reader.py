@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +21,11 @@ from fleetbus.core.episode.failure_kinds import FailureKinds
 from fleetbus.errors import UserError
 from fleetbus.recording.episodes import EpisodeIndex, EpisodeRow, Transcript, build_episode_subjects, read_transcript
 from fleetbus.recording.rows import StepFold, StepRow, TokenRow, TranscriptFold, build_token_row, list_transcript_subjects
+from fleetbus.recording.said_text import list_said_subjects
+from fleetbus.recording.text_index import TextIndex
+from fleetbus.recording.text_indexing import open_text_index, update_from_log, update_text_index
 from fleetbus.recording.token_record import TrainedTokens
+from fleetbus.recording.trained_tokens import TrainedTokensIndex
 from fleetbus_schemas.subjects import InvalidName, check_name
 from fleetbus_workers.api.own_loop import iterate_in_own_loop
 from fleetbus_workers.api.tables import (
@@ -33,7 +38,6 @@ from fleetbus_workers.api.tables import (
     list_columns,
     write_rows,
 )
-from fleetbus_workers.api.trained_tokens import TrainedTokensIndex
 from fleetbus_workers.run_access.log_access import is_reachable
 from fleetbus_workers.run_access.sources import Source, is_recording, open_source
 
@@ -116,6 +120,22 @@ class RunReader:
         """The trainer's part of an episode's tokens, for an event loop; None if it was not trained or no record is kept."""
         async with open_source(self._source, self._configuration, self._archive) as source:
             return (await self._index_trained(source)).find(episode_id)
+
+    @asynccontextmanager
+    async def open_text_index(self) -> AsyncIterator[TextIndex]:
+        """The full-text index over what was said, with all that is stored now: of a run's log a file in the run's folder, else
+        a temporary one. Raises `sqlite3.Error` if the disk is full."""
+        async with open_source(self._source, self._configuration, self._archive) as source:
+            if source.bus is not None and self._archive is None:
+                created = (await source.bus.log_state()).created
+                async with open_text_index(run_folder(self._configuration.run).text_index, created) as index:
+                    await update_from_log(index, source.bus, source.subjects)
+                    yield index
+                return
+            async with open_text_index(None, "") as index:
+                await update_text_index(index, lambda _: source.entries(list_said_subjects(source.subjects)))
+                self.damage = source.torn
+                yield index
 
     async def _index_trained(self, source: Source) -> TrainedTokensIndex:
         run = msgspec.structs.replace(self._configuration.run, name=source.subjects.run)

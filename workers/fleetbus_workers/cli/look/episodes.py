@@ -14,6 +14,7 @@ from fleetbus_schemas import Outcome
 from fleetbus_workers.api.tables import build_rows, check_format, list_columns, write_rows
 from fleetbus_workers.cli.look.episode_files import check_output, write_episodes
 from fleetbus_workers.cli.look.run_options import archive_option, reach_options, source_and_episode_arguments
+from fleetbus_workers.cli.look.text_search import print_found, search_text
 from fleetbus_workers.cli.look.transcript import build_facts, print_transcript
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.output import build_table, json_option, print_json, print_table
@@ -22,10 +23,11 @@ from fleetbus_workers.command.exit_status import FINISHED
 from fleetbus_workers.run_access.sources import is_recording
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from fleetbus.core.episode.failure_kinds import FailureKind
     from fleetbus.recording.episodes import EpisodeRow, Transcript
+    from fleetbus.recording.text_index import Found
 
 SHOWN = 50
 SHOWN_FAILURES = 5
@@ -41,6 +43,7 @@ SHOWN_FAILURES = 5
 @click.option("--min-reward", type=float, metavar="X", help="Only rewards of X or more")
 @click.option("--max-reward", type=float, metavar="X", help="Only rewards of X or less")
 @click.option("--tool-errors", is_flag=True, help="Only episodes with failed tool calls")
+@click.option("--text", metavar="WORDS", help="Only episodes in one turn of which all of these words were said")
 @click.option("--limit", type=int, default=SHOWN, show_default=True, help="Maximum number of rows; 0: all")
 @click.option("--tokens", is_flag=True, help="With EPISODE: also show token ids, versions, both log-probabilities")
 @click.option(
@@ -66,6 +69,7 @@ def command(
     file_format: str | None,
     tokens: bool,
     as_json: bool,
+    text: str | None,
     limit: int,
     **values: Any,
 ) -> int:
@@ -105,15 +109,21 @@ def command(
     rows = run_async(reader.read_episodes)
     _warn(reader.damage)
     chosen = [row for row in rows if _matches(row, **filters)]
+    found: Mapping[str, Found] = {}
+    if text is not None:
+        chosen, found = search_text(reader, text, chosen, limit if output is None else 1)
     if output is not None:
         columns = list_columns(EpisodeRow)
         print(f"{write_rows(build_rows(chosen, columns), output, columns):,} of {len(rows):,} episodes written to {output}")
         return FINISHED
     shown = chosen[-limit:] if limit > 0 else chosen
     if as_json:
-        print_json(shown)
+        print_json(
+            shown if text is None else [{**msgspec.structs.asdict(row), "found": found[row.episode_id]} for row in shown]
+        )
     else:
         _print_rows(shown, len(chosen), len(rows))
+        print_found(found)
         _print_failures(reader.failures.kinds, source or configuration.run.name)
     return FINISHED
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fleetbus.recording.token_record import split_by_turn
+from fleetbus.recording.token_record import NOTABLE_DIFFERENCE, find_differing, split_by_turn
 from fleetbus_schemas.tokens import count_tokens, take_tokens, unpack_ids, unpack_logprobs
 
 if TYPE_CHECKING:
@@ -75,11 +75,16 @@ def _print_tokens(action: Action, trainer: TrainerColumns) -> None:
     spans = ", ".join(f"version {span.version} for [{span.start}, {span.stop})" for span in action.versions)
     print(f"  {count_tokens(action.prompt_delta)} prompt tokens: {_list_ids(action.prompt_delta)}")
     print(f"  {count_tokens(action.sampled)} sampled tokens, {spans or 'no version'}, by {action.worker}:")
-    shown = [f"{token}:{p:.3f}" for token, p in zip(_list_ids(action.sampled), _list_logprobs(action.logprobs), strict=False)]
-    _print_in_lines(shown)
+    logprobs = _list_logprobs(action.logprobs)
+    _print_in_lines([f"{token}:{p:.3f}" for token, p in zip(_list_ids(action.sampled), logprobs, strict=False)])
     if any(known := [not math.isnan(p) for p in trainer.logprobs]):
-        print(f"  {sum(known)} of them trained, by the trainer (log-probability before the update, gradient; * clipped):")
-        _print_in_lines([f"{p:.3f},{g:+.1e}{'*' * c}" if k else "-" for k, p, g, c in zip(known, *trainer, strict=True)])
+        differing = find_differing(logprobs, trainer.logprobs)
+        print(
+            f"  {sum(known)} of them trained, by the trainer (log-probability before the update, gradient; * clipped; ! differs"
+        )
+        print(f"  from the sampler's by more than {NOTABLE_DIFFERENCE}, as {sum(differing)} do):")
+        marked = zip_longest(known, *trainer, differing, fillvalue=False)
+        _print_in_lines([f"{p:.3f},{g:+.1e}{'*' * c}{'!' * d}" if k else "-" for k, p, g, c, d in marked])
 
 
 def _print_in_lines(shown: list[str]) -> None:

@@ -5,6 +5,7 @@ Everything is JSON or a file of the package; texts of policies and tasks are dat
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,22 +21,25 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fleetbus.core.episode.turn_contexts import TurnContext
-from fleetbus.recording.episodes import build_episode_subjects, read_transcript
-from fleetbus_schemas import Action, Subjects
+from fleetbus.errors import UserError
+from fleetbus.recording.episodes import build_episode_subjects
+from fleetbus.recording.text_index import Found
+from fleetbus_schemas import Subjects
 from fleetbus_schemas.subjects import InvalidName, check_name
-from fleetbus_schemas.tokens import count_tokens, take_tokens, unpack_ids, unpack_logprobs
 from fleetbus_workers.observe.metrics.numbers import build_numbers
 from fleetbus_workers.observe.metrics.run_view import RunView
 from fleetbus_workers.observe.metrics.table import METRICS
 from fleetbus_workers.observe.monitor.access_key import AccessKey
 from fleetbus_workers.observe.monitor.actions import Actions
-from fleetbus_workers.observe.monitor.episode_table import build_csv, choose_rows, find_neighbours
+from fleetbus_workers.observe.monitor.episode_table import build_csv, choose_rows, describe_neighbours
+from fleetbus_workers.observe.monitor.episode_view import describe_episode
+from fleetbus_workers.observe.monitor.images import ObservedImages
 from fleetbus_workers.observe.monitor.other_runs import list_other_runs, read_other_run
 from fleetbus_workers.observe.monitor.reward_histogram import build_reward_histogram
 from fleetbus_workers.observe.monitor.success_table import build_success_table
-from fleetbus_workers.observe.monitor.timeline import timeline
+from fleetbus_workers.observe.monitor.text_search import TextSearch
 from fleetbus_workers.observe.monitor.token_decoder import TokenDecoder
+from fleetbus_workers.observe.monitor.trainer_tokens import TrainerTokens
 from fleetbus_workers.observe.run.run_observer import RunObserver
 from fleetbus_workers.observe.run.watchdog import find_notes, find_stalls
 from fleetbus_workers.serving.browser_guard import BrowserGuard, GuardSettings
@@ -46,7 +50,6 @@ PAGE_ROWS = 100
 MAX_ROWS = 1000
 READ_SECONDS = 20.0
 REJOIN_SECONDS = 15.0
-MAX_TOKENS_SHOWN = 20_000
 
 NOT_SERVED = "the run has ended and its log is no longer served: start `fleetbus monitor` again to read it from its files"
 
@@ -55,8 +58,8 @@ _CARDS = [metric.describe_card() for metric in METRICS if metric.page]
 _LOG_FACTS = ("bytes", "limit_bytes", "last_sequence", "followed", "counted_from", "older_read")
 
 _HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
@@ -73,6 +76,9 @@ class Site:
         watch: RunObserver,
         subjects: Subjects,
         words: TokenDecoder,
+        search: TextSearch,
+        images: ObservedImages,
+        trainer: TrainerTokens,
         *,
         guard: GuardSettings,
         admission: float,
@@ -88,6 +94,8 @@ class Site:
         self._watch = watch
         self._subjects = subjects
         self._words = words
+        self._search = search
+        self._trainer = trainer
         self._admission = admission
         self._success_threshold = success_threshold
         self._overview: tuple[float, bytes] = (-1.0, b"")
@@ -103,6 +111,7 @@ class Site:
                 Route("/api/curves", self.curves),
                 Route("/api/episodes", self.episodes),
                 Route("/api/episodes/{episode}", self.episode),
+                Route("/api/images/{object}", images.image),
                 Route("/api/groups", self.groups),
                 Route("/api/success", self.success),
                 Route("/api/rewards", self.rewards),
@@ -209,23 +218,38 @@ class Site:
     # Tables
 
     async def episodes(self, request: Request) -> Response:
-        """Query: see `choose_rows`; ``offset``, ``limit``; with ``format=csv`` all that match, as a file."""
+        """Query: see `choose_rows`; ``said``: words that are in one turn, as `TextSearch` has them; ``offset``, ``limit``; with
+        ``format=csv`` all that match, as a file."""
         query = request.query_params
         state = self._watch.state
         chosen = choose_rows(state.episodes.rows.values(), state.describe_state, query)
+        said, about = query.get("said", ""), dict[str, Any]()
+        found: Mapping[str, Found] = {}
+        offset, limit = _parse_number(query.get("offset"), 0), min(_parse_number(query.get("limit"), PAGE_ROWS), MAX_ROWS)
+        try:
+            if said:
+                matching = await self._search.find_episodes(said)
+                chosen = [row for row in chosen if row.episode_id in matching]
+                found = await self._search.describe(said, [row.episode_id for row in chosen[offset : offset + limit]])
+                about = {"indexed": await self._search.compute_share(self._watch.health.last_sequence)}
+                about["problem"] = self._search.problem
+        except UserError as error:
+            return PlainTextResponse(str(error), 400)
+        except sqlite3.Error as error:
+            return PlainTextResponse(f"the text index cannot be used: {error}: try again", 503)
         if query.get("format") == "csv":
             headers = {"content-disposition": f'attachment; filename="{self._subjects.run}-episodes.csv"'}
             return PlainTextResponse(build_csv(chosen, state.describe_state), headers=headers, media_type="text/csv")
-        offset, limit = _parse_number(query.get("offset"), 0), min(_parse_number(query.get("limit"), PAGE_ROWS), MAX_ROWS)
         shown = [
             {
                 **msgspec.structs.asdict(row),
                 "state": state.describe_state(row),
                 "trained_in": state.trained_in.get(row.episode_id, 0),
+                "found": found.get(row.episode_id),
             }
             for row in chosen[offset : offset + limit]
         ]
-        return _build_json_response(msgspec.json.encode({"total": len(chosen), "offset": offset, "rows": shown}))
+        return _build_json_response(msgspec.json.encode({"total": len(chosen), "offset": offset, "rows": shown, **about}))
 
     async def groups(self, request: Request) -> Response:
         """Newest first. Query: ``offset``, ``limit``, ``flat`` (only groups whose rewards are all equal)."""
@@ -255,37 +279,20 @@ class Site:
             with anyio.fail_after(READ_SECONDS):
                 async for entry in self._watch.bus.scan(build_episode_subjects(self._subjects, episode)):
                     entries.append(entry)  # noqa: PERF401  # what was read before a time limit is not shown in part
+                trained = await self._trainer.find(episode)
         except TimeoutError:
             return PlainTextResponse(f"the log was not read within {READ_SECONDS:g} s", 503)
         if not entries:
             return PlainTextResponse(f"the log has no episode {episode}", 404)
-        transcript = read_transcript(entries)
-        contexts = transcript.contexts
-        rows = self._watch.state.episodes.rows
-        row, neighbours = rows.get(episode), find_neighbours(rows, episode)
+        state = self._watch.state
+        row = state.episodes.rows.get(episode)
         facts = {
             "episode": episode,
             "actions": self._has_actions,
-            "row": row and {**msgspec.structs.asdict(row), "state": self._watch.state.describe_state(row)},
-            "trained_in": self._watch.state.trained_in.get(episode, 0),
-            **neighbours,
-            "rewards": {name: rows[name].reward for name in neighbours["siblings"]},
-            "task": transcript.request and transcript.request.task,
-            "sampling": transcript.request and transcript.request.sampling,
-            "claims": transcript.claims,
-            "result": _strip_bytes(transcript.result),
-            "spans": timeline(entries),
-            "turns": [
-                {
-                    "turn": turn.turn,
-                    "attempt": turn.attempt,
-                    "messages": turn.messages,
-                    "tools": turn.tools,
-                    "action": turn.action and self._describe_action(turn.action),
-                    **_describe_context(contexts, number),
-                }
-                for number, turn in enumerate(transcript.turns)
-            ],
+            "row": row and {**msgspec.structs.asdict(row), "state": state.describe_state(row)},
+            "trained_in": state.trained_in.get(episode, 0),
+            **describe_neighbours(state.episodes.rows, episode),
+            **describe_episode(entries, self._words, trained),
         }
         return _build_json_response(msgspec.json.encode(facts, enc_hook=repr))  # MessagePack has values that JSON has not
 
@@ -298,27 +305,6 @@ class Site:
 
     def _is_log_gone(self) -> bool:
         return bool(self._watch.health.problem) and self._watch.find_termination(anyio.current_time()) is not None
-
-    def _describe_action(self, action: Action) -> dict[str, Any]:
-        ids = unpack_ids(take_tokens(action.sampled, MAX_TOKENS_SHOWN))
-        prompt = unpack_ids(take_tokens(action.prompt_delta, MAX_TOKENS_SHOWN))
-        return {
-            "text": action.text,
-            "tool_calls": action.tool_calls,
-            "finish_reason": action.finish_reason,
-            "worker": action.worker,
-            "error": action.error,
-            "versions": action.versions,
-            "ids": ids,
-            "logprobs": unpack_logprobs(take_tokens(action.logprobs, MAX_TOKENS_SHOWN)),
-            "words": self._words.decode(ids),
-            "prompt_ids": prompt,
-            "prompt_words": self._words.decode(prompt),
-            "tokens": count_tokens(action.sampled),
-            "prompt_tokens": count_tokens(action.prompt_delta),
-            "seconds_queued": action.seconds_queued,
-            "seconds_generating": action.seconds_generating,
-        }
 
 
 class _SecurityHeaders:
@@ -335,24 +321,8 @@ class _SecurityHeaders:
         await self._app(scope, receive, with_headers)
 
 
-def _describe_context(contexts: Sequence[TurnContext], number: int) -> dict[str, Any]:
-    """The segment of a turn, and how it begins; nothing for episodes of one segment."""
-    if number >= len(contexts) or not any(context.segment for context in contexts):
-        return {}
-    context = contexts[number]
-    return {"segment": context.segment, "held": context.tokens, "begins": context.begins}
-
-
 def _parse_number(text: str | None, otherwise: int) -> int:
     return int(text) if text and text.isdecimal() and len(text) < 10 else otherwise
-
-
-def _strip_bytes(result: Any) -> dict[str, Any] | None:
-    if result is None:
-        return None
-    facts = msgspec.structs.asdict(result)
-    facts.pop("loss_mask")
-    return facts
 
 
 def _build_json_response(content: bytes) -> Response:

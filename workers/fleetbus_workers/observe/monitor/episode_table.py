@@ -51,6 +51,12 @@ def find_neighbours(rows: Mapping[str, EpisodeRow], episode: str) -> dict[str, A
     }
 
 
+def describe_neighbours(rows: Mapping[str, EpisodeRow], episode: str) -> dict[str, Any]:
+    """As `find_neighbours`, with the ``rewards`` of the others of its group."""
+    neighbours = find_neighbours(rows, episode)
+    return {**neighbours, "rewards": {name: rows[name].reward for name in neighbours["siblings"]}}
+
+
 def _are_siblings(row: EpisodeRow, one: EpisodeRow) -> bool:
     return bool(one.group_id) and (row.group_id, row.task_key) == (one.group_id, one.task_key)
 

@@ -16,7 +16,10 @@ from fleetbus_workers.assembly.model import find_model_folder
 from fleetbus_workers.observe.monitor.access_key import PARAMETER
 from fleetbus_workers.observe.monitor.actions import Actions, OpenBus
 from fleetbus_workers.observe.monitor.app import Site
+from fleetbus_workers.observe.monitor.images import ObservedImages
+from fleetbus_workers.observe.monitor.text_search import TextSearch
 from fleetbus_workers.observe.monitor.token_decoder import load_token_decoder
+from fleetbus_workers.observe.monitor.trainer_tokens import TrainerTokens
 from fleetbus_workers.observe.run.run_observer import RunObserver
 from fleetbus_workers.observe.run.state import RunState
 from fleetbus_workers.observe.run.termination import Driver
@@ -24,6 +27,7 @@ from fleetbus_workers.serving.browser_guard import build_guard_settings
 from fleetbus_workers.serving.connections import Bounds
 from fleetbus_workers.serving.listeners import SignalFreeServer, format_host
 from fleetbus_workers.serving.protocol_choice import build_bounded_protocol
+from fleetbus_workers.weights.store import get_object_store
 
 STOP_SECONDS = 3
 
@@ -57,17 +61,21 @@ async def serve(
     watch = RunObserver(bus, subjects, RunState(configuration.learner.steps), driver, recent_first=True)
     words = await anyio.to_thread.run_sync(load_token_decoder, find_model_folder(configuration.run))
     guard = build_guard_settings(host, allowed_hosts, ())
-    runs = run_folder(configuration.run).path.parent
+    folder = run_folder(configuration.run)
+    search = TextSearch(bus, subjects, folder.text_index)
     close_seconds = configuration.limits.close + 5
     actions = None if open_operator is None else Actions(open_operator, subjects, close_seconds=close_seconds)
     site = Site(
         watch,
         subjects,
         words,
+        search,
+        ObservedImages(get_object_store(bus, subjects.run)),
+        TrainerTokens(bus, subjects, folder.tokens),
         guard=guard,
         admission=configuration.nats.admission,
         success_threshold=configuration.evaluation.success_threshold,
-        runs=runs,
+        runs=folder.path.parent,
         key=key,
         actions=actions,
         rejoins=rejoins,
@@ -86,6 +94,7 @@ async def serve(
     server = SignalFreeServer(settings)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch.run)
+        tasks.start_soon(search.follow)
         tasks.start_soon(watch.fetch_server_view, nats_http)
 
         async def wait_until_ready() -> None:

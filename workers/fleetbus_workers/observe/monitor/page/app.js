@@ -44,13 +44,23 @@ async function draw({ fresh = false } = {}) {
   const rows = [...main.querySelectorAll("tr[tabindex]")], at = rows.indexOf(document.activeElement);
   const open = [...main.querySelectorAll("details")].map((each) => each.open);
   const field = main.contains(document.activeElement) && document.activeElement.name ? document.activeElement : null;
+  const turn = (fresh || !main.dataset.view) && now.view === "episode" ? now.query.get("turn") : null;
   main.replaceChildren(...nodes);
   main.dataset.view = now.view;
   if (fresh) document.getElementById("said").textContent = "";
-  if (fresh) { scrollTo(0, 0); main.focus({ preventScroll: true }); return; }
-  [...main.querySelectorAll("details")].forEach((each, index) => { each.open = open[index] ?? false; });
+  if (fresh) { scrollTo(0, 0); main.focus({ preventScroll: true }); }
+  if (turn !== null) toTurn(turn);
+  if (fresh) return;
+  [...main.querySelectorAll("details")].forEach((each, index) => { each.open = open[index] ?? each.open; });
   if (field) keepTyping(field);
   if (at >= 0) main.querySelectorAll("tr[tabindex]")[at]?.focus({ preventScroll: true });
+}
+
+/** Show a turn of the episode that is drawn. */
+function toTurn(turn) {
+  const parts = [...main.querySelectorAll("[data-turn]")].filter((each) => each.dataset.turn === turn);
+  for (const part of parts) part.setAttribute("aria-current", "true");
+  parts[0]?.scrollIntoView();
 }
 
 /** The field that had the keyboard, in the new content: with what was typed meanwhile. */
@@ -59,7 +69,7 @@ function keepTyping(field) {
   if (!now) return;
   if (field.tagName !== "BUTTON") now.value = field.value;
   now.focus({ preventScroll: true });
-  if (field.type === "search") now.setSelectionRange(field.selectionStart, field.selectionEnd);
+  if (["search", "text"].includes(field.type)) now.setSelectionRange(field.selectionStart, field.selectionEnd);
 }
 
 const typing = () => ["INPUT", "SELECT", "TEXTAREA"].includes(document.activeElement?.tagName);

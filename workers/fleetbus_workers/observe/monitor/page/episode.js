@@ -1,5 +1,6 @@
 // One episode: its timeline, then what was said, the sampled tokens colored by log-probability.
 import { cancelButton } from "./actions.js";
+import { call, content } from "./content.js";
 import { el, number, seconds, section, table } from "./dom.js";
 import { stateOf, toEpisode } from "./episodes.js";
 
@@ -53,40 +54,58 @@ function timeline(spans) {
   return section(`Timeline, ${seconds(end)}`, lanes, el("details", {}, el("summary", {}, "as a table"), table("Seconds by kind", [["", (row) => row[0]], ["time", (row) => seconds(row[1]), "number"], ["share", (row) => `${((100 * row[1]) / end).toFixed(0)} %`, "number"], ["spans", (row) => row[2], "number"]], rows)));
 }
 
-function transcript({ turns, task }) {
-  const parts = turns.flatMap((turn) => [
+function transcript({ turns, task, claims }) {
+  const parts = turns.flatMap((turn, index) => [
+    ...takeovers(claims, turns, index),
     turn.begins ? el("p", { class: "warn" }, turn.begins) : null,
-    ...turn.messages.map((message) => said(message.role, textOf(message.content), where(turn))),
+    ...turn.messages.map((message) => said(message.role, content(message.content), where(turn), turn.turn)),
     turn.action ? action(turn) : el("p", { class: "dim" }, "no action yet"),
   ].filter(Boolean));
   const tools = turns.find((turn) => turn.tools?.length)?.tools ?? [];
   const about = tools.length ? el("details", {}, el("summary", {}, `${tools.length} tools`), tools.map((tool) => el("div", { class: "message tool" }, el("h3", {}, tool.name), el("pre", {}, `${tool.description ?? ""}\n${JSON.stringify(tool.parameters ?? {}, null, 1)}`)))) : null;
   const prompt = !turns.length && task?.prompt ? said("user", task.prompt, "task") : null;
-  return section("Transcript", el("p", { class: "dim" }, "Sampled tokens are trained on: redder tokens were less likely under the policy. Underlined tokens are masked: prompts and tool results."), about, prompt, parts);
+  return section("Transcript", el("p", { class: "dim" }, "Sampled tokens are trained on: redder tokens were less likely under the policy. Underlined tokens are masked: prompts and tool results."), about, prompt, parts, takeovers(claims, turns, turns.length));
 }
 
-const textOf = (content) => (typeof content === "string" ? content : (content ?? []).map((part) => part.text || `[${part.type} ${part.object?.slice(0, 12) ?? ""}]`).join("\n"));
+/** That another worker continues the episode: before the turn that it begins with, or after the last one. */
+function takeovers(claims, turns, index) {
+  const begin = ({ resumed_at_turn: turn = 0 }) => { const found = turns.findIndex((each) => each.turn >= turn); return found < 0 ? turns.length : found; };
+  const from = index < turns.length ? `from turn ${turns[index].turn}` : "after the last turn";
+  return claims.filter((claim) => claim.attempt > 1 && begin(claim) === index).map((claim) => el("p", { class: "takeover" }, `attempt ${claim.attempt}: ${claim.worker} continues ${from} (${(claim.reason ?? "fresh").replaceAll("_", " ")})`));
+}
+
 const where = (turn) => `turn ${turn.turn}${turn.segment === undefined ? "" : ` · segment ${turn.segment}, ${turn.held} tokens`}`;
-const said = (role, text, where) => el("div", { class: `message ${role}` }, el("h3", {}, `${role} · ${where}`), el("pre", {}, text ?? ""));
+const said = (role, text, where, turn) => el("div", { class: `message ${role}`, "data-turn": turn }, el("h3", {}, `${role} · ${where}`), el("pre", {}, text ?? ""));
 
 function action(turn) {
   const { action } = turn;
   const versions = (action.versions ?? []).map(([version, start, stop]) => (start === 0 && stop === action.tokens ? `version ${version}` : `version ${version} for tokens ${start}–${stop}`)).join(", ");
   const title = `assistant · ${where(turn)} · ${action.tokens} tokens${versions ? `, ${versions}` : ""} · ${action.worker} · queued ${seconds(action.seconds_queued)}, generated in ${seconds(action.seconds_generating)}${action.finish_reason === "stop" ? "" : ` · ${action.finish_reason}`}`;
   const masked = el("details", {}, el("summary", {}, `${action.prompt_tokens} prompt tokens, masked`), tokens(action.prompt_ids, action.prompt_words, null));
-  return el("div", { class: "message assistant" }, el("h3", {}, title), action.error ? el("p", { class: "bad" }, action.error) : null, action.ids.length ? tokens(action.ids, action.words, action.logprobs) : el("pre", {}, action.text), action.words ? null : el("pre", { class: "dim" }, action.text), calls(action.tool_calls), masked);
+  return el("div", { class: "message assistant", "data-turn": turn.turn }, el("h3", {}, title), action.error ? el("p", { class: "bad" }, action.error) : null, action.ids.length ? tokens(action.ids, action.words, action.logprobs, action.trainer, new Set(action.differing)) : el("pre", {}, action.text), action.words ? null : el("pre", { class: "dim" }, action.text), agreement(action), (action.tool_calls ?? []).map(call), masked);
 }
 
-function calls(list) {
-  return (list ?? []).map((call) => el("pre", { class: "dim" }, `→ ${call.name}(${JSON.stringify(call.arguments ?? {})})`));
-}
-
-function tokens(ids, words, logprobs) {
+function tokens(ids, words, logprobs, trainer, differing) {
   const shown = ids.map((id, index) => {
     const logprob = logprobs?.[index];
     const heat = logprob === undefined ? 0 : Math.min(1, -logprob / 4);
-    const about = logprob === undefined ? `id ${id}, masked` : `id ${id}, log-probability ${logprob.toFixed(3)} (${(100 * Math.exp(logprob)).toFixed(1)} %)`;
-    return el("span", { class: logprobs ? "token" : "token masked", title: about, style: { "--heat": heat.toFixed(2) } }, words ? words[index] : id);
+    const about = logprob === undefined ? `id ${id}, masked` : `id ${id}, log-probability ${logprob.toFixed(3)} (${(100 * Math.exp(logprob)).toFixed(1)} %)${ofTrainer(trainer, index, logprob)}`;
+    return el("span", { class: logprobs ? (differing?.has(index) ? "token differs" : "token") : "token masked", title: about, style: { "--heat": heat.toFixed(2) } }, words ? words[index] : id);
   });
   return el("pre", { class: words ? "tokens" : "tokens ids" }, shown);
+}
+
+/** The trainer's part of what is said of a token. */
+function ofTrainer(trainer, index, logprob) {
+  const value = trainer?.logprobs[index];
+  if (value === null || value === undefined) return trainer ? "\nnot trained" : "";
+  const gradient = trainer.gradients[index] ?? 0;
+  return `\ntrainer ${value.toFixed(3)}, ${(value - logprob >= 0 ? "+" : "") + (value - logprob).toFixed(3)} to the sampler\n${trainer.clipped[index] ? "clipped" : gradient > 0 ? "made more probable" : gradient < 0 ? "made less probable" : "no gradient"} (${gradient.toExponential(1)})`;
+}
+
+/** In how far sampler and trainer agree on the tokens of a turn. */
+function agreement({ trainer, logprobs, differing }) {
+  if (!trainer) return null;
+  const differences = trainer.logprobs.flatMap((value, index) => (value === null ? [] : [Math.abs(value - logprobs[index])]));
+  return el("p", { class: differing.length ? "warn" : "dim" }, `${differences.length} tokens trained; the log-probabilities of sampler and trainer differ by ${number(Math.max(...differences), 3)} at most${differing.length ? `, notably for the ${differing.length} outlined` : ""}`);
 }

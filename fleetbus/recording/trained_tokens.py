@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.core.training.lineage import compute_surviving_steps, is_surviving
@@ -15,13 +17,21 @@ STEPS_HELD = 8
 """Steps whose records are in memory: episodes are read about in the order in which they were trained."""
 
 
-class TrainedTokensIndex:
-    """Call `add` with the learner's entries, then `find`. ``folder`` holds the records."""
+class _Record(NamedTuple):
+    lineage: str
+    step: int
+    digest: bytes
 
-    def __init__(self, folder: Path) -> None:
+
+class TrainedTokensIndex:
+    """Call `add` with the learner's entries, then `find`. ``folder`` holds the records; of more than ``max_episodes`` those
+    that were trained first are forgotten."""
+
+    def __init__(self, folder: Path, *, max_episodes: int = sys.maxsize) -> None:
         self._folder = folder
+        self._max_episodes = max_episodes
         self._lineages: list[LineageStarted] = []
-        self._steps: dict[str, list[StepTrained]] = {}
+        self._records: dict[str, list[_Record]] = {}
         self._read = lru_cache(STEPS_HELD)(self._read_step)
 
     def add(self, entry: StreamEntry) -> None:
@@ -30,14 +40,17 @@ class TrainedTokensIndex:
             case LineageStarted() as started:
                 self._lineages.append(started)
             case StepTrained() as step if step.token_record:
+                record = _Record(step.lineage, step.step, step.token_record)
                 for episode in step.episodes:
-                    self._steps.setdefault(episode, []).append(step)
+                    self._records.setdefault(episode, []).append(record)
+                while len(self._records) > self._max_episodes:
+                    del self._records[next(iter(self._records))]
 
     def find(self, episode_id: str) -> TrainedTokens | None:
         """The trained tokens of an episode; None if it was not trained, or no record of its step is kept here."""
         surviving = compute_surviving_steps(self._lineages)
-        counted = [step for step in self._steps.get(episode_id, []) if is_surviving(surviving, step.lineage, step.step)]
-        return self._read(counted[-1].lineage, counted[-1].step, counted[-1].token_record).get(episode_id) if counted else None
+        counted = [each for each in self._records.get(episode_id, []) if is_surviving(surviving, each.lineage, each.step)]
+        return self._read(*counted[-1]).get(episode_id) if counted else None
 
     def _read_step(self, lineage: str, step: int, digest: bytes) -> dict[str, TrainedTokens]:
         record = read_record(build_record_path(self._folder, lineage, step), digest)
