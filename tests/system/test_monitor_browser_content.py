@@ -86,7 +86,7 @@ async def test_the_trainers_log_probability_is_beside_the_samplers_and_tokens_th
         gradients=np.full(sampled, -0.25, np.float32),
         clipped=np.arange(sampled) == 3,
     )
-    digest = TokenRecords(tmp_path / "page" / "tokens", keep=5).write("a", 99, [tokens])
+    digest = TokenRecords(tmp_path / "page" / "tokens", keep=5).write("a", 99, [tokens], version=98)
     async with opened(8, "light", str(tmp_path)) as (page, address, errors, bus):
         await page.goto(f"{address}#/episode/e00006")
         await page.wait_for_selector(".token")

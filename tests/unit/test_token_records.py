@@ -146,7 +146,7 @@ def test_tokens_upon_which_sampler_and_trainer_do_not_agree_are_marked(capsys: p
     values = [own[0], *(value - 0.5 for value in own[1:])]
     places = [PROMPT + place for place in range(SAMPLED)]
     trained = TrainedTokens(
-        "a", pack_ids(places), pack_logprobs(values), pack_logprobs([0.0] * SAMPLED), pack_mask([False] * SAMPLED)
+        "a", 4, pack_ids(places), pack_logprobs(values), pack_logprobs([0.0] * SAMPLED), pack_mask([False] * SAMPLED)
     )
     print_transcript(transcript, "a", tokens=True, trained=trained)
     printed = capsys.readouterr().out
