@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import runpy
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -114,6 +117,19 @@ async def test_an_environment_that_cannot_be_loaded_fails_its_episodes_with_its_
         with pytest.raises(EnvironmentFailed, match="ValueError: no data here"):
             async with episode(factory):
                 pass
+
+
+def test_a_request_that_comes_while_the_process_ends_says_nothing_over_its_last_words() -> None:
+    inside = Path(foreign_host.__file__).parent / "inside" / "fleetbus_runner.py"
+    runner = runpy.run_path(str(inside))["Runner"]()
+    loop = asyncio.new_event_loop()
+    loop.close()
+    runner._requests, requests = os.pipe()
+    os.write(requests, b"{}\n")
+
+    runner._read(asyncio.Queue(), loop)
+
+    os.close(requests)
 
 
 @pytest.mark.parametrize("index", [4, 5])

@@ -83,7 +83,10 @@ class Runner:
     def _read(self, lines: asyncio.Queue[bytes], loop: asyncio.AbstractEventLoop) -> None:
         with os.fdopen(self._requests, "rb") as file:
             for line in file:
-                loop.call_soon_threadsafe(lines.put_nowait, line)
+                try:
+                    loop.call_soon_threadsafe(lines.put_nowait, line)
+                except RuntimeError:
+                    return  # the loop is closed, and the main thread is saying why
         os._exit(0)  # the other side is gone
 
     def _obey(self, environment: Any, asked: dict[str, Any]) -> None:
