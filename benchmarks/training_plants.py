@@ -181,11 +181,13 @@ class PlantedEnvironment:
 
 
 class SlowTasks(Plant):
-    """A quarter of the tasks take so many versions to grade that their groups are stale, and dropped."""
+    """A quarter of the tasks take so many versions to grade that their groups are stale, and dropped: the first of them when
+    its grading has ended."""
 
     kind = "tasks_dropped"
     learner: ClassVar[dict[str, Any]] = {"stale_groups": "drop", "max_staleness": 2}
     delay_versions = 4
+    step = PLANTED_VERSION + delay_versions
     limit_seconds = 100.0  # less than limits.verify
 
     async def change_verdict(self, verdict: Verdict, task: Task, tokens: int) -> Verdict:
