@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -236,6 +238,70 @@ async def test_a_receiver_that_never_took_anything_ends_the_following(tmp_path: 
             await Tracing(RUN, LogTraces(RUN), [sink]).follow(bus, Subjects(RUN), anyio.Event())
     assert raised.group_contains(SpansRefused, match="not now")
     sink.close()
+
+
+class Slow(FileSink):
+    """Says that it was asked, and writes when it may."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, run=RUN)
+        self.asked, self.may_write = threading.Event(), threading.Event()
+
+    def write(self, spans: Any) -> None:
+        self.asked.set()
+        assert self.may_write.wait(10)
+        super().write(spans)
+
+
+async def test_a_file_that_is_closed_while_the_following_is_cancelled_is_no_error(tmp_path: Path) -> None:
+    file = tmp_path / "spans.jsonl"
+    sink = Slow(file)
+    async with MemoryServer().connect(RUN) as bus:
+        await bus.declare(plan_run(RUN, lanes=2))
+        await fill(bus, 0, 150)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(Tracing(RUN, LogTraces(RUN), [sink]).follow, bus, Subjects(RUN), anyio.Event())
+            await until(sink.asked.is_set)
+            tasks.cancel_scope.cancel()
+            sink.close()
+            sink.may_write.set()
+    assert file.read_bytes() == b""
+
+
+def test_closing_a_file_waits_for_the_line_that_is_being_written(tmp_path: Path) -> None:
+    file = tmp_path / "spans.jsonl"
+    sink = FileSink(file, run=RUN)
+    writing, may_go_on = threading.Event(), threading.Event()
+    real = sink._file
+
+    class Held:
+        """A file that stops between writing and flushing."""
+
+        name, closed = real.name, False
+
+        def write(self, line: bytes) -> None:
+            real.write(line)
+            writing.set()
+            assert may_go_on.wait(10)
+
+        def flush(self) -> None:
+            real.flush()
+
+        def close(self) -> None:
+            real.close()
+
+    sink._file = cast(Any, Held())
+    spans = [span for entry in load_recording(GUESSING).entries for span in LogTraces(RUN).add(entry)]
+    with ThreadPoolExecutor() as threads:
+        written = threads.submit(sink.write, spans)
+        assert writing.wait(10)
+        closed = threads.submit(sink.close)
+        with pytest.raises(TimeoutError):
+            closed.result(0.05)
+        may_go_on.set()
+        written.result(10)
+        closed.result(10)
+    assert file.read_bytes().endswith(b"\n") and real.closed
 
 
 async def test_the_command_follows_a_real_log_until_it_is_told_to_stop(tmp_path: Path) -> None:
