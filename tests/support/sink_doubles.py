@@ -198,8 +198,8 @@ def install_trackio(monkeypatch: pytest.MonkeyPatch) -> Projects:
 
     class SQLiteStorage:
         @staticmethod
-        def validate_project_name(project_name: str) -> None:
-            if "/" in project_name:
+        def validate_project_name(project: str) -> None:
+            if "/" in project:
                 raise ValueError("Invalid project name")
 
         @staticmethod

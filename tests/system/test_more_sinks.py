@@ -107,7 +107,7 @@ def test_trackio_has_each_step_once_after_an_exporter_was_killed(tmp_path: Path)
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 0, ended.stderr
-    rows, configuration, of_the_machine = json.loads(ended.stdout.splitlines()[-1])
+    rows, configuration, of_the_machine = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith("[[")))
     steps = sorted((row["unix_time"], row["step"], row["train/reward"]) for row in rows if "train/reward" in row)
     assert steps == [(seconds, step, step / 3) for step, seconds in STEPS]
     assert [row["eval/success"] for row in rows if "eval/success" in row] == [0.25]
