@@ -18,7 +18,7 @@ from fleetbus.errors import UserError
 from fleetbus_workers.observe.sinks.table import open_sinks
 from tests.support.sink_doubles import Metric, Tracking, build_mlflow_client, install_trackio
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).parents[2]
 CONFIGURATION = {"learner.steps": 9, "run.name": "r", "empty": "", "none": None, **{f"f.{n}": n for n in range(150)}}
@@ -49,7 +49,7 @@ def kill_exporter(after: int, where: str, name: str, folder: Path, ready: str) -
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 
@@ -105,7 +105,7 @@ def test_trackio_has_each_step_once_after_an_exporter_was_killed(tmp_path: Path)
         "print(json.dumps([rows, run.config, len(Storage.get_system_logs('a-project', 'r'))], default=str))\n"
     )
     command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
     rows, configuration, of_the_machine = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith("[[")))
     steps = sorted((row["unix_time"], row["step"], row["train/reward"]) for row in rows if "train/reward" in row)

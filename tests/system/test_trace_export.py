@@ -20,7 +20,17 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.recording import load_recording
-from fleetbus_schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, Subjects, Task, encode
+from fleetbus_schemas import (
+    Action,
+    AttemptStarted,
+    ChatMessage,
+    EpisodeFinished,
+    EpisodeRequested,
+    Observation,
+    Subjects,
+    Task,
+    encode,
+)
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.observe.tracing.fold import LogTraces
 from fleetbus_workers.observe.tracing.otlp_file import FileSink
@@ -167,6 +177,42 @@ def test_bad_input_is_one_line(arguments: tuple[str, ...], complaint: str, capsy
 async def fill(bus: Bus, start: int, stop: int) -> None:
     for entry in load_recording(GUESSING).entries[start:stop]:
         await bus.publish(entry.subject, entry.payload)
+
+
+async def test_messages_are_exported_by_choice_and_without_secrets(tmp_path: Path) -> None:
+    subjects = Subjects(RUN)
+    request = EpisodeRequested(
+        episode_id="e", group_id="g", sample_index=0, split="train", task=Task(key="t"), policy="default", deadline_ns=1
+    )
+    observation = Observation(
+        episode_id="e", attempt=1, turn=0, policy="default", tokens_left=9, environment_lane="e0", deadline_ns=1,
+        messages=(ChatMessage(role="user", content="Log in with password=hunter2hunter2 please"),),
+    )  # fmt: skip
+    said = [
+        (subjects.task("default", "e"), request),
+        (subjects.episode("e"), AttemptStarted(episode_id="e", attempt=1, worker="env", nonce="n", lane="e0")),
+        (subjects.observation("default", "any", "e"), observation),
+        (subjects.action("e0", "e"), Action(episode_id="e", attempt=1, turn=0, text="I use Bearer abcdefgh-ijklmnop now")),
+    ]
+    files = {content: tmp_path / f"{content}.jsonl" for content in (True, False)}
+    for content, file in files.items():
+        sink = FileSink(file, run=RUN)
+        async with MemoryServer().connect(RUN) as bus:
+            await bus.declare(plan_run(RUN, lanes=2))
+            for subject, message in said:
+                await bus.publish(subject, encode(message))
+            await Tracing(RUN, LogTraces(RUN, content=content), [sink]).copy(bus.scan([subjects.log]))
+        sink.close()
+    assert "please" in files[True].read_text() and "I use" in files[True].read_text()
+    assert "please" not in files[False].read_text() and "I use" not in files[False].read_text()
+    assert "hunter2" not in files[True].read_text() and "abcdefgh-ijklmnop" not in files[True].read_text()
+
+
+def test_the_command_exports_messages_only_when_it_is_asked_to(tmp_path: Path, capsys: Any) -> None:
+    silent, telling = tmp_path / "silent.jsonl", tmp_path / "telling.jsonl"
+    read_stdout(capsys, "trace", GUESSING, "--jsonl", silent)
+    read_stdout(capsys, "trace", GUESSING, "--jsonl", telling, "--content")
+    assert "gen_ai.input.messages" in telling.read_text() and "messages" not in silent.read_text()
 
 
 async def test_an_error_that_quotes_a_secret_reaches_nobody(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from fleetbus_workers.observe.tracing.gen_ai import PromptLengths, encode_input,
 from fleetbus_workers.observe.tracing.span import Span
 
 RECORDINGS = sorted((Path(__file__).parents[1] / "replay" / "recordings").glob("*.fbrec"))
-CONTENT = {gen_ai.INPUT, gen_ai.OUTPUT, gen_ai.TOOL_DEFINITIONS, gen_ai.CALL_ARGUMENTS, gen_ai.CALL_RESULT, gen_ai.CALL_ID}
+TEXTS = {gen_ai.INPUT_TEXT, gen_ai.OUTPUT_TEXT, gen_ai.CALL_RESULT, gen_ai.CALL_ID}
+CONTENT = TEXTS | {gen_ai.INPUT, gen_ai.OUTPUT, gen_ai.TOOL_DEFINITIONS, gen_ai.CALL_ARGUMENTS}
 
 
 def trace(recording: Path, *, content: bool = False) -> list[Span]:
@@ -47,12 +48,13 @@ def test_messages_are_there_by_choice_only_and_change_nothing_else(recording: Pa
     assert not {name for span in silent for name in span.attributes} & CONTENT
     for one, other in zip(silent, telling, strict=True):
         assert one.attributes == {name: value for name, value in other.attributes.items() if name not in CONTENT}
-        for name in CONTENT & {gen_ai.INPUT, gen_ai.OUTPUT, gen_ai.TOOL_DEFINITIONS, gen_ai.CALL_ARGUMENTS}:
+        for name in CONTENT - TEXTS:
             if name in other.attributes:
                 assert isinstance(json.loads(str(other.attributes[name])), (list, dict))
     for span in telling:
         if span.name == "generate":
-            assert {gen_ai.INPUT, gen_ai.OUTPUT, gen_ai.INPUT_TOKENS, gen_ai.MODEL} <= set(span.attributes)
+            assert {gen_ai.INPUT, gen_ai.OUTPUT, *TEXTS - {gen_ai.CALL_RESULT, gen_ai.CALL_ID}} <= set(span.attributes)
+            assert {gen_ai.INPUT_TOKENS, gen_ai.MODEL} <= set(span.attributes)
             assert span.attributes[gen_ai.CONVERSATION] == span.attributes["fleetbus.episode"]
 
 
@@ -127,5 +129,6 @@ def test_the_only_call_of_a_turn_has_its_arguments_and_result_on_its_span() -> N
     result = ChatMessage(role="tool", content="2", tool_call_id="c1")
     assert gen_ai.describe_call_content([call], [result, ChatMessage(role="user", content="go on")]) == {
         gen_ai.CALL_ID: "c1", gen_ai.CALL_ARGUMENTS: '{"a":1}', gen_ai.CALL_RESULT: "2",
+        gen_ai.INPUT_TEXT: '{"a":1}', gen_ai.OUTPUT_TEXT: "2",
     }  # fmt: skip
     assert gen_ai.describe_call_content([call, call], [result]) == {}

@@ -125,7 +125,8 @@ class EpisodeTrace(Trace):
         about |= {gen_ai.INPUT_TOKENS: self._prompts.add(action), gen_ai.OUTPUT_TOKENS: count_tokens(action.sampled)}
         about |= {gen_ai.FINISH_REASONS: (action.finish_reason,)}
         if self._with_content:
-            self._said[gen_ai.OUTPUT] = about[gen_ai.OUTPUT] = gen_ai.encode_output(action)
+            said = gen_ai.describe_output(action)
+            about, self._said = about | said, self._said | said
         about |= {"fleetbus.tokens.prompt_delta": count_tokens(action.prompt_delta)}
         about |= {"fleetbus.policy.versions": tuple(span.version for span in action.versions)}
         if began > turn.observed_ns:
@@ -198,12 +199,10 @@ class EpisodeTrace(Trace):
         return gen_ai.describe_agent(operation, self._name, self._agent)
 
     def _note_content(self, turn: _Turn, observation: Observation) -> None:
-        """What this turn adds to the conversation; the episode has its first prompt."""
-        turn.content[gen_ai.INPUT] = gen_ai.encode_input(observation.messages)
-        if observation.tools:
-            turn.content[gen_ai.TOOL_DEFINITIONS] = gen_ai.encode_tools(observation.tools)
+        """Keep the messages that this turn adds to the conversation; the episode has its first prompt."""
+        turn.content = gen_ai.describe_input(observation.messages, observation.tools)
         if observation.turn == 0:
-            self._said = dict(turn.content)
+            self._said = turn.content
 
     def _end_turn(
         self, turn: _Turn, end_ns: int, *, is_answered: bool = True, results: Sequence[ChatMessage] = ()

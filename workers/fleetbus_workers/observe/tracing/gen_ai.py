@@ -31,12 +31,16 @@ CALL_RESULT = "gen_ai.tool.call.result"
 INPUT = "gen_ai.input.messages"
 OUTPUT = "gen_ai.output.messages"
 
+INPUT_TEXT = "input.value"
+OUTPUT_TEXT = "output.value"
+"""OpenInference's, which Phoenix lists: the newest message and the answer as plain texts."""
+
 PROVIDED = "fleetbus"
 FINISHED = {"stop": "stop", "length": "length", "failed": "error"}
 
 
 def describe_agent(operation: str, conversation: str, agent: str) -> dict[str, Value]:
-    """What every operation of an agent says: the episode or session is its conversation."""
+    """Attributes of every operation of an agent: the episode or session is its conversation."""
     named: dict[str, Value] = {AGENT: agent} if agent else {}
     return {OPERATION: operation, CONVERSATION: conversation} | named
 
@@ -51,11 +55,26 @@ def describe_call_content(calls: Sequence[ToolCall], results: Sequence[ChatMessa
     if len(calls) != 1:
         return {}
     about: dict[str, Value] = {CALL_ID: calls[0].id} if calls[0].id else {}
-    about[CALL_ARGUMENTS] = _encode(calls[0].arguments)
+    about[CALL_ARGUMENTS] = about[INPUT_TEXT] = _encode(calls[0].arguments)
     answers = [message for message in results if message.role == "tool"] or list(results)
     if answers:
-        about[CALL_RESULT] = "\n".join(part["content"] for each in answers for part in _list_texts(each))
+        about[CALL_RESULT] = about[OUTPUT_TEXT] = "\n".join(map(_join_texts, answers))
     return about
+
+
+def describe_input(messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> dict[str, Value]:
+    """A prompt, or what a turn adds to one."""
+    about: dict[str, Value] = {INPUT: encode_input(messages)}
+    if messages:
+        about[INPUT_TEXT] = _join_texts(messages[-1])
+    if tools:
+        about[TOOL_DEFINITIONS] = encode_tools(tools)
+    return about
+
+
+def describe_output(action: Action) -> dict[str, Value]:
+    """One answer."""
+    return {OUTPUT: encode_output(action), OUTPUT_TEXT: action.text}
 
 
 def encode_input(messages: Iterable[ChatMessage]) -> str:
@@ -106,7 +125,7 @@ def _find_finish_reason(action: Action) -> str:
 def _build_message(message: ChatMessage) -> dict[str, Any]:
     parts: list[dict[str, Any]] = [{"type": "reasoning", "content": message.reasoning}] if message.reasoning else []
     if message.role == "tool":
-        text = "".join(part["content"] for part in _list_texts(message))
+        text = _join_texts(message)
         identified = {"id": message.tool_call_id} if message.tool_call_id else {}
         parts.append({"type": "tool_call_response", **identified, "response": text})
         parts += [part for part in _build_parts(message) if part["type"] != "text"]
@@ -123,7 +142,7 @@ def _build_parts(message: ChatMessage) -> list[dict[str, Any]]:
 
 
 def _build_part(part: Text | Image) -> dict[str, Any]:
-    """What is an object of the run is named, not carried."""
+    """One part; an object of the run is named, not carried."""
     if isinstance(part, Image):
         return {"type": "file", "modality": "image", "mime_type": part.media_type, "file_id": part.object}
     if part.object:
@@ -135,8 +154,8 @@ def _build_text_parts(text: str) -> list[dict[str, Any]]:
     return [{"type": "text", "content": text}] if text else []
 
 
-def _list_texts(message: ChatMessage) -> list[dict[str, Any]]:
-    return [part for part in _build_parts(message) if part["type"] == "text"]
+def _join_texts(message: ChatMessage) -> str:
+    return "".join(part["content"] for part in _build_parts(message) if part["type"] == "text")
 
 
 def _build_call(call: ToolCall) -> dict[str, Any]:
