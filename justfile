@@ -94,11 +94,11 @@ test-clients *arguments:
     .venv-vagen/bin/pip install -q fastapi httpx numpy pillow uvicorn
     .venv/bin/pytest -n0 -q -s -m clients tests/clients {{arguments}}
 
-# The real TensorBoard and Weights & Biases, in a separate environment: they have many dependencies
+# The real TensorBoard, Weights & Biases, MLflow and Trackio, in a separate environment: they have many dependencies
 test-sinks *arguments:
     test -d .venv-sinks || python3 -m venv .venv-sinks
-    .venv-sinks/bin/pip install -q -c constraints.txt -e '.[metrics]' tensorboard wandb pytest pytest-timeout pytest-xdist trio hypothesis nkeys
-    .venv-sinks/bin/python -m pytest -n0 -q tests/system/test_sinks.py {{arguments}}
+    .venv-sinks/bin/pip install -q -c constraints.txt -e '.[metrics]' tensorboard wandb mlflow trackio pytest pytest-timeout pytest-xdist trio hypothesis nkeys
+    .venv-sinks/bin/python -m pytest -n0 -q tests/system/test_sinks.py tests/system/test_more_sinks.py tests/unit/test_mlflow_and_trackio.py {{arguments}}
 
 # The Python API from a notebook and as Parquet and Arrow, in a separate environment
 test-api *arguments:

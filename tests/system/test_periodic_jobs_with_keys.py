@@ -113,9 +113,9 @@ class Fleet:
 
     async def watch(self) -> None:
         """As `monitor`, `metrics` and an export of traces do."""
-        async with self.servers.connect(RUN, "monitor-0") as bus, anyio.create_task_group() as tasks:
-            self.observer = RunObserver(bus, S, RunState(steps=3))
-            with closing(FileSink(self.folder / "spans.jsonl", run=RUN)) as sink:
+        with closing(FileSink(self.folder / "spans.jsonl", run=RUN)) as sink:
+            async with self.servers.connect(RUN, "monitor-0") as bus, anyio.create_task_group() as tasks:
+                self.observer = RunObserver(bus, S, RunState(steps=3))
                 tracing = Tracing(RUN, LogTraces(RUN), [sink])
                 tasks.start_soon(tracing.follow, bus, S, anyio.Event())
                 tasks.start_soon(self.observer.fetch_server_view, lambda: None)

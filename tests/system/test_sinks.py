@@ -156,7 +156,9 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     assert file.read_text() == "do not forget\n"
 
 
-@pytest.mark.parametrize(("sink", "package"), [("tensorboard", "tensorboard"), ("wandb", "wandb")])
+@pytest.mark.parametrize(
+    ("sink", "package"), [("tensorboard", "tensorboard"), *((name, name) for name in ("wandb", "mlflow", "trackio"))]
+)
 def test_a_package_that_is_missing_is_named(sink: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setitem(sys.modules, f"{package}.summary", None)

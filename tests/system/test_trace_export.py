@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -18,7 +20,17 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.recording import load_recording
-from fleetbus_schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, Subjects, Task, encode
+from fleetbus_schemas import (
+    Action,
+    AttemptStarted,
+    ChatMessage,
+    EpisodeFinished,
+    EpisodeRequested,
+    Observation,
+    Subjects,
+    Task,
+    encode,
+)
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.observe.tracing.fold import LogTraces
 from fleetbus_workers.observe.tracing.otlp_file import FileSink
@@ -167,6 +179,42 @@ async def fill(bus: Bus, start: int, stop: int) -> None:
         await bus.publish(entry.subject, entry.payload)
 
 
+async def test_messages_are_exported_by_choice_and_without_secrets(tmp_path: Path) -> None:
+    subjects = Subjects(RUN)
+    request = EpisodeRequested(
+        episode_id="e", group_id="g", sample_index=0, split="train", task=Task(key="t"), policy="default", deadline_ns=1
+    )
+    observation = Observation(
+        episode_id="e", attempt=1, turn=0, policy="default", tokens_left=9, environment_lane="e0", deadline_ns=1,
+        messages=(ChatMessage(role="user", content="Log in with password=hunter2hunter2 please"),),
+    )  # fmt: skip
+    said = [
+        (subjects.task("default", "e"), request),
+        (subjects.episode("e"), AttemptStarted(episode_id="e", attempt=1, worker="env", nonce="n", lane="e0")),
+        (subjects.observation("default", "any", "e"), observation),
+        (subjects.action("e0", "e"), Action(episode_id="e", attempt=1, turn=0, text="I use Bearer abcdefgh-ijklmnop now")),
+    ]
+    files = {content: tmp_path / f"{content}.jsonl" for content in (True, False)}
+    for content, file in files.items():
+        sink = FileSink(file, run=RUN)
+        async with MemoryServer().connect(RUN) as bus:
+            await bus.declare(plan_run(RUN, lanes=2))
+            for subject, message in said:
+                await bus.publish(subject, encode(message))
+            await Tracing(RUN, LogTraces(RUN, content=content), [sink]).copy(bus.scan([subjects.log]))
+        sink.close()
+    assert "please" in files[True].read_text() and "I use" in files[True].read_text()
+    assert "please" not in files[False].read_text() and "I use" not in files[False].read_text()
+    assert "hunter2" not in files[True].read_text() and "abcdefgh-ijklmnop" not in files[True].read_text()
+
+
+def test_the_command_exports_messages_only_when_it_is_asked_to(tmp_path: Path, capsys: Any) -> None:
+    silent, telling = tmp_path / "silent.jsonl", tmp_path / "telling.jsonl"
+    read_stdout(capsys, "trace", GUESSING, "--jsonl", silent)
+    read_stdout(capsys, "trace", GUESSING, "--jsonl", telling, "--content")
+    assert "gen_ai.input.messages" in telling.read_text() and "messages" not in silent.read_text()
+
+
 async def test_an_error_that_quotes_a_secret_reaches_nobody(tmp_path: Path) -> None:
     subjects, file = Subjects(RUN), tmp_path / "spans.jsonl"
     request = EpisodeRequested(
@@ -236,6 +284,70 @@ async def test_a_receiver_that_never_took_anything_ends_the_following(tmp_path: 
             await Tracing(RUN, LogTraces(RUN), [sink]).follow(bus, Subjects(RUN), anyio.Event())
     assert raised.group_contains(SpansRefused, match="not now")
     sink.close()
+
+
+class Slow(FileSink):
+    """Says that it was asked, and writes when it may."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, run=RUN)
+        self.asked, self.may_write = threading.Event(), threading.Event()
+
+    def write(self, spans: Any) -> None:
+        self.asked.set()
+        assert self.may_write.wait(10)
+        super().write(spans)
+
+
+async def test_a_file_that_is_closed_while_the_following_is_cancelled_is_no_error(tmp_path: Path) -> None:
+    file = tmp_path / "spans.jsonl"
+    sink = Slow(file)
+    async with MemoryServer().connect(RUN) as bus:
+        await bus.declare(plan_run(RUN, lanes=2))
+        await fill(bus, 0, 150)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(Tracing(RUN, LogTraces(RUN), [sink]).follow, bus, Subjects(RUN), anyio.Event())
+            await until(sink.asked.is_set)
+            tasks.cancel_scope.cancel()
+            sink.close()
+            sink.may_write.set()
+    assert file.read_bytes() == b""
+
+
+def test_closing_a_file_waits_for_the_line_that_is_being_written(tmp_path: Path) -> None:
+    file = tmp_path / "spans.jsonl"
+    sink = FileSink(file, run=RUN)
+    writing, may_go_on = threading.Event(), threading.Event()
+    real = sink._file
+
+    class Held:
+        """A file that stops between writing and flushing."""
+
+        name, closed = real.name, False
+
+        def write(self, line: bytes) -> None:
+            real.write(line)
+            writing.set()
+            assert may_go_on.wait(10)
+
+        def flush(self) -> None:
+            real.flush()
+
+        def close(self) -> None:
+            real.close()
+
+    sink._file = cast(Any, Held())
+    spans = [span for entry in load_recording(GUESSING).entries for span in LogTraces(RUN).add(entry)]
+    with ThreadPoolExecutor() as threads:
+        written = threads.submit(sink.write, spans)
+        assert writing.wait(10)
+        closed = threads.submit(sink.close)
+        with pytest.raises(TimeoutError):
+            closed.result(0.05)
+        may_go_on.set()
+        written.result(10)
+        closed.result(10)
+    assert file.read_bytes().endswith(b"\n") and real.closed
 
 
 async def test_the_command_follows_a_real_log_until_it_is_told_to_stop(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``fleetbus metrics [RUN]``: a run's metrics for Prometheus, and per step to JSON lines, TensorBoard or Weights & Biases."""
+"""``fleetbus metrics [RUN]``: a run's metrics for Prometheus, and per step to JSON lines or a tracker of experiments."""
 
 import sys
 from collections.abc import Callable, Mapping

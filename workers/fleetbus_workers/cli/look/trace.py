@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     metavar="SEQUENCE",
     help="Continue after the last_sequence of an earlier export",
 )
+@click.option("--content", is_flag=True, help="With the messages, arguments and results; secrets are removed")
 @json_option("what was written")
 @archive_option()
 @reach_options
@@ -70,7 +71,7 @@ def command(source: str | None, as_json: bool, **values: Any) -> int:
     and the episode or session, so exporting again adds no duplicates. Headers with keys come from OTEL_EXPORTER_OTLP_HEADERS.
     --otlp needs `pip install 'fleetbus[otel]'`. Exit status 2: bad input, or a receiver that accepts nothing.
     """
-    names = ("otlp", "jsonl", "follow", "episodes", "sessions", "sample", "after", "archive")
+    names = ("otlp", "jsonl", "follow", "episodes", "sessions", "sample", "after", "archive", "content")
     chosen = {name: values.pop(name) for name in names}
     _check_options(source, chosen)
     given = {} if is_recording(source) else {"run__name": source}
@@ -102,6 +103,7 @@ async def _trace(
     sample: float,
     after: int,
     archive: Path | None,
+    content: bool,
 ) -> TraceSummary:
     from fleetbus_workers.observe.tracing.fold import LogTraces
     from fleetbus_workers.observe.tracing.run import Tracing
@@ -110,7 +112,8 @@ async def _trace(
         async with open_source(source, configuration, archive) as opened:
             run = opened.subjects.run
             sinks = [stack.enter_context(closing(sink)) for sink in _open_sinks(run, otlp, jsonl)]
-            tracing = Tracing(run, LogTraces(run, episodes=episodes, sessions=sessions, ratio=sample), sinks, after=after)
+            traces = LogTraces(run, episodes=episodes, sessions=sessions, ratio=sample, content=content)
+            tracing = Tracing(run, traces, sinks, after=after)
             try:
                 if follow:
                     await _follow(opened, tracing)

@@ -8,7 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 from fleetbus_workers.observe.sinks.base import Sink, SinkTarget
 from fleetbus_workers.observe.sinks.json_lines import JsonlSink
+from fleetbus_workers.observe.sinks.mlflow_run import MlflowSink
 from fleetbus_workers.observe.sinks.tensorboard import TensorBoardSink
+from fleetbus_workers.observe.sinks.trackio_run import TrackioSink
 from fleetbus_workers.observe.sinks.weights_and_biases import WandbSink
 
 
@@ -26,6 +28,8 @@ SINKS = (
     SinkKind("jsonl", "file", None, "Append a JSON object per training step", JsonlSink),
     SinkKind("tensorboard", "folder", None, "Write TensorBoard scalars per step", TensorBoardSink),
     SinkKind("wandb", "text", "PROJECT", "Log to a Weights & Biases project per step", WandbSink),
+    SinkKind("mlflow", "text", "EXPERIMENT", "Log to an MLflow experiment per step", MlflowSink),
+    SinkKind("trackio", "text", "PROJECT", "Log to a Trackio project per step", TrackioSink),
 )
 
 

@@ -22,15 +22,26 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.core.episode.trace_ids import ROOT, build_turn_path, span_id, trace_id
-from fleetbus_schemas import GRADED, Action, AttemptReleased, AttemptStarted, EpisodeFinished, EpisodeRequested, Observation
+from fleetbus_schemas import (
+    GRADED,
+    Action,
+    AttemptReleased,
+    AttemptStarted,
+    ChatMessage,
+    EpisodeFinished,
+    EpisodeRequested,
+    Observation,
+)
 from fleetbus_schemas.tokens import count_tokens
+from fleetbus_workers.observe.tracing import gen_ai
+from fleetbus_workers.observe.tracing.gen_ai import PromptLengths
 from fleetbus_workers.observe.tracing.span import Span, Trace, Value, to_nanoseconds
 
 
 class EpisodeTrace(Trace):
-    """One episode that has no result yet, and then where it ended."""
+    """One episode that has no result yet, and then where it ended. Spans have what was said only with ``content``."""
 
-    def __init__(self, run: str, entry: StreamEntry, request: EpisodeRequested) -> None:
+    def __init__(self, run: str, entry: StreamEntry, request: EpisodeRequested, *, content: bool = False) -> None:
         common: dict[str, Value] = {"fleetbus.run": run, "fleetbus.episode": request.episode_id}
         super().__init__(trace_id(run, request.episode_id, request.deadline_ns), entry.sequence, common)
         self.root_id = span_id(self.trace_id)
@@ -44,6 +55,12 @@ class EpisodeTrace(Trace):
             "fleetbus.policy": request.policy,
             "fleetbus.request.sequence": entry.sequence,
         }
+        self._name = request.episode_id
+        self._model = request.policy
+        self._agent = request.task.env or request.policy
+        self._prompts = PromptLengths()
+        self._with_content = content
+        self._said: dict[str, Value] = {}
         self._requested_ns = self._waiting_ns = self._seen_ns = entry.time_ns
         self._claim: AttemptStarted | None = None
         self._claimed_ns = self._claim_sequence = 0
@@ -87,8 +104,10 @@ class EpisodeTrace(Trace):
         if turn is None:
             yield self._build_attempt_span("open", self._claimed_ns, entry.time_ns)
         else:
-            yield from self._end_turn(turn, entry.time_ns)
+            yield from self._end_turn(turn, entry.time_ns, results=observation.messages)
         self._turn = _Turn(entry, observation)
+        if self._with_content:
+            self._note_content(self._turn, observation)
 
     def apply_action(self, entry: StreamEntry, action: Action) -> Iterator[Span]:
         """The policy's part of a turn is over."""
@@ -101,8 +120,13 @@ class EpisodeTrace(Trace):
         path = build_turn_path(*turn.key)
         turn.attributes |= _describe_segment(action)
         about = turn.attributes | {"fleetbus.action.sequence": entry.sequence}
-        about |= {"gen_ai.operation.name": "chat", "gen_ai.usage.output_tokens": count_tokens(action.sampled)}
-        about |= {"gen_ai.response.finish_reasons": (action.finish_reason,)}
+        about |= self._describe_agent("chat") | turn.content
+        about |= {gen_ai.PROVIDER: gen_ai.PROVIDED, gen_ai.MODEL: self._model}
+        about |= {gen_ai.INPUT_TOKENS: self._prompts.add(action), gen_ai.OUTPUT_TOKENS: count_tokens(action.sampled)}
+        about |= {gen_ai.FINISH_REASONS: (action.finish_reason,)}
+        if self._with_content:
+            said = gen_ai.describe_output(action)
+            about, self._said = about | said, self._said | said
         about |= {"fleetbus.tokens.prompt_delta": count_tokens(action.prompt_delta)}
         about |= {"fleetbus.policy.versions": tuple(span.version for span in action.versions)}
         if began > turn.observed_ns:
@@ -123,6 +147,8 @@ class EpisodeTrace(Trace):
         else:
             yield from self._finish_attempt(entry, last, begins, result)
         about = self._request | {"fleetbus.outcome": result.outcome, "fleetbus.turns": result.turns}
+        about |= self._describe_agent("invoke_agent") | self._said
+        about |= {gen_ai.PROVIDER: gen_ai.PROVIDED, gen_ai.MODEL: self._model}
         about |= {
             "fleetbus.tokens": result.tokens,
             "fleetbus.attempts": result.attempts,
@@ -169,15 +195,27 @@ class EpisodeTrace(Trace):
         error = "" if result.outcome in GRADED else result.error_class or result.outcome
         yield from self._end_attempt(entry.time_ns, result.outcome, error=error)
 
-    def _end_turn(self, turn: _Turn, end_ns: int, *, is_answered: bool = True) -> Iterator[Span]:
+    def _describe_agent(self, operation: str) -> dict[str, Value]:
+        return gen_ai.describe_agent(operation, self._name, self._agent)
+
+    def _note_content(self, turn: _Turn, observation: Observation) -> None:
+        """Keep the messages that this turn adds to the conversation; the episode has its first prompt."""
+        turn.content = gen_ai.describe_input(observation.messages, observation.tools)
+        if observation.turn == 0:
+            self._said = turn.content
+
+    def _end_turn(
+        self, turn: _Turn, end_ns: int, *, is_answered: bool = True, results: Sequence[ChatMessage] = ()
+    ) -> Iterator[Span]:
         path = build_turn_path(*turn.key)
         about = turn.attributes | {"fleetbus.hops": turn.hops}
         if turn.action is not None:
-            calls = tuple(call.name for call in turn.action.tool_calls)
+            calls = turn.action.tool_calls
             about["fleetbus.action.sequence"] = turn.action_sequence
             part = turn.attributes | {"fleetbus.action.sequence": turn.action_sequence}
             if calls:
-                part |= {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": ", ".join(calls)}
+                part |= self._describe_agent("execute_tool") | gen_ai.describe_calls(calls)
+                part |= gen_ai.describe_call_content(calls, results) if self._with_content else {}
             name = "tool" if calls else "step"
             yield self._span(name, f"{path}/environment", path, turn.acted_ns, end_ns, worker=self._worker, about=part)
         error = "" if is_answered else "no action"
@@ -228,6 +266,7 @@ class _Turn:
         self.acted_ns = self.action_sequence = 0
         self.action: Action | None = None
         self.hops = observation.hop
+        self.content: dict[str, Value] = {}
         self.attributes: dict[str, Value] = {
             "fleetbus.attempt": observation.attempt,
             "fleetbus.turn": observation.turn,

@@ -45,12 +45,21 @@ JOURNAL: tuple[type[Message], ...] = (SessionClaimed, SessionRecorded, SessionEn
 
 class LogTraces:
     """``episodes`` and ``sessions`` are the only ones wanted, if any is given (then steps have no traces); ``ratio`` is the
-    share of traces kept."""
+    share of traces kept. Spans have what was said only with ``content``."""
 
-    def __init__(self, run: str, *, episodes: Collection[str] = (), sessions: Collection[str] = (), ratio: float = 1.0) -> None:
+    def __init__(
+        self,
+        run: str,
+        *,
+        episodes: Collection[str] = (),
+        sessions: Collection[str] = (),
+        ratio: float = 1.0,
+        content: bool = False,
+    ) -> None:
         self._run = run
         self._only = frozenset((*(("episode", name) for name in episodes), *(("session", name) for name in sessions)))
         self._ratio = ratio
+        self._content = content
         self._open: dict[str, EpisodeTrace] = {}
         self._ended: dict[str, EpisodeTrace] = {}
         self._learners: dict[str, str] = {}
@@ -85,7 +94,7 @@ class LogTraces:
         if episode in self._open or episode in self._ended or not self._is_wanted("episode", episode):
             return
         for _, request in decode_entries(EpisodeRequested, [entry]):
-            trace = EpisodeTrace(self._run, entry, request)
+            trace = EpisodeTrace(self._run, entry, request, content=self._content)
             if is_sampled(trace.trace_id, self._ratio):
                 self._open[episode] = trace
 
@@ -127,7 +136,7 @@ class LogTraces:
                     yield from trace.apply_claim(entry, message)
                 case SessionClaimed(attempt=1) if self._is_wanted("session", session):
                     if is_sampled(compute_session_trace_id(self._run, session), self._ratio):
-                        self._sessions[session] = SessionTrace(self._run, entry, message)
+                        self._sessions[session] = SessionTrace(self._run, entry, message, content=self._content)
                 case SessionRecorded() if trace is not None:
                     yield from trace.apply_record(entry, message)
                 case SessionEnded() if trace is not None:

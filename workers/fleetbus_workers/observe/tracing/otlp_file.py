@@ -5,6 +5,7 @@ One line is one `ExportTraceServiceRequest`; ids are hexadecimal and 64-bit inte
 """
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,24 +23,31 @@ _NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
 class FileSink:
-    """Appends; a line is whole or absent."""
+    """Appends; a line is whole or absent. Closing it waits for a write under way, as a cancelled export leaves its thread
+    writing; nothing is written after."""
 
     def __init__(self, path: Path, *, run: str) -> None:
         self._run = run
+        self._lock = threading.Lock()
         try:
             self._file = path.open("ab")
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}") from error
 
     def write(self, spans: Sequence[Span]) -> None:
-        try:
-            self._file.write(msgspec.json.encode(request(spans, self._run)) + b"\n")
-            self._file.flush()
-        except OSError as error:
-            raise SpansRefused(f"{self._file.name} cannot be written: {error.strerror}") from error
+        line = msgspec.json.encode(request(spans, self._run)) + b"\n"
+        with self._lock:
+            if self._file.closed:
+                raise SpansRefused(f"{self._file.name} is closed")
+            try:
+                self._file.write(line)
+                self._file.flush()
+            except OSError as error:
+                raise SpansRefused(f"{self._file.name} cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
-        self._file.close()
+        with self._lock:
+            self._file.close()
 
 
 def request(spans: Sequence[Span], run: str) -> dict[str, Any]:

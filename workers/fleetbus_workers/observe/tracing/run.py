@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Sequence
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import msgspec
 import structlog
@@ -83,6 +84,7 @@ class Tracing:
                 await self._write()
                 return
             except SpansRefused as refused:
+                await anyio.lowlevel.checkpoint_if_cancelled()  # whoever cancelled may have closed the sinks
                 if not self.written.spans:
                     raise
                 log.warning("receiver refused spans; retrying", reason=str(refused), waiting=len(self._batch))

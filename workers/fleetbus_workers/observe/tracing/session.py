@@ -15,17 +15,21 @@ from collections.abc import Iterator
 from fleetbus.bus.base import StreamEntry
 from fleetbus.core.episode.trace_ids import ROOT, build_call_path, compute_session_trace_id
 from fleetbus_schemas import SessionClaimed, SessionEnded, SessionRecorded
+from fleetbus_workers.observe.tracing import gen_ai
 from fleetbus_workers.observe.tracing.span import Span, Trace, Value, to_nanoseconds
 
 
 class SessionTrace(Trace):
-    """One session from its first claim on. ``is_over`` once it has ended: what follows changes nothing."""
+    """One session from its first claim on. ``is_over`` once it has ended: what follows changes nothing. Spans have what was
+    said only with ``content``."""
 
-    def __init__(self, run: str, entry: StreamEntry, claim: SessionClaimed) -> None:
+    def __init__(self, run: str, entry: StreamEntry, claim: SessionClaimed, *, content: bool = False) -> None:
         common: dict[str, Value] = {"fleetbus.run": run, "fleetbus.session": claim.session}
         super().__init__(compute_session_trace_id(run, claim.session), entry.sequence, common)
         self.is_over = False
         self._task: dict[str, Value] = {"fleetbus.task": claim.task.key, "fleetbus.environment": claim.task.env}
+        self._with_content = content
+        self._name, self._agent = claim.session, claim.task.env
         self._claim = claim
         self._claim_sequence = self._first_claim_sequence = entry.sequence
         self._begun_ns = self._claimed_ns = self._seen_ns = entry.time_ns
@@ -92,8 +96,8 @@ class SessionTrace(Trace):
             about |= {"fleetbus.truncated": answer.truncated, "fleetbus.tool_calls": answer.tool_calls}
             about |= {"fleetbus.tool_errors": answer.tool_errors}
             if call.tool_calls:
-                names = ", ".join(each.name for each in call.tool_calls)
-                about |= {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": names}
+                about |= gen_ai.describe_agent("execute_tool", self._name, self._agent) | gen_ai.describe_calls(call.tool_calls)
+                about |= gen_ai.describe_call_content(call.tool_calls, answer.messages) if self._with_content else {}
         if call.call in ("step", "verify") and answer.reward is not None:
             about["fleetbus.reward"] = answer.reward
         return about
@@ -111,7 +115,8 @@ class SessionTrace(Trace):
         failed = "" if end == "closed" else f"{end}: {error_class} {error}".strip().rstrip(":")
         last_ns = self._seen_ns if end == "orphaned" else entry.time_ns  # somebody else found it, long after
         yield from self._end_attempt(last_ns, end, error=failed)
-        about = self._task | {"fleetbus.session.end": end, "fleetbus.attempts": self._claim.attempt}
+        about = self._task | gen_ai.describe_agent("invoke_agent", self._name, self._agent)
+        about |= {gen_ai.PROVIDER: gen_ai.PROVIDED, "fleetbus.session.end": end, "fleetbus.attempts": self._claim.attempt}
         about |= {f"fleetbus.calls.{kind}": count for kind, count in self._calls.items()}
         about |= {"fleetbus.tool_calls": self._tool_calls, "fleetbus.tool_errors": self._tool_errors} | self._verdict
         about |= {"fleetbus.claim.sequence": self._first_claim_sequence, "fleetbus.end.sequence": entry.sequence}
