@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import lzma
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -34,7 +36,7 @@ def iterate_samples(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
             newest = {member.filename: member for member in members if member.filename.endswith(".json")}
             for name, member in newest.items():
                 yield _decode_sample(_read_member(archive, member, path), f"{path}, {name}"), f"{path}, {name}"
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, RuntimeError, ValueError) as error:
         raise UserError(f"{path} cannot be read as a log of Inspect: {error}") from error
 
 

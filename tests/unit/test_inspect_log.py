@@ -121,6 +121,7 @@ def test_another_tools_log_is_read_as_text_with_a_score(tmp_path: Path, score: s
     [
         ({"scores": None}, "verifier_unknown", None),
         ({"scores": {"a": {"value": [1, 2]}}}, "verifier_unknown", None),
+        ({"scores": {"a": {"value": 10**400}}}, "verifier_unknown", None),
         ({"scores": {"a": {"value": True}}}, "completed", 1.0),
         ({"error": {"message": "broke"}}, "env_failed", None),
         ({"limit": {"type": "token", "limit": 5}}, "truncated", 1.0),
@@ -164,7 +165,9 @@ def test_damaged_and_foreign_archives_are_refused(tmp_path: Path, capsys: pytest
     for place in [at for at in range(len(zstandard) - 4) if zstandard[at : at + 4] == b"PK\x01\x02"]:
         zstandard[place + 10] = 93
     (tmp_path / "zstandard.eval").write_bytes(zstandard)
-    for name in ("torn", "flipped", "other", "zstandard", "missing"):
+    packed = write_log(tmp_path / "packed.eval", SAMPLE, method=zipfile.ZIP_LZMA).read_bytes()
+    (tmp_path / "lzma.eval").write_bytes(packed[:160] + bytes(each ^ 255 for each in packed[160:200]) + packed[200:])
+    for name in ("torn", "flipped", "other", "zstandard", "lzma", "missing"):
         assert run_program(["import", str(tmp_path / f"{name}.eval"), "-o", str(tmp_path / "a.fbrec")]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1, error
