@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fleetbus.interchange import eval_file
 from fleetbus_workers.api.reader import open_run
 from fleetbus_workers.cli.program import run_program
 from tests.support.interchange_run import list_answers, write_run
@@ -140,6 +141,7 @@ def test_outcomes_are_those_of_the_sample(tmp_path: Path, changes: dict[str, Any
         ([b"{"], [], "is no JSON"),
         ([b"[]"], [], "is no sample"),
         ([{"id": 1, "messages": [{"role": "dog"}]}], [], "is no sample of Inspect"),
+        ([{"id": "X", "store": [[]] * 9}], [], "has more than 12 values"),
         ([SAMPLE], ["--score", "other"], "has no score other: its scores are length, match"),
         ([], [], "there is no episode in it"),
         ([{"id": 1, "messages": [{"role": "assistant", "metadata": {"fleetbus": {"turn": 0, "origin": 5}}}]}], [], "turn 0"),
@@ -147,8 +149,15 @@ def test_outcomes_are_those_of_the_sample(tmp_path: Path, changes: dict[str, Any
     ],
 )
 def test_what_is_no_log_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], samples: list[Any], options: list[str], says: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    samples: list[Any],
+    options: list[str],
+    says: str,
 ) -> None:
+    if "12 values" in says:
+        monkeypatch.setattr(eval_file, "MAX_VALUES", 12)
     file = write_log(tmp_path / "a.eval", *samples)
     assert run_program(["import", str(file), "-o", str(tmp_path / "a.fbrec"), *options]) == 2
     error = capsys.readouterr().err
