@@ -47,7 +47,7 @@ class Assembler:
     def __init__(self, run: str, split: Split) -> None:
         self._subjects = Subjects(run)
         self._split = split
-        self._names: set[str] = set()
+        self._names: dict[str, int] = {}
         self.sequence = 0
         self._time_ns = 1
 
@@ -94,11 +94,10 @@ class Assembler:
     def _choose_name(self, episode: ImportedEpisode) -> str:
         """The name that it asks for as one of a subject, with a number behind it if an episode before has that."""
         name = base = make_name(episode.name)[:100]
-        number = 1
         while name in self._names:
-            number += 1
-            name = f"{base}-{number}"
-        self._names.add(name)
+            self._names[base] += 1
+            name = f"{base}-{self._names[base]}"
+        self._names[name] = 1
         return name
 
 

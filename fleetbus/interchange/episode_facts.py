@@ -68,9 +68,11 @@ def _convert(value: object, kind: type[T], place: str) -> T | None:
 
 def read_number(value: object) -> float | None:
     """A finite number, None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return float(value) if isinstance(value, bool) else None
-    return float(value)
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def read_text(value: object, most: int = 200) -> str:

@@ -54,12 +54,17 @@ class WrittenTokens(msgspec.Struct, kw_only=True):
     tools: tuple[ToolSpec, ...] = ()
 
 
-def read_sample(data: dict[str, Any], place: str, *, score: str = "") -> ImportedEpisode:
+_decode = msgspec.json.Decoder(Sample).decode
+
+
+def read_sample(data: bytes, place: str, *, score: str = "") -> ImportedEpisode:
     """The episode of a sample, graded by the scorer ``score``, or by its first. Raises `UserError` for what is none."""
     try:
-        sample = msgspec.convert(data, Sample)
-    except (msgspec.ValidationError, RecursionError) as error:
+        sample = _decode(data)
+    except msgspec.ValidationError as error:
         raise UserError(f"{place} is no sample of Inspect: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{place} is no JSON: {error}") from error
     if len(sample.messages) > MAX_MESSAGES:
         raise UserError(f"{place} has more than {MAX_MESSAGES} messages")
     request, result = read_messages(sample.metadata, place)

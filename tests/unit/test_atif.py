@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from fleetbus.interchange.assembly import Assembler
+from fleetbus.interchange.imported import ImportedEpisode
 from fleetbus_workers.api.reader import open_run
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.learner.rejection_sampling import select_rewarded
@@ -168,6 +170,14 @@ def test_learn_takes_what_has_ids_and_says_why_it_leaves_out_the_rest(tmp_path: 
     assert sequence.ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert sequence.loss_mask.tolist() == [False, False, False, True, True, False, True]
     assert found.left_out == {"it has no token ids: they were redacted, or imported without": 1}
+
+
+def test_many_episodes_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    assembler = Assembler("imported", "train")
+    made = [
+        assembler._choose_name(ImportedEpisode(place="", name=name, turns=[])) for name in ("a", "a", "a-2", *["a"] * 50_000)
+    ]
+    assert made[:4] == ["a", "a-2", "a-2-2", "a-3"] and len(set(made)) == len(made)
 
 
 def test_a_trial_of_harbor_brings_its_task_and_its_reward(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fleetbus.interchange import eval_file
 from fleetbus_workers.api.reader import open_run
 from fleetbus_workers.cli.program import run_program
 from tests.support.interchange_run import list_answers, write_run
@@ -121,6 +122,7 @@ def test_another_tools_log_is_read_as_text_with_a_score(tmp_path: Path, score: s
     [
         ({"scores": None}, "verifier_unknown", None),
         ({"scores": {"a": {"value": [1, 2]}}}, "verifier_unknown", None),
+        ({"scores": {"a": {"value": 10**400}}}, "verifier_unknown", None),
         ({"scores": {"a": {"value": True}}}, "completed", 1.0),
         ({"error": {"message": "broke"}}, "env_failed", None),
         ({"limit": {"type": "token", "limit": 5}}, "truncated", 1.0),
@@ -139,6 +141,7 @@ def test_outcomes_are_those_of_the_sample(tmp_path: Path, changes: dict[str, Any
         ([b"{"], [], "is no JSON"),
         ([b"[]"], [], "is no sample"),
         ([{"id": 1, "messages": [{"role": "dog"}]}], [], "is no sample of Inspect"),
+        ([{"id": "X", "store": [[]] * 9}], [], "has more than 12 values"),
         ([SAMPLE], ["--score", "other"], "has no score other: its scores are length, match"),
         ([], [], "there is no episode in it"),
         ([{"id": 1, "messages": [{"role": "assistant", "metadata": {"fleetbus": {"turn": 0, "origin": 5}}}]}], [], "turn 0"),
@@ -146,8 +149,15 @@ def test_outcomes_are_those_of_the_sample(tmp_path: Path, changes: dict[str, Any
     ],
 )
 def test_what_is_no_log_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], samples: list[Any], options: list[str], says: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    samples: list[Any],
+    options: list[str],
+    says: str,
 ) -> None:
+    if "12 values" in says:
+        monkeypatch.setattr(eval_file, "MAX_VALUES", 12)
     file = write_log(tmp_path / "a.eval", *samples)
     assert run_program(["import", str(file), "-o", str(tmp_path / "a.fbrec"), *options]) == 2
     error = capsys.readouterr().err
@@ -164,7 +174,9 @@ def test_damaged_and_foreign_archives_are_refused(tmp_path: Path, capsys: pytest
     for place in [at for at in range(len(zstandard) - 4) if zstandard[at : at + 4] == b"PK\x01\x02"]:
         zstandard[place + 10] = 93
     (tmp_path / "zstandard.eval").write_bytes(zstandard)
-    for name in ("torn", "flipped", "other", "zstandard", "missing"):
+    packed = write_log(tmp_path / "packed.eval", SAMPLE, method=zipfile.ZIP_LZMA).read_bytes()
+    (tmp_path / "lzma.eval").write_bytes(packed[:160] + bytes(each ^ 255 for each in packed[160:200]) + packed[200:])
+    for name in ("torn", "flipped", "other", "zstandard", "lzma", "missing"):
         assert run_program(["import", str(tmp_path / f"{name}.eval"), "-o", str(tmp_path / "a.fbrec")]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1, error
