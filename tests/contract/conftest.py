@@ -22,6 +22,7 @@ from fleetbus.bus.streams import ConsumerPlan, RunPlan, StreamPlan, lane_stream,
 from fleetbus_schemas import Subjects
 from tests.support.killable_server import KillableServer, killable_server
 from tests.support.relay import Relay
+from tests.support.uv_loop import UvLoop
 
 LEASE_SECONDS = 1.0
 """``ack_wait`` of the consumer ``short``; ``long`` has a minute."""
@@ -181,7 +182,7 @@ def anyio_backend(bus_kind: str) -> tuple[str, dict[str, Any]]:
     """The anyio backend of this kind of bus; trio runs under virtual time."""
     if bus_kind == "memory on trio":
         return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
-    return "asyncio", {"use_uvloop": bus_kind in NATS_KINDS}
+    return "asyncio", {"loop_factory": UvLoop} if bus_kind in NATS_KINDS else {}
 
 
 @pytest.fixture

@@ -73,7 +73,8 @@ def leaves_nothing() -> Any:
     before = set(psutil.Process().children(recursive=True))
     threads = set(threading.enumerate())
     yield
-    assert set(psutil.Process().children(recursive=True)) <= before
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert psutil.wait_procs(left, timeout=10)[1] == []
     assert [thread.name for thread in set(threading.enumerate()) - threads if thread.name.startswith("fleetbus run")] == []
 
 

@@ -203,6 +203,7 @@ def draw_damaged_checkpoints(seed: int) -> Scenario:
     )
 
 
+@pytest.mark.timeout(300)
 def test_a_floor_that_is_raised_over_a_lineage_that_the_recorder_has_not_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seed 16 once had a recorder that computed a floor, and expected one that it read later."""
     assert [run_seed(seed, scenario=draw_damaged_checkpoints(seed)).violations for seed in (16, 22)] == [(), ()]
