@@ -217,3 +217,16 @@ def test_only_the_wanted_sessions_have_traces_and_a_share_is_kept_by_trace() -> 
 
 def test_what_was_said_in_a_session_is_in_no_trace() -> None:
     assert b"a secret" not in msgspec.json.encode(otlp_request(build_one_session().spans, "r"))
+
+
+def test_a_session_is_a_conversation_whose_texts_are_there_by_choice() -> None:
+    silent, telling = build_one_session(), Journal(LogTraces("r", content=True))
+    for entry in silent.entries:
+        telling.spans += telling.traces.add(entry)
+    said = [{name: span.attributes[name] for name in span.attributes if name.startswith("gen_ai.")} for span in telling.spans]
+    agent = {"gen_ai.conversation.id": "s", "gen_ai.agent.name": "count"}
+    called = {"gen_ai.tool.name": "search", "gen_ai.tool.call.arguments": "{}", "gen_ai.tool.call.result": "a secret"}
+    step = {"gen_ai.operation.name": "execute_tool", **agent, **called}
+    session = {"gen_ai.operation.name": "invoke_agent", **agent, "gen_ai.provider.name": "fleetbus"}
+    assert said == [{}, {}, step, step, {}, {}, session]
+    assert not [span for span in silent.spans if "a secret" in map(str, span.attributes.values())]
