@@ -136,6 +136,8 @@ class UsageFold:
         for episode in self._open:
             by_use[OPEN].add(_sum(self._acted.get(episode, {}).values(), episodes=1))
         by_use[REPEATED].add(self._repeated)
+        for episode in self._acted.keys() - self._open.keys():  # sampled after the result, or of a request that is trimmed
+            by_use[REPEATED if episode in self._results else OPEN].add(_sum(self._acted[episode].values()))
         ordered = sorted(by_use.items(), key=lambda each: (each[0] != TRAINED, -each[1].sampled))
         return Usage(
             steps=len(steps),
