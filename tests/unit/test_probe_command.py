@@ -229,6 +229,7 @@ def expect_silence(capsys: pytest.CaptureFixture[str], *arguments: str) -> None:
         (["run", "--tasks", "{tasks}"], "two sources"),
         (["--tasks", "{tasks}", "--verifier", "{file}:asks"], "give --environment SPEC"),
         (["--recipe", "none"], "no recipe 'none'"),
+        (["--tasks", "{tasks}", "--verifier", "{file}:exact", "--seconds", "nan"], "nan is not a finite number"),
     ],
 )
 def test_bad_input_is_one_line(
