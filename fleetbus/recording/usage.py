@@ -27,6 +27,9 @@ from fleetbus_schemas.tokens import count_tokens
 STOPPED_SECONDS = 3600.0
 """A worker that the log says nothing of for longer is taken to have been stopped meanwhile."""
 
+MOST_SECONDS = 1e9
+"""Longer times than this, of 31 years, are no times."""
+
 TRAINED, EVALUATION, OPEN, REPEATED = "trained", "evaluation", "not settled", "attempts that were superseded"
 
 
@@ -183,4 +186,4 @@ def _sum(parts: Iterable[Used], episodes: int = 0) -> Used:
 
 
 def _finite(value: float) -> float:
-    return value if math.isfinite(value) and value > 0 else 0.0
+    return value if 0 < value <= MOST_SECONDS else 0.0
