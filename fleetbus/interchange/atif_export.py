@@ -6,7 +6,6 @@ import needs to give the same episode back.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,14 +14,13 @@ import msgspec
 from fleetbus.core.episode.segments import SegmentError
 from fleetbus.interchange.atif_format import VERSION, Agent, FinalMetrics, Metrics, ToolCall, Trajectory
 from fleetbus.interchange.atif_steps import StepList
-from fleetbus.interchange.episode_facts import build_episode_facts, find_episode_id, find_versions
+from fleetbus.interchange.episode_facts import build_episode_facts, find_episode_id, find_logprobs, find_versions, has_ids
 from fleetbus.interchange.segment_contents import SegmentContent, fold_contents
 from fleetbus.interchange.times import format_time
 from fleetbus.recording.episodes import Transcript, TranscriptTurn
-from fleetbus.recording.redaction import is_wiped
 from fleetbus_schemas import NEW_ROOT, Action, ToolSpec
 from fleetbus_schemas import ToolCall as Call
-from fleetbus_schemas.tokens import count_tokens, unpack_ids, unpack_logprobs
+from fleetbus_schemas.tokens import count_tokens, unpack_ids
 
 NOTES = (
     "Written by fleetbus. total_steps counts the steps of this trajectory alone. Embedded trajectories are segments: token "
@@ -62,7 +60,7 @@ class _Builder:
         self._steps: dict[int, StepList] = {}
         self._episode = find_episode_id(transcript)
         actions = [turn.action for turn in answered if turn.action is not None]
-        self._wiped = any(is_wiped(action.sampled) or is_wiped(action.prompt_delta) for action in actions)
+        self._has_ids = all(map(has_ids, actions))
 
     def build_root(self, contents: Sequence[SegmentContent], run: str) -> Trajectory:
         """The first segment, with what is known of the episode; references to further segments come with those."""
@@ -142,7 +140,7 @@ class _Builder:
         if copied:
             step.extra = {"turn": turn.turn}
             return
-        step.metrics = build_metrics(turn.action, self._prompts[number], wiped=self._wiped)
+        step.metrics = build_metrics(turn.action, self._prompts[number], with_ids=self._has_ids)
         step.extra = build_step_facts(turn)
 
     def _add_last_observation(self, steps: StepList) -> None:
@@ -190,15 +188,14 @@ def build_tool(tool: ToolSpec) -> dict[str, Any]:
     }
 
 
-def build_metrics(action: Action, prompt: bytes, *, wiped: bool) -> Metrics:
-    """Counts, and the ids and log-probabilities themselves, unless ids of the episode were taken out with a secret."""
+def build_metrics(action: Action, prompt: bytes, *, with_ids: bool) -> Metrics:
+    """Counts, and the ids and log-probabilities themselves, unless ids of the episode were taken out with a secret or are no
+    whole ones."""
     metrics = Metrics(prompt_tokens=count_tokens(prompt), completion_tokens=count_tokens(action.sampled))
     metrics.extra = {"policy_versions": find_versions(action)}
-    if not wiped:
+    if with_ids:
         metrics.prompt_token_ids, metrics.completion_token_ids = unpack_ids(prompt), unpack_ids(action.sampled)
-        logprobs = unpack_logprobs(action.logprobs)
-        whole = len(logprobs) == len(metrics.completion_token_ids) and all(map(math.isfinite, logprobs))
-        metrics.logprobs = logprobs if whole else None
+        metrics.logprobs = find_logprobs(action)
     return metrics
 
 

@@ -9,13 +9,17 @@ import msgspec
 
 from fleetbus.errors import UserError
 from fleetbus.recording.episodes import Transcript
+from fleetbus.recording.redaction import is_wiped
 from fleetbus_schemas import Action, EpisodeFinished, EpisodeRequested
+from fleetbus_schemas.tokens import TOKEN_BYTES, count_tokens, take_tokens, unpack_logprobs
 
 KEY = "fleetbus"
 """The key of what only fleetbus reads: ``request`` and ``result``, as messages have them."""
 
 IN_THE_TURNS = ("actions", "loss_mask", "segments", "transcript")
 """Fields of a result that its turns say."""
+
+NUMBERS = ("reward_components", "timings")
 
 T = TypeVar("T")
 
@@ -30,6 +34,17 @@ def find_episode_id(transcript: Transcript) -> str:
 def find_versions(action: Action) -> list[list[int]]:
     """Of an answer each version of the policy with the first token that it sampled and the one after the last."""
     return [[span.version, span.start, span.stop] for span in action.versions]
+
+
+def has_ids(action: Action) -> bool:
+    """True if all token ids of an answer are whole, and none was replaced by a redaction."""
+    return not any(len(ids) % TOKEN_BYTES or is_wiped(ids) for ids in (action.prompt_delta, action.sampled))
+
+
+def find_logprobs(action: Action) -> list[float] | None:
+    """The log-probabilities of what was sampled; None unless there is a finite one of each token."""
+    found = unpack_logprobs(take_tokens(action.logprobs, len(action.logprobs)))
+    return found if len(found) == count_tokens(action.sampled) and all(map(math.isfinite, found)) else None
 
 
 def build_episode_facts(transcript: Transcript, run: str) -> dict[str, Any]:
@@ -48,6 +63,9 @@ def build_episode_facts(transcript: Transcript, run: str) -> dict[str, Any]:
     messages: dict[str, Any] = {"request": msgspec.to_builtins(request), "result": msgspec.to_builtins(result)}
     for field in IN_THE_TURNS if result is not None else ():
         messages["result"].pop(field, None)
+    for field in NUMBERS if result is not None else ():  # JSON has no others
+        known: dict[str, float] = messages["result"].get(field, {})
+        messages["result"][field] = {name: value for name, value in known.items() if math.isfinite(value)}
     return {**facts, KEY: messages}
 
 

@@ -127,8 +127,8 @@ class EvalWriter:
 
     def _build_results(self) -> dict[str, Any]:
         count, total = len(self._rewards), len(self._summaries)
-        mean = math.fsum(self._rewards) / count if count else 0.0
-        squares = math.fsum((reward - mean) ** 2 for reward in self._rewards)
+        mean = sum(self._rewards) / count if count else 0.0
+        squares = sum((reward - mean) * (reward - mean) for reward in self._rewards)
         error = math.sqrt(squares / (count - 1) / count) if count > 1 else 0.0
         metrics = {name: {"name": name, "value": value, "params": {}} for name, value in (("mean", mean), ("stderr", error))}
         score = {

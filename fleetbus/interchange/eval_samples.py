@@ -8,12 +8,11 @@ import msgspec
 
 from fleetbus.core.text.tool_calls import final_answer, is_done
 from fleetbus.interchange.atif_export import build_calls
-from fleetbus.interchange.episode_facts import KEY, build_episode_facts, find_episode_id, find_versions
+from fleetbus.interchange.episode_facts import KEY, build_episode_facts, find_episode_id, find_logprobs, find_versions, has_ids
 from fleetbus.interchange.times import format_time
 from fleetbus.recording.episodes import Transcript, TranscriptTurn
-from fleetbus.recording.redaction import is_wiped
 from fleetbus_schemas import GRADED, Action, ChatMessage, EpisodeFinished, Image, Text
-from fleetbus_schemas.tokens import count_tokens, unpack_ids, unpack_logprobs
+from fleetbus_schemas.tokens import count_tokens, unpack_ids
 
 THIN_CHARACTERS = 1000
 """Most characters of a text in a summary."""
@@ -129,10 +128,10 @@ def _build_message(message: ChatMessage, place: int, segment: int) -> dict[str, 
 def _build_answer(turn: TranscriptTurn, action: Action, place: int, model: str) -> dict[str, Any]:
     own: dict[str, Any] = {"turn": turn.turn, "attempt": turn.attempt, "policy_versions": find_versions(action)}
     own |= {"finish_reason": action.finish_reason, "worker": action.worker}
-    if not is_wiped(action.prompt_delta) and not is_wiped(action.sampled):
+    if has_ids(action):
         own["prompt_delta_token_ids"] = unpack_ids(action.prompt_delta)
         own["completion_token_ids"] = unpack_ids(action.sampled)
-        own["logprobs"] = unpack_logprobs(action.logprobs)
+        own["logprobs"] = find_logprobs(action)
     if turn.tools:
         own["tools"] = [msgspec.to_builtins(tool) for tool in turn.tools]
     if action.segment:

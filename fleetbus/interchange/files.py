@@ -27,6 +27,7 @@ def iterate_episodes(path: Path, *, score: str = "") -> Iterator[ImportedEpisode
     if path.is_dir():
         files = sorted(file for file in path.rglob("*.json") if file.name == "trajectory.json" or file.parent == path)
         files += sorted(path.glob("*.jsonl"))
+        files = [file for file in files if file.is_file()]  # a pipe would be waited for
         if not files:
             raise UserError(f"{path} has no trajectories: it should hold FILE.json, or Harbor's trials")
         for file in files:

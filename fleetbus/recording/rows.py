@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import msgspec
@@ -117,7 +118,8 @@ def build_token_row(transcript: Transcript, trained: TrainedTokens | None = None
         shown, sampled = count_tokens(action.prompt_delta), count_tokens(action.sampled)
         ids += [*unpack_ids(take_tokens(action.prompt_delta, shown)), *unpack_ids(take_tokens(action.sampled, sampled))]
         mask += [False] * shown + [True] * sampled
-        logprobs += [0.0] * shown + unpack_logprobs(take_tokens(action.logprobs, sampled))
+        known = unpack_logprobs(take_tokens(action.logprobs, sampled))
+        logprobs += [*[0.0] * shown, *known, *[math.nan] * (sampled - len(known))]  # any message may have too few
         versions += [NO_VERSION] * (shown + sampled)
         for span in action.versions:
             start, stop = max(span.start, 0), min(span.stop, sampled)  # of any message

@@ -86,7 +86,7 @@ def read_record(file: Path, digest: bytes) -> StepTokens | None:
     """The record in a file, or None if there is none or it is not the one with this digest."""
     try:
         contents = file.read_bytes()
-    except OSError:
+    except (OSError, ValueError):  # a lineage of the log may have any name
         return None
     if digest_record(contents) != digest or not contents.startswith(MAGIC):
         return None

@@ -27,6 +27,9 @@ from fleetbus_schemas.tokens import count_tokens
 STOPPED_SECONDS = 3600.0
 """A worker that the log says nothing of for longer is taken to have been stopped meanwhile."""
 
+MOST_SECONDS = 1e9
+"""Longer times than this, of 31 years, are no times."""
+
 TRAINED, EVALUATION, OPEN, REPEATED = "trained", "evaluation", "not settled", "attempts that were superseded"
 
 
@@ -136,6 +139,8 @@ class UsageFold:
         for episode in self._open:
             by_use[OPEN].add(_sum(self._acted.get(episode, {}).values(), episodes=1))
         by_use[REPEATED].add(self._repeated)
+        for episode in self._acted.keys() - self._open.keys():  # sampled after the result, or of a request that is trimmed
+            by_use[REPEATED if episode in self._results else OPEN].add(_sum(self._acted[episode].values()))
         ordered = sorted(by_use.items(), key=lambda each: (each[0] != TRAINED, -each[1].sampled))
         return Usage(
             steps=len(steps),
@@ -181,4 +186,4 @@ def _sum(parts: Iterable[Used], episodes: int = 0) -> Used:
 
 
 def _finite(value: float) -> float:
-    return value if math.isfinite(value) and value > 0 else 0.0
+    return value if 0 < value <= MOST_SECONDS else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 
 from fleetbus.interchange.assembly import Assembler
 from fleetbus.interchange.imported import ImportedEpisode
+from fleetbus_schemas.tokens import pack_logprobs
 from fleetbus_workers.api.reader import open_run
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.learner.rejection_sampling import select_rewarded
 from tests.support.atif_rules import check_trajectory, list_exported_answers
-from tests.support.interchange_run import list_answers, write_run
+from tests.support.interchange_run import ExchangeRun, list_answers, write_run
 
 FOREIGN: dict[str, Any] = {
     "schema_version": "ATIF-v1.4",
@@ -170,6 +172,33 @@ def test_learn_takes_what_has_ids_and_says_why_it_leaves_out_the_rest(tmp_path: 
     assert sequence.ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert sequence.loss_mask.tolist() == [False, False, False, True, True, False, True]
     assert found.left_out == {"it has no token ids: they were redacted, or imported without": 1}
+
+
+@pytest.mark.parametrize("file_format", ["atif", "eval"])
+@pytest.mark.parametrize(
+    ("odd", "says"),
+    [
+        ({"logprobs": b"abc"}, "without log-probabilities"),
+        ({"logprobs": pack_logprobs([math.nan] * 3)}, "without log-probabilities"),
+        ({"prompt_delta": b"12345"}, "without token ids"),
+    ],
+)
+def test_what_any_worker_may_write_into_a_log_can_be_written_and_read_back(
+    tmp_path: Path, odd: dict[str, Any], says: str, file_format: str
+) -> None:
+    run = ExchangeRun()
+    run.play("odd", [odd], timings={"step": math.nan}, reward_components={"judge": math.inf, "verifier": 1.0})
+    write_run(tmp_path / "odd.fbrec", run)
+    (row,) = open_run(tmp_path / "odd.fbrec").tokens()
+    assert len(row.logprobs) == len(row.ids)
+    exported, imported = tmp_path / ("odd.eval" if file_format == "eval" else "odd.jsonl"), tmp_path / "imported.fbrec"
+    assert run_program(["episodes", str(tmp_path / "odd.fbrec"), "--format", file_format, "--output", str(exported)]) == 0
+
+    assert run_program(["import", str(exported), "-o", str(imported)]) == 0
+
+    (transcript,) = open_run(imported).transcripts()
+    assert transcript.result is not None and says in transcript.result.note
+    assert (transcript.result.timings, transcript.result.reward_components) == ({}, {"verifier": 1.0})
 
 
 def test_many_episodes_of_one_name_are_told_apart(tmp_path: Path) -> None:

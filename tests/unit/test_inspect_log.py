@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from fleetbus.interchange import eval_file
 from fleetbus_workers.api.reader import open_run
 from fleetbus_workers.cli.program import run_program
-from tests.support.interchange_run import list_answers, write_run
+from tests.support.interchange_run import ExchangeRun, list_answers, write_run
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -163,6 +164,32 @@ def test_what_is_no_log_is_refused_in_one_line(
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and says in error
     assert not (tmp_path / "a.fbrec").exists()
+
+
+def test_a_failed_import_leaves_what_was_there(tmp_path: Path) -> None:
+    whole = write_log(tmp_path / "a.eval", SAMPLE).read_bytes()
+    assert run_program(["import", str(tmp_path / "a.eval"), "-o", str(tmp_path / "a.eval"), "--force", "--score", "other"]) == 2
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("a.eval", whole)]
+
+    assert run_program(["import", str(tmp_path / "a.eval"), "-o", str(tmp_path / "a.eval"), "--force"]) == 0
+
+    assert len(list(tmp_path.iterdir())) == len(list(open_run(tmp_path / "a.eval").transcripts())) == 1
+
+
+def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "a.json")
+    assert run_program(["import", str(tmp_path), "-o", str(tmp_path / "a.fbrec")]) == 2
+    assert "has no trajectories" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("reward", [1e200, 1.7e308, -1.7e308])
+def test_rewards_of_any_size_have_a_mean(tmp_path: Path, reward: float) -> None:
+    run = ExchangeRun()
+    for name in ("a", "b", "c"):
+        run.play(name, [{}], reward=reward, timings={"step": 1.7e308, "verify": 1.7e308})
+    recording = write_run(tmp_path / "run.fbrec", run)
+    assert run_program(["episodes", str(recording), "--format", "eval", "--output", str(tmp_path / "run.eval")]) == 0
+    assert run_program(["diagnose", str(recording)]) == run_program(["usage", str(recording)]) == 0
 
 
 def test_damaged_and_foreign_archives_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

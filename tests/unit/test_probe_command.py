@@ -15,6 +15,8 @@ from fleetbus.recording.writer import create_recording
 from fleetbus_schemas import ChatMessage, EpisodeRequested, Task, encode
 from fleetbus_schemas.message import decode
 from fleetbus_workers.cli.program import run_program
+from fleetbus_workers.probe.graders import VerifierGrader
+from fleetbus_workers.probe.probing import HOPELESS
 from fleetbus_workers.up.recipes import find_recipe, write_tasks
 from tests.support.log_builder import SUBJECTS, LogBuilder, start_log
 
@@ -44,6 +46,9 @@ def hangs(final_answer, task):
         pass
     print("said " * 100)
     return exact(final_answer, task)
+
+def sleeps(final_answer, task):
+    __import__("time").sleep(60)
 
 def asks(env):
     return env.query("SELECT 1")
@@ -127,6 +132,22 @@ def test_a_verifier_that_hangs_is_ended_and_what_it_prints_is_not_shown(
     assert "no verdict within 0.5 s" in found["crash", "not a number"]["example"]["reason"]
 
 
+def test_a_verifier_that_always_hangs_is_given_up(
+    verifier: Path, tasks: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    grade = VerifierGrader.grade
+
+    async def count(*arguments: Any, **options: Any) -> Any:
+        asked.append(arguments)
+        return await grade(*arguments, **options)
+
+    monkeypatch.setattr(VerifierGrader, "grade", count)
+    arguments = ("--tasks", str(tasks), "--verifier", f"{verifier}:sleeps", "--seconds", "0.1", "--concurrency", "8")
+    assert run_program(["probe", *arguments]) == 2
+    assert "no verdict within 0.1 s" in capsys.readouterr().err and len(asked) <= 2 * HOPELESS + 2 * 8
+
+
 def record(file: Path, answers: dict[str, list[tuple[str, float]]]) -> Path:
     """A recording of one-turn episodes: by task what was said and the reward then."""
     log: LogBuilder = start_log()
@@ -208,6 +229,7 @@ def expect_silence(capsys: pytest.CaptureFixture[str], *arguments: str) -> None:
         (["run", "--tasks", "{tasks}"], "two sources"),
         (["--tasks", "{tasks}", "--verifier", "{file}:asks"], "give --environment SPEC"),
         (["--recipe", "none"], "no recipe 'none'"),
+        (["--tasks", "{tasks}", "--verifier", "{file}:exact", "--seconds", "nan"], "nan is not a finite number"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -92,6 +92,22 @@ def test_a_record_that_cannot_be_written_ends_no_training(tmp_path: Path) -> Non
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("lineage", ["\0", "../" * 40, "x" * 300, "*"])
+def test_a_lineage_of_any_name_has_no_record_and_hurts_nobody(tmp_path: Path, lineage: str) -> None:
+    log = LogBuilder()
+    log.lineage(lineage)
+    log.step(1, ["a"], lineage=lineage, token_record=bytes(16))
+
+    assert index_of(log, tmp_path).find("a") is None
+
+
+def test_a_file_of_another_s_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "l1-s\u00b2.fbtokens").touch()
+
+    assert TokenRecords(tmp_path, keep=1).write("l1", 9, [tokens_of("a", [1])], version=4)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_an_episode_has_the_record_of_the_lineage_that_counts(tmp_path: Path) -> None:
     records = TokenRecords(tmp_path, keep=9)
     log = LogBuilder()

@@ -53,6 +53,21 @@ def test_every_sampled_token_is_counted_under_one_use() -> None:
     assert usage.steps == 1
 
 
+def test_what_is_sampled_after_the_result_is_counted_too() -> None:
+    log = LogBuilder()
+    log.lineage()
+    log.play("a", turns=1)
+    log.act("a", 1)
+    log.act("its request is trimmed", 0)
+
+    usage = fold(log)
+
+    assert {use: (each.episodes, each.calls) for use, each in usage.by_use.items()} == {
+        "not settled": (1, 2),
+        "attempts that were superseded": (0, 1),
+    }
+
+
 def test_a_step_that_was_cut_off_trained_nothing() -> None:
     log = LogBuilder()
     log.lineage("l1")

@@ -134,6 +134,9 @@ class RunFacts(msgspec.Struct, kw_only=True, dict=True):
 
 
 def mean_of(values: Iterable[float]) -> float:
-    """Their mean; NaN of none."""
+    """Their mean; NaN of none, and of those that have no finite sum."""
     known = list(values)
-    return math.fsum(known) / len(known) if known else math.nan
+    try:
+        return math.fsum(known) / len(known) if known else math.nan
+    except (OverflowError, ValueError):
+        return math.nan

@@ -131,7 +131,7 @@ class DiagnosisFold:
         facts = EpisodeFacts(
             episode_id=result.episode_id, group_id=result.group_id, task=result.task_key, worker=result.worker,
             outcome=result.outcome, reward=result.reward, is_success=result.reward is not None and is_success(result, SUCCESS),
-            turns=result.turns, tokens=result.tokens, seconds=math.fsum(result.timings.values()),
+            turns=result.turns, tokens=result.tokens, seconds=sum(result.timings.values()),
         )  # fmt: skip
         for reference in result.actions:
             if (each := said.get(reference.sequence)) is not None:

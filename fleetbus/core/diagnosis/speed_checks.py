@@ -21,7 +21,7 @@ PARTS = {"seconds_wait": "waiting for episodes", "seconds_read": "reading them",
 
 def check_speed(run: RunFacts, looking: Looking) -> None:
     """The time of a step against that at the start of the run."""
-    times = {step.step: math.fsum(step.metrics.get(part, math.nan) for part in PARTS) for step in run.steps[1:]}
+    times = {step.step: sum(step.metrics.get(part, math.nan) for part in PARTS) for step in run.steps[1:]}
     first = [step for step, value in times.items() if math.isfinite(value)][:BASELINE_STEPS]
     base = mean_of(times[step] for step in first)
     ratios = {step: value / base if base > 0 else math.nan for step, value in times.items()}

@@ -40,7 +40,7 @@ class TokenRecords:
     def _remove_before(self, step: int) -> None:
         for file in self._folder.glob(f"*-s*{SUFFIX}"):
             number = file.name.removesuffix(SUFFIX).rpartition("-s")[2]
-            if number.isdigit() and int(number) < step:
+            if number.isdecimal() and int(number) < step:
                 file.unlink(missing_ok=True)
 
 

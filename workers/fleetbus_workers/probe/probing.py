@@ -27,6 +27,10 @@ CALIBRATING = 6
 ENOUGH_FAILURES = 3
 """Cases without a verdict after which one thing to say is not tried on others: each may have taken all of its time limit."""
 
+HOPELESS = 16
+"""Gradings without any verdict after which no further slot is tried, and after twice as many nothing else: a grader that hangs
+takes all of its time limit each time."""
+
 OTHERS = 2
 """Right answers of other tasks that are tried on a task."""
 
@@ -49,6 +53,7 @@ class Prober:
         self._places = places
         self._success = success
         self._failures: Counter[str] = Counter()
+        self._unjudged, self._has_verdict = 0, False
         self.gradings = 0
 
     async def run(self, cases: Sequence[Case]) -> ProbeReport:
@@ -78,7 +83,9 @@ class Prober:
 
         async def try_slot(place: int, case: Case) -> None:
             async with room:
-                reward, _ = await self._ask(case, slots[place].fill(case.answer or ""), after_work=True)
+                hopeless = self._is_hopeless(HOPELESS)
+                text = slots[place].fill(case.answer or "")
+                reward = None if hopeless else (await self._ask(case, text, after_work=True))[0]
             earned[place].append(reward or 0.0)
 
         room = anyio.CapacityLimiter(self._places)
@@ -121,11 +128,11 @@ class Prober:
 
     async def _grade(self, job: _Job) -> None:
         name = job.variant.name
-        if self._failures[name] >= ENOUGH_FAILURES:
+        if self._failures[name] >= ENOUGH_FAILURES or self._is_hopeless(2 * HOPELESS):
             return
         if job.is_idle:
             self.gradings += 1
-            reward, reason = await self._grader.grade_idle(job.case, name)
+            reward, reason = self._note_verdict(await self._grader.grade_idle(job.case, name))
         else:
             reward, reason = await self._ask(
                 job.case, job.variant.text, after_work=job.variant.sort != "lazy" or job.is_sampled
@@ -136,7 +143,15 @@ class Prober:
 
     async def _ask(self, case: Case, text: str | None, *, after_work: bool) -> Verdict:
         self.gradings += 1
-        return await self._grader.grade(case, text, after_work=after_work)
+        return self._note_verdict(await self._grader.grade(case, text, after_work=after_work))
+
+    def _note_verdict(self, verdict: Verdict) -> Verdict:
+        self._has_verdict |= verdict[0] is not None
+        self._unjudged += verdict[0] is None
+        return verdict
+
+    def _is_hopeless(self, tries: int) -> bool:
+        return not self._has_verdict and self._unjudged >= tries
 
 
 def _pick_others(cases: Sequence[Case], place: int) -> list[str]:

@@ -13,7 +13,7 @@ import msgspec
 from fleetbus.concurrency.blocked_loop import watch_blocked_loop
 from fleetbus.errors import UserError
 from fleetbus_workers.cli.look.run_options import archive_option, reach_options, source_argument
-from fleetbus_workers.cli.options import load_settings
+from fleetbus_workers.cli.options import NumberRange, load_settings
 from fleetbus_workers.cli.output import build_table, json_option, print_json, print_table
 from fleetbus_workers.cli.setup.check import end_if_blocked
 from fleetbus_workers.command.event_loop import run_async
@@ -52,7 +52,7 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
 @click.option("--recipe", metavar="NAME", help="Environment and tasks of a recipe")
 @click.option("--cases", "count", type=click.IntRange(1, 10_000), default=24, show_default=True, help="Maximum number of tasks")
 @click.option("--repeat", type=click.IntRange(2, 20), default=2, show_default=True, help="Times that each answer is graded")
-@click.option("--seconds", type=click.FloatRange(0.1), default=10.0, show_default=True, help="Time limit of one verdict")
+@click.option("--seconds", type=NumberRange(0.1), default=10.0, show_default=True, help="Time limit of one verdict")
 @click.option("--concurrency", type=click.IntRange(1, 256), default=8, show_default=True, help="Verdicts at a time")
 @json_option("the report")
 @archive_option()
