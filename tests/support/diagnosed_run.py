@@ -25,11 +25,13 @@ from fleetbus_schemas import (
     Outcome,
     SamplingSettings,
     StepTrained,
+    Subjects,
     Task,
     VersionSpan,
 )
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs
 
+SUBJECTS = Subjects("run")
 GROUPS, SIZE, TASKS = 8, 8, 32
 WORKERS, REPLICAS = ("environment-0", "environment-1", "environment-2"), ("inference-0", "inference-1", "inference-2")
 WORDS = "one two red blue far near tall old new cold warm door wall tree lake hill road stone bread song".split()
@@ -176,3 +178,16 @@ class DiagnosedRun:
             metrics=metrics,
             differences=tuple(each.difference * math.exp(chance.gauss(0, 0.3)) for each in trained.values()),
         )
+
+
+def find_subject(message: Message) -> str:
+    match message:
+        case LineageStarted() | StepTrained():
+            return SUBJECTS.train("default")
+        case EpisodeRequested():
+            return SUBJECTS.task("default", message.episode_id)
+        case Observation():
+            return SUBJECTS.observation("default", "any", message.episode_id)
+        case Action():
+            return SUBJECTS.action("e0", message.episode_id)
+    return SUBJECTS.episode(message.episode_id)  # type: ignore[attr-defined]

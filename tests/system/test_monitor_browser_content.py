@@ -121,3 +121,11 @@ async def test_a_turn_that_another_worker_continued_from_is_told_between_the_tur
             "attempt 3: environment-3 continues after the last turn (taken over)",
         ]
         assert errors == []
+
+
+async def test_the_first_view_has_the_diagnosis(tmp_path: Path) -> None:
+    async with opened(8, "light", str(tmp_path)) as (page, address, errors, bus):
+        await page.goto(address)
+        shown = await page.wait_for_selector("section[aria-label=Diagnosis]")
+        assert "steps 1 to 8" in await shown.inner_text()
+        assert errors == []

@@ -11,24 +11,9 @@ import pytest
 from fleetbus.bus.base import StreamEntry
 from fleetbus.recording.format import RecordingHeader
 from fleetbus.recording.writer import create_recording
-from fleetbus_schemas import Action, EpisodeRequested, LineageStarted, Message, Observation, StepTrained, Subjects, encode
+from fleetbus_schemas import encode
 from fleetbus_workers.cli.program import run_program
-from tests.support.diagnosed_run import DiagnosedRun
-
-SUBJECTS = Subjects("run")
-
-
-def find_subject(message: Message) -> str:
-    match message:
-        case LineageStarted() | StepTrained():
-            return SUBJECTS.train("default")
-        case EpisodeRequested():
-            return SUBJECTS.task("default", message.episode_id)
-        case Observation():
-            return SUBJECTS.observation("default", "any", message.episode_id)
-        case Action():
-            return SUBJECTS.action("e0", message.episode_id)
-    return SUBJECTS.episode(message.episode_id)  # type: ignore[attr-defined]
+from tests.support.diagnosed_run import DiagnosedRun, find_subject
 
 
 def write(file: Path, run: DiagnosedRun) -> Path:

@@ -21,7 +21,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fleetbus.errors import UserError
+from fleetbus.errors import BusError, UserError
 from fleetbus.recording.episodes import build_episode_subjects
 from fleetbus.recording.text_index import Found
 from fleetbus_schemas import Subjects
@@ -31,6 +31,7 @@ from fleetbus_workers.observe.metrics.run_view import RunView
 from fleetbus_workers.observe.metrics.table import METRICS
 from fleetbus_workers.observe.monitor.access_key import AccessKey
 from fleetbus_workers.observe.monitor.actions import Actions
+from fleetbus_workers.observe.monitor.diagnosed_run import DiagnosedRun
 from fleetbus_workers.observe.monitor.episode_table import build_csv, choose_rows, describe_neighbours
 from fleetbus_workers.observe.monitor.episode_view import describe_episode
 from fleetbus_workers.observe.monitor.images import ObservedImages
@@ -79,6 +80,7 @@ class Site:
         search: TextSearch,
         images: ObservedImages,
         trainer: TrainerTokens,
+        diagnosed: DiagnosedRun,
         *,
         guard: GuardSettings,
         admission: float,
@@ -96,6 +98,7 @@ class Site:
         self._words = words
         self._search = search
         self._trainer = trainer
+        self._diagnosed = diagnosed
         self._admission = admission
         self._success_threshold = success_threshold
         self._overview: tuple[float, bytes] = (-1.0, b"")
@@ -109,6 +112,7 @@ class Site:
                 Route("/api/events", self.events),
                 Route("/api/overview", self.overview),
                 Route("/api/curves", self.curves),
+                Route("/api/diagnosis", self.diagnosis),
                 Route("/api/episodes", self.episodes),
                 Route("/api/episodes/{episode}", self.episode),
                 Route("/api/images/{object}", images.image),
@@ -264,6 +268,15 @@ class Site:
         query = request.query_params
         rows = build_success_table(self._watch.state.episodes.rows.values(), query, threshold=self._success_threshold)
         return _build_page(rows, query)
+
+    async def diagnosis(self, request: Request) -> Response:
+        """The findings of `fleetbus diagnose`, as of some seconds ago."""
+        if await self._is_closed():
+            return PlainTextResponse(NOT_SERVED, 503)
+        try:
+            return _build_json_response(msgspec.json.encode(await self._diagnosed.get()))
+        except BusError as error:
+            return PlainTextResponse(str(error), 503)
 
     # One episode
 

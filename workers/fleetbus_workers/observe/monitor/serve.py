@@ -16,6 +16,7 @@ from fleetbus_workers.assembly.model import find_model_folder
 from fleetbus_workers.observe.monitor.access_key import PARAMETER
 from fleetbus_workers.observe.monitor.actions import Actions, OpenBus
 from fleetbus_workers.observe.monitor.app import Site
+from fleetbus_workers.observe.monitor.diagnosed_run import DiagnosedRun
 from fleetbus_workers.observe.monitor.images import ObservedImages
 from fleetbus_workers.observe.monitor.text_search import TextSearch
 from fleetbus_workers.observe.monitor.token_decoder import load_token_decoder
@@ -72,6 +73,7 @@ async def serve(
         search,
         ObservedImages(get_object_store(bus, subjects.run)),
         TrainerTokens(bus, subjects, folder.tokens),
+        DiagnosedRun(bus, subjects, configuration.run.policy),
         guard=guard,
         admission=configuration.nats.admission,
         success_threshold=configuration.evaluation.success_threshold,

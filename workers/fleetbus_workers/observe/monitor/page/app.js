@@ -9,7 +9,8 @@ import { runs } from "./runs.js";
 import { tasks } from "./tasks.js";
 
 const main = document.getElementById("main"), live = document.getElementById("live");
-const seen = { overview: null, points: [], evaluations: [] };
+const seen = { overview: null, points: [], evaluations: [], diagnosed: null, asked: -Infinity };
+const DIAGNOSIS_MS = 60000;
 let drawing = 0;
 
 const route = () => { const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?"); const [view, ...rest] = path.split("/"); return { view: view || "overview", rest: rest.join("/"), query: new URLSearchParams(query) }; };
@@ -30,7 +31,7 @@ async function content({ view, rest, query }) {
     case "runs": return runs(seen.overview?.run ?? "this run", seen.points, go);
     case "episode": return episode(decodeURIComponent(rest));
     case "compare": return compare(...rest.split("/").map(decodeURIComponent));
-    default: return seen.overview ? overview(seen.overview, seen.points, seen.evaluations) : [el("p", { class: "empty" }, "waiting for the run")];
+    default: return seen.overview ? overview(seen.overview, seen.points, seen.evaluations, seen.diagnosed) : [el("p", { class: "empty" }, "waiting for the run")];
   }
 }
 
@@ -83,6 +84,16 @@ const reading = ({ log }) => {
   return log.is_behind && log.followed < 0.9 * log.last_sequence ? `reading the log: ${percent(log.followed / log.last_sequence)}` : "";
 };
 
+/** Ask for the diagnosis now and then, while somebody looks at the first view. */
+async function diagnose() {
+  if (document.hidden || performance.now() - seen.asked < DIAGNOSIS_MS) return;
+  seen.asked = performance.now();
+  const answer = await fetch("/api/diagnosis").catch(() => null);
+  if (!answer?.ok) return;
+  seen.diagnosed = await answer.json();
+  if (route().view === "overview" && !pressing()) draw();
+}
+
 function listen() {
   const source = new EventSource("/api/events");
   const say = (text, state) => { if (live.textContent !== text) live.textContent = text; live.dataset.state = state; };
@@ -94,7 +105,7 @@ function listen() {
     const more = reading(seen.overview);
     if (ending) say(more ? `over; ${more}` : "over", "over");
     else say(log.problem || (more && log.counted_from > 1 ? `live; ${more}` : more || "live"), log.problem ? "lost" : "live");
-    if (route().view === "overview" && !pressing()) draw();
+    if (route().view === "overview" && !pressing()) { draw(); diagnose(); }
   });
   source.addEventListener("curves", (event) => {
     const { start, points, evaluations } = JSON.parse(event.data);

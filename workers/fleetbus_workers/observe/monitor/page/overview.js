@@ -6,14 +6,26 @@ import { bytes, el, number, percent, quantity, seconds, section, table } from ".
 const MOST_WORKERS = 200;
 const STATES = { working: "good", draining: "warn", starting: "dim", silent: "bad", stopped: "dim", failed: "bad" };
 
-export function overview(shown, points, evaluations) {
+export function overview(shown, points, evaluations, diagnosed) {
   const { metrics, numbers, workers, log, server, stalls, notes, ending } = shown;
   const acts = shown.actions && !ending;
-  return [over(ending), stuck(stalls), worthKnowing(notes), failures(numbers.failures), el("div", { class: "grid" }, section("Reward and success", rewardChart(points, evaluations)), cards(metrics, numbers, stalls, acts && !numbers.finished ? pauseButton(shown.paused) : null)), workerTable(workers, metrics, ending, acts), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, metrics, numbers, ending)), ending && log.problem ? null : natsServer(server)].filter(Boolean);
+  return [over(ending), stuck(stalls), worthKnowing(notes), failures(numbers.failures), el("div", { class: "grid" }, section("Reward and success", rewardChart(points, evaluations)), cards(metrics, numbers, stalls, acts && !numbers.finished ? pauseButton(shown.paused) : null)), diagnosis(diagnosed), workerTable(workers, metrics, ending, acts), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, metrics, numbers, ending)), ending && log.problem ? null : natsServer(server)].filter(Boolean);
 }
 
 /** For a run that has ended: when and how it ended, and how to resume it. */
 const over = (ending) => ending ? el("section", { "aria-label": "Over" }, el("p", { class: "alarm", role: "status" }, ending.line)) : null;
+
+/** What `fleetbus diagnose` finds: since which step, how large it is, and what to do. */
+function diagnosis(diagnosed) {
+  if (!diagnosed) return null;
+  const { diagnosis: found, problem } = diagnosed;
+  if (!found) return section("Diagnosis", el("p", { class: "dim" }, problem));
+  const named = found.findings.map((each) => el("div", { class: "failure" },
+    el("p", { class: "bad" }, `${each.kind.replaceAll("_", " ")} since step ${each.step}${each.time_ns ? ` (${new Date(each.time_ns / 1e6).toLocaleTimeString()})` : ""}: ${each.meaning}`),
+    el("p", {}, `${number(each.size.value, 4)} (${number(each.size.low, 4)} to ${number(each.size.high, 4)}) ${each.unit}; ${each.evidence}`),
+    el("p", { class: "dim" }, each.advice)));
+  return section("Diagnosis", ...(named.length ? named : [el("p", {}, found.last_step ? `nothing is wrong that this can tell, steps ${found.first_step} to ${found.last_step}` : "no step was trained yet")]));
+}
 
 /** Why the run is stalled, in the watchdog's words; nothing while it progresses. */
 const stuck = (stalls) => stalls.length ? el("section", { "aria-label": "Stuck" }, stalls.map((stall) => el("p", { class: "bad alarm", role: "alert" }, stall.line))) : null;

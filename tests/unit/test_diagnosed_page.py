@@ -1,0 +1,69 @@
+"""The page's diagnosis: that of the command, brought up to date from where it ended, and not more often than it may cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fleetbus.bus.base import Bus
+from fleetbus.bus.memory import MemoryServer
+from fleetbus.bus.streams import plan_run
+from fleetbus_schemas import Message, encode
+from fleetbus_workers.observe.monitor import diagnosed_run
+from fleetbus_workers.observe.monitor.diagnosed_run import DiagnosedRun as PageDiagnosis
+from tests.support.diagnosed_run import SUBJECTS, DiagnosedRun, find_subject
+
+
+def lose_tokens(step: int, metrics: dict[str, float]) -> None:
+    if step >= 6:
+        metrics["logprob_difference_mean"] = 0.004 * (step - 5)
+
+
+async def tell(bus: Bus, messages: Iterator[Message], count: int = 10**9) -> None:
+    for _, message in zip(range(count), messages, strict=False):
+        await bus.publish(find_subject(message), encode(message))
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosed_run, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(diagnosed_run, "TIMES_ITS_COST", 0.0)
+
+
+async def test_it_follows_the_log_and_says_what_the_command_says() -> None:
+    async with MemoryServer().connect("run", worker="w") as bus:
+        await bus.declare(plan_run("run", lanes=1))
+        messages = DiagnosedRun(1, steps=14, plant_metrics=lose_tokens).messages()
+        page = PageDiagnosis(bus, SUBJECTS, "default")
+        await tell(bus, messages, 1 + 3 * (4 * 64 + 1))
+        first = (await page.get()).diagnosis
+        await tell(bus, messages)
+        last = (await page.get()).diagnosis
+
+    expected = DiagnosedRun(1, steps=14, plant_metrics=lose_tokens).diagnose()
+    assert first is not None and last is not None
+    assert (first.last_step, first.findings) == (3, ())
+    assert [(each.kind, each.step) for each in last.findings] == [(each.kind, each.step) for each in expected.findings]
+    assert last.measures == expected.measures
+
+
+async def test_it_is_not_computed_again_before_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosed_run, "SECONDS_BETWEEN", 1000.0)
+    async with MemoryServer().connect("run", worker="w") as bus:
+        await bus.declare(plan_run("run", lanes=1))
+        messages = DiagnosedRun(1, steps=3).messages()
+        page = PageDiagnosis(bus, SUBJECTS, "default")
+        await tell(bus, messages, 1 + 2 * (4 * 64 + 1))
+        before = await page.get()
+        await tell(bus, messages)
+        assert (await page.get()).diagnosis is before.diagnosis and before.diagnosis is not None
+
+
+async def test_a_log_that_is_too_long_is_left_to_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosed_run, "MAX_ENTRIES", 10)
+    async with MemoryServer().connect("run", worker="w") as bus:
+        await bus.declare(plan_run("run", lanes=1))
+        await tell(bus, DiagnosedRun(1, steps=1).messages())
+        found = await PageDiagnosis(bus, SUBJECTS, "default").get()
+    assert found.diagnosis is None and found.problem == "the log is too long for the page: fleetbus diagnose run"
