@@ -31,7 +31,7 @@ from fleetbus_workers.observe.metrics.run_view import RunView
 from fleetbus_workers.observe.metrics.table import METRICS
 from fleetbus_workers.observe.monitor.access_key import AccessKey
 from fleetbus_workers.observe.monitor.actions import Actions
-from fleetbus_workers.observe.monitor.diagnosed_run import DiagnosedRun
+from fleetbus_workers.observe.monitor.diagnosed_run import Diagnosed, DiagnosedRun
 from fleetbus_workers.observe.monitor.episode_table import build_csv, choose_rows, describe_neighbours
 from fleetbus_workers.observe.monitor.episode_view import describe_episode
 from fleetbus_workers.observe.monitor.images import ObservedImages
@@ -271,12 +271,11 @@ class Site:
 
     async def diagnosis(self, request: Request) -> Response:
         """The findings of `fleetbus diagnose`, as of some seconds ago."""
-        if await self._is_closed():
-            return PlainTextResponse(NOT_SERVED, 503)
         try:
-            return _build_json_response(msgspec.json.encode(await self._diagnosed.get()))
+            found = Diagnosed(problem=NOT_SERVED) if await self._is_closed() else await self._diagnosed.get()
         except BusError as error:
-            return PlainTextResponse(str(error), 503)
+            found = Diagnosed(problem=str(error))
+        return _build_json_response(msgspec.json.encode(found))
 
     # One episode
 
