@@ -143,4 +143,5 @@ class EvalWriter:
 
 def build_name(key: str) -> str:
     """The name of a sample: a task's key, without what no name of a file can have."""
-    return "".join(letter if letter.isprintable() and letter not in "\\" else "_" for letter in key[:MAX_NAME])
+    name = "".join(letter if letter.isprintable() and letter not in "\\" else "_" for letter in key[:MAX_NAME])
+    return "/".join(part if part.strip(".") else "_" for part in name.split("/"))  # none leads out of a folder

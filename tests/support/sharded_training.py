@@ -45,20 +45,23 @@ def _sequence(draw: np.random.Generator, index: int) -> TrainingSequence:
 
 
 def train(trainer: TorchTrainer | LeaderTrainer, out: Path) -> None:
-    """Train and write ``metrics.json``, ``weights``, and a checkpoint, unless one is there."""
+    """Train and write ``metrics.json``, ``tokens.json``, ``weights``, and a checkpoint, unless one is there."""
     resume = out / "resume"
     first = 0
     if resume.is_dir():
         trainer.restore(resume)
         first = CHECKPOINT_AFTER
-    metrics = []
+    metrics, tokens = [], []
     for number, batch in enumerate(batches()[first:], start=first):
         metrics.append(trainer.train(batch, version=0, progress=number / STEPS))
+        traced = [(each.logprobs, each.gradients, each.clipped) for each in trainer.traced_tokens]
+        tokens.append([np.stack(each).astype(float).tolist() for each in traced])
         if number + 1 == CHECKPOINT_AFTER:
             store(trainer, out / "checkpoint")
     trainer.save_weights(out / "weights")
     trainer.save_model(out / "model")
     (out / "metrics.json").write_text(json.dumps(metrics))
+    (out / "tokens.json").write_text(json.dumps(tokens))
 
 
 def main(folder: Path, out: Path) -> None:

@@ -83,6 +83,15 @@ def assert_close(first: Path, second: Path) -> None:
         torch.testing.assert_close(ours[name], tensor, atol=2e-5, rtol=1e-4)
 
 
+def assert_same_tokens(first: Path, second: Path) -> None:
+    """Log-probability, gradient and clip of each token of each sequence, step by step."""
+    ours, theirs = json.loads(first.read_text()), json.loads(second.read_text())
+    assert [len(step) for step in ours] == [len(step) for step in theirs] and all(ours)
+    for step, expected in zip(ours, theirs, strict=True):
+        for found, known in zip(step, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(known), atol=2e-5, rtol=1e-4)
+
+
 CHOICES = {
     "plain": trainer_settings(micro_batch_size=2),
     "packed, recomputed, corrected, several updates": trainer_settings(
@@ -102,6 +111,7 @@ def test_two_processes_measure_and_make_what_one_does(folder: Path, tmp_path: Pa
 
     assert_same(found, expected)
     assert_close(tmp_path / "two/weights", tmp_path / "one/weights")
+    assert_same_tokens(tmp_path / "two/tokens.json", tmp_path / "one/tokens.json")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "two/model").state_dict()
     for tensor_name, tensor in load_file(tmp_path / "two/weights").items():
         assert torch.equal(loaded[tensor_name], tensor)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
+from fleetbus.core.diagnosis.diagnose import diagnose
 from fleetbus.core.diagnosis.findings import KINDS, Diagnosis
+from fleetbus.core.diagnosis.fold import DiagnosisFold
+from fleetbus.log.stored_entries import decode_stored
 from fleetbus_schemas import ChatMessage
+from fleetbus_schemas.tokens import pack_logprobs
 from tests.support.diagnosed_run import DiagnosedRun, MetricsPlant, Plant, Played
+from tests.support.log_builder import LogBuilder, read_entries
 
 BEGIN = 11
 """The step at which faults are planted, unless they are there from the start."""
@@ -360,3 +366,23 @@ def test_every_kind_has_a_section_on_its_page() -> None:
 
     page = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text(encoding="utf-8")
     assert [kind for kind in KINDS if f"`{kind}`" not in page] == []
+
+
+@pytest.mark.parametrize("odd", [1e308, -1e308, math.inf, math.nan])
+def test_numbers_of_any_size_end_no_diagnosis(odd: float) -> None:
+    log, fold = LogBuilder(), DiagnosisFold()
+    log.lineage()
+    for step in range(1, 9):
+        names = [f"{step}-{place}" for place in range(10)]
+        for place, name in enumerate(names):
+            log.request(name)
+            action = log.act(name, 0, logprobs=pack_logprobs([-1.0] * (place % 4)))
+            log.finish(name, [action], reward=odd if place % 3 else 1.0, timings={"a": odd, "b": -odd})
+        log.step(
+            step, names, metrics={"seconds_wait": odd, "seconds_read": -odd, "seconds_train": 1.0}, differences=(odd,) * 10
+        )
+
+    for entry in read_entries(log):
+        fold.apply(decode_stored(entry), entry.sequence)
+
+    assert diagnose(fold.build()).episodes == 80

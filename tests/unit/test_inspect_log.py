@@ -166,6 +166,17 @@ def test_what_is_no_log_is_refused_in_one_line(
     assert not (tmp_path / "a.fbrec").exists()
 
 
+@pytest.mark.parametrize("key", ["../../up", "/root", "a/../../b", "..", "a\\..\\b", "\x1b[31m/."])
+def test_no_name_of_a_sample_leads_out_of_its_folder(tmp_path: Path, key: str) -> None:
+    run = ExchangeRun()
+    run.play("a", [{}], task_key=key)
+    recording = write_run(tmp_path / "run.fbrec", run)
+    assert run_program(["episodes", str(recording), "--format", "eval", "--output", str(tmp_path / "run.eval")]) == 0
+
+    (name,) = (each for each in read_members(tmp_path / "run.eval") if each.startswith("samples/"))
+    assert name.isprintable() and not {"", ".", ".."} & set(name.split("/")) and "\\" not in name
+
+
 def test_a_failed_import_leaves_what_was_there(tmp_path: Path) -> None:
     whole = write_log(tmp_path / "a.eval", SAMPLE).read_bytes()
     assert run_program(["import", str(tmp_path / "a.eval"), "-o", str(tmp_path / "a.eval"), "--force", "--score", "other"]) == 2

@@ -32,6 +32,10 @@ MAX_PROMPTS = 4096
 """Different first prompts that are held against each other."""
 
 
+LARGEST = 1e50
+"""Larger numbers than this are taken to be none: a worker may write any, and their squares have no sum."""
+
+
 class _Said(msgspec.Struct):
     """One Action until its episode ends."""
 
@@ -89,16 +93,17 @@ class DiagnosisFold:
     def _build_step(self, step: StepTrained) -> StepFacts:
         trained = [self._episodes[each] for each in step.episodes if each in self._episodes]
         for each in trained:
-            each.reason, each.trained_reward = "", step.rewards.get(each.episode_id)
+            each.reason, each.trained_reward = "", _bound(step.rewards.get(each.episode_id))
         excluded = [self._episodes[each.episode_id] for each in step.excluded if each.episode_id in self._episodes]
         reasons = {each.episode_id: each.reason for each in step.excluded}
         for each in excluded:
             each.reason = reasons[each.episode_id]
         measured = zip(step.episodes, step.differences, strict=False)
-        differences = {episode: size for episode, size in measured if size >= 0}
+        differences = {episode: size for episode, size in measured if 0 <= size <= LARGEST}
         phrases = self._phrases_of[step.lineage, step.step]
+        metrics = {name: value if abs(value) <= LARGEST else math.nan for name, value in step.metrics.items()}
         return StepFacts(
-            step=step.step, time_ns=self._times[step.lineage, step.step], metrics=step.metrics, trained=trained,
+            step=step.step, time_ns=self._times[step.lineage, step.step], metrics=metrics, trained=trained,
             excluded=excluded, differences=differences, phrases=phrases,
         )  # fmt: skip
 
@@ -130,8 +135,9 @@ class DiagnosisFold:
             return
         facts = EpisodeFacts(
             episode_id=result.episode_id, group_id=result.group_id, task=result.task_key, worker=result.worker,
-            outcome=result.outcome, reward=result.reward, is_success=result.reward is not None and is_success(result, SUCCESS),
-            turns=result.turns, tokens=result.tokens, seconds=sum(result.timings.values()),
+            outcome=result.outcome, reward=_bound(result.reward),
+            is_success=result.reward is not None and is_success(result, SUCCESS),
+            turns=result.turns, tokens=result.tokens, seconds=_bound(sum(result.timings.values())) or 0.0,
         )  # fmt: skip
         for reference in result.actions:
             if (each := said.get(reference.sequence)) is not None:
@@ -142,6 +148,10 @@ class DiagnosisFold:
             if not each.sampled:  # a failed Action is named by no result
                 facts.replicas.setdefault(each.worker, 0)
         self._episodes[result.episode_id] = facts
+
+
+def _bound(value: float | None) -> float | None:
+    return value if value is not None and abs(value) <= LARGEST else None
 
 
 def hash_prompt(observation: Observation) -> bytes:
