@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fleetbus.bus.memory_bus import MemoryBus
-from fleetbus_schemas import Action, AttemptStarted, ChatMessage, LineageStarted, Observation, StepTrained, encode
+from fleetbus_schemas import Action, AttemptStarted, ChatMessage, Observation, StepTrained, encode
 from fleetbus_schemas.chat import Image, Text, ToolCall
 from fleetbus_schemas.tokens import pack_ids
 from fleetbus_workers.learner.base import SequenceTokens
@@ -124,9 +124,8 @@ async def test_a_turn_that_another_worker_continued_from_is_told_between_the_tur
 
 
 async def test_the_first_view_has_the_diagnosis(tmp_path: Path) -> None:
-    async with opened(8, "light", str(tmp_path)) as (page, address, errors, bus):
-        await bus.publish(SUBJECTS.train("default"), encode(LineageStarted(lineage="a", worker="learner-0")))
+    async with opened(64, "light", str(tmp_path)) as (page, address, errors, _):
         await page.goto(address)
         shown = await page.wait_for_selector("section[aria-label=Diagnosis]")
-        assert "steps 1 to 8" in await shown.inner_text()
+        assert "steps 1 to 4" in await shown.inner_text()
         assert errors == []
