@@ -201,6 +201,19 @@ def test_what_any_worker_may_write_into_a_log_can_be_written_and_read_back(
     assert (transcript.result.timings, transcript.result.reward_components) == ({}, {"verifier": 1.0})
 
 
+def test_no_name_of_an_episode_leads_out_of_the_folder(tmp_path: Path) -> None:
+    """A subject of NATS may have slashes, and a recording is a stranger's."""
+    run, name = ExchangeRun(), f"{tmp_path}/up"
+    run.play(name, [{}])
+    recording = write_run(tmp_path / "run.fbrec", run)
+
+    assert run_program(["episodes", str(recording), "--format", "atif", "--output", str(tmp_path / "out")]) == 0
+
+    (file,) = (tmp_path / "out").iterdir()
+    assert file.is_file() and not list(tmp_path.glob("up*"))
+    assert json.loads(file.read_bytes())["trajectory_id"] == name
+
+
 def test_many_episodes_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assembler = Assembler("imported", "train")
     made = [

@@ -101,11 +101,12 @@ def test_a_lineage_of_any_name_has_no_record_and_hurts_nobody(tmp_path: Path, li
     assert index_of(log, tmp_path).find("a") is None
 
 
-def test_a_file_of_another_s_is_left_alone(tmp_path: Path) -> None:
+def test_what_cannot_be_removed_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "l1-s\u00b2.fbtokens").touch()
+    (tmp_path / "l1-s2.fbtokens").mkdir()
 
     assert TokenRecords(tmp_path, keep=1).write("l1", 9, [tokens_of("a", [1])], version=4)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_an_episode_has_the_record_of_the_lineage_that_counts(tmp_path: Path) -> None:

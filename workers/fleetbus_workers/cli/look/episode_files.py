@@ -61,6 +61,7 @@ def write_episodes(
 async def _write_atif(
     source: str, configuration: Configuration, archive: Path | None, chosen: Collection[str], output: Path
 ) -> tuple[int, Counter[str], str]:
+    from fleetbus.interchange.assembly import make_name
     from fleetbus.interchange.atif_export import Unwritable, build_trajectory, encode_trajectory
     from fleetbus.package_version import read_fleetbus_version
 
@@ -82,7 +83,7 @@ async def _write_atif(
                     if file is not None:
                         file.write(line)
                     else:
-                        replace_file(output / f"{trajectory.trajectory_id}.json", line)
+                        replace_file(output / f"{make_name(trajectory.trajectory_id or '')}.json", line)
                     written += 1
             torn = opened.torn
         if file is not None and part is not None:
