@@ -64,7 +64,9 @@ class Paid:
     async def step(self, action):
         self.said = action.text
         return Step(terminated=True)
-    async def verify(self): return Verdict(reward=1.0 if "Begin" in self.said or self.said == "a" else 0.0)
+    async def verify(self):
+        print("graded")
+        return Verdict(reward=1.0 if "Begin" in self.said or self.said == "a" else 0.0)
     async def state(self): return {}
     async def close(self): pass
 

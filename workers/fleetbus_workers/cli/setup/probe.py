@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,8 @@ def command(
     )  # fmt: skip
     _check(asked)
     configure_logs(msgspec.structs.replace(configuration.log, level="error"), role="probe")
-    report = run_async(_probe, asked, configuration)
+    with redirect_stdout(sys.stderr):  # an environment may print
+        report = run_async(_probe, asked, configuration)
     print_json(msgspec.to_builtins(report)) if as_json else _print(report)
     return CRASHED if report.findings else FINISHED
 
