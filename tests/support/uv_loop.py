@@ -1,6 +1,6 @@
 """uvloop without one error of its own: a connection that breaks before its TLS handshake began fails a callback there.
 
-`uvloop.loop.SSLProtocol.connection_made` writes to the transport that is closed by then. Who connects is told, as of any
+Its ``SSLProtocol.connection_made`` writes to the transport that is closed by then. Who connects is told, as of any
 connection that breaks; the callback's exception is reported beside it, and a test would fail by it.
 """
 

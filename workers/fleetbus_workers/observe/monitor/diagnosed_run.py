@@ -29,7 +29,7 @@ MAX_ENTRIES = 2_000_000
 
 
 class Diagnosed(msgspec.Struct, frozen=True, kw_only=True):
-    """What the page shows; ``problem``: why there is no ``diagnosis``."""
+    """The answer to the page; ``problem``: why there is no ``diagnosis``."""
 
     diagnosis: Diagnosis | None = None
     problem: str = ""
