@@ -49,7 +49,7 @@ async def publish_episode(secured: SecuredServer) -> str:
         return await put_content(environment.objects(weights_bucket(TRUST)), b"\x89PNG\r\n\x1a\n" + bytes(40))
 
 
-async def test_a_monitors_key_searches_what_was_said_and_is_refused_images_alone(
+async def test_a_monitors_key_searches_what_was_said_and_diagnoses_and_is_refused_images_alone(
     secured: SecuredServer, tmp_path: Path
 ) -> None:
     image = await publish_episode(secured)
@@ -69,6 +69,8 @@ async def test_a_monitors_key_searches_what_was_said_and_is_refused_images_alone
         assert shown["turns"][0]["action"]["text"] == "no such file" and shown["turns"][0]["action"]["trainer"] is None
         refused = await page.get("/api/episodes", params={"said": "--"})
         assert refused.status_code == 400 and "nothing to search for" in refused.text
+        diagnosed = (await page.get("/api/diagnosis")).json()
+        assert diagnosed["problem"] == "" and diagnosed["diagnosis"]["unmeasured"] == ["everything: no step was trained yet"]
         headers = (await page.get("/")).headers
         assert headers["x-content-type-options"] == "nosniff" and "img-src 'self' data:;" in headers["content-security-policy"]
     assert (tmp_path / TRUST / "text.sqlite").is_file()
