@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from pathlib import Path
 
+import anyio
 import httpx
 import pytest
 
@@ -62,7 +63,10 @@ async def test_a_monitors_key_searches_what_was_said_and_diagnoses_and_is_refuse
     ):
         for _ in range(2):
             assert (await page.get(f"/api/images/{image}")).status_code == 403
-        found = (await page.get("/api/episodes", params={"said": "SUCH file"})).json()
+        found = {"rows": []}
+        with anyio.fail_after(30):
+            while not found["rows"]:  # until the page has read the log
+                found = (await page.get("/api/episodes", params={"said": "SUCH file"})).json()
         assert found["rows"][0]["found"]["parts"] == ["no ", "such", " ", "file", ""] and found["indexed"] == 1.0
         assert (await page.get("/api/episodes", params={"said": "gone"})).json()["total"] == 0
         shown = (await page.get("/api/episodes/e1")).json()
