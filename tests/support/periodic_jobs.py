@@ -50,6 +50,7 @@ RETRIES = frozenset(
         "fleetbus_workers.inference.history_cache:_rebuild",
         "fleetbus_workers.inference.openai.pool:watch",  # asks engines over HTTP, and no bus
         "fleetbus_workers.judge.client:_ask_in_time",
+        "fleetbus_workers.observe.monitor.text_search:follow",
     }
 )
 

@@ -46,6 +46,7 @@ class Guess:
                 os._exit(3)
             if row["then"] == "garble":
                 await asyncio.to_thread(write_reply, b"no reply\n")
+                await asyncio.sleep(3600)  # what it asked next could come first
             if row["then"] == "flood":
                 await asyncio.to_thread(write_reply, b"x" * (1 << 26))
             if row["then"] == "hang":
