@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from fleetbus.errors import UserError
-from fleetbus.recording.redaction import Redactor
 from fleetbus_workers.observe.sinks.base import SinkTarget, group_names
 
 T = TypeVar("T")
@@ -113,6 +112,8 @@ class MlflowSink:
         try:
             return function()
         except (self._error, OSError) as error:
+            from fleetbus.recording.redaction import Redactor
+
             reason = Redactor().clean_text(" ".join(str(error).split()))[:MAX_REASON_CHARACTERS]
             raise UserError(f"MLflow does not take metrics: {reason} (MLFLOW_TRACKING_URI names its server)") from error
 

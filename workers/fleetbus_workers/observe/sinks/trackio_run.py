@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from fleetbus.errors import UserError
-from fleetbus.recording.redaction import Redactor
 from fleetbus_workers.observe.sinks.base import SinkTarget, group_names
 
 TIME = "unix_time"
@@ -75,4 +74,6 @@ class TrackioSink:
 
 
 def _describe(error: Exception) -> UserError:
+    from fleetbus.recording.redaction import Redactor
+
     return UserError(f"Trackio does not take metrics: {Redactor().clean_text(' '.join(str(error).split()))}")
