@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
+import anyio
 import pytest
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus_schemas import Message, encode
@@ -67,3 +68,27 @@ async def test_a_log_that_is_too_long_is_left_to_the_command(monkeypatch: pytest
         await tell(bus, DiagnosedRun(1, steps=1).messages())
         found = await PageDiagnosis(bus, SUBJECTS, "default").get()
     assert found.diagnosis is None and found.problem == "the log is too long for the page: fleetbus diagnose run"
+
+
+async def test_a_log_that_is_not_read_in_time_is_answered_with_how_far_it_was_read_and_read_on_from_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(diagnosed_run, "READ_SECONDS", 0.3)
+    async with MemoryServer().connect("run", worker="w") as bus:
+        await bus.declare(plan_run("run", lanes=1))
+        await tell(bus, DiagnosedRun(1, steps=2).messages())
+        last, scan = (await bus.log_state()).last_sequence, bus.scan
+
+        async def scan_and_hang(subjects: list[str], *, start: int = 1) -> AsyncIterator[StreamEntry]:
+            async for entry in scan(subjects, start=start):
+                yield entry
+                if start < last // 2 <= entry.sequence:
+                    await anyio.sleep_forever()
+
+        monkeypatch.setattr(bus, "scan", scan_and_hang)
+        page = PageDiagnosis(bus, SUBJECTS, "default")
+        with anyio.fail_after(30):
+            first, second = await page.get(), await page.get()
+
+    assert first.diagnosis is None and first.problem == "reading the log: 50%"
+    assert second.diagnosis is not None and second.diagnosis.last_step == 2

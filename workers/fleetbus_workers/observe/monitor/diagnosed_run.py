@@ -1,6 +1,7 @@
 """The diagnosis of the run that the page shows: brought up to date when somebody asks, and not more often than it may cost.
 
-Entries are folded in a thread, from where the fold ends; a log that went back in time is folded anew.
+Entries are folded in a thread, from where the fold ends; a log that went back in time is folded anew. Of a long log no request
+waits for all: each folds for some seconds, and says how far it came.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from fleetbus_schemas import Subjects
 SECONDS_BETWEEN = 30.0
 TIMES_ITS_COST = 10.0
 """The next one begins no sooner than so many times the seconds that the last one took."""
+
+READ_SECONDS = 10.0
+"""A request folds so long."""
 
 BATCH_ENTRIES = 500
 MAX_ENTRIES = 2_000_000
@@ -59,7 +63,10 @@ class DiagnosedRun:
                 return Diagnosed(problem=f"the log is too long for the page: fleetbus diagnose {self._subjects.run}")
             if state.last_sequence < self._last:
                 self._fold, self._last = DiagnosisFold(), 0
-            await self._follow()
+            with anyio.move_on_after(READ_SECONDS) as reading:
+                await self._follow()
+            if reading.cancelled_caught:
+                return Diagnosed(problem=f"reading the log: {self._last / max(state.last_sequence, 1):.0%}")
             self._found = await anyio.to_thread.run_sync(lambda: diagnose(self._fold.build()))
             ended = anyio.current_time()
             self._due = ended + max(SECONDS_BETWEEN, TIMES_ITS_COST * (ended - began))
@@ -83,9 +90,9 @@ class DiagnosedRun:
                     await anyio.to_thread.run_sync(partial(self._apply, batch))
                     batch = []
         finally:
+            self._apply(batch)  # fewer than a batch, and all that was read when it was cut off
             if isinstance(entries, AsyncGenerator):
                 await entries.aclose()
-        await anyio.to_thread.run_sync(partial(self._apply, batch))
 
     def _apply(self, batch: list[StreamEntry]) -> None:
         for entry in batch:

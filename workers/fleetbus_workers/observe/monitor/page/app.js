@@ -87,8 +87,9 @@ const reading = ({ log }) => {
 /** Ask for the diagnosis now and then, while somebody looks at the first view. */
 async function diagnose() {
   if (document.hidden || performance.now() - seen.asked < DIAGNOSIS_MS) return;
-  seen.asked = performance.now();
+  seen.asked = Infinity; // one at a time
   const answer = await fetch("/api/diagnosis").catch(() => null);
+  seen.asked = performance.now();
   if (!answer?.ok) return;
   seen.diagnosed = await answer.json();
   if (route().view === "overview" && !pressing()) draw();
