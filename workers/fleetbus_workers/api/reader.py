@@ -20,7 +20,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.core.episode.failure_kinds import FailureKinds
 from fleetbus.errors import UserError
 from fleetbus.recording.episodes import EpisodeIndex, EpisodeRow, Transcript, build_episode_subjects, read_transcript
-from fleetbus.recording.rows import StepFold, StepRow, TokenRow, TranscriptFold, build_token_row, list_transcript_subjects
+from fleetbus.recording.rows import StepFold, StepRow, TokenRow, build_token_row
 from fleetbus.recording.said_text import list_said_subjects
 from fleetbus.recording.text_index import TextIndex
 from fleetbus.recording.text_indexing import open_text_index, update_from_log, update_text_index
@@ -105,6 +105,16 @@ class RunReader:
 
     async def read_transcript(self, episode_id: str) -> Transcript:
         """`transcript` for an event loop."""
+        async with self._open_episode(episode_id) as (_, transcript):
+            return transcript
+
+    async def read_transcript_and_tokens(self, episode_id: str) -> tuple[Transcript, TrainedTokens | None]:
+        """`read_transcript`, and the trainer's part of its tokens: None if it was not trained or no record is kept."""
+        async with self._open_episode(episode_id) as (source, transcript):
+            return transcript, (await self._index_trained(source)).find(episode_id)
+
+    @asynccontextmanager
+    async def _open_episode(self, episode_id: str) -> AsyncIterator[tuple[Source, Transcript]]:
         try:
             check_name("episode", episode_id)
         except InvalidName as error:
@@ -112,14 +122,9 @@ class RunReader:
         async with open_source(self._source, self._configuration, self._archive) as source:
             entries = [entry async for entry in source.entries(build_episode_subjects(source.subjects, episode_id))]
             self.damage = source.torn
-        if not entries:
-            raise UserError(f"there is no episode {episode_id} in {self._source}: `fleetbus episodes` lists them")
-        return read_transcript(entries)
-
-    async def read_trained_tokens(self, episode_id: str) -> TrainedTokens | None:
-        """The trainer's part of an episode's tokens, for an event loop; None if it was not trained or no record is kept."""
-        async with open_source(self._source, self._configuration, self._archive) as source:
-            return (await self._index_trained(source)).find(episode_id)
+            if not entries:
+                raise UserError(f"there is no episode {episode_id} in {self._source}: `fleetbus episodes` lists them")
+            yield source, read_transcript(entries)
 
     @asynccontextmanager
     async def open_text_index(self) -> AsyncIterator[TextIndex]:
@@ -147,9 +152,10 @@ class RunReader:
     async def _stream_tokens(self) -> AsyncIterator[TokenRow]:
         async with open_source(self._source, self._configuration, self._archive) as source:
             index = await self._index_trained(source)
-        async for transcript in self._stream_transcripts():
-            result = transcript.result
-            yield build_token_row(transcript, index.find(result.episode_id) if result is not None else None)
+            async for transcript in source.transcripts():
+                result = transcript.result
+                yield build_token_row(transcript, index.find(result.episode_id) if result is not None else None)
+            self.damage = source.torn
 
     async def _stream_episodes(self) -> AsyncIterator[EpisodeRow]:
         index = EpisodeIndex()
@@ -162,14 +168,10 @@ class RunReader:
             yield row
 
     async def _stream_transcripts(self) -> AsyncIterator[Transcript]:
-        fold = TranscriptFold()
         async with open_source(self._source, self._configuration, self._archive) as source:
-            async for entry in source.entries(list_transcript_subjects(source.subjects)):
-                if (transcript := fold.add(entry)) is not None:
-                    yield transcript
+            async for transcript in source.transcripts():
+                yield transcript
             self.damage = source.torn
-        for transcript in fold.unfinished():
-            yield transcript
 
     async def _stream_metrics(self) -> AsyncIterator[StepRow]:
         fold = StepFold()

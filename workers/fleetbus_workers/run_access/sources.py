@@ -1,20 +1,25 @@
 """``RUN|FILE``: the entries that a reader looks at come from a run's log or from a recording."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.bus.memory_subjects import any_matcher
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration
 from fleetbus.recording.reader import RecordingReader, read_header
-from fleetbus_schemas import Subjects
+from fleetbus_schemas import Message, Subjects
 from fleetbus_workers.observe.run.nats_http import parse_monitoring_address
 from fleetbus_workers.run_access.log_access import is_reachable, open_run
 from fleetbus_workers.run_access.server_address import read_server_address
+
+if TYPE_CHECKING:
+    from fleetbus.recording.episodes import Transcript
 
 
 class Source:
@@ -43,6 +48,30 @@ class Source:
         async for entry in self._all():
             if matches(entry.subject):
                 yield entry
+
+    async def messages(self, kinds: Collection[str], policy: str) -> AsyncGenerator[tuple[Message, StreamEntry]]:
+        """The messages on subjects of these kinds that can be read, learners' of one ``policy`` alone, each with its entry."""
+        from fleetbus.log.stored_entries import read_stored
+
+        train = self.subjects.train(policy)
+        async with aclosing(self.entries()) as entries:
+            async for entry in entries:
+                kind = entry.subject.split(".", 3)[2]
+                is_wanted = kind in kinds and (kind != "train" or entry.subject == train)
+                if is_wanted and (message := read_stored(entry)) is not None:
+                    yield message, entry
+
+    async def transcripts(self) -> AsyncGenerator[Transcript]:
+        """The transcript of each episode, in the order in which they finished; those without a result come last."""
+        from fleetbus.recording.rows import TranscriptFold, list_transcript_subjects
+
+        fold = TranscriptFold()
+        async with aclosing(self.entries(list_transcript_subjects(self.subjects))) as entries:
+            async for entry in entries:
+                if (transcript := fold.add(entry)) is not None:
+                    yield transcript
+        for transcript in fold.unfinished():
+            yield transcript
 
     async def _all(self) -> AsyncIterator[StreamEntry]:
         from fleetbus.log.archive_reader import scan_archive, scan_archive_and_log

@@ -39,19 +39,23 @@ def command(one: str, other: str, limit: int, as_json: bool, **values: Any) -> i
     """
     from fleetbus.core.diagnosis.comparison import compare
 
-    sides = [_read_side(each, values) for each in (one, other)]
-    found = compare(sides[0][1], sides[1][1], names=(sides[0][0], sides[1][0]))
+    asked = [(each, "") if Path(each).is_file() else _split(each) for each in (one, other)]
+    graded = {source: _read_source(source, values) for source in dict.fromkeys(source for source, _ in asked)}
+    (first, before), (second, after) = (_choose(source, evaluation, graded[source]) for source, evaluation in asked)
+    found = compare(before, after, names=(first, second))
     print_json(msgspec.to_builtins(found)) if as_json else _print(found, limit)
     return FINISHED
 
 
-def _read_side(text: str, values: dict[str, Any]) -> tuple[str, list[Graded]]:
+def _read_source(source: str, values: dict[str, Any]) -> list[Graded]:
+    given = {} if is_recording(source) else {"run__name": source}
+    return run_async(_read_graded, source, load_settings({**values, **given}).configuration)
+
+
+def _choose(source: str, wanted: str, graded: list[Graded]) -> tuple[str, list[Graded]]:
     """The name of one side with its evaluation, and the episodes of that."""
     from fleetbus.core.diagnosis.comparison import choose_evaluation, list_evaluations
 
-    source, wanted = (text, "") if Path(text).is_file() else _split(text)
-    given = {} if is_recording(source) else {"run__name": source}
-    graded = run_async(_read_graded, source, load_settings({**values, **given}).configuration)
     names = list_evaluations(graded)
     chosen = wanted or choose_evaluation(names)
     if chosen is None or chosen not in names:

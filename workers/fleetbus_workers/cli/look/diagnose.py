@@ -54,15 +54,11 @@ async def diagnose_source(source: str) -> Diagnosis:
 async def _diagnose(source: str, configuration: Configuration, archive: Path | None) -> tuple[Diagnosis, str]:
     from fleetbus.core.diagnosis.diagnose import diagnose
     from fleetbus.core.diagnosis.fold import DiagnosisFold
-    from fleetbus.log.stored_entries import read_stored
 
-    fold, train = DiagnosisFold(), ""
+    fold = DiagnosisFold()
     async with open_source(source, configuration, archive) as opened:
-        train = opened.subjects.train(configuration.run.policy)
-        async for entry in opened.entries():
-            kind = entry.subject.split(".", 3)[2]
-            if kind in KINDS and (kind != "train" or entry.subject == train) and (message := read_stored(entry)) is not None:
-                fold.apply(message, entry.sequence, entry.time_ns)
+        async for message, entry in opened.messages(KINDS, configuration.run.policy):
+            fold.apply(message, entry.sequence, entry.time_ns)
         torn = opened.torn
     return diagnose(fold.build()), torn
 

@@ -94,8 +94,11 @@ def command(
         names = {row.episode_id for row in rows if _matches(row, **filters)} if episode is None else {episode}
         return write_episodes(source or "", configuration, archive, names, file_format, file)
     if episode is not None:
-        transcript = run_async(reader.read_transcript, episode)
-        trained = run_async(reader.read_trained_tokens, episode) if tokens else None
+        trained = None
+        if tokens:
+            transcript, trained = run_async(reader.read_transcript_and_tokens, episode)
+        else:
+            transcript = run_async(reader.read_transcript, episode)
         _warn(reader.damage)
         if output is not None:
             return _write_example(transcript, output)

@@ -67,16 +67,12 @@ def _read_gpus(given: Sequence[str]) -> Mapping[str, float]:
 
 
 async def _count(source: str, configuration: Configuration, archive: Path | None) -> tuple[Usage, str]:
-    from fleetbus.log.stored_entries import read_stored
     from fleetbus.recording.usage import UsageFold
 
     fold = UsageFold()
     async with open_source(source, configuration, archive) as opened:
-        train = opened.subjects.train(configuration.run.policy)
-        async for entry in opened.entries():
-            kind = entry.subject.split(".", 3)[2]
-            if kind in KINDS and (kind != "train" or entry.subject == train) and (message := read_stored(entry)) is not None:
-                fold.apply(message, entry.sequence, entry.time_ns)
+        async for message, entry in opened.messages(KINDS, configuration.run.policy):
+            fold.apply(message, entry.sequence, entry.time_ns)
         torn = opened.torn
     return fold.build(), torn
 

@@ -24,7 +24,6 @@ from fleetbus_workers.run_access.sources import is_recording, open_source
 if TYPE_CHECKING:
     from fleetbus.config.settings import Configuration
     from fleetbus.core.probe.findings import Example, ProbeReport
-    from fleetbus.recording.episodes import Transcript
     from fleetbus_workers.probe.cases import Case
     from fleetbus_workers.probe.graders import ProbeGrader
 
@@ -136,8 +135,8 @@ async def _read_cases(asked: _Asked, configuration: Configuration, success: floa
 
     if asked.source is not None:
         async with open_source(asked.source, configuration, asked.archive) as opened:
-            transcripts = _iterate_transcripts(opened)
-            return await collect_cases(transcripts, count=asked.count, success=success, raw=asked.environment is not None)
+            raw = asked.environment is not None
+            return await collect_cases(opened.transcripts(), count=asked.count, success=success, raw=raw)
     if asked.tasks is not None:
         return build_cases(load_dataset(asked.tasks)[: asked.count])
     if asked.environment == "warehouse":
@@ -145,15 +144,6 @@ async def _read_cases(asked: _Asked, configuration: Configuration, success: floa
 
         return build_cases(build_solved_tasks(asked.count))
     return build_cases([Task(key="probe", seed=0)])
-
-
-async def _iterate_transcripts(source: Any) -> AsyncIterator[Transcript]:
-    from fleetbus.recording.rows import TranscriptFold, list_transcript_subjects
-
-    fold = TranscriptFold()
-    async for entry in source.entries(list_transcript_subjects(source.subjects)):
-        if (transcript := fold.add(entry)) is not None:
-            yield transcript
 
 
 @asynccontextmanager
