@@ -109,7 +109,6 @@ class Attempts:
         """End these episodes as ``cancelled``, which ``author`` asks for; returns those that run here."""
         found = [episode for episode in episodes if episode in self._running]
         for episode in found:
-            self._running[episode].cancelled = True
             self._running[episode].cancelled_by = author
             self._running[episode].stop()
         return found
@@ -341,7 +340,7 @@ class Attempts:
     async def _handle_stop(self, running: RunningAttempt) -> None:
         """Handle a stop: store ``cancelled`` if that was requested, release the attempt if the worker drains."""
         try:
-            if running.cancelled:
+            if running.cancelled_by is not None:
                 await self._store_cancelled(running)
             elif running.handed_back:
                 await self._release_attempt(running)
@@ -363,7 +362,7 @@ class Attempts:
                 episode_state = await read_episode_state(self._bus, self._subjects, request.episode_id)
                 if episode_state.result is None:
                     await self._conclude(
-                        running, episode_state, "cancelled", "cancelled", describe_author(running.cancelled_by)
+                        running, episode_state, "cancelled", "cancelled", describe_author(running.cancelled_by or "")
                     )
                 else:
                     await self._ack(request.episode_id)

@@ -23,7 +23,6 @@ class RunningAttempt:
         "_scope",
         "_state",
         "attempt",
-        "cancelled",
         "cancelled_by",
         "claim",
         "claim_sequence",
@@ -53,8 +52,8 @@ class RunningAttempt:
         self.claim: AttemptStarted | None = None
         self.claim_sequence = 0
         self.policy_client: PolicyClient | None = None
-        self.cancelled = False
-        self.cancelled_by = ""
+        self.cancelled_by: str | None = None
+        """Who asked for it to be ended; None: nobody."""
         self.handed_back = False
         self.nak_delay_seconds: float | None = None
 
