@@ -43,6 +43,7 @@ class MlflowSink:
         self._target = target
         self._run_id = ""
         self._written: set[tuple[str, int, int]] = set()
+        """Values that an export before has written: no more than these can come a second time."""
         with _few_retries():
             self._client: Any = self._call(mlflow.MlflowClient)
             self._experiment: str = self._call(lambda: self._find_experiment(experiment))
@@ -64,7 +65,6 @@ class MlflowSink:
         if new:
             metrics = [self._entities.Metric(key=name, value=value, timestamp=at, step=step) for name, value in new.items()]
             self._client.log_batch(self._run_id, metrics=metrics, synchronous=True)
-            self._written |= {(name, step, at) for name in new}
 
     def _find_experiment(self, name: str) -> str:
         found = self._client.get_experiment_by_name(name)
