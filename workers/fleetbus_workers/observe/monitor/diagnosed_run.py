@@ -1,6 +1,6 @@
 """The diagnosis of the run that the page shows: brought up to date when somebody asks, and not more often than it may cost.
 
-Entries are folded in a thread, from where the fold ends; a log that went back in time is folded anew. Of a long log no request
+Entries are folded in a thread, from where the fold ends; another log, or one that went back in time, is folded anew. Of a long log no request
 waits for all: each folds for some seconds, and says how far it came.
 """
 
@@ -47,7 +47,7 @@ class DiagnosedRun:
         self._subjects = subjects
         self._train = subjects.train(policy)
         self._lock = anyio.Lock()
-        self._fold, self._last = DiagnosisFold(), 0
+        self._fold, self._last, self._log = DiagnosisFold(), 0, ""
         self._found: Diagnosis | None = None
         self._due = -1.0
 
@@ -61,8 +61,8 @@ class DiagnosedRun:
             if state.last_sequence > MAX_ENTRIES:
                 self._fold, self._last, self._found = DiagnosisFold(), 0, None
                 return Diagnosed(problem=f"the log is too long for the page: fleetbus diagnose {self._subjects.run}")
-            if state.last_sequence < self._last:
-                self._fold, self._last = DiagnosisFold(), 0
+            if state.created != self._log or state.last_sequence < self._last:
+                self._fold, self._last, self._log = DiagnosisFold(), 0, state.created
             with anyio.move_on_after(READ_SECONDS) as reading:
                 await self._follow()
             if reading.cancelled_caught:
