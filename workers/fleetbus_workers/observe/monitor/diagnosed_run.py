@@ -1,7 +1,7 @@
 """The diagnosis of the run that the page shows: brought up to date when somebody asks, and not more often than it may cost.
 
-Entries are folded in a thread, from where the fold ends; another log, or one that went back in time, is folded anew. Of a long log no request
-waits for all: each folds for some seconds, and says how far it came.
+Entries are folded in a thread, from where the fold ends; another log, or one that went back in time, is folded anew. Of a long
+log no request waits for all: each folds for some seconds, and says how far it came.
 """
 
 from __future__ import annotations
