@@ -87,7 +87,8 @@ const reading = ({ log }) => {
 /** Ask for the diagnosis now and then, while somebody looks at the first view. */
 async function diagnose() {
   if (document.hidden || performance.now() - seen.asked < DIAGNOSIS_MS) return;
-  seen.asked = Infinity; // one at a time
+  // one at a time
+  seen.asked = Infinity;
   const answer = await fetch("/api/diagnosis").catch(() => null);
   seen.asked = performance.now();
   if (!answer?.ok) return;
