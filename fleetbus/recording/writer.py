@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BufferedWriter
@@ -30,6 +31,8 @@ class RecordingWriter:
         self.entries = 0
         self.last_sequence = 0
         self.size_bytes = 0
+        self.place: tuple[Path, Path] | None = None
+        """The file that is written, and the one that it will replace."""
 
     def add(self, entries: Sequence[StreamEntry]) -> None:
         """Append entries, in order after those before; whole frames are written."""
@@ -64,6 +67,17 @@ class RecordingWriter:
                 if last:
                     return
 
+    def take_place(self) -> None:
+        """Replace the file that is overwritten, if one is. Raises `UserError`."""
+        if self.place is None:
+            return
+        written, replaced = self.place
+        try:
+            written.replace(replaced)
+        except OSError as error:
+            raise UserError(f"{replaced} cannot be replaced: {error.strerror}") from error
+        self.place = None
+
     def finish(self) -> None:
         """Write the end; nothing follows it."""
         self._close_frame()
@@ -92,8 +106,24 @@ def create_recording(path: Path, header: RecordingHeader, *, overwrite: bool = F
     """A recording at ``path`` for the length of the block; raises `UserError` if there is a file, or none can be made.
 
     It gets its end when the block ends by itself. An error leaves it torn, and readable up to there; bad input (`UserError`)
-    leaves no file.
+    leaves no file. A file that is overwritten stays until the block has ended, or `RecordingWriter.take_place` is called.
     """
+    if not (overwrite and path.is_file()):
+        with _open_recording(path, header, overwrite=overwrite) as writer:
+            yield writer
+        return
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # what is overwritten may be what is read, or all that is left
+    try:
+        with _open_recording(part, header, overwrite=True) as writer:
+            writer.place = (part, path)
+            yield writer
+        writer.take_place()
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _open_recording(path: Path, header: RecordingHeader, *, overwrite: bool) -> Iterator[RecordingWriter]:
     try:
         file = path.open("wb" if overwrite else "xb")
     except FileExistsError:

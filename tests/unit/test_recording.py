@@ -139,6 +139,27 @@ def test_an_existing_file_is_not_replaced_unless_asked(tmp_path: Path) -> None:
     assert load_recording(path).entries == []
 
 
+def test_a_file_that_is_replaced_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.fbrec", entries(2))
+    for error in (UserError("no such episode"), OSError("no space left")):
+        with pytest.raises(type(error)), create_recording(path, HEADER, overwrite=True) as writer:
+            writer.add(entries(1))
+            raise error
+        assert len(load_recording(path).entries) == 2
+        assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_recording_that_follows_a_log_takes_the_place_of_the_old_one_while_it_is_written(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.fbrec", entries(2))
+    with create_recording(path, HEADER, overwrite=True) as writer:
+        writer.add(entries(3))
+        writer.flush()
+        writer.take_place()
+        assert len(load_recording(path).entries) == 3
+        writer.add(entries(1))
+    assert len(load_recording(path).entries) == 4 and list(tmp_path.iterdir()) == [path]
+
+
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written"), create_recording(tmp_path / "no" / "a.fbrec", HEADER):
         raise AssertionError

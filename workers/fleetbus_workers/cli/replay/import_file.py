@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from fleetbus_workers.command.exit_status import FINISHED
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import StreamEntry
-    from fleetbus.recording.format import RecordingHeader
     from fleetbus_schemas import Split
 
 
@@ -92,6 +90,7 @@ def _write(output: Path, run: str, entries: Iterator[list[StreamEntry]], *, over
 
     from fleetbus.package_version import read_fleetbus_version
     from fleetbus.recording.format import RecordingHeader, compute_message_schema
+    from fleetbus.recording.writer import create_recording
 
     header = RecordingHeader(
         run=run,
@@ -100,20 +99,6 @@ def _write(output: Path, run: str, entries: Iterator[list[StreamEntry]], *, over
         created_ns=time.time_ns(),
         redacted=False,
     )
-    if not (overwrite and output.is_file()):
-        _write_episodes(output, header, entries, overwrite=overwrite)
-        return
-    part = output.with_name(f"{output.name}.{os.getpid()}.part")  # what is replaced may be what is read, or all that is left
-    try:
-        _write_episodes(part, header, entries, overwrite=True)
-        part.replace(output)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _write_episodes(file: Path, header: RecordingHeader, entries: Iterator[list[StreamEntry]], *, overwrite: bool) -> None:
-    from fleetbus.recording.writer import create_recording
-
-    with create_recording(file, header, overwrite=overwrite) as writer:
+    with create_recording(output, header, overwrite=overwrite) as writer:
         for episode in entries:
             writer.add(episode)

@@ -134,6 +134,8 @@ async def _record(
             await export.copy(last.track(entries_of.entries()), progress=_build_progress_callback(writer))
             problems = _find_problems(log_state, last.sequence)
             if follow:
+                writer.flush()
+                writer.take_place()
                 await _follow(export, entries_of, writer, last.sequence + 1)
             folder = run_folder(configuration.run).weights
             recorded = entries_of.files if entries_of.file is not None else None
