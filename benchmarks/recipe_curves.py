@@ -1,8 +1,8 @@
 """Trains a recipe from several seeds, one after another, and writes what came of it beside the recipe.
 
-    python benchmarks/recipe_curves.py sums --seeds 1 2 3
+    python benchmarks/recipe_curves.py sums --seeds 1 2 3 --evaluation-every 10
 
-Each seed is one `fleetbus up --recipe NAME --seed N` in a folder of its own. ``recipes/NAME/expected.json`` gets for each seed
+Each seed is one `fleetbus up --recipe NAME --seed N` in a folder of its own, with all flags that are not this script's. ``recipes/NAME/expected.json`` gets for each seed
 the success of every step, the held-out evaluations with the number of their tasks, and what the command took: wall seconds,
 seconds of CPU, and the most resident memory of one process. A band is the least and the most of the seeds at each step. Seeds
 that stand there already are kept unless they are trained again.
@@ -57,19 +57,25 @@ def compute_band(curves: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("recipe")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("options", nargs="*", help="further flags of `fleetbus up`, after --")
-    arguments = parser.parse_args()
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="a folder that keeps the runs, to read them afterwards")
+    arguments, options = parser.parse_known_args()
     file = ROOT / "recipes" / arguments.recipe / "expected.json"
     for seed in arguments.seeds:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            curve = train(arguments.recipe, seed, Path(folder), arguments.options)
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+            folder = Path(temporary)
+            if arguments.keep is not None:
+                folder = arguments.keep / f"{arguments.recipe}-{seed}"
+                folder.mkdir(parents=True)
+            curve = train(arguments.recipe, seed, folder, options)
         kept = [each for each in json.loads(file.read_bytes())["curves"] if each["seed"] != seed]
         curves = sorted([*kept, curve], key=lambda each: each["seed"])
-        command = f"python benchmarks/recipe_curves.py {arguments.recipe}"
-        written = {"measured": True, "command": command, "band": compute_band(curves), "curves": curves}
+        seeds = [str(each["seed"]) for each in curves]
+        command = ["python", "benchmarks/recipe_curves.py", arguments.recipe, "--seeds", *seeds, *options]
+        written = {"measured": True, "command": " ".join(command), "band": compute_band(curves), "curves": curves}
         file.write_text(json.dumps(written, indent=1) + "\n")
         print(json.dumps({key: curve[key] for key in ("seed", "wall_seconds", "cpu_seconds")}), flush=True)
 
