@@ -51,13 +51,13 @@ from fleetbus.config.settings import (
     RunSettings,
 )
 from fleetbus.log.episodes import decode_entries
-from fleetbus_schemas import Action, LineageStarted, StepTrained, Subjects, Task
+from fleetbus_schemas import Action, StepTrained, Subjects, Task
+from fleetbus_schemas.channels import STORED
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Step, Verdict
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.curriculum import Curriculum
-from fleetbus_workers.learner.journal import OTHER_ENTRIES
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 
 TURNS = 3
@@ -195,8 +195,7 @@ async def measure(staleness: int) -> dict[str, Any]:
                 ):
                     while len(steps) < settings.learner.steps:
                         entry = await reader.receive()
-                        others = [kind for kind in OTHER_ENTRIES if kind is not StepTrained]
-                        found = decode_entries(StepTrained, [entry], beside=(LineageStarted, *others))
+                        found = decode_entries(StepTrained, [entry], beside=STORED["train"])
                         steps += [(stored.time_ns, trained) for stored, trained in found]
     measured = steps[warm_up_steps(staleness) :]
     width = window_steps(staleness)

@@ -11,15 +11,17 @@ import json
 import os
 import sys
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 ACTION = "x" * 200
 
 
 @cache
-def import_vagen():
+def import_vagen() -> Any:
     """Its package for remote environments. The packages around it need a trainer: their folders stand in for them."""
     for name in ("vagen", "vagen.envs"):
         module = ModuleType(name)
@@ -91,11 +93,11 @@ async def main(kind: str, url: str, sessions: int, settings: dict) -> None:
         await close()
 
 
-async def measure(steps, seconds: float) -> dict:
-    latencies = []
+async def measure(steps: Sequence[Callable[[], Awaitable[object]]], seconds: float) -> dict[str, float | list[float]]:
+    latencies: list[float] = []
     started, used = time.perf_counter(), time.process_time()
 
-    async def play(step) -> None:
+    async def play(step: Callable[[], Awaitable[object]]) -> None:
         while (begun := time.perf_counter()) < started + seconds:
             await step()
             latencies.append(time.perf_counter() - begun)

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -244,12 +244,13 @@ async def measure(name: str, entered: Any, seconds: float) -> dict[str, Any]:
             with anyio.fail_after(60):
                 while len(results) < 2 * SESSIONS:  # noqa: ASYNC110 - until it runs
                     await anyio.sleep(0.1)
-            row = {"case": name} | await watch(results, seconds, "")
+            row: dict[str, Any] = {"case": name} | await watch(results, seconds, "")
             if case.fault is not None:
                 await case.fault()
                 struck = anyio.current_time()
                 row |= await watch(results, DURING * seconds, "_during")
-                row |= {"seconds_until_half": find_recovery(results, struck, row["steps_per_second"] / 2)}
+                half = cast(float, row["steps_per_second"]) / 2
+                row["seconds_until_half"] = find_recovery(results, struck, half)
                 assert case.mend is not None
                 await case.mend()
             tasks.cancel_scope.cancel()

@@ -18,7 +18,7 @@ def build_image(size: int, number: int) -> Any:
     return image
 
 
-class ImageEnvironment(gymnasium.Env[int, int]):
+class ImageEnvironment(gymnasium.Env[Any, Any]):
     """Nothing but ``go on``; it never ends."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 1}  # noqa: RUF012 - as Gymnasium has it

@@ -67,7 +67,7 @@ async def measure(what: str, sessions: int, turns: int) -> dict[str, float]:
         return fields
 
     step_loop._play = play_measured
-    bare_loop.AskingSide.measure = measure_floor_measured  # type: ignore[method-assign]
+    bare_loop.AskingSide.measure = measure_floor_measured  # type: ignore[method-assign, assignment]
     async with temporary_server() as url:
         if what == "floor":
             await bare_loop.measure_floor(url, [plan])

@@ -25,7 +25,13 @@ LENGTH = b"content-length: "
 def build_response(size: int) -> bytes:
     """Head and body of the answer to every call."""
     info = {"terminated": False, "truncated": False}
-    fields = {"session_id": "null", "obs": "<image>" if size else "turn 1", "reward": 0.0, "done": False, "info": info}
+    fields: dict[str, object] = {
+        "session_id": "null",
+        "obs": "<image>" if size else "turn 1",
+        "reward": 0.0,
+        "done": False,
+        "info": info,
+    }
     images = [encode_png(Image.fromarray(build_image(size, 1)))] if size else []
     content_type, body = write_answer(fields, images)
     return f"HTTP/1.1 200 OK\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body

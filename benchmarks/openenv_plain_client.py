@@ -7,6 +7,7 @@ Connects, prints ``ready``, and for each number of seconds that it reads prints 
 import asyncio
 import sys
 import time
+from typing import Any
 
 
 async def main(url: str, sessions: int) -> None:
@@ -23,11 +24,11 @@ async def main(url: str, sessions: int) -> None:
         await client.close()
 
 
-async def measure_rate(clients: list, seconds: float) -> float:
+async def measure_rate(clients: list[Any], seconds: float) -> float:
     steps = 0
     started = time.perf_counter()
 
-    async def play(client) -> None:
+    async def play(client: Any) -> None:
         nonlocal steps
         while time.perf_counter() < started + seconds:
             await client.step({"message": "hello"})

@@ -3,9 +3,9 @@
     python benchmarks/recipe_curves.py sums --seeds 1 2 3 --evaluation-every 10
 
 Each seed is one `fleetbus up --recipe NAME --seed N` in a folder of its own, with all flags that are not this script's.
-``recipes/NAME/expected.json`` gets for each seed the success of every step, the held-out evaluations with the number of their tasks,
-and what the command took: wall seconds, seconds of CPU, and the most resident memory of one process. A band is the least and the
-most of the seeds at each step. Seeds that stand there already are kept unless they are trained again.
+``recipes/NAME/expected.json`` gets for each seed the success of every step, the held-out evaluations with the number of their
+tasks, and what the command took: wall seconds, seconds of CPU, and the most resident memory of one process. A band is the
+least and the most of the seeds at each step. Seeds that stand there already are kept unless they are trained again.
 """
 
 from __future__ import annotations

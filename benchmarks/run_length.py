@@ -40,8 +40,7 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.log.episodes import read_episode_state, read_turns
 from fleetbus_schemas import Message, encode
-from fleetbus_workers.learner.publication import read_published_versions
-from fleetbus_workers.learner.resume import read_book, read_requests_from_floor
+from fleetbus_workers.learner.resume import read_book, read_published_versions, read_requests_from_floor
 from fleetbus_workers.observe.run.run_observer import RunObserver
 from fleetbus_workers.observe.run.state import RunState
 from tests.support.log_builder import SUBJECTS, LogBuilder

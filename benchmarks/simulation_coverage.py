@@ -86,9 +86,9 @@ def main() -> int:
     coverage.get_data().add_arcs(everything)
     coverage.report(file=(text := io.StringIO()), show_missing=True)
     print(text.getvalue().replace(f"{ROOT}/", ""))
-    with tempfile.NamedTemporaryFile() as file:
-        coverage.json_report(outfile=file.name)
-        totals = json.loads(Path(file.name).read_bytes())["totals"]
+    with tempfile.NamedTemporaryFile() as written:
+        coverage.json_report(outfile=written.name)
+        totals = json.loads(Path(written.name).read_bytes())["totals"]
     print(f"{len(seeds)} seeds; of branches alone {totals['covered_branches']} of {totals['num_branches']}")
     return int(coverage.report(file=io.StringIO()) < arguments.at_least)
 

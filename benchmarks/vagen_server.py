@@ -6,6 +6,7 @@ scene of textured blocks; the configuration names its size. The service is out o
 
 import sys
 from functools import cache
+from typing import Any
 
 import numpy as np
 from client_load import import_vagen
@@ -58,10 +59,10 @@ class Painting:
         return
 
 
-def make_app():
+def make_app() -> Any:
     remote = import_vagen()
 
-    class Painter(remote.BaseGymHandler):
+    class Painter(remote.BaseGymHandler):  # type: ignore[misc, name-defined]
         async def create_env(self, env_config: dict) -> Painting:
             return Painting(env_config)
 
