@@ -28,7 +28,6 @@ def command() -> None:
 @command.command("init", short_help="Write keys, certificates and the server configuration")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), metavar="DIR")
 @click.option("--run", "runs", multiple=True, metavar="NAME", help="A run to allow; may be repeated [default]")
-@click.option("--pool", "pools", multiple=True, metavar="NAME", help="Of no effect: pools need no rights of their own")
 @click.option("--policy", "policies", multiple=True, metavar="NAME", help="A policy; may be repeated [default]")
 @click.option("--lanes", type=click.IntRange(1, 1024), default=16, metavar="N", help="The setting nats.lanes of the runs [16]")
 @click.option("--host", "hosts", multiple=True, metavar="HOST", help="Name or address of the server, in addition to localhost")
@@ -41,7 +40,6 @@ def command() -> None:
 def init(
     folder: Path,
     runs: tuple[str, ...],
-    pools: tuple[str, ...],
     policies: tuple[str, ...],
     lanes: int,
     hosts: tuple[str, ...],
@@ -57,11 +55,8 @@ def init(
     server of a cluster it writes cluster.conf as well. Needs `pip install 'fleetbus[auth]'`.
     """
     try:
-        plans = [
-            plan_run(run, pools=pools or ("default",), policies=policies or ("default",), lanes=lanes)
-            for run in runs or ("default",)
-        ]
-        _check_names(pools + policies)
+        plans = [plan_run(run, policies=policies or ("default",), lanes=lanes) for run in runs or ("default",)]
+        _check_names(policies)
     except InvalidName as error:
         raise UserError(str(error)) from error
     between = [with_port(route) for route in routes]
