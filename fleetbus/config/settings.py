@@ -19,6 +19,8 @@ from fleetbus.config.training_settings import RewardSettings as RewardSettings
 from fleetbus.config.training_settings import TinkerSettings as TinkerSettings
 from fleetbus.config.training_settings import TrainerSettings as TrainerSettings
 
+MAX_LANES = 10_240
+
 ADMISSION_SHARE = 0.7
 """Share of the log that new requests may fill, by default."""
 
@@ -69,7 +71,7 @@ class NatsSettings(Settings, frozen=True, kw_only=True):
     sync: Annotated[
         float, Meta(ge=0, description="Seconds of the log that a power failure may lose on that server; 0: none, but slower")
     ] = 1.0
-    lanes: Annotated[int, Meta(ge=1, le=10_240, description="Lanes declared per role: the most workers of one role")] = 16
+    lanes: Annotated[int, Meta(ge=1, le=MAX_LANES, description="Lanes declared per role: the most workers of one role")] = 16
     replicas: Annotated[
         int, Meta(ge=0, le=5, description="Servers that keep a copy of the log; 0: as the server is configured")
     ] = 0

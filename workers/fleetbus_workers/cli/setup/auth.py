@@ -13,6 +13,7 @@ from fleetbus.auth.folder import AuthFolder, WriteResult, write_folder
 from fleetbus.auth.renewal import renew_certificates
 from fleetbus.auth.rotation import KeyReplaced, revoke_key, rotate_key
 from fleetbus.bus.streams import plan_run
+from fleetbus.config.settings import MAX_LANES
 from fleetbus.errors import UserError
 from fleetbus_schemas.subjects import InvalidName, check_name
 from fleetbus_workers.cli.output import json_option
@@ -29,7 +30,9 @@ def command() -> None:
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), metavar="DIR")
 @click.option("--run", "runs", multiple=True, metavar="NAME", help="A run to allow; may be repeated [default]")
 @click.option("--policy", "policies", multiple=True, metavar="NAME", help="A policy; may be repeated [default]")
-@click.option("--lanes", type=click.IntRange(1, 1024), default=16, metavar="N", help="The setting nats.lanes of the runs [16]")
+@click.option(
+    "--lanes", type=click.IntRange(1, MAX_LANES), default=16, metavar="N", help="The setting nats.lanes of the runs [16]"
+)
 @click.option("--host", "hosts", multiple=True, metavar="HOST", help="Name or address of the server, in addition to localhost")
 @click.option(
     "--days", type=click.IntRange(1, 36_500), default=825, metavar="N", help="Validity of the certificates in days [825]"
