@@ -1,4 +1,4 @@
-"""The key of a server that is started for one user: made in the server's folder, which it is called after, and the only way in.
+"""The key of a server that is started for one user: made in the server's folder, which it is called after; the only way in.
 
 Without it every user of the machine could read, change and purge the log, because loopback is everybody's (decision 0232).
 """
@@ -18,8 +18,8 @@ TIMEOUT_SECONDS = 10
 
 
 def write_local_config(store: Path, account: str = "") -> Path:
-    """The configuration of a server on ``store`` that lets in whoever may read the key in there, which is made if there is none;
-    into ``account``, by default that of a server without accounts. Raises `UserError`."""
+    """The configuration of a server on ``store`` that lets in who may read the key in there, which is made if there is none; into
+    ``account``, by default that of a server without accounts. Raises `UserError`."""
     key, file = store / KEY_FILE, store / "local.conf"
     try:
         create_private_folder(store)

@@ -44,9 +44,9 @@ def name_server(folder: Path) -> str:
 
 
 async def read_local_key(url: str, *, give_up_at: float) -> str:
-    """The seed of the key for the server at ``url``; empty where none is needed, as for servers of other machines, open ones, and
-    those that want something else. Waits for a server that does not listen yet until the loop's time is ``give_up_at``, and for
-    its greeting as long as the caller lets it. Raises `UserError` if this user may not read the key.
+    """The seed of the key for the server at ``url``; empty where none is needed, as for servers of other machines, open ones,
+    and those that want something else. Waits for a server that does not listen yet until the loop's time is ``give_up_at``, and
+    for its greeting as long as the caller lets it. Raises `UserError` if this user may not read the key.
     """
     address = find_loopback(url)
     if address is None or (greeting := await _read_greeting(*address, give_up_at)) is None:
@@ -57,7 +57,7 @@ async def read_local_key(url: str, *, give_up_at: float) -> str:
 
 
 def find_loopback(url: str) -> tuple[str, int] | None:
-    """Host and port of the one server that ``url`` names on this machine; None for others, and where the URL says who connects."""
+    """Host and port of the server that ``url`` names on this machine; None for others, and where the URL says who connects."""
     try:
         parts = urlsplit(url if "://" in url else f"nats://{url}")
         host, port = parts.hostname or "", parts.port or _PORT
