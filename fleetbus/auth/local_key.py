@@ -18,8 +18,8 @@ TIMEOUT_SECONDS = 10
 
 
 def write_local_config(store: Path, account: str = "") -> Path:
-    """The configuration of a server on ``store`` that lets in who may read the key in there, which is made if there is none; into
-    ``account``, by default that of a server without accounts. Raises `UserError`."""
+    """The configuration of a server on ``store`` that lets in who may read the key in there, which is made if there is none.
+    It leads into ``account``, by default that of a server without accounts. Raises `UserError`."""
     key, file = store / KEY_FILE, store / "local.conf"
     try:
         create_private_folder(store)
