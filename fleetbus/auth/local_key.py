@@ -1,6 +1,7 @@
 """The key of a server that is started for one user: made in the server's folder, which it is called after; the only way in.
 
-Without it every user of the machine could read, change and purge the log, because loopback is everybody's (docs/decisions/0232-a-key-for-the-server-of-up.md).
+Without it every user of the machine could read, change and purge the log, because loopback is everybody's
+(docs/decisions/0232-a-key-for-the-server-of-up.md).
 """
 
 import json
