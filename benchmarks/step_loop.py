@@ -5,8 +5,9 @@
 The environment answers at once and the sampler returns fixed tokens, so what is measured is fleetbus: claims, sessions,
 observations, actions, leases, acks. The floor (`benchmarks/bare_loop.py`) runs on the same machine just before each
 measurement. ``ratio`` is fleetbus's steps per second over the floor's. Latency is from the environment's answer to its next
-action; CPU is the environment worker's. ``--forms 5`` compares servers instead: an open one, one with keys, accounts and TLS,
-and three of those with routes among them and three copies of the log.
+action; CPU is the environment worker's. ``--forms 5`` compares servers instead: an open one, one as `fleetbus up` starts it,
+one with keys, accounts and TLS, and three of those with routes among them and three copies of the log; ``--only open,local``
+some of them. CPU is then that of the environment worker and the first server, in microseconds per step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any, ClassVar
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import anyio
+import psutil
 import structlog
 import uvloop
 
@@ -60,7 +62,7 @@ RUN = "steploop"
 STREAMS = plan_run(RUN, lanes=2, max_bytes=2 << 30)
 SLOTS = 128
 WARM = "warm"
-FORMS = ("open", "keyed", "cluster")
+FORMS = ("open", "local", "keyed", "cluster")
 
 
 class MeasuredEnvironment(ScriptedEnvironment):
@@ -242,20 +244,23 @@ async def main(plans: list[LoadPlan], as_json: bool) -> None:
         print(json.dumps(row) if as_json else "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
 
 
-async def compare(plans: list[LoadPlan], repeats: int, as_json: bool) -> None:
-    """Steps per second on servers of each form, in turn so that all meet the same machine; ratios to the open one."""
+async def compare(plans: list[LoadPlan], repeats: int, as_json: bool, forms: Sequence[str] = FORMS) -> None:
+    """Steps per second, and CPU per step, on servers of each form, in turn as all meet the same machine; ratios to open."""
     for plan in plans:
-        rates: dict[str, list[float]] = {form: [] for form in FORMS}
+        found: dict[str, list[tuple[float, float]]] = {form: [] for form in forms}
         for _ in range(repeats):
-            for form, found in rates.items():
-                found.append(await measure_form(form, plan))
-        medians = {form: statistics.median(found) for form, found in rates.items()}
-        ratios = {f"{form}_ratio": round(median / medians["open"], 3) for form, median in medians.items() if form != "open"}
-        row = {"sessions": plan.sessions} | ratios | medians | {"rates": rates}
+            for form, pairs in found.items():
+                pairs.append(await measure_form(form, plan))
+        row: dict[str, Any] = {"sessions": plan.sessions}
+        for index, name in enumerate(("rate", "cpu")):
+            medians = {form: statistics.median(pair[index] for pair in pairs) for form, pairs in found.items()}
+            row |= {f"{form}_{name}_ratio": round(median / medians["open"], 3) for form, median in medians.items()}
+            row[name] = medians
+        row["found"] = found
         print(json.dumps(row) if as_json else "  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
 
 
-async def measure_form(form: str, plan: LoadPlan) -> float:
+async def measure_form(form: str, plan: LoadPlan) -> tuple[float, float]:
     streams = plan_run(RUN, lanes=2, max_bytes=2 << 30, replicas=3 if form == "cluster" else 0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -263,7 +268,8 @@ async def measure_form(form: str, plan: LoadPlan) -> float:
             await servers.declare(streams)
             auth = str(servers.auth.path) if servers.auth is not None else ""
             found = await measure(servers.url, plan, folder / "report.json", auth, streams)
-    return float(found["steps_per_second"])
+            spent = sum(psutil.Process(servers.processes[0].pid).cpu_times()[:2])
+    return float(found["steps_per_second"]), found["cpu_us_per_step"] + spent / plan.sessions / plan.turns * 1e6
 
 
 if __name__ == "__main__":
@@ -272,6 +278,7 @@ if __name__ == "__main__":
     parser.add_argument("--sessions", default="1,64,256")
     parser.add_argument("--turns", default="400,60,20")
     parser.add_argument("--forms", type=int, default=0, metavar="TIMES", help="so often on servers of each form")
+    parser.add_argument("--only", default=",".join(FORMS), help="forms to compare, the open one among them")
     parser.add_argument("--auth", default="", help=argparse.SUPPRESS)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
@@ -281,6 +288,6 @@ if __name__ == "__main__":
         work = partial(serve, options.serve, options.url, int(options.sessions), options.report, options.auth)
         anyio.run(work, backend_options={"use_uvloop": True})  # as the roles' commands do
     elif options.forms:
-        uvloop.run(compare(parse_plan(options.sessions, options.turns), options.forms, options.json))
+        uvloop.run(compare(parse_plan(options.sessions, options.turns), options.forms, options.json, options.only.split(",")))
     else:
         uvloop.run(main(parse_plan(options.sessions, options.turns), options.json))

@@ -1,9 +1,12 @@
 """Folders that are there or the reason why not; files that are whole or not there, also for readers after a crash."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from fleetbus.errors import UserError
+
+_OTHERS = 0o007
 
 
 def create_folder(folder: Path) -> None:
@@ -13,6 +16,23 @@ def create_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except (PermissionError, FileExistsError, NotADirectoryError) as error:
         raise UserError(f"{folder} cannot be used as a folder ({error.strerror}): correct what is there") from error
+
+
+def create_private_folder(folder: Path) -> None:
+    """As `create_folder`, for its owner alone. From one that is there other users' rights are taken; a group keeps those that
+    somebody gave it."""
+    create_folder(folder.parent)
+    try:
+        folder.mkdir(mode=0o700)
+        return
+    except FileExistsError:
+        create_folder(folder)  # says what is in the way if it is no folder
+    except PermissionError as error:
+        raise UserError(f"{folder} cannot be used as a folder ({error.strerror}): correct what is there") from error
+    mode = folder.stat().st_mode
+    if mode & _OTHERS:
+        with suppress(PermissionError):  # another user's folder, which is open because that user left it so
+            folder.chmod(mode & ~_OTHERS)
 
 
 def find_cache_folder() -> Path:

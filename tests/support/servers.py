@@ -1,7 +1,8 @@
 """The server of a test, in the form that FLEETBUS_TEST_SERVER names: ``keyed`` (the default), ``open`` or ``cluster``.
 
 ``keyed`` is one server with the keys, rights and TLS that `fleetbus auth init` writes; ``cluster`` is three such servers with
-routes between them and three copies of each stream; ``open`` lets everybody do everything, as a server of `fleetbus up` does.
+routes between them and three copies of each stream; ``open`` lets everybody do everything, and ``local`` whoever may read its
+folder, as a server of `fleetbus up` does.
 Each worker connects with the key of its role, so a right that is missing fails the test.
 
 `run_server` and `connect` take the place of fleetbus's own in tests: the same calls, against a server of that form. A run is
@@ -31,6 +32,7 @@ import pytest
 
 from fleetbus.auth.access import Access, build_access
 from fleetbus.auth.folder import AuthFolder, write_folder
+from fleetbus.auth.local_key import write_local_config
 from fleetbus.bus import nats
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats.server import NatsServerProcess
@@ -41,7 +43,7 @@ from fleetbus.errors import BusError, UserError
 from fleetbus_schemas.channels import ROLES
 from tests.support.ports import free_ports
 
-FORMS = ("keyed", "open", "cluster")
+FORMS = ("keyed", "open", "local", "cluster")
 FORM = os.environ.get("FLEETBUS_TEST_SERVER", "keyed")
 assert FORM in FORMS, f"FLEETBUS_TEST_SERVER is {FORM!r}: choose one of {', '.join(FORMS)}"
 
@@ -144,8 +146,9 @@ async def running_servers(
     """Servers on which these runs may be declared, with keys and, but for ``store``, their stores in ``folder``; ``options`` as
     `run_one_server`."""
     store = store or folder / "nats"
-    if form == "open":
-        async with run_one_server(store, **options) as server:
+    if form in ("open", "local"):
+        config = write_local_config(store) if form == "local" else None
+        async with run_one_server(store, config=config, **options) as server:
             yield RunningServers([server], None, plans)
         return
     auth = AuthFolder(folder / "keys")
@@ -213,8 +216,9 @@ class ServerGroup:
 async def run_server(store: Path, **options: Any) -> AsyncIterator[Any]:
     """As `fleetbus.bus.nats.server.run_server`. While a server with keys runs, commands find them by their variable. One with
     a configuration of its own is open."""
-    if FORM == "open" or "config" in options:
-        async with run_one_server(store, **options) as server:
+    if FORM in ("open", "local") or "config" in options:
+        config = options.pop("config", None) or (write_local_config(store) if FORM == "local" else None)
+        async with run_one_server(store, config=config, **options) as server:
             yield server
         return
     folder = Path(await anyio.to_thread.run_sync(partial(tempfile.mkdtemp, prefix="servers")))

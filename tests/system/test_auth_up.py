@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+
+from fleetbus.bus.nats.local_key import KEY_FILE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 NKEY_SEED = re.compile(rb"\bS[A-Z2-7]{57}\b")
@@ -58,6 +61,8 @@ def test_a_run_with_keys_trains_and_its_secrets_stay_in_their_files(tmp_path: Pa
     audit = subprocess.run(fleetbus("audit", "--nats-auth", "keys"), cwd=tmp_path, env=environment, capture_output=True)
     assert audit.returncode == 0, audit.stdout + audit.stderr
     files = [file for file in (tmp_path / ".fleetbus").rglob("*") if file.is_file()]
-    seen += [file.read_bytes() for file in files]
+    keys = [file for file in files if file.name == KEY_FILE]  # of the server that showed the run's files to `audit`
+    assert [stat.S_IMODE(file.stat().st_mode) for file in keys] in ([], [0o600])
+    seen += [file.read_bytes() for file in files if file not in keys]
     assert any(b"fleetbus_workers.cli environment" in text for text in seen)
     assert [found for text in seen if (found := NKEY_SEED.search(text))] == []

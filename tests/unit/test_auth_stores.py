@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from fleetbus.auth.stores import build_reading_config, check_store
+from fleetbus.auth.stores import check_store, find_account
 from fleetbus.errors import UserError
 from tests.support.auth_operations import covers
 
@@ -25,11 +24,10 @@ def test_a_run_goes_on_as_it_was_begun(tmp_path: Path) -> None:
         check_store(tmp_path, "b", keys=False)
 
 
-def test_a_log_of_keys_is_shown_by_a_server_with_its_account(tmp_path: Path) -> None:
-    assert build_reading_config(tmp_path, "b") is None
+def test_a_log_of_keys_is_in_the_account_of_its_run(tmp_path: Path) -> None:
+    assert find_account(tmp_path, "b") == ""
     (tmp_path / "jetstream" / "fb_b" / "streams" / "fb_b").mkdir(parents=True)
-    file = build_reading_config(tmp_path, "b")
-    assert file is not None and list(json.loads(file.read_text())["accounts"]) == ["fb_b"]
+    assert find_account(tmp_path, "b") == "fb_b"
 
 
 @pytest.mark.parametrize(

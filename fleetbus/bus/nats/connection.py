@@ -20,6 +20,7 @@ from nats.errors import Error as NatsError
 
 from fleetbus.bus.nats.api import JetStreamApi
 from fleetbus.bus.nats.choose_wire import connect_wire
+from fleetbus.bus.nats.local_key import read_local_key
 from fleetbus.bus.nats.protocol import publish_command
 from fleetbus.bus.nats.request_mux import RequestMux
 from fleetbus.bus.nats.wire import Wire
@@ -52,6 +53,9 @@ HEADER_BYTES = 1024
 MINIMUM_VERSION = (2, 11)
 MINIMUM_PAYLOAD_BYTES = MAX_MESSAGE_BYTES + HEADER_BYTES
 _RECONNECT_WAIT_SECONDS = (0.15, 0.35)
+_CREDENTIALS = frozenset({"nkeys_seed", "user_credentials", "tls"})
+"""Options by which a caller says who it is: no key is looked up then."""
+
 _VIOLATION = re.compile(r"permissions violation for (publish|subscription) to \"([^\"]*)\"")
 
 
@@ -65,6 +69,7 @@ class Connection:
         self._user = inbox_prefix.removeprefix("_INBOX_")
         self.inbox = f"{inbox_prefix}.{secrets.token_hex(8)}"
         self.wire: Wire
+        self.has_wire = False
         self.on_reconnect: dict[object, Callable[[], None]] = {}
         self.reader_names: tuple[str, ...] = ()
         """The names that consumers of readers have to have, one each; none: any that cannot be guessed."""
@@ -93,7 +98,7 @@ class Connection:
             hear(f"entry {sequence} was stored on {subject}, and its position was given to another one")
 
     def set_wire(self, wire: Wire) -> None:
-        self.wire = wire
+        self.wire, self.has_wire = wire, True
 
     def start(self) -> None:
         """Begin to answer and to watch; call it once the wire is connected."""
@@ -231,6 +236,9 @@ async def open_connection(
 async def _connect(connection: Connection, url: str, **options: object) -> None:
     try:
         with anyio.fail_after(max(CONNECT_TIMEOUT_SECONDS, GREETING_LIMIT_SECONDS)):
+            if not _CREDENTIALS & options.keys():
+                wait_until = anyio.current_time() + CONNECT_TIMEOUT_SECONDS
+                options["nkeys_seed_str"] = await read_local_key(url, give_up_at=wait_until) or None
             await connect_wire(
                 url,
                 connection.tasks,
@@ -257,7 +265,7 @@ async def _connect(connection: Connection, url: str, **options: object) -> None:
     except (ValueError, TypeError, AttributeError) as error:  # nats-py's, about a greeting that is no INFO or has odd fields
         raise UserError(_describe_stranger(url)) from error
     finally:
-        if not connection.is_checked:
+        if connection.has_wire and not connection.is_checked:
             with anyio.CancelScope(shield=True):
                 await connection.wire.close()
 

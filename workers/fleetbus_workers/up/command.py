@@ -16,7 +16,7 @@ from fleetbus.config.profile import apply_profile, describe_profile
 from fleetbus.config.run_folder import RunFolder, read_earlier_configuration, run_folder
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.errors import UserError
-from fleetbus.files import create_folder, replace_file
+from fleetbus.files import create_folder, create_private_folder, replace_file
 from fleetbus.logs.setup import configure_logs
 from fleetbus.tasks.datasets import is_remote
 from fleetbus.tasks.datasets import redact_location as shown_location
@@ -109,11 +109,8 @@ def fit_gpus(configuration: Configuration, given: Mapping[str, str]) -> Configur
 @contextmanager
 def hold_run(configuration: Configuration, folder: RunFolder) -> Iterator[None]:
     """The run's folder, locked for the block. Raises `UserError` if it is held already."""
-    is_new = not folder.path.exists()
-    for path in (folder.path, folder.logs):
-        create_folder(path)
-    if is_new:  # it holds the settings, which may name secrets, and what was sampled
-        folder.path.chmod(0o700)
+    create_private_folder(folder.path)  # it holds the settings, which may name secrets, and what was sampled
+    create_folder(folder.logs)
     with lock_run(folder.lock, configuration.run.name):
         evict_viewers(folder)
         yield

@@ -14,6 +14,7 @@ from pathlib import Path
 import anyio
 import msgspec
 
+from fleetbus.auth.local_key import write_local_config
 from fleetbus.bus.nats.server import STOP_LIMIT_SECONDS, SYNC_SECONDS, NatsServerProcess, run_server
 from fleetbus.errors import UserError
 from fleetbus.files import replace_file
@@ -40,8 +41,8 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 async def hold_server(
     store: Path, port: int, file: Path, sync_seconds: float = SYNC_SECONDS, config: Path | None = None
 ) -> int:
-    """Run a server until SIGTERM; the exit status."""
-    status = FINISHED
+    """Run a server until SIGTERM; the exit status. Without a configuration it has a key of its own, in ``store``."""
+    status, config = FINISHED, config or write_local_config(store)
     async with (
         run_server(store, port=port, config=config, sync_seconds=sync_seconds) as server,
         anyio.create_task_group() as tasks,

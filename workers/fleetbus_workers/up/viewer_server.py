@@ -15,7 +15,8 @@ from typing import IO
 import anyio
 import msgspec
 
-from fleetbus.auth.stores import build_reading_config
+from fleetbus.auth.local_key import write_local_config
+from fleetbus.auth.stores import find_account
 from fleetbus.bus.nats.server import run_server
 from fleetbus.config.run_folder import RunFolder
 from fleetbus.errors import UserError
@@ -85,7 +86,8 @@ def evict_viewers(folder: RunFolder) -> None:
 async def serve_viewers(folder: RunFolder) -> None:
     """Serve the run's files until nobody looks at them any more, or an `up` drives the run. Raises `UserError`."""
     with lock_run(server_lock(folder), folder.path.name):
-        config = build_reading_config(folder.store, folder.path.name)
+        # files that were written with keys, too, are shown to whoever may read them
+        config = write_local_config(folder.store, find_account(folder.store, folder.path.name))
         port = find_free_port(folder.port)
         async with run_server(folder.store, port=port, config=config, ends_with_parent=True) as server:
             address = {"url": server.url, "monitor": server.monitor_url or ""}

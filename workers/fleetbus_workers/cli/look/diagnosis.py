@@ -19,6 +19,7 @@ import msgspec
 
 from fleetbus.auth.access import build_access
 from fleetbus.auth.folder import AuthFolder
+from fleetbus.auth.local_key import write_local_config
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import Configuration
@@ -273,7 +274,8 @@ async def _measure_own_clock_skew() -> float | None:
     from fleetbus.bus.nats.server import run_server
 
     with tempfile.TemporaryDirectory() as folder:
-        async with run_server(Path(folder), ends_with_parent=True) as server:
+        config = write_local_config(Path(folder))
+        async with run_server(Path(folder), config=config, ends_with_parent=True) as server:
             async with connect(server.url, run="doctor", role="doctor", worker="doctor") as bus:
                 await bus.declare(plan_run("doctor", lanes=1))
             return await _measure_clock_skew(server.url, "doctor")
