@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
 from fleetbus_schemas import TensorEntry
+from fleetbus_workers.weights.content import CHECKED, ContentCheck, check_content, map_in_threads
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +70,7 @@ def stream_weights(
         with temporary.open("wb") as output:
             output.write(header)
             for name, tensor in tensors:
-                content = _view_bytes(tensor)
+                content = view_bytes(tensor)
                 if (offset := offsets.get(name)) is None or offset[1] - offset[0] != len(content):
                     raise ValueError(f"{file}: {name} is not what was announced")
                 output.seek(len(header) + offset[0])
@@ -134,28 +135,38 @@ def read_weights(location: str | Path, manifest: Sequence[TensorEntry]) -> dict[
         expect_file(file)
         with safe_open(file, framework="pt", device="cpu") as stored:
             _check_names(file, list(stored.keys()), manifest)
-            return {entry.name: _read_tensor(file, stored, entry) for entry in manifest}
+            tensors = {entry.name: _read_tensor(file, stored, entry) for entry in manifest}
     except (OSError, SafetensorError) as error:
         raise WeightsRejected(f"{file}: cannot be read: {error}") from error
+    checks = map_in_threads(lambda entry: check_content(entry.dtype, view_bytes(tensors[entry.name])), manifest)
+    for entry, check in zip(manifest, checks, strict=True):
+        expect_content(str(file), entry, check)
+    return tensors
 
 
 def _read_tensor(file: Path, stored: Any, entry: TensorEntry) -> torch.Tensor:
     header = stored.get_slice(entry.name)
-    shape, dtype = tuple(header.get_shape()), header.get_dtype()
-    if shape != entry.shape:
-        raise WeightsRejected(f"{file}: {entry.name} has shape {list(shape)}, the manifest says {list(entry.shape)}")
-    if dtype != entry.dtype:
-        raise WeightsRejected(f"{file}: {entry.name} is {dtype}, the manifest says {entry.dtype}")
+    expect_kind(str(file), entry, tuple(header.get_shape()), header.get_dtype())
     tensor: torch.Tensor = stored.get_tensor(entry.name)
-    if _hash_tensor(tensor) != entry.sha256:
-        raise WeightsRejected(f"{file}: {entry.name} differs from the manifest's sha256")
-    try:
-        finite = not tensor.is_floating_point() or bool(tensor.isfinite().all())
-    except NotImplementedError as error:  # of types of 8 bits and less
-        raise WeightsRejected(f"{file}: {entry.name} is {dtype}, which cannot be checked for finite values") from error
-    if not finite:
-        raise WeightsRejected(f"{file}: {entry.name} has values that are not finite")
     return tensor
+
+
+def expect_kind(what: str, entry: TensorEntry, shape: tuple[int, ...], dtype: str) -> None:
+    """Raise `WeightsRejected` if a tensor of ``what`` is not of its entry's shape and dtype, or its values cannot be checked."""
+    if shape != entry.shape:
+        raise WeightsRejected(f"{what}: {entry.name} has shape {list(shape)}, the manifest says {list(entry.shape)}")
+    if dtype != entry.dtype:
+        raise WeightsRejected(f"{what}: {entry.name} is {dtype}, the manifest says {entry.dtype}")
+    if dtype not in CHECKED:
+        raise WeightsRejected(f"{what}: {entry.name} is {dtype}, which cannot be checked for finite values")
+
+
+def expect_content(what: str, entry: TensorEntry, check: ContentCheck) -> None:
+    """Raise `WeightsRejected` if the bytes of a tensor are not those of its entry, or not all finite."""
+    if check.sha256 != entry.sha256:
+        raise WeightsRejected(f"{what}: {entry.name} differs from the manifest's sha256")
+    if not check.is_finite:
+        raise WeightsRejected(f"{what}: {entry.name} has values that are not finite")
 
 
 def _check_names(file: Path, found: Sequence[str], manifest: Sequence[TensorEntry]) -> None:
@@ -173,11 +184,7 @@ def check_names(what: str, found: set[str], expected: set[str]) -> None:
             raise WeightsRejected(f"{what}: {kind} {len(names)} of {len(expected)} tensors: {listed}")
 
 
-def _hash_tensor(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(_view_bytes(tensor)).hexdigest()
-
-
-def _view_bytes(tensor: torch.Tensor) -> memoryview:
+def view_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor, copied only if it is not on the CPU or not contiguous."""
     import torch
 
