@@ -1,4 +1,4 @@
-"""What an engine does to the numbers of a weights file before it takes them: digest and finiteness, before and after decision 0228.
+"""The check of a weights file's numbers by an engine, digest and finiteness: before decision 0228 and since.
 
     python benchmarks/weights_check.py --json
 

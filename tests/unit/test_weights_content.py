@@ -80,5 +80,5 @@ def test_threads_keep_the_order_and_raise_the_first_error(monkeypatch: pytest.Mo
         raise ValueError(str(item)) if item >= 7 else AssertionError
 
     monkeypatch.setattr(content, "MAX_THREADS", 3)
-    with pytest.raises(ValueError, match="^7$"):
+    with pytest.raises(ValueError, match=r"^7$"):
         map_in_threads(lambda item: item if item < 7 else fail(item), range(50))

@@ -1,4 +1,4 @@
-"""Digest and finiteness of a tensor's bytes in one pass, piece by piece, each piece looked at while the processor's cache has it.
+"""Digest and finiteness of a tensor's bytes in one pass: each piece is looked at while the processor's cache has it.
 
 Infinity and NaN are those floating point numbers whose exponent is all ones, so that a comparison of whole numbers finds them:
 `torch.isfinite` reads and writes memory several times for each number.
@@ -10,14 +10,14 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-_EXPONENTS = {
+_EXPONENTS: dict[str, tuple[type[np.signedinteger[Any]], type[np.unsignedinteger[Any]], int]] = {
     "F64": (np.int64, np.uint64, 0x7FF0 << 48),
     "F32": (np.int32, np.uint32, 0x7F80 << 16),
     "BF16": (np.int16, np.uint16, 0x7F80),
@@ -61,7 +61,7 @@ class ContentCheck:
         return self._digest.hexdigest()
 
 
-def _sign(unsigned: type[np.unsignedinteger]) -> int:
+def _sign(unsigned: type[np.unsignedinteger[Any]]) -> int:
     """The bit of the sign in a pattern of this type."""
     return 1 << (8 * np.dtype(unsigned).itemsize - 1)
 
