@@ -91,6 +91,7 @@ async def test_two_engines_get_every_version_while_it_is_written(tmp_path: Path)
             for engine in engines:
                 assert_equal(await engine.take(published), build_tensors(version))
                 assert await engine.take(published) is None  # given once
+        await learner._ended.wait()
         assert learner.sent == 3
 
 
@@ -162,10 +163,12 @@ async def test_an_engine_that_stands_still_costs_the_learner_one_second_and_this
 
     monkeypatch.setattr(receiver, "receive_version", stand_still)
     monkeypatch.setattr(sender, "LEAVE_SECONDS", 0.05)
+    monkeypatch.setattr(stream, "PIECE_BYTES", 8 << 20)  # more than sockets take by themselves
     async with open_pair() as (_, learner, (engine,)):
         try:
             watcher = await learner.offer(0, "l1")
-            await anyio.to_thread.run_sync(build_version, tmp_path, 0, watcher)  # the writing does not wait
+            large = {"w": torch.zeros(16 << 20, dtype=torch.uint8)}
+            await anyio.to_thread.run_sync(write_weights, tmp_path / "large", large, watcher)  # the writing does not wait
             with anyio.fail_after(5):
                 assert await learner.offer(1, "l1") is None
         finally:

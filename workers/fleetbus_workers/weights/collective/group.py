@@ -58,6 +58,11 @@ class Group:
 
         return wait
 
+    def close(self) -> None:
+        """Leave: who waits for this member is told at once."""
+        self._group.abort()
+        del self._group
+
 
 class Rendezvous:
     """The learner's place where engines meet it, listening on ``address`` alone. Raises `OSError`."""

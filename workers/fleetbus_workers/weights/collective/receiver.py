@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
@@ -126,10 +127,10 @@ class CollectiveReceiver:
         offered, started = reception.offered, time.monotonic()
 
         def receive() -> ReceivedVersion:
-            group = join(offered.address, offered.port, offered.token)
-            return receive_version(
-                group, limit_bytes=self._limit_bytes, ends=started + self._seconds, is_over=reception.given_up.is_set
-            )
+            with closing(join(offered.address, offered.port, offered.token)) as group:
+                return receive_version(
+                    group, limit_bytes=self._limit_bytes, ends=started + self._seconds, is_over=reception.given_up.is_set
+                )
 
         try:
             version = await anyio.to_thread.run_sync(receive, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))

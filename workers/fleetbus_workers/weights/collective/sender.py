@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 
 import anyio
 import anyio.to_thread
@@ -110,7 +110,10 @@ class CollectiveSender:
         def send() -> int:
             try:
                 group = rendezvous.gather(engines, lambda: source.is_over)
-                return 0 if group is None else send_version(group, source, started + self._seconds)
+                if group is None:
+                    return 0
+                with closing(group):
+                    return send_version(group, source, started + self._seconds)
             finally:
                 source.close()
 
