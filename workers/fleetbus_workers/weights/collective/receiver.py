@@ -102,10 +102,12 @@ class CollectiveReceiver:
         try:
             if published.manifest_object and self._objects is not None:
                 published = await get_manifest(self._objects, published)
-            return reception.result[0].take_tensors("what the learner sent", published.manifest)
+            tensors = reception.result[0].take_tensors("what the learner sent", published.manifest)
         except (WeightsRejected, OSError, ObjectMissing, BusError, ValueError) as error:
             log.warning("transferred weights rejected; reading the file", version=published.version, reason=str(error))
             return None
+        log.info("weights taken from the learner", version=published.version)
+        return tensors
 
     def _find(self, published: PolicyPublished) -> _Reception | None:
         for reception in self._receptions:
