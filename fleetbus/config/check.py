@@ -53,6 +53,10 @@ def check_configuration(configuration: Configuration) -> None:
     store = configuration.weights.store
     if store not in ("folder", "nats") and "://" not in store:
         raise UserError(f"weights.store = {store}: use folder, nats, or a URL such as s3://bucket/path")
+    if configuration.weights.transfer == "collective" and (inference.engine, learner.trainer) != ("torch", "torch"):
+        raise UserError(
+            "weights.transfer = collective needs inference.engine = torch and learner.trainer = torch: set files for others"
+        )
     if any("@" in url.partition("://")[2].partition("/")[0] for url in inference.urls.split(",")):
         raise UserError(
             "inference.urls must not contain a password, because settings are written to files: set OPENAI_API_KEY instead"

@@ -211,6 +211,19 @@ class WeightsSettings(Settings, frozen=True, kw_only=True):
     full_every: Annotated[
         int, Meta(ge=1, description="Every n-th version is published whole, the others as differences; 1: all whole")
     ] = 1
+    transfer: Annotated[
+        Literal["files", "collective"],
+        Meta(
+            description="files: engines read what was written; collective: engine torch also gets it from the learner while "
+            "it is written, over a private network (docs/engines.md)"
+        ),
+    ] = "files"
+    transfer_address: Annotated[
+        str, Meta(description="Address of the learner that engines connect to with collective: of a private network")
+    ] = "127.0.0.1"
+    transfer_seconds: Annotated[
+        float, Meta(gt=0, description="Seconds after which a collective transfer is given up, and the file is read")
+    ] = 60.0
 
 
 class FleetSettings(Settings, frozen=True, kw_only=True):

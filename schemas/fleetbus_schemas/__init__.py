@@ -31,7 +31,7 @@ from fleetbus_schemas.lifecycle import (
 )
 from fleetbus_schemas.message import MAX_INLINE_BYTES, MAX_MESSAGE_BYTES, MalformedMessage, Message, decode, encode
 from fleetbus_schemas.observation import Observation
-from fleetbus_schemas.policy import PolicyPublished, TensorEntry
+from fleetbus_schemas.policy import PolicyPublished, TensorEntry, WeightsOffered
 from fleetbus_schemas.retention import FloorRaised
 from fleetbus_schemas.segment import NEW_ROOT, ContextChange, EpisodeSegment, SegmentOrigin, SegmentReason
 from fleetbus_schemas.session import SessionAnswer, SessionCall, SessionClaimed, SessionEnded, SessionRecorded
@@ -53,6 +53,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Action,
     EpisodeFinished,
     PolicyPublished,
+    WeightsOffered,
     LineageStarted,
     StepTrained,
     CheckpointStored,
@@ -132,6 +133,7 @@ __all__ = [
     "UntrainedReason",
     "UntrainedTurn",
     "VersionSpan",
+    "WeightsOffered",
     "WorkerDraining",
     "WorkerFailed",
     "WorkerRole",

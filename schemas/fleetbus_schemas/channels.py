@@ -29,7 +29,7 @@ from fleetbus_schemas.lifecycle import (
 )
 from fleetbus_schemas.message import Message
 from fleetbus_schemas.observation import Observation
-from fleetbus_schemas.policy import PolicyPublished
+from fleetbus_schemas.policy import PolicyPublished, WeightsOffered
 from fleetbus_schemas.retention import FloorRaised
 from fleetbus_schemas.session import SessionAnswer, SessionCall, SessionClaimed, SessionEnded, SessionRecorded
 from fleetbus_schemas.training import CheckpointStored, EvaluationFinished, LineageStarted, StepTrained, TrainingFinished
@@ -177,6 +177,13 @@ CHANNELS: tuple[Channel, ...] = (
             Use("inference", ("last", "scan")),
             Use("monitor", ("scan",)),
         ),
+    ),
+    Channel(
+        name="transfers",
+        address="fbwt.{run}.{policy}",
+        about="Versions that engines may take from the learner while their file is written; a core message, not stored.",
+        messages=(WeightsOffered,),
+        uses=(Use("learner", ("send",)), Use("inference", ("hear",), of=("learner",))),
     ),
     Channel(
         name="training",

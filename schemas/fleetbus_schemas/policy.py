@@ -30,3 +30,18 @@ class PolicyPublished(Message, frozen=True, kw_only=True):
     manifest: tuple[TensorEntry, ...]
     size_bytes: int
     manifest_object: str = ""
+
+
+class WeightsOffered(Message, frozen=True, kw_only=True):
+    """Learner → inference workers, on ``fbwt.<run>.<policy>``; a core message, not stored: who misses it reads the file.
+
+    The version ``version`` of ``lineage`` is being written, and who connects to ``address``:``port`` in time gets its bytes at
+    once. ``token`` names this offer there. It counts only when `PolicyPublished` names the same version and digests.
+    """
+
+    policy: str
+    version: int
+    lineage: str
+    address: str
+    port: int
+    token: str

@@ -82,6 +82,10 @@ class Subjects:
     def policy(self, name: str) -> str:
         return self._templates["policies"].format(policy=name)
 
+    def transfer(self, policy: str) -> str:
+        """The subject on which versions are offered while their files are written."""
+        return self._templates["transfers"].format(policy=policy)
+
     def train(self, name: str) -> str:
         return self._templates["training"].format(policy=name)
 

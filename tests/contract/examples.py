@@ -50,6 +50,7 @@ from fleetbus_schemas import (
     TrainingFinished,
     UntrainedTurn,
     VersionSpan,
+    WeightsOffered,
     WorkerDraining,
     WorkerFailed,
     WorkerStarted,
@@ -259,6 +260,7 @@ _EXAMPLES: tuple[Message, ...] = (
         size_bytes=8192,
         manifest_object=SHA256,
     ),
+    WeightsOffered(policy="main", version=13, lineage="l0002", address="10.0.0.7", port=40123, token="f00d"),
     LineageStarted(
         lineage="l0002",
         worker="learner-1",

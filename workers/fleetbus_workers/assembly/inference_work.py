@@ -15,6 +15,7 @@ from fleetbus_workers.inference.chat_template import ChatTemplate
 from fleetbus_workers.inference.worker import run_inference
 from fleetbus_workers.weights.fetch import WeightsFetcher
 from fleetbus_workers.weights.store import get_object_store
+from fleetbus_workers.weights.transfer import open_receiver
 
 
 async def work(
@@ -46,6 +47,7 @@ async def work(
                 fetch=fetcher.fetch_local,
                 images=build_image_source(template, bus, configuration.run.name),
                 shared=shared,
+                receiver=open_receiver(bus, configuration, sampler, get_object_store(bus, configuration.run.name)),
             )
     finally:
         fetcher.close()

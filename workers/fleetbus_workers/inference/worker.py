@@ -31,6 +31,7 @@ from fleetbus_schemas import ANY_LANE, Heartbeat, LineageStarted, PolicyPublishe
 from fleetbus_workers.inference.base import ImageSource, Sampler, Template, WeightsRejected
 from fleetbus_workers.inference.engine_meter import EngineMeter
 from fleetbus_workers.inference.observation_handler import PROBLEM_CHARS, ObservationHandler
+from fleetbus_workers.weights.transfer import ENGINE_COUNTER, TakesTensors, WeightsReceiver
 
 RELOAD_SECONDS = 5.0
 """Until a version that was rejected is tried again: its file may have been on its way."""
@@ -57,6 +58,7 @@ class InferenceWorker:
         fetch: Fetch | None = None,
         images: ImageSource | None = None,
         shared: SharedSlots | None = None,
+        receiver: WeightsReceiver | None = None,
     ) -> None:
         self._bus = bus
         self._fetch = fetch
@@ -70,6 +72,9 @@ class InferenceWorker:
         self._lane = lane
         self._sampler = sampler
         self._counters: defaultdict[str, float] = defaultdict(float)
+        self._receiver = receiver
+        if receiver is not None:
+            self._counters[ENGINE_COUNTER] = 0.0
         self._leases = Leases(OBSERVATION_LEASE_SECONDS / 3, OBSERVATION_LEASE_SECONDS)
         self._handler = ObservationHandler(
             bus,
@@ -118,6 +123,8 @@ class InferenceWorker:
             group.start_soon(self._handler.deadlines.run)
             group.start_soon(control.run)
             group.start_soon(self._follow_policy)
+            if self._receiver is not None:
+                group.start_soon(self._receiver.run)
             await self._answer_observations(lifecycle)
             group.cancel_scope.cancel()
 
@@ -154,7 +161,8 @@ class InferenceWorker:
         if published.version <= self._sampler.version and self._ready.is_set():
             return True
         try:
-            await self._sampler.load(await self._fetch(published) if self._fetch is not None else published)
+            if not await self._load_transferred(published):
+                await self._sampler.load(await self._fetch(published) if self._fetch is not None else published)
         except WeightsRejected as rejected:
             self._counters["weights_rejected"] += 1
             log.error("weights rejected; retrying", version=published.version, reason=str(rejected))
@@ -163,6 +171,17 @@ class InferenceWorker:
         self._weights_problem = ""
         self._counters["versions_loaded"] += 1
         self._ready.set()
+        return True
+
+    async def _load_transferred(self, published: PolicyPublished) -> bool:
+        """True if the version came from the learner itself, and is loaded. Raises `WeightsRejected`."""
+        if self._receiver is None or not isinstance(self._sampler, TakesTensors):
+            return False
+        tensors = await self._receiver.take(published)
+        if tensors is None:
+            return False
+        await self._sampler.load_tensors(published, tensors)
+        self._counters[ENGINE_COUNTER] += 1
         return True
 
     async def _answer_observations(self, lifecycle: WorkerLifecycle) -> None:
@@ -214,10 +233,11 @@ async def run_inference(
     fetch: Fetch | None = None,
     images: ImageSource | None = None,
     shared: SharedSlots | None = None,
+    receiver: WeightsReceiver | None = None,
 ) -> None:
     """An inference worker from claiming a lane to its last entry. ``fetch`` makes a published version a local file first;
     ``images`` shows what observations refer to, to a model that sees; ``shared`` has the slots of a process that serves more
-    runs than this one."""
+    runs than this one; ``receiver`` has versions before their files are read."""
     subjects = Subjects(configuration.run.name)
     nonce = (runtime or Runtime()).nonce()
     lanes = inference_lanes(configuration.nats.lanes)
@@ -233,5 +253,6 @@ async def run_inference(
         fetch=fetch,
         images=images,
         shared=shared,
+        receiver=receiver,
     )
     await worker.run()

@@ -33,6 +33,7 @@ from fleetbus_workers.learner.resume import ResumePoint
 from fleetbus_workers.learner.step_record import StepRecord
 from fleetbus_workers.learner.token_records import TokenRecords
 from fleetbus_workers.weights.store import get_object_store, open_store
+from fleetbus_workers.weights.transfer import open_sender
 
 
 class LearnerParts(NamedTuple):
@@ -150,4 +151,5 @@ def _make_publication(
         store=open_store(bus, weights.store, run=run.name, public_url=weights.public_url),
         objects=get_object_store(bus, run.name),
         full_every=weights.full_every,
+        sender=open_sender(bus, subjects, configuration, runtime),
     )

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from fleetbus_workers.learner.resume import read_published_versions
 from fleetbus_workers.weights.delta import write_smaller
 from fleetbus_workers.weights.manifests import put_manifest
 from fleetbus_workers.weights.store import FolderStore, WeightsStore
+from fleetbus_workers.weights.transfer import TellsOfWriting, WeightsSender
 
 log = structlog.get_logger()
 
@@ -45,6 +46,7 @@ class Publication:
         store: WeightsStore | None = None,
         objects: ObjectStore | None = None,
         full_every: int = 1,
+        sender: WeightsSender | None = None,
     ) -> None:
         self._bus = bus
         self._subjects = subjects
@@ -60,9 +62,14 @@ class Publication:
         self._manifests: dict[str, str] = {}
         """By name of a file the object with its manifest."""
         self._full_every = full_every
+        self._sender = sender
         self._newest: tuple[Path, str] | None = None
         self._published = 0
         self.version = -1
+
+    def run(self) -> AbstractAsyncContextManager[None]:
+        """The lifetime of what sends versions beside their files, around all versions. Raises `UserError`."""
+        return self._sender.run() if self._sender is not None else nullcontext()
 
     async def fence(self, started: LineageStarted) -> dict[int, int]:
         """From now on appends of the previous learner are refused; raises `LearnerReplaced` when this one is.
@@ -89,6 +96,8 @@ class Publication:
     async def _publish(self, step: int) -> int:
         version = self.version + 1
         file = (self._folder / f"{self._lineage}-v{version:06d}.safetensors").absolute()
+        if self._sender is not None and isinstance(self._trainer, TellsOfWriting):
+            self._trainer.watcher = await self._sender.offer(version, self._lineage)
         manifest = await retry_while_disk_full(self._runtime, self._trainer.save_weights, file)
         upload = await self._choose_upload(file)
         uri = await self._put_with_retry(file, partial(self._store.put, upload))

@@ -62,7 +62,12 @@ class Learner:
         lifecycle = WorkerLifecycle(bus, subjects, role="learner", worker=self._name, beat=self._build_heartbeat, lane=None)
         control = Control(bus, subjects, role="learner", worker=self._name, drain=self._drain, pause=parts.admission.pause)
         await parts.start.run(self._configuration, worker=self._name)
-        await parts.steps.publish_version()
+        async with parts.publication.run():
+            await parts.steps.publish_version()
+            await self._work(lifecycle, control)
+
+    async def _work(self, lifecycle: WorkerLifecycle, control: Control) -> None:
+        bus, subjects, parts = self._bus, Subjects(self._configuration.run.name), self._parts
         async with run_lifecycle(lifecycle, bus, None, slots=self._settings.groups), anyio.create_task_group() as group:
             group.start_soon(control.run)
             group.start_soon(parts.results.follow, self._resume_point.floor)

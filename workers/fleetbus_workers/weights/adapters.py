@@ -60,9 +60,13 @@ def merge_adapters(
 
 def read_version(policy: PolicyPublished, folder: Path) -> dict[str, torch.Tensor]:
     """The checked tensors of a version of the model in ``folder``, whole: adapters are merged. Raises `WeightsRejected`."""
-    tensors = read_weights(policy.uri, policy.manifest)
+    return complete_version(policy, read_weights(policy.uri, policy.manifest), folder)
+
+
+def complete_version(policy: PolicyPublished, tensors: Mapping[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
+    """The checked tensors of a version with those of the model in ``folder`` if they are adapters. Raises `WeightsRejected`."""
     if not has_adapters(tensors):
-        return tensors
+        return dict(tensors)
     from safetensors.torch import load_file
 
     files = sorted(folder.glob("*.safetensors"))

@@ -15,18 +15,36 @@ import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
 from fleetbus_schemas import TensorEntry
+from fleetbus_workers.weights.content import CHECKED, ContentCheck, check_content, map_in_threads
 
 if TYPE_CHECKING:
     import torch
 
 
+MAX_HEADER_BYTES = 100 << 20
+"""Of a safetensors file; its library reads no longer ones."""
+
+
 class WeightsRejected(Exception):
     """A published version failed validation (names, shapes, dtype, hash, finiteness); the engine still has the old one."""
+
+
+class WritingWatcher(Protocol):
+    """Follows a weights file while it is written, told by the thread that writes. A file that is begun anew is another one."""
+
+    def begin(self, file: Path, size: int) -> None:
+        """``file``, whose name will change, will have ``size`` bytes. Raises `OSError`."""
+
+    def advance(self, position: int) -> None:
+        """All bytes before ``position`` can be read, and will not change."""
+
+    def give_up(self) -> None:
+        """The file will not become whole."""
 
 
 def unique_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -41,23 +59,26 @@ def unique_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
     return unique
 
 
-def write_weights(file: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[TensorEntry, ...]:
+def write_weights(
+    file: Path, tensors: Mapping[str, torch.Tensor], watcher: WritingWatcher | None = None
+) -> tuple[TensorEntry, ...]:
     """Write ``tensors`` to ``file`` as safetensors and return the manifest, one entry per tensor written, in their order.
 
     Tied tensors are written once, under their first name. Otherwise as `stream_weights`.
     """
     stored = unique_tensors(tensors)
     layout = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in stored.items()]
-    return stream_weights(file, layout, stored.items())
+    return stream_weights(file, layout, stored.items(), watcher)
 
 
 def stream_weights(
     file: Path,
     layout: Sequence[tuple[str, tuple[int, ...], torch.dtype]],
     tensors: Iterable[tuple[str, torch.Tensor]],
+    watcher: WritingWatcher | None = None,
 ) -> tuple[TensorEntry, ...]:
     """Write a safetensors file tensor by tensor, hashing each as it is written, and return the manifest in the order of
-    ``layout`` (names, shapes, types). ``tensors`` come in any order, and no more than one is held.
+    ``layout`` (names, shapes, types). ``tensors`` come in any order, and no more than one is held. ``watcher`` follows.
 
     A reader of ``file`` finds the old content, nothing, or all of it: a temporary file in the same folder is written, synced
     and renamed. Raises `OSError`, or `ValueError` if ``tensors`` are not those of ``layout``.
@@ -68,18 +89,24 @@ def stream_weights(
     try:
         with temporary.open("wb") as output:
             output.write(header)
+            told = _Told(watcher, output, temporary, header, offsets)
             for name, tensor in tensors:
-                content = _view_bytes(tensor)
+                content = view_bytes(tensor)
                 if (offset := offsets.get(name)) is None or offset[1] - offset[0] != len(content):
                     raise ValueError(f"{file}: {name} is not what was announced")
                 output.seek(len(header) + offset[0])
                 output.write(content)
+                told.record_written(offset)
                 hashes[name] = hashlib.sha256(content).hexdigest()
             if missing := offsets.keys() - hashes.keys():
                 raise ValueError(f"{file}: {len(missing)} tensors never came: {min(missing)}")
             output.flush()
             os.fsync(output.fileno())
         os.replace(temporary, file)
+    except BaseException:
+        if watcher is not None:
+            watcher.give_up()
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     fsync_path(file.parent, os.O_RDONLY)
@@ -87,14 +114,43 @@ def stream_weights(
     return tuple(TensorEntry(name=name, shape=shape, dtype=names[dtype], sha256=hashes[name]) for name, shape, dtype in layout)
 
 
+class _Told:
+    """Tells a watcher how far a file is written without holes: tensors may come in any order."""
+
+    def __init__(
+        self,
+        watcher: WritingWatcher | None,
+        output: BinaryIO,
+        file: Path,
+        header: bytes,
+        offsets: Mapping[str, tuple[int, int]],
+    ) -> None:
+        self._watcher, self._output, self._base = watcher, output, len(header)
+        self._ahead: dict[int, int] = {}
+        self._reached = 0
+        if watcher is not None:
+            watcher.begin(file, len(header) + max((stop for _, stop in offsets.values()), default=0))
+
+    def record_written(self, offset: tuple[int, int]) -> None:
+        if self._watcher is None:
+            return
+        if offset[1] > offset[0]:
+            self._ahead[offset[0]] = offset[1]
+        while self._reached in self._ahead:
+            self._reached = self._ahead.pop(self._reached)
+        self._output.flush()
+        self._watcher.advance(self._base + self._reached)
+
+
 def _build_header(layout: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> tuple[bytes, dict[str, tuple[int, int]]]:
     """A safetensors file's beginning, and where the bytes of each tensor stand behind it. Larger types stand first, so that
-    each tensor is aligned to its own."""
+    each tensor is aligned to its own; otherwise the order is that of ``layout``, so that a file that is written in this order
+    grows without holes."""
     names = _map_dtype_names()
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, tuple[int, int]] = {}
     end = 0
-    for name, shape, dtype in sorted(layout, key=lambda each: (-each[2].itemsize, each[0])):
+    for name, shape, dtype in sorted(layout, key=lambda each: -each[2].itemsize):
         start, end = end, end + math.prod(shape) * dtype.itemsize
         offsets[name] = (start, end)
         described[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [start, end]}
@@ -134,28 +190,38 @@ def read_weights(location: str | Path, manifest: Sequence[TensorEntry]) -> dict[
         expect_file(file)
         with safe_open(file, framework="pt", device="cpu") as stored:
             _check_names(file, list(stored.keys()), manifest)
-            return {entry.name: _read_tensor(file, stored, entry) for entry in manifest}
+            tensors = {entry.name: _read_tensor(file, stored, entry) for entry in manifest}
     except (OSError, SafetensorError) as error:
         raise WeightsRejected(f"{file}: cannot be read: {error}") from error
+    checks = map_in_threads(lambda entry: check_content(entry.dtype, view_bytes(tensors[entry.name])), manifest)
+    for entry, check in zip(manifest, checks, strict=True):
+        expect_content(str(file), entry, check)
+    return tensors
 
 
 def _read_tensor(file: Path, stored: Any, entry: TensorEntry) -> torch.Tensor:
     header = stored.get_slice(entry.name)
-    shape, dtype = tuple(header.get_shape()), header.get_dtype()
-    if shape != entry.shape:
-        raise WeightsRejected(f"{file}: {entry.name} has shape {list(shape)}, the manifest says {list(entry.shape)}")
-    if dtype != entry.dtype:
-        raise WeightsRejected(f"{file}: {entry.name} is {dtype}, the manifest says {entry.dtype}")
+    expect_kind(str(file), entry, tuple(header.get_shape()), header.get_dtype())
     tensor: torch.Tensor = stored.get_tensor(entry.name)
-    if _hash_tensor(tensor) != entry.sha256:
-        raise WeightsRejected(f"{file}: {entry.name} differs from the manifest's sha256")
-    try:
-        finite = not tensor.is_floating_point() or bool(tensor.isfinite().all())
-    except NotImplementedError as error:  # of types of 8 bits and less
-        raise WeightsRejected(f"{file}: {entry.name} is {dtype}, which cannot be checked for finite values") from error
-    if not finite:
-        raise WeightsRejected(f"{file}: {entry.name} has values that are not finite")
     return tensor
+
+
+def expect_kind(what: str, entry: TensorEntry, shape: tuple[int, ...], dtype: str) -> None:
+    """Raise `WeightsRejected` if a tensor of ``what`` has not its entry's shape and dtype, or none that can be checked."""
+    if shape != entry.shape:
+        raise WeightsRejected(f"{what}: {entry.name} has shape {list(shape)}, the manifest says {list(entry.shape)}")
+    if dtype != entry.dtype:
+        raise WeightsRejected(f"{what}: {entry.name} is {dtype}, the manifest says {entry.dtype}")
+    if dtype not in CHECKED:
+        raise WeightsRejected(f"{what}: {entry.name} is {dtype}, which cannot be checked for finite values")
+
+
+def expect_content(what: str, entry: TensorEntry, check: ContentCheck) -> None:
+    """Raise `WeightsRejected` if the bytes of a tensor are not those of its entry, or not all finite."""
+    if check.sha256 != entry.sha256:
+        raise WeightsRejected(f"{what}: {entry.name} differs from the manifest's sha256")
+    if not check.is_finite:
+        raise WeightsRejected(f"{what}: {entry.name} has values that are not finite")
 
 
 def _check_names(file: Path, found: Sequence[str], manifest: Sequence[TensorEntry]) -> None:
@@ -173,11 +239,7 @@ def check_names(what: str, found: set[str], expected: set[str]) -> None:
             raise WeightsRejected(f"{what}: {kind} {len(names)} of {len(expected)} tensors: {listed}")
 
 
-def _hash_tensor(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(_view_bytes(tensor)).hexdigest()
-
-
-def _view_bytes(tensor: torch.Tensor) -> memoryview:
+def view_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor, copied only if it is not on the CPU or not contiguous."""
     import torch
 
@@ -199,6 +261,11 @@ def _map_dtype_names() -> dict[torch.dtype, str]:
         torch.uint8: "U8",
         torch.bool: "BOOL",
     }
+
+
+def map_dtypes() -> dict[str, torch.dtype]:
+    """Types that are published, by their name in a weights file."""
+    return {name: dtype for dtype, name in _map_dtype_names().items()}
 
 
 def _parse_location(location: str | Path) -> Path:

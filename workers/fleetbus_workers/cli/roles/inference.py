@@ -24,7 +24,7 @@ def _load_work() -> Work:
     metavar="RUN[=WEIGHT[:QUOTA]]",
     help="Serve this run, or the run of this settings file, with a part of the slots by weight; repeatable, instead of --run",
 )
-@settings_options("run", "nats", "inference", "tinker", "limits", "log")
+@settings_options("run", "nats", "inference", "weights", "tinker", "limits", "log")
 def command(**values: Any) -> int:
     """Start an inference worker: it answers observations with sampled actions and loads each published policy version.
 

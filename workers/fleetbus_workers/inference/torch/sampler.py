@@ -6,8 +6,9 @@ thread. Nothing of torch runs on the event loop.
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +32,8 @@ from fleetbus_workers.inference.torch.generic import GenericRunner
 from fleetbus_workers.inference.torch.kv_cache import PrefixCache
 from fleetbus_workers.inference.torch.sampling import PENALTIES
 from fleetbus_workers.inference.torch.turn import EngineOperation, Turn, WeightSwap
-from fleetbus_workers.weights.adapters import read_version
-from fleetbus_workers.weights.file import WeightsRejected, check_names
+from fleetbus_workers.weights.adapters import complete_version, read_version
+from fleetbus_workers.weights.file import MAX_HEADER_BYTES, WeightsRejected, check_names
 from fleetbus_workers.weights.names import convert_to_memory, has_other_names
 
 if TYPE_CHECKING:
@@ -162,8 +163,20 @@ class TorchSampler:
         Turns in mid-generation continue with the keys and values that they have; later turns are computed wholly under the new
         version. Raises `WeightsRejected`, after which nothing has changed, or `EngineFailed`.
         """
+        await self._load(policy, lambda: read_version(policy, self._folder))
+
+    async def load_tensors(self, policy: PolicyPublished, tensors: Mapping[str, torch.Tensor]) -> None:
+        """As `load`, with tensors that were compared with the manifest already."""
+        await self._load(policy, lambda: complete_version(policy, tensors, self._folder))
+
+    @property
+    def max_version_bytes(self) -> int:
+        """No version of this model is larger: 8 bytes a number, and a header."""
+        return 8 * sum(math.prod(shape) for shape in self._runner.shapes.values()) + MAX_HEADER_BYTES
+
+    async def _load(self, policy: PolicyPublished, read: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         async with self._loading:
-            prepared = await anyio.to_thread.run_sync(self._prepare, policy)
+            prepared = await anyio.to_thread.run_sync(lambda: self._prepare(policy.uri, read()))
             await self._submit_and_wait(WeightSwap(policy.version, prepared))
 
     def forget(self, cache_key: str) -> None:
@@ -188,15 +201,14 @@ class TorchSampler:
         if not len(turn.ids) or min(turn.request.ids) < 0 or turn.ids[-1] < 0 or turn.ids.max() >= self._runner.vocabulary:
             raise EngineFailed(f"a history must be of ids below {self._runner.vocabulary}, and not empty")
 
-    def _prepare(self, policy: PolicyPublished) -> Any:
-        tensors = read_version(policy, self._folder)
+    def _prepare(self, what: str, tensors: Mapping[str, torch.Tensor]) -> Any:
         shapes = self._runner.shapes
         if has_other_names(self._model) and tensors.keys() != shapes.keys():
             tensors = convert_to_memory(self._model, tensors)
-        check_names(policy.uri, set(tensors), set(shapes))
+        check_names(what, set(tensors), set(shapes))
         for name, tensor in tensors.items():
             if tuple(tensor.shape) != shapes[name]:
-                raise WeightsRejected(f"{policy.uri}: {name} has shape {list(tensor.shape)}, the model {list(shapes[name])}")
+                raise WeightsRejected(f"{what}: {name} has shape {list(tensor.shape)}, the model {list(shapes[name])}")
         return self._runner.prepare(tensors)
 
     async def _deliver_results(self, engine: Engine, wakeup: ThreadWakeup) -> None:

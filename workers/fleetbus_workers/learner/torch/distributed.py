@@ -14,6 +14,7 @@ from fleetbus_schemas import TensorEntry
 from fleetbus_workers.images.placed_image import PlacedImage
 from fleetbus_workers.learner.base import FinishWriting, SequenceTokens, TrainingSequence
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
+from fleetbus_workers.weights.file import WritingWatcher
 
 
 class LeaderTrainer:
@@ -38,6 +39,15 @@ class LeaderTrainer:
     @property
     def traced_tokens(self) -> Sequence[SequenceTokens]:
         return self._trainer.traced_tokens
+
+    @property
+    def watcher(self) -> WritingWatcher | None:
+        return self._trainer.watcher
+
+    @watcher.setter
+    def watcher(self, watcher: WritingWatcher | None) -> None:
+        """The leader alone writes, so that the others need not know."""
+        self._trainer.watcher = watcher
 
     def check_images(self, episode_id: str, ids: NDArray[np.int32], images: Sequence[PlacedImage]) -> None:
         self._trainer.check_images(episode_id, ids, images)

@@ -26,7 +26,7 @@ from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.sharded_loading import load_sharded
 from fleetbus_workers.learner.torch.sharding import Shards
 from fleetbus_workers.weights.adapters import DOWN, PREFIX, UP
-from fleetbus_workers.weights.file import stream_weights, write_weights
+from fleetbus_workers.weights.file import WritingWatcher, stream_weights, write_weights
 
 _ADAPTER = "default"
 
@@ -126,7 +126,11 @@ def disable_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 
 def write_model_weights(
-    model: PreTrainedModel, file: Path, shards: Shards, dtype: torch.dtype | None = None
+    model: PreTrainedModel,
+    file: Path,
+    shards: Shards,
+    dtype: torch.dtype | None = None,
+    watcher: WritingWatcher | None = None,
 ) -> tuple[TensorEntry, ...]:
     """Write the weights under the names of the folder's files, floating point ones in ``dtype`` if that is given: adapters
     merged into what they adapt, gathered tensor by tensor on the leader's CPU. Every process has to ask; the others return ().
@@ -147,13 +151,17 @@ def write_model_weights(
         return ()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        return stream_weights(file, published_tensors.layout, gathered)
+        return stream_weights(file, published_tensors.layout, gathered, watcher)
     finally:
         deque(gathered, maxlen=0)  # what is left when the disk is full: the others are in the same collectives
 
 
 def write_adapters(
-    model: PreTrainedModel, file: Path, shards: Shards, dtype: torch.dtype | None = None
+    model: PreTrainedModel,
+    file: Path,
+    shards: Shards,
+    dtype: torch.dtype | None = None,
+    watcher: WritingWatcher | None = None,
 ) -> tuple[TensorEntry, ...]:
     """Write the adapters alone, named and scaled as `fleetbus_workers.weights.adapters` says. Every process holds them whole;
     all but the leader return (). Raises `OSError`."""
@@ -166,7 +174,7 @@ def write_adapters(
             tensors[f"{PREFIX}{name}{DOWN}"] = down.to(dtype or down.dtype)
             tensors[f"{PREFIX}{name}{UP}"] = (up * module.scaling[_ADAPTER]).to(dtype or up.dtype)
     file.parent.mkdir(parents=True, exist_ok=True)
-    return write_weights(file, tensors)
+    return write_weights(file, tensors, watcher)
 
 
 def _gather_merged(shards: Shards, tensor: torch.Tensor, adapter: object, dtype: torch.dtype | None) -> torch.Tensor:

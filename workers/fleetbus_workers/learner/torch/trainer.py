@@ -40,6 +40,7 @@ from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.sharding import gather_tensor, init_shards, resolve_device
 from fleetbus_workers.learner.torch.text_only import TextOnly
 from fleetbus_workers.learner.torch.token_trace import TokenTrace
+from fleetbus_workers.weights.file import WritingWatcher
 from fleetbus_workers.weights.names import copy_companions
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class TorchTrainer:
         self.differences: dict[str, float] = {}
         self.traced_tokens: list[SequenceTokens] = []
         self._writing: FinishWriting | None = None
+        self.watcher: WritingWatcher | None = None
         self._model = models.load_model(folder, self.settings, device, self.shards)
         with torch.autocast(device.type, self._autocast, enabled=self._autocast != torch.float32):
             self._detect_capabilities()
@@ -156,7 +158,7 @@ class TorchTrainer:
         dtype = torch.bfloat16 if self._publishes_rounded else None
         adapters = self.settings.trainer.published_weights == "adapters"
         write = models.write_adapters if adapters else models.write_model_weights
-        return write(self._model, file, self.shards, dtype)
+        return write(self._model, file, self.shards, dtype, self.watcher)
 
     def save_model(self, folder: Path) -> None:
         """See `Trainer.save_model`: the model's files, and copies of what lay beside them where it was loaded from."""
