@@ -145,7 +145,7 @@ addEventListener("keydown", (event) => {
   else if (event.key === "k") move(-1);
   else if (event.key === "t") theme();
   else if (event.key === "/") { main.querySelector("input[type=search]")?.focus(); event.preventDefault(); }
-  else if (event.key === "[" || event.key === "]") main.querySelector(`button[data-key="${event.key}"]`)?.click();
+  else if (["[", "]", "m"].includes(event.key)) main.querySelector(`button[data-key="${event.key}"]`)?.click();
 });
 addEventListener("hashchange", () => draw({ fresh: true }));
 document.getElementById("theme").addEventListener("click", theme);

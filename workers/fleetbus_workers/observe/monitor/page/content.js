@@ -4,7 +4,7 @@ import { el } from "./dom.js";
 import { markdown } from "./markdown.js";
 
 const ESCAPES = /\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b\[([0-9;:]*)m|\x1b\[[0-?]*[ -/]*[@-~]|\x1b[@-_]?/g;
-const MOST_NODES = 2000, MOST_JSON = 200_000, LINE = 80;
+const MOST_NODES = 2000, MOST_DEPTH = 50, MOST_JSON = 200_000, LINE = 80;
 
 /** The text as nodes: colors of a terminal as classes, its other escape sequences left out. */
 export function text(said) {
@@ -45,13 +45,14 @@ export function read(parts) {
   return shown.some((node, index) => node && pieces[index].type !== "Image") ? shown.map((node, index) => node ?? el("pre", {}, content([pieces[index]]))) : [el("pre", {}, content(parts))];
 }
 
-/** A diff in colors, JSON as a tree, Markdown; null for any other text. */
-export function rendered(said) {
-  if (said.includes("\x1b")) return null;
-  const value = json(said);
-  if (value) { const left = { nodes: MOST_NODES }; return el("div", { class: "tree" }, Object.entries(value).map(([key, each]) => branch(key, each, left))); }
-  return markdown(said) ?? (isDiff(said) ? el("pre", {}, colored(said)) : null);
+/** A text of more than words: JSON as a tree, Markdown, a diff in colors; else null. */
+function rendered(said) {
+  const value = json(said), left = { nodes: MOST_NODES };
+  return value ? el("div", { class: "tree" }, Object.entries(value).slice(0, MOST_NODES + 1).map(([key, each]) => branch(key, each, left))) : prose(said);
 }
+
+/** Markdown, or a diff in colors; else null. */
+export const prose = (said) => said.includes("\x1b") ? null : isDiff(said) && !said.includes("```") ? el("pre", {}, colored(said)) : markdown(said);
 
 /** What a long text is as JSON, if it is an object or a list. */
 function json(said) {
@@ -72,9 +73,9 @@ export function call({ name, arguments: given }) {
   return el("details", { class: "tree", open: true }, el("summary", {}, `→ ${name}`), Object.entries(given).map(([key, value]) => branch(key, value, left)));
 }
 
-function branch(name, value, left) {
-  if ((left.nodes -= 1) < 0) return el("pre", { class: "dim" }, `${name}: …`);
+function branch(name, value, left, depth = 0) {
+  if ((left.nodes -= 1) < 0 || depth > MOST_DEPTH) return el("pre", { class: "dim" }, `${name}: …`);
   if (value === null || typeof value !== "object") return el("pre", {}, el("span", { class: "dim" }, `${name}: `), typeof value === "string" ? text(value) : String(value));
   const entries = Object.entries(value);
-  return el("details", {}, el("summary", {}, `${name}: ${Array.isArray(value) ? `[${entries.length}]` : `{${entries.length}}`}`), entries.map(([key, each]) => branch(key, each, left)));
+  return el("details", {}, el("summary", {}, `${name}: ${Array.isArray(value) ? `[${entries.length}]` : `{${entries.length}}`}`), entries.slice(0, MOST_NODES + 1).map(([key, each]) => branch(key, each, left, depth + 1)));
 }

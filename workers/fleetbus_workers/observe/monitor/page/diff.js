@@ -2,7 +2,7 @@
 import { el } from "./dom.js";
 
 const HUNK = /^@@ -[0-9]{1,9}(?:,([0-9]{1,9}))? [+][0-9]{1,9}(?:,([0-9]{1,9}))? @@/, ANY_HUNK = new RegExp(HUNK.source, "m");
-const CONTEXT = 3, MOST_CELLS = 1_000_000, MOST_LINES = 5000;
+const CONTEXT = 3, MOST_CELLS = 1_000_000, MOST_LINES = 5000, MOST_COLORED = 20_000;
 const KINDS = { "+": "added", "-": "removed" };
 
 /** Whether there is a unified diff in a text. */
@@ -11,7 +11,8 @@ export const isDiff = (said) => ANY_HUNK.test(said);
 /** The text with the lines of its hunks colored; `whole`: of all its lines, as where it says of itself that it is a diff. */
 export function colored(said, whole = false) {
   let removed = 0, added = 0;
-  return said.split("\n").flatMap((line, index) => {
+  const lines = said.split("\n"), rest = lines.slice(MOST_COLORED).map((line) => `\n${line}`).join("");
+  return [...lines.slice(0, MOST_COLORED).flatMap((line, index) => {
     const begins = line.match(HUNK), before = index ? "\n" : "";
     if (begins) { removed = Number(begins[1] ?? 1); added = Number(begins[2] ?? 1); return [before, el("span", { class: "hunk" }, line)]; }
     const inside = removed > 0 || added > 0;
@@ -19,7 +20,7 @@ export function colored(said, whole = false) {
     if (line[0] !== "+") removed -= 1;
     if (line[0] !== "-") added -= 1;
     return [before, (inside || whole) && KINDS[line[0]] ? el("span", { class: KINDS[line[0]] }, line) : line];
-  });
+  }), rest];
 }
 
 /** What changed from one text to another, with some lines around it; null if nothing did, or more than is compared. */
