@@ -9,6 +9,7 @@ import msgspec
 from fleetbus.core.text.tool_calls import final_answer, is_done
 from fleetbus.interchange.atif_export import build_calls
 from fleetbus.interchange.episode_facts import KEY, build_episode_facts, find_episode_id, find_logprobs, find_versions, has_ids
+from fleetbus.interchange.eval_events import build_events, build_pool, find_stop_reason
 from fleetbus.interchange.times import format_time
 from fleetbus.recording.episodes import Transcript, TranscriptTurn
 from fleetbus_schemas import GRADED, Action, ChatMessage, EpisodeFinished, Image, Text
@@ -25,17 +26,19 @@ def build_sample(transcript: Transcript, run: str, *, name: str, epoch: int, mod
     request, result = transcript.request, transcript.result
     answered = [turn.action for turn in transcript.turns if turn.action is not None]
     usage = count_usage(answered)
+    messages = build_messages(transcript, model)
     sample: Sample = {
         "id": name,
         "epoch": epoch,
         "input": request.task.prompt if request is not None else "",
         "target": "",
-        "messages": build_messages(transcript, model),
+        "messages": messages,
         "output": _build_output(answered, model, usage),
         "scores": build_scores(result, answered),
         "metadata": build_episode_facts(transcript, run),
         "store": {},
         "events": [],
+        "events_data": build_pool(messages),
         "model_usage": {model: usage} if answered else {},
         "attachments": {},
         "uuid": find_episode_id(transcript),
@@ -54,6 +57,7 @@ def build_sample(transcript: Transcript, run: str, *, name: str, epoch: int, mod
             "type": "turn" if by_turns else "token",
             "limit": request.max_turns if by_turns else request.max_tokens,
         }
+    sample["events"] = build_events(transcript, messages, sample["scores"], sample.get("error"))
     return {key: value for key, value in sample.items() if value is not None}
 
 
@@ -163,11 +167,9 @@ def _build_output(answered: list[Action], model: str, usage: dict[str, int]) -> 
     if not answered:
         return {"model": model, "choices": []}
     last = answered[-1]
-    stop = "stop" if last.finish_reason == "stop" else "max_tokens"
     message = {"role": "assistant", "content": last.text, "source": "generate", "model": model}
-    return {
-        "model": model, "choices": [{"message": message, "stop_reason": stop}], "completion": last.text, "usage": usage
-    }  # fmt: skip
+    choices = [{"message": message, "stop_reason": find_stop_reason(last)}]
+    return {"model": model, "choices": choices, "completion": last.text, "usage": usage}
 
 
 def _build_content(content: str | tuple[Text | Image, ...]) -> str | list[dict[str, str]]:

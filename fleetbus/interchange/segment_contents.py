@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -40,9 +40,18 @@ class SegmentContent(msgspec.Struct, kw_only=True):
 def fold_contents(actions: Sequence[Action]) -> tuple[list[SegmentContent], list[bytes]]:
     """The segments by number, and of each Action the packed ids of its whole prompt. Raises `SegmentError` for turns that are
     no tree."""
+    contents: dict[int, SegmentContent] = {}
+    prompts: list[bytes] = []
+    for content in iterate_prompts(actions):
+        contents[content.number] = content
+        prompts.append(bytes(content.ids))
+    return list(contents.values()), prompts
+
+
+def iterate_prompts(actions: Sequence[Action]) -> Iterator[SegmentContent]:
+    """The segment of each Action when its prompt was whole and its answer was not there yet. Raises as `fold_contents`."""
     tree = SegmentTree()
     contents: list[SegmentContent] = []
-    prompts: list[bytes] = []
     for turn, action in enumerate(actions):
         number = tree.append(action).number
         if number == len(contents):
@@ -51,10 +60,9 @@ def fold_contents(actions: Sequence[Action]) -> tuple[list[SegmentContent], list
         content.turns.append(turn)
         content.held.append(Held(turn, False, content.length))
         content.ids += action.prompt_delta
-        prompts.append(bytes(content.ids))
+        yield content
         content.held.append(Held(turn, True, content.length))
         content.ids += action.sampled
-    return contents, prompts
 
 
 def _begin(number: int, origin: SegmentOrigin | None, after: int, contents: Sequence[SegmentContent]) -> SegmentContent:

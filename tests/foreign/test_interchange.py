@@ -32,7 +32,9 @@ for sample in log.samples:
         own = (message.metadata or {}).get("fleetbus", {})
         if message.role == "assistant" and "turn" in own:
             print(json.dumps([sample.uuid, own["turn"], own["completion_token_ids"], own["logprobs"]]))
-print(json.dumps([log.status, len(log.samples)]))
+calls = [event for sample in log.samples for event in sample.events if event.event == "model"]
+assert all(event.input and event.output.choices[0].message.text is not None for event in calls)
+print(json.dumps([log.status, len(log.samples), len(calls)]))
 """
 
 pytestmark = [pytest.mark.foreign, pytest.mark.timeout(1800)]
@@ -70,11 +72,11 @@ def test_harbors_model_validates_all_and_ids_are_those_of_the_log(recording: Pat
 def test_inspect_reads_the_log_and_ids_are_those_of_the_log(recording: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.eval"
     assert run_program(["episodes", str(recording), "--format", "eval", "--output", str(file)]) == 0
-    *lines, (status, samples) = read_lines(INSPECT, "-c", READ_LOG, str(file))
+    *lines, (status, samples, calls) = read_lines(INSPECT, "-c", READ_LOG, str(file))
     found = {(line[0], line[1]): (line[2], line[3]) for line in lines}
     expected = list_answers(recording)
     different = [key for key, (_, sampled, logprobs) in expected.items() if found.get(key) != (sampled, logprobs)]
-    print(f"{samples} samples, {len(expected)} answers: {len(different)} differ")
-    assert status == "success" and not different
+    print(f"{samples} samples, {len(expected)} answers, {calls} calls of the model: {len(different)} differ")
+    assert status == "success" and calls == len(lines) and not different
     assert run_program(["import", str(file), "-o", str(tmp_path / "back.fbrec")]) == 0
     assert list_answers(tmp_path / "back.fbrec") == expected

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
@@ -29,6 +29,9 @@ from fleetbus_schemas import (
 )
 from fleetbus_schemas.action import VersionSpan
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs
+
+if TYPE_CHECKING:
+    from fleetbus_workers.observe.monitor.compared_evaluations import OpenRun
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 RUN = "page"
@@ -109,7 +112,7 @@ async def turns(bus: Bus, id: str) -> None:
 
 @asynccontextmanager
 async def opened(
-    episodes: int, scheme: str, folder: str = RunSettings().folder, *, acts: bool = False
+    episodes: int, scheme: str, folder: str = RunSettings().folder, *, acts: bool = False, open_other: OpenRun | None = None
 ) -> AsyncIterator[tuple[Any, str, list[str], Bus]]:
     """A browser page on a run with so many episodes; ``errors`` collects what its console complains of. A page that ``acts``
     has a key, and every question of it is answered with yes."""
@@ -129,6 +132,7 @@ async def opened(
                 configuration,
                 key="theKey" if acts else "",
                 open_operator=(lambda: server.connect(RUN, worker="page")) if acts else None,
+                open_other=open_other,
             ) as address,
         ):
             browser = await started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])

@@ -15,6 +15,7 @@ from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus_workers.observe.monitor.actions import OpenBus
+from fleetbus_workers.observe.monitor.compared_evaluations import OpenRun
 from fleetbus_workers.observe.monitor.serve import serve
 from fleetbus_workers.observe.run.termination import Driver
 from fleetbus_workers.serving.listeners import bind
@@ -57,6 +58,7 @@ async def serve_run_page(
     driver: Driver | None = None,
     key: str = "",
     open_operator: OpenBus | None = None,
+    open_other: OpenRun | None = None,
 ) -> AsyncIterator[str]:
     """The address of the page on a run, for the length of the block."""
     stop, on_ready = anyio.Event(), anyio.Event()
@@ -81,6 +83,7 @@ async def serve_run_page(
                     driver=driver,
                     key=key,
                     open_operator=open_operator,
+                    open_other=open_other,
                 )
 
             tasks.start_soon(run)

@@ -298,7 +298,7 @@ async def test_the_reward_is_drawn_beside_another_runs_and_as_a_histogram(tmp_pa
         assert len(errors) == 1 and "404" in errors.pop()
 
 
-@pytest.mark.parametrize("view", ["", "curves", "groups", "episodes", "tasks", "runs", "episode/e00015"])
+@pytest.mark.parametrize("view", ["", "curves", "groups", "episodes", "tasks", "runs", "evaluations", "episode/e00015"])
 async def test_a_phone_shows_every_view_without_scrolling_sideways(view: str) -> None:
     async with opened(16, "light") as (page, address, errors, _):
         await page.set_viewport_size({"width": 390, "height": 844})

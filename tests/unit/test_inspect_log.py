@@ -87,6 +87,38 @@ def test_a_sample_has_the_conversation_the_score_and_why_there_is_none(tmp_path:
     assert failed["error"]["message"] == "env_failed: open_failed: no desk" and "scores" not in failed
 
 
+def read_shown(sample: dict[str, Any]) -> list[list[str]]:
+    """Of each call of the model what it was shown, out of the pool."""
+    pool = [message["content"] for message in sample["events_data"]["messages"]]
+    calls = [event["input_refs"] for event in sample["events"] if event["event"] == "model"]
+    return [[text for start, end in refs for text in pool[start:end]] for refs in calls]
+
+
+def test_the_events_are_the_calls_of_model_and_tools_with_what_came_back_and_the_scores(tmp_path: Path) -> None:
+    export(tmp_path)
+    members = read_members(tmp_path / "run.eval")
+    plain = members["samples/task/one_epoch_1.json"]
+    assert [event["event"] for event in plain["events"]] == ["model", "tool", "model", "tool", "model", *["score"] * 3]
+    first, looked, _, unnamed, last, score = plain["events"][:6]
+    assert (looked["id"], looked["result"], looked["message_id"]) == ("call-7", "17", "3")
+    assert (unnamed["id"], unnamed["result"]) == ("turn-1-0", "18"), "in order where the protocol has no ids"
+    assert first["tools"][0]["parameters"]["properties"] == {"what": {"type": "string"}}
+    assert last["output"]["choices"][0]["stop_reason"] == "max_tokens" and "metadata" not in plain["events_data"]["messages"][2]
+    assert (score["scorer"], score["score"]["value"], score["working_start"]) == ("reward", 1.0, plain["total_time"])
+    assert looked["completed"] >= looked["timestamp"] >= first["completed"]
+    assert [event["event"] for event in members["samples/task-1_epoch_3.json"]["events"]] == ["error"]
+
+
+def test_a_call_of_the_model_has_what_its_segment_holds(tmp_path: Path) -> None:
+    export(tmp_path)
+    members = read_members(tmp_path / "run.eval")
+    tree = read_shown(members["samples/task-1_epoch_1.json"])
+    assert tree[1] == ["Be brief.", "Find it.", "answer 0", "And?"]
+    assert tree[2] == ["Be brief.", "Find it.", "Summed up."], "the context that was dropped is not there"
+    assert tree[3] == ["You help.", "Help."], "of a sub-agent its own conversation"
+    assert tree[5][-2:] == ["answer 1", "Again."], "the first segment goes on"
+
+
 def test_an_import_gives_the_ids_and_the_segments_back(tmp_path: Path) -> None:
     recording = export(tmp_path)
     assert run_program(["import", str(tmp_path / "run.eval"), "-o", str(tmp_path / "back.fbrec")]) == 0

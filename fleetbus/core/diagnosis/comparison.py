@@ -9,6 +9,9 @@ from collections.abc import Iterable
 import msgspec
 
 from fleetbus.core.diagnosis.intervals import Interval, find_mean_interval
+from fleetbus.core.training.evaluation_summary import is_success
+from fleetbus.errors import UserError
+from fleetbus_schemas import GRADED, EpisodeFinished, Message
 
 GREEDY = "_greedy"
 
@@ -20,6 +23,29 @@ class Graded(msgspec.Struct, frozen=True):
     task: str
     reward: float
     is_success: bool
+
+
+class GradedFold:
+    """The graded held-out episodes of a log, whose entries on ``episode.>`` are applied in order; each counts once."""
+
+    def __init__(self, *, success_threshold: float) -> None:
+        self._threshold = success_threshold
+        self._found: dict[str, Graded] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def apply(self, message: Message | None, _sequence: int = 0, _time_ns: int = 0) -> None:
+        """Note a result; other messages say nothing."""
+        match message:
+            case EpisodeFinished(split="eval", reward=float(reward)) as result if result.outcome in GRADED:
+                evaluation = result.group_id.partition("-")[2]
+                graded = Graded(evaluation, result.task_key, reward, is_success(result, self._threshold))
+                self._found.setdefault(result.episode_id, graded)
+
+    def build(self) -> list[Graded]:
+        """In the order of the log."""
+        return list(self._found.values())
 
 
 class TaskDifference(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +83,17 @@ def choose_evaluation(names: list[str]) -> str | None:
     """The newest that was sampled, else the newest."""
     sampled = [name for name in names if not name.endswith(GREEDY)]
     return (sampled or names)[-1] if names else None
+
+
+def find_evaluation(source: str, wanted: str, graded: list[Graded]) -> tuple[str, list[Graded]]:
+    """The name of one side, ``SOURCE@EVALUATION``, and its episodes; without one ``wanted`` the newest that was sampled.
+    Raises `UserError` if there is no such evaluation."""
+    names = list_evaluations(graded)
+    chosen = wanted or choose_evaluation(names)
+    if chosen is None or chosen not in names:
+        known = ", ".join(names) or "none: it evaluated nothing"
+        raise UserError(f"{source} has no graded evaluation {wanted or 'at all'}; it has {known}")
+    return f"{source}@{chosen}", [each for each in graded if each.evaluation == chosen]
 
 
 def compare(one: list[Graded], other: list[Graded], *, names: tuple[str, str]) -> Comparison:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from fleetbus.auth.access import build_access
 from fleetbus.config.run_folder import run_folder
@@ -42,6 +44,12 @@ async def open_run(configuration: Configuration, role: str, *, own_server: bool 
     async with connect(resolve_server_url(configuration), run=run, role=role, worker=name, **access) as bus:
         await _check_run(bus, run)
         yield bus
+
+
+def open_other_run(configuration: Configuration, run: str) -> AbstractAsyncContextManager[Bus]:
+    """A bus of another run, of the folder or the server of this one, for a viewer; as `open_run` with ``own_server``."""
+    other = msgspec.structs.replace(configuration, run=msgspec.structs.replace(configuration.run, name=run))
+    return open_run(other, "monitor", own_server=True)
 
 
 def build_driver(configuration: Configuration) -> Driver:

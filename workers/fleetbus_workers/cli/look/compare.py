@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from fleetbus.errors import UserError
-from fleetbus_schemas import GRADED, EpisodeFinished
 from fleetbus_workers.cli.look.run_options import reach_options
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.cli.output import build_table, json_option, print_json, print_table
@@ -37,11 +35,11 @@ def command(one: str, other: str, limit: int, as_json: bool, **values: Any) -> i
     An EVALUATION is start, step40, end, end_greedy and so on; without one it is the newest that was sampled. Differences are
     OTHER less ONE, paired by task, with an interval of 95 % over tasks. Exit status 0: done; 2: bad input.
     """
-    from fleetbus.core.diagnosis.comparison import compare
+    from fleetbus.core.diagnosis.comparison import compare, find_evaluation
 
     asked = [(each, "") if Path(each).is_file() else _split(each) for each in (one, other)]
     graded = {source: _read_source(source, values) for source in dict.fromkeys(source for source, _ in asked)}
-    (first, before), (second, after) = (_choose(source, evaluation, graded[source]) for source, evaluation in asked)
+    (first, before), (second, after) = (find_evaluation(source, evaluation, graded[source]) for source, evaluation in asked)
     found = compare(before, after, names=(first, second))
     print_json(msgspec.to_builtins(found)) if as_json else _print(found, limit)
     return FINISHED
@@ -52,39 +50,22 @@ def _read_source(source: str, values: dict[str, Any]) -> list[Graded]:
     return run_async(_read_graded, source, load_settings({**values, **given}).configuration)
 
 
-def _choose(source: str, wanted: str, graded: list[Graded]) -> tuple[str, list[Graded]]:
-    """The name of one side with its evaluation, and the episodes of that."""
-    from fleetbus.core.diagnosis.comparison import choose_evaluation, list_evaluations
-
-    names = list_evaluations(graded)
-    chosen = wanted or choose_evaluation(names)
-    if chosen is None or chosen not in names:
-        known = ", ".join(names) or "none: it evaluated nothing"
-        raise UserError(f"{source} has no graded evaluation {wanted or 'at all'}; it has {known}")
-    return f"{source}@{chosen}", [each for each in graded if each.evaluation == chosen]
-
-
 def _split(text: str) -> tuple[str, str]:
     source, mark, evaluation = text.rpartition("@")
     return (source, evaluation) if mark else (text, "")
 
 
 async def _read_graded(source: str, configuration: Configuration) -> list[Graded]:
-    from fleetbus.core.diagnosis.comparison import Graded
-    from fleetbus.core.training.evaluation_summary import is_success
+    from fleetbus.core.diagnosis.comparison import GradedFold
     from fleetbus.log.stored_entries import read_stored
 
-    found: dict[str, Graded] = {}
+    fold = GradedFold(success_threshold=configuration.evaluation.success_threshold)
     async with open_source(source, configuration) as opened:
         async for entry in opened.entries([opened.subjects.episodes]):
-            match read_stored(entry):
-                case EpisodeFinished(split="eval", reward=float(reward)) as result if result.outcome in GRADED:
-                    evaluation = result.group_id.partition("-")[2]
-                    success = is_success(result, configuration.evaluation.success_threshold)
-                    found.setdefault(result.episode_id, Graded(evaluation, result.task_key, reward, success))
+            fold.apply(read_stored(entry))
         if opened.torn:
             click.echo(f"fleetbus: {opened.torn}", err=True)
-    return list(found.values())
+    return fold.build()
 
 
 def _print(found: Comparison, limit: int) -> None:

@@ -14,7 +14,7 @@ from fleetbus_workers.cli.look.run_options import nats_http_option, reach_option
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.command.event_loop import call_on_signal, run_async
 from fleetbus_workers.command.exit_status import FINISHED
-from fleetbus_workers.run_access.log_access import build_driver, open_run
+from fleetbus_workers.run_access.log_access import build_driver, open_other_run, open_run
 from fleetbus_workers.run_access.sources import build_address_resolver
 
 DEFAULT_PORT = 8450
@@ -110,6 +110,7 @@ async def _serve(
                 allowed_hosts=allowed_hosts,
                 key=key,
                 open_operator=partial(open_run, configuration, "cancel") if has_actions else None,
+                open_other=partial(open_other_run, configuration),
                 rejoins=not configuration.nats.url,
             )
         tasks.cancel_scope.cancel()

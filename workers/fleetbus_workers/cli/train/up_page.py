@@ -11,7 +11,7 @@ import structlog
 
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import FleetbusError
-from fleetbus_workers.run_access.log_access import build_driver, open_run
+from fleetbus_workers.run_access.log_access import build_driver, open_other_run, open_run
 
 HOST = "127.0.0.1"
 PORT = 8450
@@ -75,6 +75,7 @@ async def _serve(configuration: Configuration, bound: socket.socket, stop: anyio
             driver=build_driver(configuration),
             key=key,
             open_operator=partial(open_run, configuration, "cancel"),
+            open_other=partial(open_other_run, configuration),
         )
 
 

@@ -31,6 +31,7 @@ from fleetbus_workers.observe.metrics.run_view import RunView
 from fleetbus_workers.observe.metrics.table import METRICS
 from fleetbus_workers.observe.monitor.access_key import AccessKey
 from fleetbus_workers.observe.monitor.actions import Actions
+from fleetbus_workers.observe.monitor.compared_evaluations import Compared, ComparedEvaluations
 from fleetbus_workers.observe.monitor.diagnosed_run import Diagnosed, DiagnosedRun
 from fleetbus_workers.observe.monitor.episode_table import build_csv, choose_rows, describe_neighbours
 from fleetbus_workers.observe.monitor.episode_view import describe_episode
@@ -81,6 +82,7 @@ class Site:
         images: ObservedImages,
         trainer: TrainerTokens,
         diagnosed: DiagnosedRun,
+        compared: ComparedEvaluations,
         *,
         guard: GuardSettings,
         admission: float,
@@ -99,6 +101,7 @@ class Site:
         self._search = search
         self._trainer = trainer
         self._diagnosed = diagnosed
+        self._compared = compared
         self._admission = admission
         self._success_threshold = success_threshold
         self._overview: tuple[float, bytes] = (-1.0, b"")
@@ -113,6 +116,7 @@ class Site:
                 Route("/api/overview", self.overview),
                 Route("/api/curves", self.curves),
                 Route("/api/diagnosis", self.diagnosis),
+                Route("/api/comparison", self.comparison),
                 Route("/api/episodes", self.episodes),
                 Route("/api/episodes/{episode}", self.episode),
                 Route("/api/images/{object}", images.image),
@@ -229,7 +233,7 @@ class Site:
         chosen = choose_rows(state.episodes.rows.values(), state.describe_state, query)
         said, about = query.get("said", ""), dict[str, Any]()
         found: Mapping[str, Found] = {}
-        offset, limit = _parse_number(query.get("offset"), 0), min(_parse_number(query.get("limit"), PAGE_ROWS), MAX_ROWS)
+        offset, limit = _parse_page(query)
         try:
             if said:
                 matching = await self._search.find_episodes(said)
@@ -275,6 +279,16 @@ class Site:
             found = Diagnosed(problem=NOT_SERVED) if await self._is_closed() else await self._diagnosed.get()
         except BusError as error:
             found = Diagnosed(problem=str(error))
+        return _build_json_response(msgspec.json.encode(found))
+
+    async def comparison(self, request: Request) -> Response:
+        """Query: see `ComparedEvaluations`; ``offset``, ``limit``."""
+        query = request.query_params
+        offset, limit = _parse_page(query)
+        if await self._is_closed():
+            found = Compared(run=self._subjects.run, others=[], problem=NOT_SERVED)
+        else:
+            found = await self._compared.get(query, offset=offset, limit=limit)
         return _build_json_response(msgspec.json.encode(found))
 
     # One episode
@@ -337,12 +351,17 @@ def _parse_number(text: str | None, otherwise: int) -> int:
     return int(text) if text and text.isdecimal() and len(text) < 10 else otherwise
 
 
+def _parse_page(query: Mapping[str, str]) -> tuple[int, int]:
+    """Offset and limit of the rows that are asked for."""
+    return _parse_number(query.get("offset"), 0), min(_parse_number(query.get("limit"), PAGE_ROWS), MAX_ROWS)
+
+
 def _build_json_response(content: bytes) -> Response:
     return Response(content, media_type="application/json")
 
 
 def _build_page(rows: Sequence[Any], query: Mapping[str, str]) -> Response:
-    offset, limit = _parse_number(query.get("offset"), 0), min(_parse_number(query.get("limit"), PAGE_ROWS), MAX_ROWS)
+    offset, limit = _parse_page(query)
     shown = {"total": len(rows), "offset": offset, "rows": rows[offset : offset + limit]}
     return _build_json_response(msgspec.json.encode(shown))
 

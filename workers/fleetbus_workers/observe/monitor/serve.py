@@ -16,6 +16,7 @@ from fleetbus_workers.assembly.model import find_model_folder
 from fleetbus_workers.observe.monitor.access_key import PARAMETER
 from fleetbus_workers.observe.monitor.actions import Actions, OpenBus
 from fleetbus_workers.observe.monitor.app import Site
+from fleetbus_workers.observe.monitor.compared_evaluations import ComparedEvaluations, OpenRun
 from fleetbus_workers.observe.monitor.diagnosed_run import DiagnosedRun
 from fleetbus_workers.observe.monitor.images import ObservedImages
 from fleetbus_workers.observe.monitor.text_search import TextSearch
@@ -51,12 +52,14 @@ async def serve(
     allowed_hosts: Sequence[str] = (),
     key: str = "",
     open_operator: OpenBus | None = None,
+    open_other: OpenRun | None = None,
     rejoins: bool = False,
 ) -> None:
     """Watch the run and serve its page on ``bound`` until ``stop`` is set. ``on_ready`` gets the address once it answers;
     ``nats_http`` says where the NATS server reports on itself now, as `observe.run.nats_http` takes it; ``driver``
     is who drives the run, as far as it is known; ``key`` is asked for, and stands in the address, unless empty;
     ``open_operator`` connects with an operator's rights, for what the page may do to the run: without it nothing;
+    ``open_other`` connects to other runs on this machine, without which none is compared;
     ``rejoins``: ``bus`` is soon served again when the run ends."""
     subjects = Subjects(configuration.run.name)
     watch = RunObserver(bus, subjects, RunState(configuration.learner.steps), driver, recent_first=True)
@@ -64,6 +67,7 @@ async def serve(
     guard = build_guard_settings(host, allowed_hosts, ())
     folder = run_folder(configuration.run)
     search = TextSearch(bus, subjects, folder.text_index)
+    threshold = configuration.evaluation.success_threshold
     close_seconds = configuration.limits.close + 5
     actions = None if open_operator is None else Actions(open_operator, subjects, close_seconds=close_seconds)
     site = Site(
@@ -74,9 +78,10 @@ async def serve(
         ObservedImages(get_object_store(bus, subjects.run)),
         TrainerTokens(bus, subjects, folder.tokens),
         DiagnosedRun(bus, subjects, configuration.run.policy),
+        ComparedEvaluations(bus, subjects, folder.path.parent, open_other, success_threshold=threshold),
         guard=guard,
         admission=configuration.nats.admission,
-        success_threshold=configuration.evaluation.success_threshold,
+        success_threshold=threshold,
         runs=folder.path.parent,
         key=key,
         actions=actions,

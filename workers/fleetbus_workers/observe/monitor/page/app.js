@@ -4,6 +4,7 @@ import { curves } from "./curves.js";
 import { el, percent } from "./dom.js";
 import { episode } from "./episode.js";
 import { episodes, groups } from "./episodes.js";
+import { evaluations } from "./evaluations.js";
 import { overview } from "./overview.js";
 import { runs } from "./runs.js";
 import { tasks } from "./tasks.js";
@@ -28,6 +29,7 @@ async function content({ view, rest, query }) {
     case "groups": return groups(query, go);
     case "episodes": return episodes(query, go);
     case "tasks": return tasks(query, go);
+    case "evaluations": return evaluations(query, go);
     case "runs": return runs(seen.overview?.run ?? "this run", seen.points, go);
     case "episode": return episode(decodeURIComponent(rest));
     case "compare": return compare(...rest.split("/").map(decodeURIComponent));
@@ -137,13 +139,13 @@ addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "Escape") { typing() ? document.activeElement.blur() : ["episode", "compare"].includes(route().view) && history.back(); return; }
   if (typing()) return;
-  const views = { 1: "", 2: "curves", 3: "groups", 4: "episodes", 5: "tasks", 6: "runs" };
+  const views = { 1: "", 2: "curves", 3: "groups", 4: "episodes", 5: "tasks", 6: "runs", 7: "evaluations" };
   if (event.key in views) location.hash = `#/${views[event.key]}`;
   else if (event.key === "j") move(1);
   else if (event.key === "k") move(-1);
   else if (event.key === "t") theme();
   else if (event.key === "/") { main.querySelector("input[type=search]")?.focus(); event.preventDefault(); }
-  else if (event.key === "[" || event.key === "]") main.querySelector(`button[data-key="${event.key}"]`)?.click();
+  else if (["[", "]", "m"].includes(event.key)) main.querySelector(`button[data-key="${event.key}"]`)?.click();
 });
 addEventListener("hashchange", () => draw({ fresh: true }));
 document.getElementById("theme").addEventListener("click", theme);

@@ -1,6 +1,7 @@
 // One episode: its timeline, then what was said, the sampled tokens colored by log-probability.
 import { cancelButton } from "./actions.js";
-import { call, content } from "./content.js";
+import { call, content, prose, read } from "./content.js";
+import { between } from "./diff.js";
 import { el, number, seconds, section, table } from "./dom.js";
 import { stateOf, toEpisode } from "./episodes.js";
 
@@ -54,17 +55,49 @@ function timeline(spans) {
   return section(`Timeline, ${seconds(end)}`, lanes, el("details", {}, el("summary", {}, "as a table"), table("Seconds by kind", [["", (row) => row[0]], ["time", (row) => seconds(row[1]), "number"], ["share", (row) => `${((100 * row[1]) / end).toFixed(0)} %`, "number"], ["spans", (row) => row[2], "number"]], rows)));
 }
 
-function transcript({ turns, task, claims }) {
+/** Whether texts are shown as they were sent, or as a reader wants them. */
+let raw = localStorage.getItem("texts") === "raw";
+
+function transcript(found) {
+  const { turns, task, claims } = found, since = changes();
   const parts = turns.flatMap((turn, index) => [
     ...takeovers(claims, turns, index),
     turn.begins ? el("p", { class: "warn" }, turn.begins) : null,
-    ...turn.messages.map((message) => said(message.role, content(message.content), where(turn), turn.turn)),
-    turn.action ? action(turn) : el("p", { class: "dim" }, "no action yet"),
+    ...turn.messages.map((message) => said(message.role, [...texts(message.content), raw ? null : since.output(message, turn)], where(turn), turn.turn)),
+    turn.action ? action(turn, raw ? [] : since.calls(turn)) : el("p", { class: "dim" }, "no action yet"),
   ].filter(Boolean));
   const tools = turns.find((turn) => turn.tools?.length)?.tools ?? [];
-  const about = tools.length ? el("details", {}, el("summary", {}, `${tools.length} tools`), tools.map((tool) => el("div", { class: "message tool" }, el("h3", {}, tool.name), el("pre", {}, `${tool.description ?? ""}\n${JSON.stringify(tool.parameters ?? {}, null, 1)}`)))) : null;
-  const prompt = !turns.length && task?.prompt ? said("user", task.prompt, "task") : null;
-  return section("Transcript", el("p", { class: "dim" }, "Sampled tokens are trained on: redder tokens were less likely under the policy. Underlined tokens are masked: prompts and tool results."), about, prompt, parts, takeovers(claims, turns, turns.length));
+  const about = tools.length ? el("details", {}, el("summary", {}, `${tools.length} tools`), tools.map((tool) => el("div", { class: "message tool" }, el("h3", {}, tool.name), texts(tool.description ?? ""), el("pre", {}, JSON.stringify(tool.parameters ?? {}, null, 1))))) : null;
+  const prompt = !turns.length && task?.prompt ? said("user", texts(task.prompt), "task") : null;
+  const toggle = el("button", { type: "button", class: "action", "data-key": "m", title: "key m", click: () => { raw = !raw; localStorage.setItem("texts", raw ? "raw" : "read"); shown.replaceWith(transcript(found)); } }, raw ? "show Markdown and diffs" : "show texts as they were sent");
+  const shown = section("Transcript", el("p", { class: "dim" }, "Sampled tokens are trained on: redder tokens were less likely under the policy. Underlined tokens are masked: prompts and tool results. ", toggle), about, prompt, parts, takeovers(claims, turns, turns.length));
+  return shown;
+}
+
+const texts = (parts) => (raw ? [el("pre", {}, content(parts))] : read(parts));
+
+/** Where a call is made again, or a long argument of it given again: what is not as it was the last time. */
+function changes() {
+  const known = new Map();
+  let made = [], answered = 0;
+  const note = (key, text, turn) => {
+    const before = known.get(key);
+    known.set(key, { text, turn: turn.turn });
+    const difference = before ? between(before.text, text) : null;
+    return difference ? el("details", {}, el("summary", {}, `changed since turn ${before.turn}`), difference) : null;
+  };
+  const output = (message, turn) => {
+    if (message.role !== "tool" || typeof message.content !== "string") return null;
+    const call = made.find((each) => each.id && each.id === message.tool_call_id) ?? made[answered];
+    answered += 1;
+    return call ? note(`${call.name} ${JSON.stringify(call.arguments)}`, message.content, turn) : null;
+  };
+  const calls = (turn) => {
+    made = turn.action.tool_calls ?? [];
+    answered = 0;
+    return made.flatMap((call) => Object.entries(call.arguments ?? {}).filter(([, value]) => typeof value === "string" && value.includes("\n")).map(([name, value]) => note(`${call.name} ${name} ${JSON.stringify({ ...call.arguments, [name]: "" })}`, value, turn)));
+  };
+  return { output, calls };
 }
 
 /** That another worker continues the episode: before the turn that it begins with, or after the last one. */
@@ -75,14 +108,17 @@ function takeovers(claims, turns, index) {
 }
 
 const where = (turn) => `turn ${turn.turn}${turn.segment === undefined ? "" : ` · segment ${turn.segment}, ${turn.held} tokens`}`;
-const said = (role, text, where, turn) => el("div", { class: `message ${role}`, "data-turn": turn }, el("h3", {}, `${role} · ${where}`), el("pre", {}, text ?? ""));
+const said = (role, nodes, where, turn) => el("div", { class: `message ${role}`, "data-turn": turn }, el("h3", {}, `${role} · ${where}`), nodes);
 
-function action(turn) {
+function action(turn, changed) {
   const { action } = turn;
   const versions = (action.versions ?? []).map(([version, start, stop]) => (start === 0 && stop === action.tokens ? `version ${version}` : `version ${version} for tokens ${start}–${stop}`)).join(", ");
   const title = `assistant · ${where(turn)} · ${action.tokens} tokens${versions ? `, ${versions}` : ""} · ${action.worker} · queued ${seconds(action.seconds_queued)}, generated in ${seconds(action.seconds_generating)}${action.finish_reason === "stop" ? "" : ` · ${action.finish_reason}`}`;
   const masked = el("details", {}, el("summary", {}, `${action.prompt_tokens} prompt tokens, masked`), tokens(action.prompt_ids, action.prompt_words, null));
-  return el("div", { class: "message assistant", "data-turn": turn.turn }, el("h3", {}, title), action.error ? el("p", { class: "bad" }, action.error) : null, action.ids.length ? tokens(action.ids, action.words, action.logprobs, action.trainer, new Set(action.differing)) : el("pre", {}, action.text), action.words ? null : el("pre", { class: "dim" }, action.text), agreement(action), (action.tool_calls ?? []).map(call), masked);
+  const sampled = action.ids.length ? tokens(action.ids, action.words, action.logprobs, action.trainer, new Set(action.differing)) : el("pre", {}, action.text);
+  const text = raw ? null : prose(action.text);
+  const shown = text ? [text, el("details", {}, el("summary", {}, action.ids.length ? `${action.tokens} sampled tokens by log-probability` : "as it was sent"), sampled)] : [sampled, action.words ? null : el("pre", { class: "dim" }, action.text)];
+  return el("div", { class: "message assistant", "data-turn": turn.turn }, el("h3", {}, title), action.error ? el("p", { class: "bad" }, action.error) : null, shown, agreement(action), (action.tool_calls ?? []).map(call), changed, masked);
 }
 
 function tokens(ids, words, logprobs, trainer, differing) {

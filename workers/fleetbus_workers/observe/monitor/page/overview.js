@@ -9,7 +9,7 @@ const STATES = { working: "good", draining: "warn", starting: "dim", silent: "ba
 export function overview(shown, points, evaluations, diagnosed) {
   const { metrics, numbers, workers, log, server, stalls, notes, ending } = shown;
   const acts = shown.actions && !ending;
-  return [over(ending), stuck(stalls), worthKnowing(notes), failures(numbers.failures), el("div", { class: "grid" }, section("Reward and success", rewardChart(points, evaluations)), cards(metrics, numbers, stalls, acts && !numbers.finished ? pauseButton(shown.paused) : null)), diagnosis(diagnosed), workerTable(workers, metrics, ending, acts), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, metrics, numbers, ending)), ending && log.problem ? null : natsServer(server)].filter(Boolean);
+  return [over(ending), stuck(stalls), worthKnowing(notes), failures(numbers.failures), el("div", { class: "grid" }, section("Reward and success", rewardChart(points, evaluations), evaluations.length > 1 ? el("p", {}, el("a", { href: "#/evaluations" }, "newest evaluation less the first, task by task")) : null), cards(metrics, numbers, stalls, acts && !numbers.finished ? pauseButton(shown.paused) : null)), diagnosis(diagnosed), workerTable(workers, metrics, ending, acts), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, metrics, numbers, ending)), ending && log.problem ? null : natsServer(server)].filter(Boolean);
 }
 
 /** For a run that has ended: when and how it ended, and how to resume it. */

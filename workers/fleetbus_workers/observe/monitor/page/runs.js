@@ -13,7 +13,7 @@ export async function runs(name, points, go) {
   const columns = [
     ["run", (run) => run.run], ["steps", (run) => run.steps.length, "number"], ["reward, last step", (run) => number(run.reward_by_step.at(-1), 2), "number"],
     ["held out, at start", (run) => percent(run.success_start), "number"], ["at end", (run) => percent(run.success_end), "number"],
-    ["time", (run) => seconds(run.wall_seconds), "number"], ["", (run) => (run.finished ? "" : "stopped")], ["its own page", (run) => `fleetbus monitor ${run.run}`],
+    ["time", (run) => seconds(run.wall_seconds), "number"], ["", (run) => (run.finished ? "" : "stopped")], ["task by task", (run) => el("a", { href: `#/evaluations?one=${encodeURIComponent(run.run)}` }, "this run less it")], ["its own page", (run) => `fleetbus monitor ${run.run}`],
   ];
   const list = others.length ? table(`${others.length} other ${others.length === 1 ? "run" : "runs"}; a row draws it beside this one`, columns, others, (run) => go(new URLSearchParams({ beside: run.run }), "curves")) : el("p", { class: "empty" }, "no other run on this machine has ended yet");
   return [el("div", { class: "grid" }, section("Reward of each run", chart("Reward of each run", colored([own, ...beside]), { ceiling: 1 })), section("Runs", list))];
