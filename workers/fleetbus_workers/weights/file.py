@@ -121,8 +121,11 @@ def expect_file(file: Path) -> None:
         raise WeightsRejected(f"{file}: is not a regular file")
 
 
-def read_weights(location: str | Path, manifest: Sequence[TensorEntry]) -> dict[str, torch.Tensor]:
+def read_weights(location: str | Path, manifest: Sequence[TensorEntry], *, mapped: bool = False) -> dict[str, torch.Tensor]:
     """The tensors of a weights file (a path or a ``file://`` URI) on the CPU, exactly those that ``manifest`` lists.
+
+    They are copies, which no later change of the file reaches. ``mapped`` ones take no memory and are the file itself, whoever
+    writes into it later: for who lets another program read that file.
 
     Raises `WeightsRejected`, in one line that names the file and the first thing wrong: missing or unreadable file, names,
     shapes, dtypes or hashes that differ from the manifest, values that are not finite.
@@ -134,12 +137,12 @@ def read_weights(location: str | Path, manifest: Sequence[TensorEntry]) -> dict[
         expect_file(file)
         with safe_open(file, framework="pt", device="cpu") as stored:
             _check_names(file, list(stored.keys()), manifest)
-            return {entry.name: _read_tensor(file, stored, entry) for entry in manifest}
+            return {entry.name: _read_tensor(file, stored, entry, mapped=mapped) for entry in manifest}
     except (OSError, SafetensorError) as error:
         raise WeightsRejected(f"{file}: cannot be read: {error}") from error
 
 
-def _read_tensor(file: Path, stored: Any, entry: TensorEntry) -> torch.Tensor:
+def _read_tensor(file: Path, stored: Any, entry: TensorEntry, *, mapped: bool) -> torch.Tensor:
     header = stored.get_slice(entry.name)
     shape, dtype = tuple(header.get_shape()), header.get_dtype()
     if shape != entry.shape:
@@ -147,6 +150,8 @@ def _read_tensor(file: Path, stored: Any, entry: TensorEntry) -> torch.Tensor:
     if dtype != entry.dtype:
         raise WeightsRejected(f"{file}: {entry.name} is {dtype}, the manifest says {entry.dtype}")
     tensor: torch.Tensor = stored.get_tensor(entry.name)
+    if not mapped:
+        tensor = tensor.clone()
     if _hash_tensor(tensor) != entry.sha256:
         raise WeightsRejected(f"{file}: {entry.name} differs from the manifest's sha256")
     try:
