@@ -38,6 +38,7 @@ FOLDERS = (
 RETRIES = frozenset(
     {
         "fleetbus.bus.nats.client_wire:_open",
+        "fleetbus.bus.nats.local_key:_read_greeting",
         "fleetbus.bus.nats.publisher:_send",
         "fleetbus.bus.nats.server:_wait_until_jetstream",
         "fleetbus.client.sessions:call",

@@ -67,7 +67,7 @@ class WeightFolders:
         Names, shapes, dtypes, hashes and finiteness are checked here, because vLLM itself loads half a file without a word
         and dies of a wrong shape. Raises `WeightsRejected`.
         """
-        tensors = read_weights(policy.uri, policy.manifest)
+        tensors = read_weights(policy.uri, policy.manifest, mapped=True)
         if has_adapters(tensors):
             return self._prepare_adapters(policy, tensors)
         found, expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self._shapes

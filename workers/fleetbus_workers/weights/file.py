@@ -177,8 +177,11 @@ def expect_file(file: Path) -> None:
         raise WeightsRejected(f"{file}: is not a regular file")
 
 
-def read_weights(location: str | Path, manifest: Sequence[TensorEntry]) -> dict[str, torch.Tensor]:
+def read_weights(location: str | Path, manifest: Sequence[TensorEntry], *, mapped: bool = False) -> dict[str, torch.Tensor]:
     """The tensors of a weights file (a path or a ``file://`` URI) on the CPU, exactly those that ``manifest`` lists.
+
+    They are copies, which no later change of the file reaches. ``mapped`` ones take no memory and are the file itself, whoever
+    writes into it later: for who lets another program read that file.
 
     Raises `WeightsRejected`, in one line that names the file and the first thing wrong: missing or unreadable file, names,
     shapes, dtypes or hashes that differ from the manifest, values that are not finite.
@@ -190,7 +193,7 @@ def read_weights(location: str | Path, manifest: Sequence[TensorEntry]) -> dict[
         expect_file(file)
         with safe_open(file, framework="pt", device="cpu") as stored:
             _check_names(file, list(stored.keys()), manifest)
-            tensors = {entry.name: _read_tensor(file, stored, entry) for entry in manifest}
+            tensors = {entry.name: _read_tensor(file, stored, entry, mapped=mapped) for entry in manifest}
     except (OSError, SafetensorError) as error:
         raise WeightsRejected(f"{file}: cannot be read: {error}") from error
     checks = map_in_threads(lambda entry: check_content(entry.dtype, view_bytes(tensors[entry.name])), manifest)
@@ -199,11 +202,11 @@ def read_weights(location: str | Path, manifest: Sequence[TensorEntry]) -> dict[
     return tensors
 
 
-def _read_tensor(file: Path, stored: Any, entry: TensorEntry) -> torch.Tensor:
+def _read_tensor(file: Path, stored: Any, entry: TensorEntry, *, mapped: bool) -> torch.Tensor:
     header = stored.get_slice(entry.name)
     expect_kind(str(file), entry, tuple(header.get_shape()), header.get_dtype())
     tensor: torch.Tensor = stored.get_tensor(entry.name)
-    return tensor
+    return tensor if mapped else tensor.clone()
 
 
 def expect_kind(what: str, entry: TensorEntry, shape: tuple[int, ...], dtype: str) -> None:
