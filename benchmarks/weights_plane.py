@@ -1,4 +1,4 @@
-"""From finished training step to the first token of the new weights: by folder, object store and collective, beside a plain copy.
+"""From finished training step to the first token of the new weights: by folder, object store, collective; and a plain copy.
 
     python benchmarks/weights_plane.py --json
     python benchmarks/weights_plane.py --json --parameters 135M,500M --stores folder,collective
