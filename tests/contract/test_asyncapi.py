@@ -46,7 +46,7 @@ def test_every_subject_has_its_channel() -> None:
     }
     assert names == {
         "fb.task", "fb.episode", "fb.obs", "fb.act", "fb.policy", "fb.train", "fb.life", "fb.session", "fb.floor",
-        "fbrpc.{worker}", "fblane.{role}", "fbhb.{role}", "fbctl.{role}",
+        "fbwt.{policy}", "fbrpc.{worker}", "fblane.{role}", "fbhb.{role}", "fbctl.{role}",
     }  # fmt: skip
     spelled = [name for name in vars(Subjects) if not name.startswith("_") and not isinstance(vars(Subjects)[name], property)]
     literal = {

@@ -1,4 +1,4 @@
-"""Two trainer processes of one model, and engines, as processes of their own that end themselves at a named point of a transfer.
+"""Two trainer processes of one model, and engines, as processes that end themselves at a named point of a transfer.
 
 Made for a fork server that has imported this: a process then begins in milliseconds.
 """
@@ -131,8 +131,9 @@ def run_trainer(rank: int, port: int, url: str, model: Path, out: Path, lineage:
         with suppress(RuntimeError):  # the leader was killed
             run_follower(trainer)
         return
-    points = {"offered": (CollectiveSender, "offer"), "gathered": (group.Rendezvous, "gather"), "sent": (sender, "send_version"),
-              "written": (LeaderTrainer, "save_weights"), "announced": (Publication, "publish")}  # fmt: skip
+    points = {"offered": (CollectiveSender, "offer"), "gathered": (group.Rendezvous, "gather"),
+              "sent": (sender, "send_version"), "written": (LeaderTrainer, "save_weights"),
+              "announced": (Publication, "publish")}  # fmt: skip
     if point in points:
         die_after(*points[point])
     leading = LeaderTrainer(trainer)
@@ -145,12 +146,13 @@ async def publish_one(trainer: LeaderTrainer, url: str, out: Path, lineage: int,
         made = open_sender(bus, SUBJECTS, CONFIGURATION, Runtime())
         assert isinstance(made, CollectiveSender)
         publication = Publication(
-            bus, SUBJECTS, trainer, policy="default", lineage=f"l{lineage}", folder=out, keep=100, runtime=Runtime(), sender=made
+            bus, SUBJECTS, trainer, policy="default", lineage=f"l{lineage}", folder=out, keep=100, runtime=Runtime(),
+            sender=made,
         )  # fmt: skip
         await publication.fence(LineageStarted(lineage=f"l{lineage}", worker="learner"))
         async with publication.run():
             with anyio.fail_after(30):
-                while len(made._heard) < engines:
+                while len(made._heard) < engines:  # noqa: ASYNC110 - heartbeats are no event of the sender's
                     await anyio.sleep(0.02)
             started = anyio.current_time()
             await publication.publish(lineage)

@@ -24,15 +24,7 @@ from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import LineageStarted, PolicyPublished
 from tests.support.ports import free_ports
 from tests.support.trainable_model import make_model
-from tests.support.transfer_roles import (
-    ENGINE_POINTS,
-    LEARNER_POINTS,
-    RUN,
-    SUBJECTS,
-    hash_tensors,
-    run_engine,
-    run_trainer,
-)
+from tests.support.transfer_roles import ENGINE_POINTS, LEARNER_POINTS, RUN, SUBJECTS, hash_tensors, run_engine, run_trainer
 
 LIMIT_SECONDS = 60.0
 PUBLISH_SECONDS = 20.0
@@ -120,7 +112,7 @@ async def wait_for_newest(bus: Bus, fleet: Fleet, *names: str) -> None:
     newest = max(await read_digests(bus))
     with anyio.fail_after(LIMIT_SECONDS):
         for name in names:
-            while not [note for note in fleet.read_notes(name) if note["version"] == newest]:
+            while not [note for note in fleet.read_notes(name) if note["version"] == newest]:  # noqa: ASYNC110 - of a file
                 await anyio.sleep(0.05)
 
 
