@@ -16,6 +16,7 @@ from fleetbus_schemas.episode import (
     UntrainedReason,
     UntrainedTurn,
 )
+from fleetbus_schemas.label import EpisodeLabeled
 from fleetbus_schemas.lifecycle import (
     ControlAnswered,
     ControlRequested,
@@ -59,6 +60,7 @@ MESSAGES: tuple[type[Message], ...] = (
     EvaluationFinished,
     TrainingFinished,
     FloorRaised,
+    EpisodeLabeled,
     WorkerStarted,
     WorkerDraining,
     WorkerStopped,
@@ -93,6 +95,7 @@ __all__ = [
     "ControlRequested",
     "EngineLoad",
     "EpisodeFinished",
+    "EpisodeLabeled",
     "EpisodeRequested",
     "EpisodeSegment",
     "EvaluationFinished",

@@ -78,6 +78,7 @@ COMMANDS: dict[str, Entry] = {
     "cancel": Entry("Act", "operate.cancel", "End episodes as cancelled, wherever they run"),
     "drain": Entry("Act", "operate.drain", "Let workers finish or hand back what they have, and stop"),
     "pause": Entry("Act", "operate.pause", "Let the learner request no new episodes, until it is resumed"),
+    "label": Entry("Act", "operate.label", "Label an episode, or comment on it, in the run's log"),
     "completion": Entry("Set up", "setup.completion", "Complete commands and flags in bash, zsh or fish"),
     "schema": Entry("Look", "look.schema", "JSON Schema of every message"),
 }

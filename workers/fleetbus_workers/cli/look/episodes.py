@@ -43,6 +43,7 @@ SHOWN_FAILURES = 5
 @click.option("--min-reward", type=float, metavar="X", help="Only rewards of X or more")
 @click.option("--max-reward", type=float, metavar="X", help="Only rewards of X or less")
 @click.option("--tool-errors", is_flag=True, help="Only episodes with failed tool calls")
+@click.option("--label", metavar="NAME", help="Only episodes with this label, on the whole or on a turn (fleetbus label)")
 @click.option("--text", metavar="WORDS", help="Only episodes in one turn of which all of these words were said")
 @click.option("--limit", type=int, default=SHOWN, show_default=True, help="Maximum number of rows; 0: all")
 @click.option("--tokens", is_flag=True, help="With EPISODE: also show token ids, versions, both log-probabilities")
@@ -81,7 +82,7 @@ def command(
     from fleetbus_workers.api.reader import open_configured_run
 
     _check_outcome(values["outcome"])
-    filter_names = ("outcome", "error", "split", "task", "group", "min_reward", "max_reward", "tool_errors")
+    filter_names = ("outcome", "error", "split", "task", "group", "min_reward", "max_reward", "tool_errors", "label")
     filters = {name: values.pop(name) for name in filter_names}
     given = {} if is_recording(source) else {"run__name": source}
     configuration = load_settings({**values, **given}).configuration
@@ -157,6 +158,7 @@ def _matches(
     min_reward: float | None,
     max_reward: float | None,
     tool_errors: bool,
+    label: str | None,
 ) -> bool:
     if outcome is not None and (row.outcome or "open") != outcome:
         return False
@@ -170,6 +172,7 @@ def _matches(
         and (min_reward is None or (row.reward or 0.0) >= min_reward)
         and (max_reward is None or (row.reward or 0.0) <= max_reward)
         and (not tool_errors or row.tool_errors > 0)
+        and (label is None or label in row.labels)
     )
 
 
@@ -182,12 +185,15 @@ def _print_rows(rows: list[EpisodeRow], matching: int, total: int) -> None:
     table = build_table("episode,task,outcome", right="reward,turns,tokens,time,version")
     for column in table.columns[:3]:
         column.overflow = "fold"
+    if is_labeled := any(row.labels for row in rows):
+        table.add_column("labels", overflow="fold")
     for row in rows:
         outcome = f"{row.outcome or 'open'} {row.error_class}".strip()
         reward = "" if row.reward is None else f"{row.reward:g}"
         seconds = "" if row.seconds is None else f"{row.seconds:.2f} s"
         versions = ",".join(map(str, row.policy_versions))
-        table.add_row(row.episode_id, row.task_key, outcome, reward, str(row.turns), str(row.tokens), seconds, versions)
+        cells = [row.episode_id, row.task_key, outcome, reward, str(row.turns), str(row.tokens), seconds, versions]
+        table.add_row(*cells, *([" ".join(row.labels)] if is_labeled else []))
     print_table(table)
     hidden = f", the last {len(rows)} shown (--limit 0: all)" if len(rows) < matching else ""
     print(f"{matching:,} of {total:,} episodes{hidden}")

@@ -32,6 +32,8 @@ def describe_episode(
         "task": transcript.request and transcript.request.task,
         "sampling": transcript.request and transcript.request.sampling,
         "claims": transcript.claims,
+        "labels": transcript.labels,
+        "comments": transcript.comments,
         "result": _strip_bytes(transcript.result),
         "spans": timeline(entries),
         "turns": [
