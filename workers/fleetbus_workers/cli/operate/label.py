@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @click.option("--remove", multiple=True, metavar="NAME", help="Take a label off; may be repeated")
 @click.option("--comment", default="", metavar="TEXT", help="Add a comment")
 @click.option(
-    "--replace", "replaces", type=click.IntRange(1), default=0, metavar="NUMBER",
+    "--replace", "replaces", type=click.IntRange(1), metavar="NUMBER",
     help="Let --comment take the place of this comment; without --comment: remove it",
 )  # fmt: skip
 @click.option("--author", metavar="NAME", help="Who says so [the command with its host and process]")
@@ -45,7 +45,7 @@ def command(
     add: tuple[str, ...],
     remove: tuple[str, ...],
     comment: str,
-    replaces: int,
+    replaces: int | None,
     author: str | None,
     as_json: bool,
     archive: Path | None,
@@ -68,7 +68,7 @@ def command(
         add=tuple(dict.fromkeys(add)),
         remove=tuple(dict.fromkeys(remove)),
         comment=comment.strip(),
-        replaces=replaces,
+        replaces=replaces or 0,
         author=author or generate_worker_name("label"),
     )
     configuration = load_settings({**values, "run__name": run}).configuration
