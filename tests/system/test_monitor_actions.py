@@ -134,11 +134,12 @@ async def test_episodes_are_labelled_found_by_it_and_shown_with_who_said_so() ->
         await request(page.bus, "a")
         await request(page.bus, "b")
         done = (await page.act("label", {"episode": "a", "add": ["good"], "comment": " =1+1 <b> "})).json()
-        assert [each["name"] for each in done["labels"]] == ["good"] and done["labels"][0]["author"].startswith("page-")
+        assert [each["name"] for each in done["labels"]] == ["good"] and done["labels"][0]["author"] == "page"
         number = done["comments"][0]["sequence"]
-        await page.act("label", {"episode": "a", "turn": 1, "add": ["odd"]})
+        await page.act("label", {"episode": "a", "turn": 1, "add": ["odd"], "author": "Ada"})
         shown = (await page.browser.get("/api/episodes/a")).json()
         assert [(each["name"], each.get("turn")) for each in shown["labels"]] == [("good", None), ("odd", 1)]
+        assert shown["labels"][1]["author"] == "Ada"
         assert [each["text"] for each in shown["comments"]] == ["=1+1 <b>"]
         with anyio.fail_after(20):
             found = {"total": 0}

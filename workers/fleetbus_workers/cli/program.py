@@ -64,6 +64,7 @@ COMMANDS: dict[str, Entry] = {
     "sessions": Entry("Look", "look.sessions", "What every worker holds right now, oldest first"),
     "runs": Entry("Look", "look.runs", "The runs on this machine, or on a server: list them, remove them"),
     "monitor": Entry("Look", "look.monitor", "A web page about a run: workers, curves, groups, episodes"),
+    "bundle": Entry("Look", "look.bundle", "A copy of a run's page as a folder: opens without fleetbus"),
     "agents": Entry("Look", "look.agents", "Agents with their own loops that were tried, and what they need"),
     "doctor": Entry("Look", "look.doctor", "Check whether this machine is ready"),
     "audit": Entry("Look", "look.audit", "Check from its log that every episode of a run is accounted for"),

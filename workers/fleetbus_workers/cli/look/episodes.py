@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from fleetbus.recording.episodes import EpisodeRow, Transcript
     from fleetbus.recording.text_index import Found
 
+FILTERS = ("outcome", "error", "split", "task", "group", "min_reward", "max_reward", "tool_errors", "label")
+"""The options that choose rows; `fleetbus bundle` has the same."""
+
 SHOWN = 50
 SHOWN_FAILURES = 5
 
@@ -81,9 +84,8 @@ def command(
     from fleetbus.recording.episodes import EpisodeRow
     from fleetbus_workers.api.reader import open_configured_run
 
-    _check_outcome(values["outcome"])
-    filter_names = ("outcome", "error", "split", "task", "group", "min_reward", "max_reward", "tool_errors", "label")
-    filters = {name: values.pop(name) for name in filter_names}
+    check_outcome(values["outcome"])
+    filters = {name: values.pop(name) for name in FILTERS}
     given = {} if is_recording(source) else {"run__name": source}
     configuration = load_settings({**values, **given}).configuration
     reader = open_configured_run(configuration, source or "", archive)
@@ -92,7 +94,7 @@ def command(
         if episode is not None:
             run_async(reader.read_transcript, episode)  # there is one of that name
         rows = run_async(reader.read_episodes) if episode is None else []
-        names = {row.episode_id for row in rows if _matches(row, **filters)} if episode is None else {episode}
+        names = {row.episode_id for row in rows if matches(row, **filters)} if episode is None else {episode}
         return write_episodes(source or "", configuration, archive, names, file_format, file)
     if episode is not None:
         trained = None
@@ -112,7 +114,7 @@ def command(
         check_format(output)
     rows = run_async(reader.read_episodes)
     _warn(reader.damage)
-    chosen = [row for row in rows if _matches(row, **filters)]
+    chosen = [row for row in rows if matches(row, **filters)]
     found: Mapping[str, Found] = {}
     if text is not None:
         chosen, found = search_text(reader, text, chosen, limit if output is None else 1)
@@ -141,13 +143,13 @@ def _write_example(transcript: Transcript, output: Path) -> int:
     return FINISHED
 
 
-def _check_outcome(name: str | None) -> None:
+def check_outcome(name: str | None) -> None:
     known = ("open", *get_args(Outcome))
     if name is not None and name not in known:
         raise UserError(f"unknown outcome {name!r}: choose one of {', '.join(known)}")
 
 
-def _matches(
+def matches(
     row: EpisodeRow,
     *,
     outcome: str | None,

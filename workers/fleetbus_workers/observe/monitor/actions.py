@@ -24,11 +24,10 @@ from fleetbus.log.labels import LabelsRefused, store_labels
 from fleetbus_schemas import EpisodeLabeled, Subjects
 from fleetbus_schemas.label import MAX_LABELS
 from fleetbus_schemas.subjects import InvalidName, check_name
-from fleetbus_workers.run_access.server_address import generate_worker_name
 from fleetbus_workers.serving.request_body import BodyRefused, read_body
 
 AUTHOR = "page"
-"""Who closes an episode that no worker holds."""
+"""Who closes an episode that no worker holds, and who labels one if nobody gives a name."""
 
 MAX_BODY = 64 << 10
 MAX_NAMES = 256
@@ -69,6 +68,7 @@ class Label(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     remove: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_LABELS)] = ()
     comment: str = ""
     replaces: int = 0
+    author: str = ""
 
 
 class Actions:
@@ -79,7 +79,6 @@ class Actions:
         self._open_bus = open_bus
         self._subjects = subjects
         self._close_seconds = close_seconds
-        self._author = generate_worker_name(AUTHOR)
         self._limiter = anyio.CapacityLimiter(AT_A_TIME)
 
     def build_routes(self) -> list[Route]:
@@ -129,7 +128,7 @@ class Actions:
                 remove=body.remove,
                 comment=body.comment.strip(),
                 replaces=body.replaces,
-                author=self._author,
+                author=body.author.strip() or AUTHOR,
             )
             found = await store_labels(bus, self._subjects, message)
             return {"labels": found.labels, "comments": found.comments}

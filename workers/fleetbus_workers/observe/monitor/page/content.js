@@ -37,7 +37,7 @@ function colorOf(codes, before) {
 export const content = (parts) => typeof parts === "string" ? text(parts) : (parts ?? []).flatMap((part, index) => [...(index ? ["\n"] : []), ...(part.type === "Image" ? [image(part)] : text(part.text || `[${part.type} ${part.object?.slice(0, 12) ?? ""}]`))]);
 
 function image({ object, width, height }) {
-  const shown = el("img", { src: `/api/images/${encodeURIComponent(object)}`, loading: "lazy", alt: `image ${object.slice(0, 12)}`, title: `${width || "?"} × ${height || "?"}, ${object.slice(0, 12)}`, width: width || null, height: height || null, error: () => shown.replaceWith(`[Image ${object.slice(0, 12)}: not to be shown]`) });
+  const shown = el("img", { src: `api/images/${encodeURIComponent(object)}`, loading: "lazy", alt: `image ${object.slice(0, 12)}`, title: `${width || "?"} × ${height || "?"}, ${object.slice(0, 12)}`, width: width || null, height: height || null, error: () => shown.replaceWith(`[Image ${object.slice(0, 12)}: not to be shown]`) });
   return shown;
 }
 

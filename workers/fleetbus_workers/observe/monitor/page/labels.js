@@ -2,7 +2,7 @@
 import { act } from "./actions.js";
 import { el, section } from "./dom.js";
 
-const MOST = { name: 48, comment: 2000 };
+const MOST = { name: 48, comment: 2000, author: 200 };
 const at = (turn) => (turn === null || turn === undefined ? "" : ` · turn ${turn}`);
 const when = (time) => (time ? new Date(time / 1e6).toLocaleString() : "");
 
@@ -23,10 +23,12 @@ function fields(turns, send) {
   const turn = el("select", { name: "labelled", "aria-label": "What is labelled" }, el("option", { value: "" }, "whole episode"), turns.map((each) => el("option", { value: each.turn }, `turn ${each.turn}`)));
   const name = el("input", { type: "text", name: "newlabel", maxlength: MOST.name, placeholder: "label", "aria-label": "Label" });
   const comment = el("input", { type: "text", name: "newcomment", class: "wide", maxlength: MOST.comment, placeholder: "comment", "aria-label": "Comment" });
+  const author = el("input", { type: "text", name: "author", maxlength: MOST.author, placeholder: "your name", value: localStorage.getItem("author") ?? "", "aria-label": "Your name" });
   function submit(event) {
     event.preventDefault();
+    localStorage.setItem("author", author.value.trim());
     const add = name.value.trim() ? [name.value.trim()] : [], text = comment.value.trim();
-    if (add.length || text) send({ turn: turn.value === "" ? null : Number(turn.value), add, comment: text }, "stored in the log");
+    if (add.length || text) send({ turn: turn.value === "" ? null : Number(turn.value), add, comment: text, author: author.value.trim() }, "stored in the log");
   }
-  return el("form", { submit }, turn, name, comment, el("button", { type: "submit" }, "add"));
+  return el("form", { submit }, turn, name, comment, author, el("button", { type: "submit" }, "add"));
 }
