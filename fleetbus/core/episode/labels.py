@@ -83,10 +83,7 @@ class EpisodeLabels:
     def find_fault(self, message: EpisodeLabeled) -> str:
         """Why an entry would not do what it says, in one line; empty if it would."""
         if bad := next((name for name in message.add if not is_label(name)), None):
-            return (
-                f"no label can be called {bad[:64]!r}: letters, digits and _ . : / - it may have, and "
-                f"{MAX_NAME_CHARACTERS} characters"
-            )
+            return f"no label can be called {bad[:64]!r}: it has 1 to {MAX_NAME_CHARACTERS} letters, digits, or _ . : / -"
         if len(message.comment) > MAX_COMMENT_CHARACTERS:
             return f"a comment may have {MAX_COMMENT_CHARACTERS:,} characters, this one has {len(message.comment):,}"
         if len(message.author) > MAX_AUTHOR_CHARACTERS:

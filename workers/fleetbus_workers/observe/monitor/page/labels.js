@@ -12,7 +12,7 @@ export function labels(found) {
   if (!actions && !put?.length && !comments?.length) return null;
   const send = (body, told) => act("label", { episode: found.episode, ...body }, () => told, (changed) => shown.replaceWith(labels({ ...found, ...changed })));
   const names = put.map((each) => el("span", { class: "label", title: `${each.author} ${when(each.time_ns)}` }, el("a", { href: `#/episodes?label=${encodeURIComponent(each.name)}` }, each.name), at(each.turn), actions ? remover(`remove label ${each.name}${at(each.turn)}`, () => send({ turn: each.turn, remove: [each.name] }, `label ${each.name} removed`)) : null));
-  const said = comments.map((each) => el("div", { class: "message comment", "data-turn": each.turn ?? undefined }, el("h3", {}, `comment ${each.sequence}${at(each.turn)} · ${each.author || "somebody"} · ${when(each.time_ns)}`, actions ? remover(`remove comment ${each.sequence}`, () => send({ replaces: each.sequence }, "comment removed")) : null), el("pre", {}, each.text)));
+  const said = comments.map((each) => el("div", { class: "message comment" }, el("h3", {}, `comment ${each.sequence}${at(each.turn)} · ${each.author || "somebody"} · ${when(each.time_ns)}`, actions ? remover(`remove comment ${each.sequence}`, () => send({ replaces: each.sequence }, "comment removed")) : null), el("pre", {}, each.text)));
   const shown = section("Labels and comments", names.length ? el("p", { class: "labels" }, names) : el("p", { class: "empty" }, "no label"), said, actions ? fields(turns, send) : null);
   return shown;
 }
