@@ -11,9 +11,10 @@ import pytest
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.recording import load_recording
+from fleetbus.recording.format import OBJECTS
 from fleetbus.recording.reader import read_header
 from fleetbus.recording.writer import create_recording
-from fleetbus_schemas import Action, ChatMessage, EpisodeLabeled, Observation, Subjects, decode, encode
+from fleetbus_schemas import Action, ChatMessage, EpisodeLabeled, Image, Observation, Subjects, decode, encode
 from fleetbus_workers.cli.program import run_program
 
 RECORDING = Path(__file__).parents[1] / "replay" / "recordings" / "warehouse.fbrec"
@@ -108,6 +109,34 @@ def test_filters_and_a_limit_choose_what_is_in_it_and_it_says_what_is_not(
         assert (run["left_out"], len(run["rows"])) == (line, episodes) and line in run["overview"]["ending"]["line"]
         assert len([name for name in list_files(folder) if name.startswith("data/e")]) == episodes
     assert run_program(["bundle", str(labelled), "-o", str(folder), "--outcome", "nosuch"]) == 2
+
+
+def test_images_that_episodes_show_are_files_of_the_copy_and_nothing_else_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    objects = {
+        "shown": b"\x89PNG\r\n\x1a\n and pixels", "page": b"<svg onload=alert(1)>", "..": b"\x89PNG\r\n\x1a\n up",
+        "leaky": b"\x89PNG\r\n\x1a\n " + SECRET.encode(), "unnamed": b"\x89PNG\r\n\x1a\n never shown",
+    }  # fmt: skip
+    images = tuple(Image(object=name) for name in (*(set(objects) - {"unnamed"}), "missing"))
+    entries = [
+        show(entry, images) if entry.subject.split(".")[2] == "obs" else entry for entry in load_recording(RECORDING).entries
+    ]
+    file, folder = tmp_path / "images.fbrec", tmp_path / "copy"
+    with create_recording(file, read_header(RECORDING)) as writer:
+        writer.add(entries)
+        for name, content in objects.items():
+            writer.add_content(OBJECTS + name, content)
+    assert run_program(["bundle", str(file), "-o", str(folder)]) == 0
+    assert "17 episodes, 1 of 5 images: " in capsys.readouterr().out
+    assert {name for name in list_files(folder) if name.startswith("api")} == {"api/images/shown"}
+    assert (folder / "api" / "images" / "shown").read_bytes() == objects["shown"]
+
+
+def show(entry: StreamEntry, images: tuple[Image, ...]) -> StreamEntry:
+    observation = decode(Observation, entry.payload)
+    message = Observation(**{**fields(observation), "messages": (ChatMessage(role="user", content=images),)})
+    return StreamEntry(subject=entry.subject, payload=encode(message), sequence=entry.sequence, time_ns=entry.time_ns)
 
 
 @pytest.mark.parametrize("kind", ["other files", "a file beside an earlier copy", "a file", "a link"])

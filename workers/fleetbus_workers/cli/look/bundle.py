@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from fleetbus_schemas.subjects import is_name
 from fleetbus_workers.cli.look.episodes import FILTERS, check_outcome, matches
 from fleetbus_workers.cli.look.episodes import command as episodes_command
 from fleetbus_workers.cli.look.run_options import archive_option, reach_options, source_argument
@@ -145,7 +146,7 @@ async def _add_images(source: Source, names: Sequence[str], redactor: Redactor, 
     from fleetbus_workers.weights.store import get_object_store
 
     store, added, used = get_object_store(source.bus, source.subjects.run) if source.bus is not None else None, 0, 0
-    for name in names:
+    for name in filter(is_name, names):  # it becomes that of a file
         content = source.objects.get(name)
         if content is None and store is not None:
             try:
@@ -157,6 +158,6 @@ async def _add_images(source: Source, names: Sequence[str], redactor: Redactor, 
                 continue
         is_fit = content is not None and len(content) <= MAX_IMAGE_BYTES and used + len(content) <= MOST_IMAGES_BYTES
         if content is not None and is_fit and find_media_type(content) and not redactor.finds_secret(content):
-            folder.add(f"api/images/{Path(name).name}", content)
+            folder.add(f"api/images/{name}", content)
             added, used = added + 1, used + len(content)
     return f", {added:,} of {len(names):,} images" if names else ""
