@@ -11,6 +11,7 @@ from fleetbus.auth.keys import public_key
 from fleetbus.auth.permissions import NARROW_READERS, get_user
 from fleetbus.bus.streams import RunPlan
 from fleetbus.errors import UserError
+from fleetbus_schemas.channels import ROLES
 
 
 class Access(TypedDict, total=False):
@@ -33,7 +34,10 @@ def build_access(role: str, folder: str, run: str) -> Access:
     key = files.key(run, user)
     for file, what in ((files.authority, "certificate authority"), (key, f"key of the user {user} of run {run}")):
         if not file.is_file():
-            raise UserError(f"no {what} at {file}: --nats-auth takes a folder that `fleetbus auth init` wrote")
+            others = [other for other in ROLES if files.key(run, other).is_file()]
+            held = f"it holds {' and '.join(others)}, which may not do this" if others and file == key else ""
+            hint = held or "--nats-auth takes a folder that `fleetbus auth init` wrote"
+            raise UserError(f"no {what} at {file}: {hint}")
     try:
         context = ssl.create_default_context(cafile=files.authority)
         public_key(key)

@@ -25,6 +25,7 @@ USER_OF: dict[str, str] = {
     "cancel": "operator",
     "drain": "operator",
     "pause": "operator",
+    "label": "operator",
     "evaluate": "operator",
     **{user: user for user in ROLES},
 }

@@ -29,11 +29,15 @@ def read_stored(entry: StreamEntry) -> Message | None:
 def decode_stored(entry: StreamEntry) -> Message:
     """The message in an entry; raises `MalformedMessage` if it is none that belongs on the entry's subject."""
     _, _, kind, *names = entry.subject.split(".")
+    if kind not in STORED:
+        raise MalformedMessage(entry.subject, f"this version stores nothing on subjects of the kind {kind[:64]!r}")
     message: Any = decode_any(STORED[kind], entry.payload, subject=entry.subject)
     if kind == "episode":
         is_own = names == [message.episode_id]
         if isinstance(message, AttemptStarted) and not is_name(message.lane):
             raise MalformedMessage(entry.subject, f"no lane is called {message.lane[:64]!r}")
+    elif kind == "label":
+        is_own = names == [message.episode_id]
     elif kind == "task":
         is_own = names[1:] == [message.episode_id]
     else:

@@ -10,15 +10,18 @@ import msgspec
 from fleetbus.bus.base import StreamEntry
 from fleetbus.core.episode.failure_kinds import FailureKinds
 from fleetbus.core.episode.history import Turn, fold_history
+from fleetbus.core.episode.labels import Comment, EpisodeLabels, Label
 from fleetbus.core.episode.turn_contexts import TurnContext, describe_turns
 from fleetbus.errors import UserError
 from fleetbus.log.episodes import decode_entries
+from fleetbus.log.labels import fold_labels
 from fleetbus.log.stored_entries import read_stored
 from fleetbus_schemas import (
     Action,
     AttemptStarted,
     ChatMessage,
     EpisodeFinished,
+    EpisodeLabeled,
     EpisodeRequested,
     Message,
     Observation,
@@ -40,7 +43,8 @@ def keep_timings(timings: dict[str, float]) -> dict[str, float]:
 
 
 class EpisodeRow(msgspec.Struct, kw_only=True):
-    """One episode. ``outcome`` is empty while it has none; ``seconds`` runs from its request to its result, in log time."""
+    """One episode. ``outcome`` is empty while it has none; ``seconds`` runs from its request to its result, in log time.
+    ``labels`` and ``comments`` are what people said of it or of one of its turns: names, and texts."""
 
     episode_id: str
     group_id: str = ""
@@ -65,18 +69,21 @@ class EpisodeRow(msgspec.Struct, kw_only=True):
     timings: dict[str, float] = msgspec.field(default_factory=dict)
     error_location: str = ""
     pool: str = ""
+    labels: tuple[str, ...] = ()
+    comments: tuple[str, ...] = ()
 
 
 class EpisodeIndex:
-    """Folds ``task.>`` and ``episode.>`` into rows, in order of their first entry."""
+    """Folds ``task.>``, ``episode.>`` and ``label.>`` into rows, in order of their first entry."""
 
     def __init__(self) -> None:
         self.rows: dict[str, EpisodeRow] = {}
+        self._labels: dict[str, EpisodeLabels] = {}
         self.failures = FailureKinds()
 
     def add(self, entry: StreamEntry) -> None:
         """Note an entry; those of other subjects and those that are no messages say nothing."""
-        if entry.subject.split(".", 3)[2] in ("task", "episode") and (message := read_stored(entry)) is not None:
+        if entry.subject.split(".", 3)[2] in ("task", "episode", "label") and (message := read_stored(entry)) is not None:
             self.apply(entry, message)
 
     def apply(self, entry: StreamEntry, message: Message) -> None:
@@ -91,6 +98,16 @@ class EpisodeIndex:
                 row.attempts, row.worker = message.attempt, message.worker
             case EpisodeFinished() if kind == "episode":
                 self._add_result(self._get_row(name, entry), entry, message)
+            case EpisodeLabeled() if kind == "label" and name in self.rows:
+                labels = self._labels.setdefault(name, EpisodeLabels())
+                labels.apply(message, entry.sequence, entry.time_ns)
+                row = self.rows[name]
+                row.labels, row.comments = labels.names, tuple(comment.text for comment in labels.comments)
+
+    def forget(self, episode_id: str) -> None:
+        """Drop an episode."""
+        self.rows.pop(episode_id, None)
+        self._labels.pop(episode_id, None)
 
     def _add_request(self, row: EpisodeRow, entry: StreamEntry, request: EpisodeRequested, pool: str) -> None:
         row.pool = pool
@@ -129,7 +146,8 @@ class TranscriptTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 class Transcript(msgspec.Struct, frozen=True, kw_only=True):
     """One episode as it counts: the turns of its final history, and after them what is still unanswered. ``requested_ns`` and
-    ``finished_ns`` are the log's times of request and result, 0 where there is none."""
+    ``finished_ns`` are the log's times of request and result, 0 where there is none. ``labels`` and ``comments`` are what
+    people said of it, where it was read alone: of many transcripts in one pass each ends with its result."""
 
     request: EpisodeRequested | None
     result: EpisodeFinished | None
@@ -137,6 +155,8 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True):
     turns: tuple[TranscriptTurn, ...]
     requested_ns: int = 0
     finished_ns: int = 0
+    labels: tuple[Label, ...] = ()
+    comments: tuple[Comment, ...] = ()
 
     @property
     def contexts(self) -> list[TurnContext]:
@@ -151,6 +171,7 @@ def build_episode_subjects(subjects: Subjects, episode_id: str) -> list[str]:
         subjects.observation("*", "*", episode_id),
         subjects.action("*", episode_id),
         subjects.episode(episode_id),
+        subjects.label(episode_id),
     ]
 
 
@@ -168,6 +189,7 @@ def read_transcript(entries: Iterable[StreamEntry]) -> Transcript:
         Turn(sequence=entry.sequence, lane=entry.subject.split(".")[3], action=action)
         for entry, action in decode_entries(Action, by_kind.get("act", []))
     ]
+    labels = fold_labels(by_kind.get("label", []))
     requested_ns, request = next(((at, each) for at, each in requests if isinstance(each, EpisodeRequested)), (0, None))
     finished_ns, result = next(((at, event) for at, event in events if isinstance(event, EpisodeFinished)), (0, None))
     return Transcript(
@@ -177,6 +199,8 @@ def read_transcript(entries: Iterable[StreamEntry]) -> Transcript:
         turns=tuple(_build_turns(fold_history(claims, turns), observations, claims, times)),
         requested_ns=requested_ns,
         finished_ns=finished_ns,
+        labels=labels.labels,
+        comments=labels.comments,
     )
 
 

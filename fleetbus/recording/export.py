@@ -30,7 +30,7 @@ BUSY_ENTRIES = 256
 END_SECONDS = 5.0
 """How long a server that may be gone is asked how far its log goes."""
 
-EPISODE_KINDS = frozenset({"task", "obs", "act", "episode"})
+EPISODE_KINDS = frozenset({"task", "obs", "act", "episode", "label"})
 
 
 class Export:

@@ -16,6 +16,7 @@ from fleetbus_schemas.episode import (
     UntrainedReason,
     UntrainedTurn,
 )
+from fleetbus_schemas.label import EpisodeLabeled
 from fleetbus_schemas.lifecycle import (
     ControlAnswered,
     ControlRequested,
@@ -60,6 +61,7 @@ MESSAGES: tuple[type[Message], ...] = (
     EvaluationFinished,
     TrainingFinished,
     FloorRaised,
+    EpisodeLabeled,
     WorkerStarted,
     WorkerDraining,
     WorkerStopped,
@@ -94,6 +96,7 @@ __all__ = [
     "ControlRequested",
     "EngineLoad",
     "EpisodeFinished",
+    "EpisodeLabeled",
     "EpisodeRequested",
     "EpisodeSegment",
     "EvaluationFinished",

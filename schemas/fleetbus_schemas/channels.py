@@ -16,6 +16,7 @@ import msgspec
 
 from fleetbus_schemas.action import Action
 from fleetbus_schemas.episode import AttemptReleased, AttemptStarted, EpisodeFinished, EpisodeRequested
+from fleetbus_schemas.label import EpisodeLabeled
 from fleetbus_schemas.lifecycle import (
     ControlAnswered,
     ControlRequested,
@@ -212,6 +213,14 @@ CHANNELS: tuple[Channel, ...] = (
             Use("learner", ("send", "last")),
             Use("environment", ("last", "batch")),
         ),
+    ),
+    Channel(
+        name="labels",
+        address="fb.{run}.label.{episode}",
+        about="What people say of an episode. Expects the last entry; no worker reads it.",
+        messages=(EpisodeLabeled,),
+        kept="log",
+        uses=(Use("operator", ("send",)), Use("monitor", ("scan",))),
     ),
     Channel(
         name="sessions",

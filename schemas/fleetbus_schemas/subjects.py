@@ -76,6 +76,13 @@ class Subjects:
     def episodes(self) -> str:
         return BY_NAME["episodes"].below(run=self.run)
 
+    def label(self, episode: str) -> str:
+        return self._templates["labels"].format(episode=episode)
+
+    @property
+    def labels(self) -> str:
+        return BY_NAME["labels"].below(run=self.run)
+
     def session(self, session: str) -> str:
         return self._templates["sessions"].format(session=session)
 

@@ -1,4 +1,4 @@
-"""The same 53 operations on the bus for every user: what each may do, as a table that people read and tests carry out.
+"""The same 54 operations on the bus for every user: what each may do, as a table that people read and tests carry out.
 
 A row is one message of a client; that work is taken from a consumer is that its name is read, which nobody guesses. Whether a
 user may do it follows from `fleetbus.auth.permissions` alone.
@@ -46,6 +46,7 @@ def operations(run: str) -> tuple[Operation, ...]:
     def rows() -> Iterator[tuple[str, str, str]]:
         yield "request an episode", PUBLISH, subjects.task("default", EPISODE)
         yield "claim or finish an episode", PUBLISH, subjects.episode(EPISODE)
+        yield "label an episode", PUBLISH, subjects.label(EPISODE)
         yield "store an observation", PUBLISH, subjects.observation("default", "any", EPISODE)
         yield "store an action", PUBLISH, subjects.action("e0", EPISODE)
         yield "write a session's journal", PUBLISH, subjects.session(EPISODE)

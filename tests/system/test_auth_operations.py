@@ -1,4 +1,4 @@
-"""The same 53 operations with each user's key on a real server: exactly those go through that the table in docs allows.
+"""The same 54 operations with each user's key on a real server: exactly those go through that the table in docs allows.
 
 That the table is the one of the docs is `tests/unit/test_rights_table.py`.
 """

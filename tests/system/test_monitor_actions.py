@@ -129,6 +129,32 @@ async def test_admission_is_paused_and_resumed_and_without_a_learner_that_is_sai
             tasks.cancel_scope.cancel()
 
 
+async def test_episodes_are_labelled_found_by_it_and_shown_with_who_said_so() -> None:
+    async with served() as page:
+        await request(page.bus, "a")
+        await request(page.bus, "b")
+        done = (await page.act("label", {"episode": "a", "add": ["good"], "comment": " =1+1 <b> "})).json()
+        assert [each["name"] for each in done["labels"]] == ["good"] and done["labels"][0]["author"] == "page"
+        number = done["comments"][0]["sequence"]
+        await page.act("label", {"episode": "a", "turn": 1, "add": ["odd"], "author": "Ada"})
+        shown = (await page.browser.get("/api/episodes/a")).json()
+        assert [(each["name"], each.get("turn")) for each in shown["labels"]] == [("good", None), ("odd", 1)]
+        assert shown["labels"][1]["author"] == "Ada"
+        assert [each["text"] for each in shown["comments"]] == ["=1+1 <b>"]
+        with anyio.fail_after(20):
+            found = {"total": 0}
+            while found["total"] != 1:
+                found = (await page.browser.get("/api/episodes", params={"label": "odd"})).json()
+        assert found["rows"][0]["labels"] == ["good", "odd"]  # type: ignore[index]
+        assert "'=1+1 <b>" in (await page.browser.get("/api/episodes", params={"format": "csv"})).text
+        done = (await page.act("label", {"episode": "a", "replaces": number, "remove": ["good"]})).json()
+        assert ([each["name"] for each in done["labels"]], done["comments"]) == (["odd"], [])
+        for refused in ({"add": ["two words"]}, {"replaces": 999_999}, {"comment": "x" * 2_001}, {"add": ["n"] * 33}):
+            answer = await page.act("label", {"episode": "a", **refused})
+            assert answer.status_code == 400 and "\n" not in answer.text
+        assert (await page.act("label", {"episode": "none", "add": ["good"]})).status_code == 400
+
+
 @pytest.mark.parametrize(
     ("headers", "content", "status"),
     [
@@ -197,3 +223,11 @@ async def test_a_run_that_cannot_be_reached_is_said_and_the_key_is_in_no_log_lin
         assert (answer.status_code, answer.text) == (503, "not done: no server of run acts is running here")
     out, err = capfd.readouterr()
     assert "acting for the page" in out + err and KEY not in out + err
+
+
+async def test_what_a_comment_says_is_in_no_log_line(capfd: pytest.CaptureFixture[str]) -> None:
+    async with served() as page:
+        await request(page.bus, "a")
+        assert (await page.act("label", {"episode": "a", "comment": "between us"})).status_code == 200
+    out, err = capfd.readouterr()
+    assert "acting for the page" in out + err and "between us" not in out + err

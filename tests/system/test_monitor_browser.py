@@ -179,6 +179,34 @@ async def test_tasks_and_runs_are_views_and_lines_are_smoothed(tmp_path: Path) -
         assert errors == []
 
 
+async def test_an_episode_is_labelled_and_commented_and_found_by_its_label() -> None:
+    async with opened(10, "light", acts=True) as (page, address, errors, _):
+        await page.goto(address)
+        await page.goto(f"{address.partition('?')[0]}#/episode/e00009")
+        said = page.locator("section[aria-label='Labels and comments']")
+        await said.get_by_label("Label", exact=True).fill("odd")
+        await said.get_by_label("Comment", exact=True).fill(MARKUP)
+        await said.get_by_label("Your name").fill("Ada")
+        await said.get_by_role("button", name="add").click()
+        await page.get_by_text("stored in the log").wait_for()
+        await said.get_by_text(MARKUP).wait_for()
+        assert "Ada" in await said.inner_text() and await said.get_by_label("Your name").input_value() == "Ada"
+        await said.get_by_label("What is labelled").select_option("0")
+        await said.get_by_label("Label", exact=True).fill("two words")
+        await said.get_by_label("Label", exact=True).press("Enter")
+        await page.get_by_text("no label can be called 'two words'").wait_for()
+        await shot(page, "10-episode-labelled-light")
+        await said.get_by_role("link", name="odd").click()
+        await page.wait_for_selector("main[data-view='episodes'] tr[tabindex]")
+        assert await page.locator("tr[tabindex]").count() == 1
+        await page.locator("tr[tabindex]").click()
+        await said.get_by_role("button", name="remove label odd").click()
+        await said.get_by_text("no label").wait_for()
+        await said.get_by_role("button", name="remove comment").click()
+        await page.get_by_text("comment removed").wait_for()
+        assert [each for each in errors if "400" not in each] == []
+
+
 async def test_admission_is_paused_by_a_click_while_the_page_is_drawn_again() -> None:
     paused: list[bool] = []
     async with opened(10, "light", acts=True) as (page, address, errors, bus), anyio.create_task_group() as tasks:

@@ -160,7 +160,7 @@ class RunReader:
     async def _stream_episodes(self) -> AsyncIterator[EpisodeRow]:
         index = EpisodeIndex()
         async with open_source(self._source, self._configuration, self._archive) as source:
-            async for entry in source.entries([source.subjects.tasks(), source.subjects.episodes]):
+            async for entry in source.entries([source.subjects.tasks(), source.subjects.episodes, source.subjects.labels]):
                 index.add(entry)
             self.damage = source.torn
         self.failures = index.failures

@@ -15,7 +15,7 @@ from fleetbus.errors import UserError
 Row = Mapping[str, Any]
 """Values by column; a column that a row lacks is empty there."""
 
-ColumnType = Literal["text", "integer", "number", "flag", "integers", "numbers", "flags"]
+ColumnType = Literal["text", "integer", "number", "flag", "texts", "integers", "numbers", "flags"]
 Columns = Mapping[str, ColumnType]
 """The columns of a table in order. The plural ones are lists; what is nested deeper is JSON text."""
 
@@ -24,6 +24,7 @@ _COLUMN_TYPES: dict[Any, ColumnType] = {
     float: "number",
     float | None: "number",
     bool: "flag",
+    tuple[str, ...]: "texts",
     tuple[int, ...]: "integers",
     tuple[float, ...]: "numbers",
     tuple[bool, ...]: "flags",
@@ -118,7 +119,7 @@ def _write_parquet(rows: Iterable[Row], file: Path, columns: Columns) -> int:
 def _build_schema(arrow: Any, columns: Columns) -> object:
     """Types that do not depend on the rows: a column may be empty in the first of them."""
     types = {"text": arrow.string(), "integer": arrow.int64(), "number": arrow.float64(), "flag": arrow.bool_()}
-    types |= {f"{name}s": arrow.list_(types[name]) for name in ("integer", "number", "flag")}
+    types |= {f"{name}s": arrow.list_(types[name]) for name in ("text", "integer", "number", "flag")}
     return arrow.schema([(name, types[kind]) for name, kind in columns.items()])
 
 

@@ -64,6 +64,7 @@ COMMANDS: dict[str, Entry] = {
     "sessions": Entry("Look", "look.sessions", "What every worker holds right now, oldest first"),
     "runs": Entry("Look", "look.runs", "The runs on this machine, or on a server: list them, remove them"),
     "monitor": Entry("Look", "look.monitor", "A web page about a run: workers, curves, groups, episodes"),
+    "bundle": Entry("Look", "look.bundle", "A copy of a run's page as a folder: opens without fleetbus"),
     "agents": Entry("Look", "look.agents", "Agents with their own loops that were tried, and what they need"),
     "doctor": Entry("Look", "look.doctor", "Check whether this machine is ready"),
     "audit": Entry("Look", "look.audit", "Check from its log that every episode of a run is accounted for"),
@@ -78,6 +79,7 @@ COMMANDS: dict[str, Entry] = {
     "cancel": Entry("Act", "operate.cancel", "End episodes as cancelled, wherever they run"),
     "drain": Entry("Act", "operate.drain", "Let workers finish or hand back what they have, and stop"),
     "pause": Entry("Act", "operate.pause", "Let the learner request no new episodes, until it is resumed"),
+    "label": Entry("Act", "operate.label", "Label an episode, or comment on it, in the run's log"),
     "completion": Entry("Set up", "setup.completion", "Complete commands and flags in bash, zsh or fish"),
     "schema": Entry("Look", "look.schema", "JSON Schema of every message"),
 }

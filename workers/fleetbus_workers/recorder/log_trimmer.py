@@ -237,6 +237,7 @@ class LogTrimmer:
             return False
         await purge(subjects.tasks(), below=raised.sequence)
         await purge(subjects.episodes, below=raised.sequence)
+        await purge(subjects.labels, below=raised.sequence)
         await purge(subjects.life("*", "*"), below=raised.sequence)
         for kind, name in self._retention.list_names():
             subject = subjects.train(name) if kind == "train" else subjects.policy(name)

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from fleetbus.recording.episodes import EpisodeRow, Transcript
     from fleetbus.recording.text_index import Found
 
+FILTERS = ("outcome", "error", "split", "task", "group", "min_reward", "max_reward", "tool_errors", "label")
+"""The options that choose rows; `fleetbus bundle` has the same."""
+
 SHOWN = 50
 SHOWN_FAILURES = 5
 
@@ -43,6 +46,7 @@ SHOWN_FAILURES = 5
 @click.option("--min-reward", type=float, metavar="X", help="Only rewards of X or more")
 @click.option("--max-reward", type=float, metavar="X", help="Only rewards of X or less")
 @click.option("--tool-errors", is_flag=True, help="Only episodes with failed tool calls")
+@click.option("--label", metavar="NAME", help="Only episodes with this label, on the whole or on a turn (fleetbus label)")
 @click.option("--text", metavar="WORDS", help="Only episodes in one turn of which all of these words were said")
 @click.option("--limit", type=int, default=SHOWN, show_default=True, help="Maximum number of rows; 0: all")
 @click.option("--tokens", is_flag=True, help="With EPISODE: also show token ids, versions, both log-probabilities")
@@ -80,9 +84,8 @@ def command(
     from fleetbus.recording.episodes import EpisodeRow
     from fleetbus_workers.api.reader import open_configured_run
 
-    _check_outcome(values["outcome"])
-    filter_names = ("outcome", "error", "split", "task", "group", "min_reward", "max_reward", "tool_errors")
-    filters = {name: values.pop(name) for name in filter_names}
+    check_outcome(values["outcome"])
+    filters = {name: values.pop(name) for name in FILTERS}
     given = {} if is_recording(source) else {"run__name": source}
     configuration = load_settings({**values, **given}).configuration
     reader = open_configured_run(configuration, source or "", archive)
@@ -91,7 +94,7 @@ def command(
         if episode is not None:
             run_async(reader.read_transcript, episode)  # there is one of that name
         rows = run_async(reader.read_episodes) if episode is None else []
-        names = {row.episode_id for row in rows if _matches(row, **filters)} if episode is None else {episode}
+        names = {row.episode_id for row in rows if matches(row, **filters)} if episode is None else {episode}
         return write_episodes(source or "", configuration, archive, names, file_format, file)
     if episode is not None:
         trained = None
@@ -111,7 +114,7 @@ def command(
         check_format(output)
     rows = run_async(reader.read_episodes)
     _warn(reader.damage)
-    chosen = [row for row in rows if _matches(row, **filters)]
+    chosen = [row for row in rows if matches(row, **filters)]
     found: Mapping[str, Found] = {}
     if text is not None:
         chosen, found = search_text(reader, text, chosen, limit if output is None else 1)
@@ -140,13 +143,13 @@ def _write_example(transcript: Transcript, output: Path) -> int:
     return FINISHED
 
 
-def _check_outcome(name: str | None) -> None:
+def check_outcome(name: str | None) -> None:
     known = ("open", *get_args(Outcome))
     if name is not None and name not in known:
         raise UserError(f"unknown outcome {name!r}: choose one of {', '.join(known)}")
 
 
-def _matches(
+def matches(
     row: EpisodeRow,
     *,
     outcome: str | None,
@@ -157,6 +160,7 @@ def _matches(
     min_reward: float | None,
     max_reward: float | None,
     tool_errors: bool,
+    label: str | None,
 ) -> bool:
     if outcome is not None and (row.outcome or "open") != outcome:
         return False
@@ -170,6 +174,7 @@ def _matches(
         and (min_reward is None or (row.reward or 0.0) >= min_reward)
         and (max_reward is None or (row.reward or 0.0) <= max_reward)
         and (not tool_errors or row.tool_errors > 0)
+        and (label is None or label in row.labels)
     )
 
 
@@ -182,12 +187,15 @@ def _print_rows(rows: list[EpisodeRow], matching: int, total: int) -> None:
     table = build_table("episode,task,outcome", right="reward,turns,tokens,time,version")
     for column in table.columns[:3]:
         column.overflow = "fold"
+    if is_labeled := any(row.labels for row in rows):
+        table.add_column("labels", overflow="fold")
     for row in rows:
         outcome = f"{row.outcome or 'open'} {row.error_class}".strip()
         reward = "" if row.reward is None else f"{row.reward:g}"
         seconds = "" if row.seconds is None else f"{row.seconds:.2f} s"
         versions = ",".join(map(str, row.policy_versions))
-        table.add_row(row.episode_id, row.task_key, outcome, reward, str(row.turns), str(row.tokens), seconds, versions)
+        cells = [row.episode_id, row.task_key, outcome, reward, str(row.turns), str(row.tokens), seconds, versions]
+        table.add_row(*cells, *([" ".join(row.labels)] if is_labeled else []))
     print_table(table)
     hidden = f", the last {len(rows)} shown (--limit 0: all)" if len(rows) < matching else ""
     print(f"{matching:,} of {total:,} episodes{hidden}")

@@ -39,7 +39,7 @@ DEFAULT_PORT = 8450
 @click.option(
     "--actions",
     is_flag=True,
-    help="Let the page cancel episodes, drain workers and pause admission; only with a key and on loopback [read-only]",
+    help="Let the page cancel and label episodes, drain workers, pause admission; only with a key and on loopback [read-only]",
 )
 @nats_http_option
 @reach_options
@@ -109,7 +109,7 @@ async def _serve(
                 driver=driver,
                 allowed_hosts=allowed_hosts,
                 key=key,
-                open_operator=partial(open_run, configuration, "cancel") if has_actions else None,
+                open_operator=partial(open_run, configuration, "cancel", own_server=True) if has_actions else None,
                 open_other=partial(open_other_run, configuration),
                 rejoins=not configuration.nats.url,
             )

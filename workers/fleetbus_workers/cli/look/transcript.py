@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import UTC, datetime
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ def print_transcript(transcript: Transcript, episode: str, *, tokens: bool, trai
     for claim in transcript.claims:
         resumed = f", resumed at turn {claim.resumed_at_turn}" if claim.resumed_at_turn else ""
         print(f"attempt {claim.attempt} by {claim.worker} ({claim.reason.replace('_', ' ')}{resumed})")
+    _print_labels(transcript)
     columns = split_by_turn(trained, [turn.action for turn in transcript.turns])
     for turn, context, trainer in zip_longest(transcript.turns, transcript.contexts, columns):
         _print_turn(turn, context, trainer, tokens=tokens)
@@ -46,6 +48,17 @@ def print_transcript(transcript: Transcript, episode: str, *, tokens: bool, trai
         print(f"failed at {result.error_location}")
     if result.traceback:
         print(result.traceback)
+
+
+def _print_labels(transcript: Transcript) -> None:
+    """What people said of the episode; ``--replace`` takes the number of a comment."""
+    if transcript.labels:
+        names = (label.name if label.turn is None else f"{label.name} (turn {label.turn})" for label in transcript.labels)
+        print(f"labels: {', '.join(names)}")
+    for comment in transcript.comments:
+        at = datetime.fromtimestamp(comment.time_ns / 1e9, UTC).isoformat(" ", "seconds").removesuffix("+00:00")
+        about = "" if comment.turn is None else f" on turn {comment.turn}"
+        print(f"comment {comment.sequence}{about} by {comment.author or 'somebody'}, {at} UTC: {comment.text}")
 
 
 def _print_turn(turn: TranscriptTurn, context: TurnContext | None, trainer: TrainerColumns, *, tokens: bool) -> None:

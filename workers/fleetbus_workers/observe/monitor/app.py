@@ -26,18 +26,16 @@ from fleetbus.recording.episodes import build_episode_subjects
 from fleetbus.recording.text_index import Found
 from fleetbus_schemas import Subjects
 from fleetbus_schemas.subjects import InvalidName, check_name
-from fleetbus_workers.observe.metrics.numbers import build_numbers
 from fleetbus_workers.observe.metrics.run_view import RunView
-from fleetbus_workers.observe.metrics.table import METRICS
 from fleetbus_workers.observe.monitor.access_key import AccessKey
 from fleetbus_workers.observe.monitor.actions import Actions
 from fleetbus_workers.observe.monitor.compared_evaluations import Compared, ComparedEvaluations
 from fleetbus_workers.observe.monitor.diagnosed_run import Diagnosed, DiagnosedRun
-from fleetbus_workers.observe.monitor.episode_table import build_csv, choose_rows, describe_neighbours
-from fleetbus_workers.observe.monitor.episode_view import describe_episode
+from fleetbus_workers.observe.monitor.episode_table import build_csv, choose_rows
 from fleetbus_workers.observe.monitor.images import ObservedImages
 from fleetbus_workers.observe.monitor.other_runs import list_other_runs, read_other_run
 from fleetbus_workers.observe.monitor.reward_histogram import build_reward_histogram
+from fleetbus_workers.observe.monitor.shown_run import describe_curves, describe_overview, describe_row, describe_whole_episode
 from fleetbus_workers.observe.monitor.success_table import build_success_table
 from fleetbus_workers.observe.monitor.text_search import TextSearch
 from fleetbus_workers.observe.monitor.token_decoder import TokenDecoder
@@ -54,10 +52,6 @@ READ_SECONDS = 20.0
 REJOIN_SECONDS = 15.0
 
 NOT_SERVED = "the run has ended and its log is no longer served: start `fleetbus monitor` again to read it from its files"
-
-_CARDS = [metric.describe_card() for metric in METRICS if metric.page]
-
-_LOG_FACTS = ("bytes", "limit_bytes", "last_sequence", "followed", "counted_from", "older_read")
 
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -167,25 +161,10 @@ class Site:
             state, health, bus = self._watch.state, self._watch.health, self._watch.bus
             ending = self._watch.find_termination(now)
             view = RunView(state, health, self._watch.server, now=now, now_ns=bus.now_ns(), termination=ending)
-            usage = {name: getattr(health, name) for name in _LOG_FACTS}
-            facts = {
-                "run": self._subjects.run,
-                "ending": ending,
-                "actions": self._has_actions,
-                "paused": state.worker_registry.is_paused,
-                "metrics": _CARDS,
-                "numbers": build_numbers(view),
-                "workers": view.workers,
-                "log": usage
-                | {
-                    "entries_per_second": health.entries_per_second,
-                    "problem": health.problem,
-                    "is_behind": self._watch.is_behind(now),
-                },
-                "server": self._watch.server,
-                "stalls": self._find_stalls(now, bus.now_ns()),
-                "notes": [] if ending or self._watch.is_behind(now) else find_notes(state, now_ns=bus.now_ns()),
-            }
+            is_behind = self._watch.is_behind(now)
+            facts = describe_overview(view, run=self._subjects.run, is_behind=is_behind, has_actions=self._has_actions)
+            facts["stalls"] = self._find_stalls(now, bus.now_ns())
+            facts["notes"] = [] if ending or is_behind else find_notes(state, now_ns=bus.now_ns())
             self._overview = (now, msgspec.json.encode(facts))
         return self._overview[1]
 
@@ -200,8 +179,7 @@ class Site:
 
     def _encode_curves(self, start: int) -> bytes:
         """Points from number ``start`` on; all evaluations, which are few."""
-        training = self._watch.state.training
-        return msgspec.json.encode({"start": start, "points": training.steps[start:], "evaluations": training.evaluations})
+        return msgspec.json.encode(describe_curves(self._watch.state, start))
 
     async def rewards(self, _request: Request) -> Response:
         """Rewards by step, of the episodes that are remembered."""
@@ -248,15 +226,8 @@ class Site:
         if query.get("format") == "csv":
             headers = {"content-disposition": f'attachment; filename="{self._subjects.run}-episodes.csv"'}
             return PlainTextResponse(build_csv(chosen, state.describe_state), headers=headers, media_type="text/csv")
-        shown = [
-            {
-                **msgspec.structs.asdict(row),
-                "state": state.describe_state(row),
-                "trained_in": state.trained_in.get(row.episode_id, 0),
-                "found": found.get(row.episode_id),
-            }
-            for row in chosen[offset : offset + limit]
-        ]
+        rows = chosen[offset : offset + limit]
+        shown = [describe_row(state, row) | {"found": found.get(row.episode_id)} for row in rows]
         return _build_json_response(msgspec.json.encode({"total": len(chosen), "offset": offset, "rows": shown, **about}))
 
     async def groups(self, request: Request) -> Response:
@@ -310,16 +281,8 @@ class Site:
             return PlainTextResponse(f"the log was not read within {READ_SECONDS:g} s", 503)
         if not entries:
             return PlainTextResponse(f"the log has no episode {episode}", 404)
-        state = self._watch.state
-        row = state.episodes.rows.get(episode)
-        facts = {
-            "episode": episode,
-            "actions": self._has_actions,
-            "row": row and {**msgspec.structs.asdict(row), "state": state.describe_state(row)},
-            "trained_in": state.trained_in.get(episode, 0),
-            **describe_neighbours(state.episodes.rows, episode),
-            **describe_episode(entries, self._words, trained),
-        }
+        facts = describe_whole_episode(self._watch.state, episode, entries, self._words, trained)
+        facts["actions"] = self._has_actions
         return _build_json_response(msgspec.json.encode(facts, enc_hook=repr))  # MessagePack has values that JSON has not
 
     async def _is_closed(self) -> bool:

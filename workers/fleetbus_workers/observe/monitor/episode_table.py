@@ -19,9 +19,9 @@ DescribeState = Callable[[EpisodeRow], str]
 
 
 def choose_rows(rows: Iterable[EpisodeRow], describe_state: DescribeState, query: Mapping[str, str]) -> list[EpisodeRow]:
-    """The rows that match ``state``, ``group``, ``split``, ``text`` (in id, task, error or worker), ``version`` of the policy
-    and a reward from ``min_reward`` to ``max_reward``, by ``sort``: a name of `SORTABLE`, with ``-`` before it from the
-    largest on; otherwise newest first. What has no value comes last; a number that is none matches everything."""
+    """The rows that match ``state``, ``group``, ``split``, ``label``, ``text`` (in id, task, error or worker), ``version`` of
+    the policy and a reward from ``min_reward`` to ``max_reward``, by ``sort``: a name of `SORTABLE`, with ``-`` before it from
+    the largest on; otherwise newest first. What has no value comes last; a number that is none matches everything."""
     filters = _build_filters(describe_state, query)
     chosen = [row for row in rows if all(matches(row) for matches in filters)][::-1] if filters else [*rows][::-1]
     wanted = query.get("sort", "")
@@ -75,7 +75,7 @@ def build_csv(rows: Sequence[EpisodeRow], describe_state: DescribeState) -> str:
 
 def _format_cell(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return " ".join(map(str, value))
+        value = " ".join(map(str, value))
     return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value
 
 
@@ -88,6 +88,8 @@ def _build_filters(describe_state: DescribeState, query: Mapping[str, str]) -> l
         filters.append(lambda row: row.group_id == group)
     if split := query.get("split"):
         filters.append(lambda row: row.split == split)
+    if label := query.get("label"):
+        filters.append(lambda row: label in row.labels)
     if (version := _parse(query, "version")) is not None:
         filters.append(lambda row: version in row.policy_versions)
     if (low := _parse(query, "min_reward")) is not None:

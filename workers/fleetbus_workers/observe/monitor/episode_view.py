@@ -11,6 +11,7 @@ import msgspec
 from fleetbus.bus.base import StreamEntry
 from fleetbus.core.episode.turn_contexts import TurnContext
 from fleetbus.recording.episodes import read_transcript
+from fleetbus.recording.redaction import is_wiped
 from fleetbus.recording.token_record import TrainedTokens, TrainerColumns, find_differing, split_by_turn
 from fleetbus_schemas import Action
 from fleetbus_schemas.tokens import count_tokens, take_tokens, unpack_ids, unpack_logprobs
@@ -32,6 +33,8 @@ def describe_episode(
         "task": transcript.request and transcript.request.task,
         "sampling": transcript.request and transcript.request.sampling,
         "claims": transcript.claims,
+        "labels": transcript.labels,
+        "comments": transcript.comments,
         "result": _strip_bytes(transcript.result),
         "spans": timeline(entries),
         "turns": [
@@ -49,7 +52,9 @@ def describe_episode(
 
 
 def describe_action(action: Action, words: TokenDecoder, trainer: TrainerColumns = UNTRAINED) -> dict[str, Any]:
-    """An answer with its tokens, as many as are shown and whole; null where the trainer has trained none."""
+    """An answer with its tokens, as many as are shown and whole; null where the trainer has trained none. Of tokens that a
+    redaction wiped nothing is shown."""
+    action, trainer = _leave_out_wiped(action, trainer)
     ids = unpack_ids(take_tokens(action.sampled, MAX_TOKENS_SHOWN))
     logprobs = unpack_logprobs(take_tokens(action.logprobs, MAX_TOKENS_SHOWN))
     is_trained = not all(map(math.isnan, trainer.logprobs))
@@ -73,6 +78,14 @@ def describe_action(action: Action, words: TokenDecoder, trainer: TrainerColumns
         "seconds_queued": action.seconds_queued,
         "seconds_generating": action.seconds_generating,
     }
+
+
+def _leave_out_wiped(action: Action, trainer: TrainerColumns) -> tuple[Action, TrainerColumns]:
+    if is_wiped(action.sampled):
+        action, trainer = msgspec.structs.replace(action, sampled=b"", logprobs=b""), UNTRAINED
+    if is_wiped(action.prompt_delta):
+        action = msgspec.structs.replace(action, prompt_delta=b"")
+    return action, trainer
 
 
 def _describe_context(contexts: Sequence[TurnContext], number: int) -> dict[str, Any]:

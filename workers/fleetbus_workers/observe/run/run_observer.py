@@ -227,7 +227,8 @@ class RunObserver:
     @property
     def _followed(self) -> list[str]:
         subjects = self._subjects
-        return [subjects.tasks(), subjects.episodes, subjects.train("*"), subjects.policy("*"), subjects.life("*", "*")]
+        kinds = [subjects.tasks(), subjects.episodes, subjects.labels]
+        return [*kinds, subjects.train("*"), subjects.policy("*"), subjects.life("*", "*")]
 
     def _apply_entry(self, entry: StreamEntry, state: RunState) -> None:
         self._applied_at = now = self._clock()

@@ -15,7 +15,16 @@ import msgspec
 from fleetbus.bus.base import StreamEntry
 from fleetbus.core.algorithms.means import compute_mean, compute_spread
 from fleetbus.recording.episodes import EpisodeIndex, EpisodeRow
-from fleetbus_schemas import GRADED, AttemptStarted, CheckpointStored, EpisodeFinished, LineageStarted, Message, StepTrained
+from fleetbus_schemas import (
+    GRADED,
+    AttemptStarted,
+    CheckpointStored,
+    EpisodeFinished,
+    EpisodeLabeled,
+    LineageStarted,
+    Message,
+    StepTrained,
+)
 from fleetbus_workers.observe.run.progress import Progress
 from fleetbus_workers.observe.run.termination import TerminationState
 from fleetbus_workers.observe.run.training_history import TrainingHistory
@@ -87,6 +96,9 @@ class RunState:
 
     def apply(self, entry: StreamEntry, message: Message, now: float, now_ns: int) -> None:
         """Take in an entry; ``now`` is monotonic seconds, ``now_ns`` the server's time."""
+        if isinstance(message, EpisodeLabeled):  # no news of the run: people label what is over
+            self.episodes.apply(entry, message)
+            return
         self.last_time_ns = max(self.last_time_ns, entry.time_ns)
         self.progress.apply(message, entry.time_ns)
         self.worker_registry.record_life_event(message, (now_ns - entry.time_ns) / 1e9, now)
@@ -143,7 +155,7 @@ class RunState:
         if len(rows) <= KEPT_EPISODES + 1_000:
             return
         for episode in list(rows)[: len(rows) - KEPT_EPISODES]:
-            del rows[episode]
+            self.episodes.forget(episode)
             self.trained_in.pop(episode, None)
             self._claimed.discard(episode)
 

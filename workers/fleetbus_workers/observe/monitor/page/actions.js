@@ -8,11 +8,15 @@ export function actionButton(title, question, path, body, describe) {
   return el("button", { type: "button", class: "action", name: `${path} ${Object.values(body)}`, click: () => confirm(question) && act(path, body, describe) }, title);
 }
 
-async function act(path, body, describe) {
+/** Do it, say what became of it, and give `done(answer)` what was answered. */
+export async function act(path, body, describe, done = () => {}) {
   said.textContent = "asking";
   try {
     const answer = await fetch(`/api/actions/${path}`, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
-    said.textContent = answer.ok ? describe(await answer.json()) : await answer.text();
+    if (!answer.ok) { said.textContent = await answer.text(); return; }
+    const found = await answer.json();
+    said.textContent = describe(found);
+    done(found);
   } catch (error) { said.textContent = `not done: ${error.message}`; }
 }
 

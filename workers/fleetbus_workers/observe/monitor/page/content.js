@@ -61,7 +61,7 @@ function json(said) {
 }
 
 function image({ object, width, height }) {
-  const shown = el("img", { src: `/api/images/${encodeURIComponent(object)}`, loading: "lazy", alt: `image ${object.slice(0, 12)}`, title: `${width || "?"} × ${height || "?"}, ${object.slice(0, 12)}`, width: width || null, height: height || null, error: () => shown.replaceWith(`[Image ${object.slice(0, 12)}: not to be shown]`) });
+  const shown = el("img", { src: `api/images/${encodeURIComponent(object)}`, loading: "lazy", alt: `image ${object.slice(0, 12)}`, title: `${width || "?"} × ${height || "?"}, ${object.slice(0, 12)}`, width: width || null, height: height || null, error: () => shown.replaceWith(`[Image ${object.slice(0, 12)}: not to be shown]`) });
   return shown;
 }
 

@@ -4,6 +4,7 @@ import { call, content, prose, read } from "./content.js";
 import { between } from "./diff.js";
 import { el, number, seconds, section, table } from "./dom.js";
 import { stateOf, toEpisode } from "./episodes.js";
+import { labels } from "./labels.js";
 
 const KINDS = ["waiting", "open", "queue", "generate", "travel", "environment", "verify", "lost"];
 const NAMES = { waiting: "waiting for a worker", open: "open and reset", queue: "queue at the engine", generate: "generate", travel: "to and from the engine", environment: "tools and steps", verify: "verify and close", lost: "lost with a worker" };
@@ -12,7 +13,7 @@ export async function episode(id) {
   const answer = await fetch(`/api/episodes/${encodeURIComponent(id)}`);
   if (!answer.ok) return [section(`Episode ${id}`, el("p", { class: "bad", role: "alert" }, await answer.text()))];
   const found = await answer.json();
-  return [head(found), comparison(found), timeline(found.spans), transcript(found)].filter(Boolean);
+  return [head(found), labels(found), comparison(found), timeline(found.spans), transcript(found)].filter(Boolean);
 }
 
 function head({ episode, actions, row, task, claims, result, trained_in, previous, next }) {

@@ -19,6 +19,7 @@ export async function episodes(query, go) {
   const state = el("select", { name: "state", "aria-label": "State" }, el("option", { value: "" }, "any state"), STATES.map((name) => el("option", { value: name, selected: query.get("state") === name }, name.replaceAll("_", " "))));
   const split = el("select", { name: "split", "aria-label": "Split" }, ["", "train", "eval"].map((name) => el("option", { value: name, selected: query.get("split") === name }, name || "any split")));
   const within = [["min_reward", "reward from"], ["max_reward", "to"], ["version", "version"]].map(([name, title]) => el("input", { type: "number", name, step: "any", placeholder: title, value: query.get(name) ?? "", "aria-label": title }));
+  within.push(el("input", { type: "text", name: "label", placeholder: "label", value: query.get("label") ?? "", "aria-label": "Label" }));
   let waiting;
   const exported = el("span", {}, link("CSV", changed(query, { format: "csv", offset: "" })), " ", link("JSON", changed(query, { offset: "", limit: MOST_ROWS })));
   const form = el("form", { role: "search", submit: (event) => { event.preventDefault(); apply(); }, input: () => { clearTimeout(waiting); waiting = setTimeout(apply, TYPED_MS); } }, text, said, state, split, within, exported, pager(offset, found.total, (next) => go(changed(query, { offset: next }))));
@@ -26,6 +27,7 @@ export async function episodes(query, go) {
   const columns = [
     ["episode", (row) => row.episode_id, "", "episode_id"], ["state", stateOf], ["reward", (row) => number(row.reward, 2), "number", "reward"],
     ...(query.get("said") ? [["said", (row) => excerpt(row.found), "wide"]] : []),
+    ...(found.rows.some((row) => row.labels.length) ? [["labels", (row) => row.labels.join(" "), "wide"]] : []),
     ["task", (row) => row.task_key, "wide", "task_key"], ["turns", (row) => row.turns, "number", "turns"], ["tokens", (row) => number(row.tokens), "number", "tokens"],
     ["seconds", (row) => (row.seconds === null ? "" : number(row.seconds, 2)), "number", "seconds"], ["attempts", (row) => row.attempts, "number", "attempts"],
     ["versions", (row) => row.policy_versions.join(" ")], ["step", (row) => row.trained_in || "", "number"], ["worker", (row) => row.worker, "", "worker"],

@@ -1,0 +1,71 @@
+"""A run as the page shows it: its first view, its curves, the rows of its lists, one episode. Pure, of the fold and entries.
+
+Used by the routes of the live page and by the static copy of it, which so cannot differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from fleetbus.bus.base import StreamEntry
+from fleetbus.recording.episodes import EpisodeRow
+from fleetbus.recording.token_record import TrainedTokens
+from fleetbus_workers.observe.metrics.numbers import build_numbers
+from fleetbus_workers.observe.metrics.run_view import RunView
+from fleetbus_workers.observe.metrics.table import METRICS
+from fleetbus_workers.observe.monitor.episode_table import describe_neighbours
+from fleetbus_workers.observe.monitor.episode_view import describe_episode
+from fleetbus_workers.observe.monitor.token_decoder import TokenDecoder
+from fleetbus_workers.observe.run.state import RunState
+
+_CARDS = [metric.describe_card() for metric in METRICS if metric.page]
+
+_LOG_FACTS = ("bytes", "limit_bytes", "last_sequence", "followed", "counted_from", "older_read")
+
+
+def describe_overview(view: RunView, *, run: str, is_behind: bool, has_actions: bool) -> dict[str, Any]:
+    """The first view, without ``stalls`` and ``notes``."""
+    health = view.health
+    usage = {name: getattr(health, name) for name in _LOG_FACTS}
+    return {
+        "run": run,
+        "ending": view.termination,
+        "actions": has_actions,
+        "paused": view.state.worker_registry.is_paused,
+        "metrics": _CARDS,
+        "numbers": build_numbers(view),
+        "workers": view.workers,
+        "log": usage | {"entries_per_second": health.entries_per_second, "problem": health.problem, "is_behind": is_behind},
+        "server": view.server,
+        "stalls": [],
+        "notes": [],
+    }
+
+
+def describe_curves(state: RunState, start: int = 0) -> dict[str, Any]:
+    """Points from number ``start`` on; all evaluations, which are few."""
+    return {"start": start, "points": state.training.steps[start:], "evaluations": state.training.evaluations}
+
+
+def describe_row(state: RunState, row: EpisodeRow) -> dict[str, Any]:
+    """A row of the list of episodes."""
+    about = {"state": state.describe_state(row), "trained_in": state.trained_in.get(row.episode_id, 0)}
+    return {**msgspec.structs.asdict(row), **about}
+
+
+def describe_whole_episode(
+    state: RunState, episode: str, entries: Sequence[StreamEntry], words: TokenDecoder, trained: TrainedTokens | None
+) -> dict[str, Any]:
+    """One episode with its transcript, from its ``entries`` in log order, and its place in the run."""
+    row = state.episodes.rows.get(episode)
+    return {
+        "episode": episode,
+        "actions": False,
+        "row": row and describe_row(state, row),
+        "trained_in": state.trained_in.get(episode, 0),
+        **describe_neighbours(state.episodes.rows, episode),
+        **describe_episode(entries, words, trained),
+    }
