@@ -16,11 +16,11 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.errors import UserError
 from fleetbus_schemas.subjects import InvalidName, check_name
 from fleetbus_workers.cli.output import json_option
+from fleetbus_workers.cli.setup.auth_site import LOCAL_HOSTS
+from fleetbus_workers.cli.setup.auth_site import command as site
 
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
-
-@click.group("auth", subcommand_metavar="init|rotate|revoke|renew")
+@click.group("auth", subcommand_metavar="init|site|rotate|revoke|renew")
 def command() -> None:
     """Manage keys, certificates and rights on the bus."""
 
@@ -30,13 +30,18 @@ def command() -> None:
 @click.option("--run", "runs", multiple=True, metavar="NAME", help="A run to allow; may be repeated [default]")
 @click.option("--pool", "pools", multiple=True, metavar="NAME", help="Of no effect: pools need no rights of their own")
 @click.option("--policy", "policies", multiple=True, metavar="NAME", help="A policy; may be repeated [default]")
-@click.option("--lanes", type=click.IntRange(1, 1024), default=16, metavar="N", help="The setting nats.lanes of the runs [16]")
+@click.option(
+    "--lanes", type=click.IntRange(1, 10_240), default=16, metavar="N", help="The setting nats.lanes of the runs [16]"
+)
 @click.option("--host", "hosts", multiple=True, metavar="HOST", help="Name or address of the server, in addition to localhost")
 @click.option(
     "--days", type=click.IntRange(1, 36_500), default=825, metavar="N", help="Validity of the certificates in days [825]"
 )
 @click.option("--mounted-at", metavar="PATH", help="Where the server will find DIR, if not here (a volume, for example)")
 @click.option("--route", "routes", multiple=True, metavar="HOST", help="A server of a cluster, or HOST:PORT; may be repeated")
+@click.option(
+    "--leaf", "leaves", multiple=True, metavar="HOST", help="A server that sites connect to (`auth site`); may be repeated"
+)
 @json_option("what was written")
 def init(
     folder: Path,
@@ -48,6 +53,7 @@ def init(
     days: int,
     mounted_at: str | None,
     routes: tuple[str, ...],
+    leaves: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Write into DIR an nkey per run and user, TLS certificates, and nats-server.conf with an account for each.
@@ -65,13 +71,15 @@ def init(
     except InvalidName as error:
         raise UserError(str(error)) from error
     between = [with_port(route) for route in routes]
-    hosts += tuple(route.rpartition(":")[0] for route in between)
+    hosts += (*(route.rpartition(":")[0] for route in between), *leaves)
     for host in hosts:
         check_host(host)
     where = PurePosixPath(mounted_at) if mounted_at else None
     try:
         every = list(dict.fromkeys((*LOCAL_HOSTS, *hosts)))
-        written = write_folder(AuthFolder(folder), plans, hosts=every, days=days, mounted_at=where, routes=between)
+        written = write_folder(
+            AuthFolder(folder), plans, hosts=every, days=days, mounted_at=where, routes=between, leaves=bool(leaves)
+        )
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install 'fleetbus[auth]'") from error
     _show(written, as_json)
@@ -91,6 +99,9 @@ def _show(written: WriteResult, as_json: bool) -> None:
     print(f"{written.folder}: {keys}; {certificates}")
     print(f"  server   nats-server -c {written.config} -js -sd FOLDER")
     print(f"  workers  --nats-auth {written.folder}, or FLEETBUS_NATS_AUTH; each needs ca.pem and the key RUN.ROLE.nk alone")
+
+
+command.add_command(site)
 
 
 STEPS = {
