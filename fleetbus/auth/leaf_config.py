@@ -25,6 +25,9 @@ by default that takes six minutes, in which workers wait for answers that cannot
 
 RECONNECT_SECONDS = 1
 
+INFO_SECONDS = 10
+"""For the handshake and the first line of the run's server; its own second is short for a link between continents."""
+
 
 class SiteUser(msgspec.Struct, frozen=True, kw_only=True):
     """One role of one run at a site. ``seed`` is its key's."""
@@ -97,7 +100,8 @@ def _build_account(each: SiteUser) -> Mapping[str, Any]:
 
 
 def _remotes(users: Sequence[SiteUser], urls: Sequence[str], authority: str) -> Iterator[str]:
+    waiting = f'first_info_timeout: "{INFO_SECONDS}s"'
     tls = f"tls {{ ca_file: {json.dumps(authority)}, handshake_first: true, timeout: 5 }}"
     for each in users:
         account = json.dumps(account_of(each.access.plan.run, each.user))
-        yield f"    {{ urls: {json.dumps(urls)}, account: {account}, nkey: {json.dumps(each.seed)}, {tls} }}"
+        yield f"    {{ urls: {json.dumps(urls)}, account: {account}, nkey: {json.dumps(each.seed)}, {waiting}, {tls} }}"
