@@ -88,7 +88,8 @@ class WorkerLifecycle:
         await self._broadcast(self._beat())
 
     async def _broadcast(self, beat: Heartbeat) -> None:
-        told = msgspec.structs.replace(beat, version=self._version, protocol=PROTOCOL)
+        problem = beat.problem or self._bus.storing_problem
+        told = msgspec.structs.replace(beat, problem=problem, version=self._version, protocol=PROTOCOL)
         await self._bus.broadcast(self._subjects.heartbeat(self._role, self._worker), encode(told))
 
     async def run(self) -> None:

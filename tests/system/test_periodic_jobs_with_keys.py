@@ -118,7 +118,7 @@ class Fleet:
                 self.observer = RunObserver(bus, S, RunState(steps=3))
                 tracing = Tracing(RUN, LogTraces(RUN), [sink])
                 tasks.start_soon(tracing.follow, bus, S, anyio.Event())
-                tasks.start_soon(self.observer.fetch_server_view, lambda: None)
+                tasks.start_soon(self.observer.follow_server_view, lambda: None)
                 await self.observer.run()
 
     @asynccontextmanager
