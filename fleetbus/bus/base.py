@@ -16,7 +16,6 @@ import msgspec
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import RunPlan
 
-
 STORES_NOTHING = "the NATS server answers and stores nothing: its disk may be full, see its log or /healthz"
 """What a publisher can say of a server that leaves it without acks; the server does not say so itself."""
 

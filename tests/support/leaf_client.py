@@ -47,6 +47,7 @@ class LeafClient:
         self._heard: dict[str, anyio.Event] = {}
         self._messages: dict[str, Heard] = {}
         self._pongs = anyio.Event()
+        self._writing = anyio.Lock()
 
     async def introduce(self, seed: bytes) -> None:
         """Say who it is; the server sends its nonce first."""
@@ -128,7 +129,8 @@ class LeafClient:
         return await self._reading.receive_until(b"\r\n", LINE_BYTES)
 
     async def _write(self, line: str, payload: bytes | None = None) -> None:
-        await self._stream.send(line.encode() + b"\r\n" + (b"" if payload is None else payload + b"\r\n"))
+        async with self._writing:
+            await self._stream.send(line.encode() + b"\r\n" + (b"" if payload is None else payload + b"\r\n"))
 
 
 class LeafSubscription:

@@ -1,5 +1,5 @@
-"""The disk under the server is full: workers, `top`, metrics, the page and `doctor` say so alike, and what to do; after that the
-run goes on. Needs root, for a file system of a few megabytes.
+"""The disk under the server is full: workers, `top`, metrics, the page and `doctor` say so alike, and what to do; with room and
+after a restart of the server the run goes on. Needs root, for a file system of a few megabytes.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ async def ask_views(bus: Bus, server: NatsServerProcess, nats_http: str) -> dict
             while not (on_page := (await page.get("/api/overview"))["stalls"]):  # noqa: ASYNC110  # another task's
                 await anyio.sleep(0.2)
     return {
-        "top": "; ".join(stall["line"] for stall in top["stalls"]),
+        "top": "; ".join(stall[part] for stall in top["stalls"] for part in ("reason", "advice")),
         "doctor": "; ".join(line for line in doctor if line.startswith(("FAIL", "warn")) and DISK_ADVICE in line),
         "page": "; ".join(stall["line"] for stall in on_page),
     }
@@ -129,7 +129,7 @@ async def ask_views(bus: Bus, server: NatsServerProcess, nats_http: str) -> dict
 async def read_stall_metrics(bus: Bus, nats_http: str) -> list[str]:
     """Where the run stalls, by the metrics."""
     async with anyio.create_task_group() as tasks:
-        watch = RunObserver(bus, S, RunState())
+        watch = RunObserver(bus, S, RunState(0))
         tasks.start_soon(watch.run)
         with anyio.fail_after(30):
             while True:

@@ -67,7 +67,7 @@ DRIVEN = {
     },
     "monitor": {
         "fleetbus_workers.observe.run.run_observer:_poll_usage",
-        "fleetbus_workers.observe.run.run_observer:fetch_server_view",
+        "fleetbus_workers.observe.run.run_observer:follow_server_view",
     },
 }
 """The jobs that the test below waits for, by role."""
