@@ -35,7 +35,7 @@ from fleetbus_workers.observe.run.state import RunState
 from fleetbus_workers.observe.run.watchdog import DISK_ADVICE, find_stalls
 from tests.support.monitor_page import Page, serve_run_page
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 RUN = "disk"
 S = Subjects(RUN)
@@ -138,7 +138,7 @@ async def read_stall_metrics(bus: Bus, nats_http: str) -> list[str]:
                 now, now_ns = anyio.current_time(), bus.now_ns()
                 stalls = find_stalls(watch.state, watch.health, now=now, now_ns=now_ns) if watch.may_be_stuck(now) else []
                 samples = collect(RunView(watch.state, watch.health, server, stalls, now, now_ns))
-                if found := [sample.labels["where"] for sample in samples if sample.name == "fleetbus_stalled"]:
+                if found := [sample.labels[0] for sample in samples if sample.name == "fleetbus_stalled"]:
                     tasks.cancel_scope.cancel()
                     return found
     raise AssertionError

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fleetbus.auth.server_config import account_of
-from fleetbus.bus.streams import plan_run
+from fleetbus.bus.streams import plan_run, tasks_consumer
 from fleetbus.config.load import load_configuration
 from fleetbus.config.settings import EnvironmentSettings
 from fleetbus_schemas.channels import ROLES
@@ -161,11 +161,29 @@ def test_nothing_is_published_beyond_loopback(compose: dict[str, Any]) -> None:
 
 def test_scaling_watches_the_consumer_that_environment_workers_pull_from() -> None:
     plan = plan_run("default")
-    metadata = next(each["spec"]["triggers"][0]["metadata"] for _, each in documents() if each["kind"] == "ScaledObject")
+    metadata = next(
+        each["spec"]["triggers"][0]["metadata"]
+        for name, each in documents()
+        if (name, each["kind"]) == ("scaling.yaml", "ScaledObject")
+    )
     assert metadata["stream"] == plan.log.name
     assert metadata["account"] == account_of("default")
     assert metadata["consumer"].removesuffix("-NAME") in {consumer.name for consumer in plan.consumers}
     assert int(metadata["lagThreshold"]) == EnvironmentSettings().slots
+
+
+def test_a_pool_has_workers_and_a_scaler_of_its_own_as_the_others_have() -> None:
+    found = {(name, each["kind"]): each for name, each in documents()}
+    workers, pool = found["environment.yaml", "Deployment"], found["pool.yaml", "Deployment"]
+    (own,) = (container.pop("env") for container in pool["spec"]["template"]["spec"]["containers"])
+    assert own == [{"name": "FLEETBUS_ENVIRONMENT_POOLS", "value": "browser"}]
+    workers["spec"]["replicas"] = pool["spec"]["replicas"]
+    assert str(pool).replace("environment-browser", "environment") == str(workers)
+    scaler = found["pool.yaml", "ScaledObject"]
+    assert scaler["spec"]["scaleTargetRef"]["name"] == pool["metadata"]["name"]
+    assert scaler["spec"]["triggers"][0]["metadata"]["consumer"] == f"{tasks_consumer('browser')}-NAME"
+    text = str(scaler).replace("task_browser", "task_default").replace("environment-browser", "environment")
+    assert text == str(found["scaling.yaml", "ScaledObject"])
 
 
 def test_the_servers_take_their_routes_from_the_configuration_which_has_their_password() -> None:

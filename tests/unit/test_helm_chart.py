@@ -55,7 +55,7 @@ def containers(objects: dict[tuple[str, str], dict[str, Any]]) -> dict[str, dict
 
 
 def test_without_values_it_is_the_manifests_with_tags() -> None:
-    rendered, wanted = render(), read_manifests("gpu.yaml", "scaling.yaml")
+    rendered, wanted = render(), read_manifests("gpu.yaml", "pool.yaml", "scaling.yaml")
     assert set(rendered) == set(wanted)
     for container in containers(rendered).values():
         assert re.fullmatch("fleetbus/[a-z-]+:latest", container["image"])
@@ -87,9 +87,24 @@ def test_values_reach_images_replicas_resources_settings_and_names() -> None:
 
 def test_gpus_replace_two_files_and_parts_can_be_left_out() -> None:
     assert set(render("gpu=true", "monitor=false")) == set(
-        read_manifests("inference.yaml", "learner.yaml", "scaling.yaml", "monitor.yaml")
+        read_manifests("inference.yaml", "learner.yaml", "pool.yaml", "scaling.yaml", "monitor.yaml")
     )
     assert ("ScaledObject", "environment") in render("scaling=true")
+
+
+def test_each_pool_has_workers_and_with_keda_a_scaler() -> None:
+    values = ("pools.browser.image=registry.example/browser:1", "pools.gpu.nodeSelector.gpu=a100")
+    rendered = render(*values, "scaling=true", namespace="other")
+    for pool in ("browser", "gpu"):
+        (container,) = rendered["Deployment", f"environment-{pool}"]["spec"]["template"]["spec"]["containers"]
+        assert container["env"] == [{"name": "FLEETBUS_ENVIRONMENT_POOLS", "value": pool}]
+        metadata = rendered["ScaledObject", f"environment-{pool}"]["spec"]["triggers"][0]["metadata"]
+        assert metadata["consumer"] == f"task_{pool}-NAME" and ".other.svc" in metadata["natsServerMonitoringEndpoint"]
+    pods = {pool: rendered["Deployment", f"environment-{pool}"]["spec"]["template"]["spec"] for pool in ("browser", "gpu")}
+    assert pods["browser"]["containers"][0]["image"] == "registry.example/browser:1"
+    assert pods["gpu"]["containers"][0]["image"] == "fleetbus/environment:latest"
+    assert pods["gpu"]["nodeSelector"] == {"gpu": "a100"}
+    assert ("ScaledObject", "environment-gpu") not in render(*values)
 
 
 @pytest.mark.parametrize(
