@@ -102,12 +102,12 @@ def write_folder(
     days: int,
     mounted_at: PurePosixPath | None = None,
     routes: Sequence[str] = (),
-    leaves: bool = False,
+    leaf_roles: Sequence[str] = (),
 ) -> WriteResult:
     """Make keys and certificates that are missing, and the server's configuration for these runs; raises `UserError`.
 
     ``mounted_at`` is where the server will find the folder, if not here; ``routes`` are a cluster's servers, ``HOST:PORT``;
-    ``leaves``: sites may connect leaf nodes.
+    ``leaf_roles``: sites may connect leaf nodes with the keys of these.
     """
     try:
         folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -118,8 +118,8 @@ def write_folder(
             where = mounted_at or PurePosixPath(folder.path.absolute().as_posix())
             if routes:
                 _write_cluster(folder, routes, where)
-            listeners = leaf_listener(where) if leaves else []
-            runs = [folder.access(plan) for plan in plans]
+            listeners = leaf_listener(where, leaf_roles) if leaf_roles else []
+            runs = [msgspec.structs.replace(folder.access(plan), leaf_roles=leaf_roles) for plan in plans]
             text = server_config(runs, where, cluster=bool(routes), listeners=listeners)
             replace_secret_file(folder.server_config, text.encode())
     except OSError as error:

@@ -6,6 +6,7 @@ crosses (docs/decisions/0224-leaf-nodes-hold-the-keys-of-their-site.md).
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
@@ -17,6 +18,7 @@ from fleetbus.auth.server_config import GREETING_SECONDS, RunAccess, account_of,
 from fleetbus.auth.shared_values import format_sharing
 
 LEAF_PORT = 7422
+ROLES_OF_SITES = "# roles of sites: "
 
 PING_SECONDS = 5
 PINGS_MISSED = 2
@@ -37,11 +39,13 @@ class SiteUser(msgspec.Struct, frozen=True, kw_only=True):
     seed: str
 
 
-def leaf_listener(folder: PurePosixPath) -> list[str]:
-    """Lines for the configuration of a run's servers. ``folder`` is where they find the certificates. TLS alone, from the first
-    byte. Sites learn of no other address than they were given: those of pods lead nowhere from outside."""
+def leaf_listener(folder: PurePosixPath, roles: Sequence[str]) -> list[str]:
+    """Lines for the configuration of a run's servers. ``folder`` is where they find the certificates; ``roles`` are those that
+    sites may have (`RunAccess.leaf_roles`). TLS alone, from the first byte. Sites learn of no other address than they were
+    given: those of pods lead nowhere from outside."""
     return [
         "leafnodes {",
+        f"  {ROLES_OF_SITES}{' '.join(roles)}",
         f'  listen: "0.0.0.0:{LEAF_PORT}"',
         "  no_advertise: true",
         "  tls {",
@@ -51,6 +55,12 @@ def leaf_listener(folder: PurePosixPath) -> list[str]:
         "  }",
         "}",
     ]
+
+
+def parse_leaf_roles(text: str) -> list[str]:
+    """The roles that sites may have, by the configuration of a run's servers; empty if they listen for no site."""
+    found = re.search(rf"^  {ROLES_OF_SITES}(.*)$", text, flags=re.MULTILINE)
+    return found[1].split() if found else []
 
 
 def leaf_config(users: Sequence[SiteUser], hubs: Sequence[str], folder: PurePosixPath, *, name: str, hub_authority: str) -> str:

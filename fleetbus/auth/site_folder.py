@@ -13,7 +13,7 @@ import msgspec
 
 from fleetbus.auth.certificates import read_hosts
 from fleetbus.auth.folder import AuthFolder, write_certificates
-from fleetbus.auth.leaf_config import SiteUser, leaf_config
+from fleetbus.auth.leaf_config import SiteUser, leaf_config, parse_leaf_roles
 from fleetbus.auth.secret_files import lock_folder, replace_secret_file
 from fleetbus.bus.streams import RunPlan
 from fleetbus.errors import UserError
@@ -69,10 +69,20 @@ def _check(keys: AuthFolder, site: AuthFolder, plans: Sequence[RunPlan], roles: 
     """Name what is missing before anything is written."""
     if site.path.absolute() == keys.path.absolute() or (site.path / "cluster.conf").exists() or _has_admin(site):
         raise UserError(f"{site.path} has the keys of all roles: give a site a folder of its own")
-    needed = [keys.authority, keys.server_certificate, *(keys.key(plan.run, role) for plan in plans for role in roles)]
+    needed = [
+        keys.authority,
+        keys.server_certificate,
+        keys.server_config,
+        *(keys.key(plan.run, role) for plan in plans for role in roles),
+    ]
     for file in needed:
         if not file.is_file():
             raise UserError(f"no {file}: fleetbus auth init writes the keys of a run")
+    allowed = parse_leaf_roles(keys.server_config.read_text())
+    for role in roles:
+        if role not in allowed:
+            known = f"lets sites be {', '.join(allowed)} and not {role}" if allowed else "listens for no sites"
+            raise UserError(f"{keys.server_config} {known}: write it with `fleetbus auth init --leaf HOST --leaf-role {role}`")
     known = read_hosts(keys.server_certificate.read_bytes())
     for host in (hub.rpartition(":")[0] for hub in hubs):
         if host not in known:

@@ -9,6 +9,7 @@ import json
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -19,7 +20,6 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from fleetbus.auth.access import build_access
 from fleetbus.auth.permissions import build_inbox_prefix
 from tests.support.bare_client import ANSWER_SECONDS
-from tests.support.secured_server import SecuredServer
 
 LINE_BYTES = 1 << 20
 CUT = "cut off"
@@ -41,6 +41,8 @@ class LeafClient:
         self.user = user
         self.client = self
         self.violations: list[str] = []
+        self.headers = b""
+        """What each message is sent with, as on the wire."""
         self.inbox = f"{build_inbox_prefix(user)}.{secrets.token_hex(6)}"
         self._stream = stream
         self._reading = BufferedByteReceiveStream(stream)
@@ -49,13 +51,15 @@ class LeafClient:
         self._pongs = anyio.Event()
         self._writing = anyio.Lock()
 
-    async def introduce(self, seed: bytes) -> None:
-        """Say who it is; the server sends its nonce first."""
+    async def introduce(self, seed: bytes | None, **said: Any) -> None:
+        """Say who it is, and ``said``; the server sends its nonce first. Without a seed it has no key."""
         info = json.loads((await self._line()).removeprefix(b"INFO "))
-        pair = nkeys.from_seed(bytearray(seed))
-        signature = base64.urlsafe_b64encode(pair.sign(info["nonce"].encode())).rstrip(b"=").decode()
-        said = {"nkey": pair.public_key.decode(), "sig": signature, "server_id": secrets.token_hex(8), "name": "nobody"}
-        await self._write(f"CONNECT {json.dumps(said | {'headers': True, 'version': '2.15.0'})}")
+        words = {"server_id": secrets.token_hex(8), "name": "nobody", "headers": True, "version": "2.15.0"} | said
+        if seed is not None:
+            pair = nkeys.from_seed(bytearray(seed))
+            signature = base64.urlsafe_b64encode(pair.sign(info["nonce"].encode())).rstrip(b"=").decode()
+            words |= {"nkey": pair.public_key.decode(), "sig": signature}
+        await self._write(f"CONNECT {json.dumps(words)}")
 
     async def follow(self) -> None:
         """Take in what the server sends, until it is cancelled. A leaf node that does what it may not is cut off."""
@@ -78,7 +82,12 @@ class LeafClient:
 
     async def send(self, subject: str, payload: bytes = b"", *, reply: str = "") -> None:
         """Without waiting for anything."""
-        await self._write(f"LMSG {' '.join(filter(None, (subject, reply)))} {len(payload)}", payload)
+        words = " ".join(filter(None, (subject, reply)))
+        if self.headers:
+            size = len(self.headers)
+            await self._write(f"HMSG {words} {size} {size + len(payload)}", self.headers + payload)
+        else:
+            await self._write(f"LMSG {words} {len(payload)}", payload)
 
     async def settle(self) -> None:
         """Until the server has taken in what was sent before."""
@@ -148,17 +157,20 @@ class LeafSubscription:
 
 
 @asynccontextmanager
-async def leaf_client(secured: SecuredServer, user: str, run: str) -> AsyncIterator[LeafClient]:
-    """Connected for the length of the block."""
-    access = build_access(user, str(secured.folder), run)
+async def leaf_client(
+    folder: Path, port: int, user: str, run: str, *, has_key: bool = True, **said: Any
+) -> AsyncIterator[LeafClient]:
+    """Connected for the length of the block to the server that listens for leaf nodes on ``port``, with a key of ``folder``;
+    ``said`` stands in its greeting, too."""
+    access = build_access(user, str(folder), run)
     async with (
         await anyio.connect_tcp(
-            "127.0.0.1", secured.leaf_port, tls=True, ssl_context=access["tls"], tls_standard_compatible=False
+            "127.0.0.1", port, tls=True, ssl_context=access["tls"], tls_standard_compatible=False
         ) as stream,
         anyio.create_task_group() as tasks,
     ):
         client = LeafClient(user, stream)
-        await client.introduce(access["nkey_seed"].read_bytes().strip())
+        await client.introduce(access["nkey_seed"].read_bytes().strip() if has_key else None, **said)
         tasks.start_soon(client.follow)
         await client.settle()
         yield client

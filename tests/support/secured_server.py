@@ -17,6 +17,7 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus_schemas import Subjects
+from fleetbus_schemas.channels import ROLES
 from tests.support.ports import free_ports
 from tests.support.small_deployment import LANES, RUN
 
@@ -58,7 +59,7 @@ def secured_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured
     folder, store = tmp_path_factory.mktemp("auth"), tmp_path_factory.mktemp("nats")
     plans = [plan_run(run, lanes=LANES, max_bytes=1 << 28) for run in (TRUST, RUN)]
     files = AuthFolder(folder)
-    write_folder(files, plans, hosts=["127.0.0.1"], days=1, leaves=True)
+    write_folder(files, plans, hosts=["127.0.0.1"], days=1, leaf_roles=[role for role in ROLES if role != "admin"])
     (leaf_port,) = free_ports(1)
     text = files.server_config.read_text().replace(f"0.0.0.0:{LEAF_PORT}", f"127.0.0.1:{leaf_port}")
     files.server_config.write_text(text)

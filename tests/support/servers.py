@@ -158,7 +158,7 @@ async def running_servers(
         return
     auth = AuthFolder(folder / "keys")
     routes = [f"127.0.0.1:{port}" for port in free_ports(3)] if form == "cluster" else []
-    write_folder(auth, plans, hosts=hosts, days=1, routes=routes, leaves=bool(leaf_ports))
+    write_folder(auth, plans, hosts=hosts, days=1, routes=routes, leaf_roles=["environment"] if leaf_ports else [])
     async with AsyncExitStack() as stack:
         processes = []
         for index, config in enumerate(_write_configs(auth, routes, leaf_ports)):

@@ -163,9 +163,14 @@ async def test_it_is_the_same_through_a_leaf_node(secured: SecuredServer, name: 
             assert await find_allowed(secured, name, lambda: nullcontext(user)) == allowed(name)
 
 
+@pytest.mark.parametrize("is_hub", [False, True])
 @pytest.mark.parametrize("name", [role for role in ROLES if role != "admin"])
-async def test_who_speaks_as_a_leaf_node_may_do_no_more(secured: SecuredServer, name: str) -> None:
-    """As the site's server would, if somebody else's program stood in its place."""
+async def test_who_speaks_as_a_leaf_node_may_do_no_more(secured: SecuredServer, name: str, *, is_hub: bool) -> None:
+    """As the site's server would, if somebody else's program stood in its place; it may claim to be the other side's hub."""
+
+    def speak() -> AbstractAsyncContextManager[Any]:
+        return leaf_client(secured.folder, secured.leaf_port, name, TRUST, hub=is_hub)
+
     with anyio.fail_after(140):
-        found = await find_allowed(secured, name, lambda: leaf_client(secured, name, TRUST))
+        found = await find_allowed(secured, name, speak)
     assert found == allowed(name)

@@ -16,7 +16,7 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.errors import UserError
 from fleetbus_schemas.subjects import InvalidName, check_name
 from fleetbus_workers.cli.output import json_option
-from fleetbus_workers.cli.setup.auth_site import LOCAL_HOSTS
+from fleetbus_workers.cli.setup.auth_site import LOCAL_HOSTS, SITE_ROLES
 from fleetbus_workers.cli.setup.auth_site import command as site
 
 
@@ -42,6 +42,14 @@ def command() -> None:
 @click.option(
     "--leaf", "leaves", multiple=True, metavar="HOST", help="A server that sites connect to (`auth site`); may be repeated"
 )
+@click.option(
+    "--leaf-role",
+    "leaf_roles",
+    multiple=True,
+    type=click.Choice(SITE_ROLES),
+    default=("environment",),
+    help="With --leaf: a role that sites may have; may be repeated [environment]",
+)
 @json_option("what was written")
 def init(
     folder: Path,
@@ -54,6 +62,7 @@ def init(
     mounted_at: str | None,
     routes: tuple[str, ...],
     leaves: tuple[str, ...],
+    leaf_roles: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Write into DIR an nkey per run and user, TLS certificates, and nats-server.conf with an account for each.
@@ -77,8 +86,9 @@ def init(
     where = PurePosixPath(mounted_at) if mounted_at else None
     try:
         every = list(dict.fromkeys((*LOCAL_HOSTS, *hosts)))
+        at_sites = list(dict.fromkeys(leaf_roles)) if leaves else []
         written = write_folder(
-            AuthFolder(folder), plans, hosts=every, days=days, mounted_at=where, routes=between, leaves=bool(leaves)
+            AuthFolder(folder), plans, hosts=every, days=days, mounted_at=where, routes=between, leaf_roles=at_sites
         )
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install 'fleetbus[auth]'") from error
@@ -105,7 +115,8 @@ command.add_command(site)
 
 
 STEPS = {
-    "trust": "servers: SIGHUP; workers and viewers: start them again, one after another; then call this again",
+    "trust": "servers: SIGHUP; sites, if there are any: `fleetbus auth site`, and start their servers again; "
+    "workers and viewers: start them again, one after another; then call this again",
     "show": "servers: SIGHUP; then call this again",
     "forget": "workers and viewers: with their next start; the renewal is complete",
 }
@@ -170,5 +181,8 @@ def _show_replaced(replaced: KeyReplaced, as_json: bool) -> None:
         return
     print(f"{replaced.run}.{replaced.user}: {replaced.old} is no longer in {replaced.config}")
     print("  servers  kill -HUP PID, or kubectl: replace the secret and send SIGHUP; each ends the connections of the old key")
+    if replaced.leaves:
+        print("           then start each again, one after another: a leaf node of the old key stays connected until then")
+        print("  sites    fleetbus auth site writes their folders anew; start their servers again with them")
     if replaced.key:
         print(f"  workers  start them again with {replaced.key} ({replaced.new})")

@@ -16,6 +16,7 @@ from fleetbus_schemas.channels import ROLES
 from fleetbus_schemas.subjects import InvalidName
 from fleetbus_workers.cli.output import json_option
 
+SITE_ROLES = [role for role in ROLES if role != "admin"]
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -30,7 +31,7 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
     "--role",
     "roles",
     multiple=True,
-    type=click.Choice([role for role in ROLES if role != "admin"]),
+    type=click.Choice(SITE_ROLES),
     default=("environment",),
     help="A role that works there; may be repeated [environment]",
 )
