@@ -18,6 +18,9 @@ CHART, MANIFESTS = ROOT / "deploy" / "helm", ROOT / "deploy" / "kubernetes"
 OWN_FILE = {"kustomization.yaml", "namespace.yaml"}
 """What Helm does itself."""
 
+OPTIONAL = {"gpu.yaml", "pool.yaml", "prometheus.yaml", "scaling.yaml", "sites.yaml"}
+"""What is left out without values."""
+
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 
 
@@ -55,7 +58,7 @@ def containers(objects: dict[tuple[str, str], dict[str, Any]]) -> dict[str, dict
 
 
 def test_without_values_it_is_the_manifests_with_tags() -> None:
-    rendered, wanted = render(), read_manifests("gpu.yaml", "pool.yaml", "scaling.yaml")
+    rendered, wanted = render(), read_manifests(*OPTIONAL)
     assert set(rendered) == set(wanted)
     for container in containers(rendered).values():
         assert re.fullmatch("fleetbus/[a-z-]+:latest", container["image"])
@@ -86,10 +89,17 @@ def test_values_reach_images_replicas_resources_settings_and_names() -> None:
 
 
 def test_gpus_replace_two_files_and_parts_can_be_left_out() -> None:
-    assert set(render("gpu=true", "monitor=false")) == set(
-        read_manifests("inference.yaml", "learner.yaml", "pool.yaml", "scaling.yaml", "monitor.yaml")
-    )
+    without = ("inference.yaml", "learner.yaml", "monitor.yaml", "metrics.yaml", *(OPTIONAL - {"gpu.yaml"}))
+    assert set(render("gpu=true", "monitor=false", "metrics=false")) == set(read_manifests(*without))
     assert ("ScaledObject", "environment") in render("scaling=true")
+    assert {("Service", "sites"), ("NetworkPolicy", "sites")} <= set(render("sites=true"))
+
+
+def test_prometheus_s_operator_is_given_what_to_scrape_and_all_rules() -> None:
+    rendered = render("prometheus=true", namespace="other")
+    rule = rendered["PrometheusRule", "fleetbus"]
+    assert rule["spec"] == yaml.safe_load((ROOT / "deploy/prometheus/alerts.yaml").read_text())
+    assert {rule["metadata"]["namespace"], rendered["ServiceMonitor", "fleetbus"]["metadata"]["namespace"]} == {"other"}
 
 
 def test_each_pool_has_workers_and_with_keda_a_scaler() -> None:
