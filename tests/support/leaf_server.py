@@ -19,8 +19,11 @@ CONNECTED = "Leafnode connection created"
 
 
 @asynccontextmanager
-async def leaf_server(keys: AuthFolder, plan: RunPlan, role: str, folder: Path, port: int) -> AsyncIterator[str]:
-    """Its address, once it is connected to the server that listens for it on ``port``. Its folder is ``folder``."""
+async def leaf_server(
+    keys: AuthFolder, plan: RunPlan, role: str, folder: Path, port: int, *, until: str = CONNECTED
+) -> AsyncIterator[str]:
+    """Its address, once it is connected to the server that listens for it on ``port``, or has logged other words. Its folder
+    is ``folder``."""
     site, (own,) = AuthFolder(folder), free_ports(1)
     write_site(keys, site, [plan], [role], hubs=[f"127.0.0.1:{port}"], hosts=["127.0.0.1"], days=1)
     log = folder / "server.log"
@@ -28,7 +31,7 @@ async def leaf_server(keys: AuthFolder, plan: RunPlan, role: str, folder: Path, 
     process = await anyio.open_process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         with anyio.fail_after(30):
-            while not log.exists() or CONNECTED not in log.read_text():
+            while not log.exists() or until not in log.read_text():
                 assert process.returncode is None, log.read_text() if log.exists() else "it did not start"
                 await anyio.sleep(0.02)
         yield f"nats://127.0.0.1:{own}"

@@ -21,8 +21,10 @@ from fleetbus.auth.renewal import renew_certificates
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.streams import plan_run
+from fleetbus.errors import UserError
 from fleetbus_workers.cli.program import run_program
 from tests.support.leaf_client import CUT, leaf_client
+from tests.support.leaf_server import leaf_server
 from tests.support.ports import free_ports
 
 RUN, OTHER = "sites", "other"
@@ -122,6 +124,17 @@ async def test_a_leaf_node_of_a_withdrawn_key_is_out_once_the_server_was_started
             assert again.violations == [REFUSED, CUT]
     assert run_program(["auth", "rotate", str(made.keys.path), "learner", "--run", RUN]) == 0
     assert "start each again" not in capsys.readouterr().out
+
+
+async def test_a_worker_that_starts_while_its_site_has_no_link_is_told_of_the_link(tmp_path: Path) -> None:
+    keys, (nowhere,) = AuthFolder(tmp_path / "keys"), free_ports(1)
+    write_folder(keys, PLANS, hosts=["127.0.0.1"], days=1, leaf_roles=["environment"])
+    with anyio.fail_after(50):
+        async with leaf_server(keys, PLANS[0], "environment", tmp_path / "site", nowhere, until="Server is ready") as url:
+            access = build_access("environment", str(tmp_path / "site"), RUN)
+            with pytest.raises(UserError, match="a site's server may have lost its link to the run's"):
+                async with connect(url, run=RUN, role="environment", **access):
+                    pass
 
 
 async def test_leaf_nodes_are_shown_a_renewed_certificate_after_the_reload(tmp_path: Path) -> None:

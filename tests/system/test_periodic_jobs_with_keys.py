@@ -52,6 +52,7 @@ DRIVEN = {
     "every role": {
         "fleetbus.bus.nats.connection:_watch",
         "fleetbus.delivery.worker_lifecycle:run",
+        "fleetbus.delivery.worker_lifecycle:_renew",
     },
     "environment": {
         "fleetbus.delivery.leases:run",
