@@ -15,7 +15,7 @@ import structlog
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.concurrency.loop_clock import get_clock
 from fleetbus.concurrency.task_groups import open_first_error_task_group
-from fleetbus.delivery.heartbeats import follow_heartbeats
+from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS, follow_heartbeats
 from fleetbus.errors import BusClosed, BusError, RequestUnanswered
 from fleetbus.log.stored_entries import read_stored
 from fleetbus_schemas import Heartbeat, Subjects
@@ -136,8 +136,8 @@ class RunObserver:
 
     def may_be_stuck(self, now: float) -> bool:
         """True if stalls should be checked: the run is known, not over, and not just being resumed. Of what is open only the
-        whole log knows."""
-        is_known = self.is_whole and not self.is_behind(now)
+        whole log knows, and of who lives only who has listened for as long as a heartbeat takes to come."""
+        is_known = self.is_whole and not self.is_behind(now) and now - self._began >= HEARTBEAT_SECONDS
         return is_known and self.find_termination(now) is None and not self._is_being_resumed(now)
 
     def _is_being_resumed(self, now: float) -> bool:
