@@ -47,7 +47,7 @@ async def test_probes_fail_before_a_worker_is_there_pass_while_it_waits_for_its_
             async with connect(server.url, run=RUN, role="init") as bus:
                 await bus.declare(plan_run(RUN, lanes=1, max_bytes=1 << 20))
             command = [sys.executable, "-m", "fleetbus", "environment", "--run", RUN, "--nats", server.url]
-            options = {"cwd": tmp_path, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            options: dict[str, Any] = {"cwd": tmp_path, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             async with await anyio.open_process([*command, "--log-alive", str(file)], **options) as worker:
                 while probe("startupProbe", file):  # noqa: ASYNC110  # another process's
                     await anyio.sleep(0.1)
