@@ -81,8 +81,8 @@ def _check(keys: AuthFolder, site: AuthFolder, plans: Sequence[RunPlan], roles: 
     allowed = parse_leaf_roles(keys.server_config.read_text())
     for role in roles:
         if role not in allowed:
-            known = f"lets sites be {', '.join(allowed)} and not {role}" if allowed else "listens for no sites"
-            raise UserError(f"{keys.server_config} {known}: write it with `fleetbus auth init --leaf HOST --leaf-role {role}`")
+            what = f"lets sites be {', '.join(allowed)} and not {role}" if allowed else "listens for no sites"
+            raise UserError(f"{keys.server_config} {what}: write it with `fleetbus auth init --leaf HOST --leaf-role {role}`")
     known = read_hosts(keys.server_certificate.read_bytes())
     for host in (hub.rpartition(":")[0] for hub in hubs):
         if host not in known:
