@@ -35,6 +35,7 @@ RUN pip install --require-hashes --no-deps -r /locks/server.txt
 COPY --from=source /wheel /wheel
 RUN pip install --no-deps /wheel/*
 USER fleetbus
+HEALTHCHECK --start-period=60s CMD ["python", "-c", "import socket; s = socket.create_connection(('127.0.0.1', 4222), 3); assert b'\"jetstream\":true' in s.recv(4096)"]
 ENTRYPOINT ["nats-server"]
 
 FROM base AS tools
@@ -45,6 +46,7 @@ RUN pip install --require-hashes --no-deps -r /locks/tools.txt
 COPY --from=source /wheel /wheel
 RUN pip install --no-deps /wheel/*
 USER fleetbus
+HEALTHCHECK NONE
 ENTRYPOINT ["fleetbus"]
 
 FROM base AS environment
@@ -55,6 +57,8 @@ RUN pip install --require-hashes --no-deps -r /locks/environment.txt
 COPY --from=source /wheel /wheel
 RUN pip install --no-deps /wheel/*
 USER fleetbus
+ENV FLEETBUS_LOG_ALIVE=/tmp/alive
+HEALTHCHECK --start-period=5m CMD test -n "$(find /tmp/alive -mmin -1)"
 ENTRYPOINT ["fleetbus", "environment"]
 
 FROM base AS monitor
@@ -66,6 +70,7 @@ COPY --from=source /wheel /wheel
 RUN pip install --no-deps /wheel/*
 USER fleetbus
 EXPOSE 8450
+HEALTHCHECK CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8450/', timeout=5)"]
 ENTRYPOINT ["fleetbus", "monitor", "--host", "0.0.0.0"]
 
 FROM base AS learner
@@ -80,6 +85,8 @@ RUN pip install -c /locks/constraints.txt ${TORCH_INDEX:+--extra-index-url ${TOR
 COPY --from=source /wheel /wheel
 RUN pip install --no-deps /wheel/*
 USER fleetbus
+ENV FLEETBUS_LOG_ALIVE=/tmp/alive
+HEALTHCHECK --start-period=5m CMD test -n "$(find /tmp/alive -mmin -1)"
 ENTRYPOINT ["fleetbus", "learner"]
 
 FROM learner AS inference
@@ -101,6 +108,8 @@ RUN pip install -c /locks/constraints.txt torch
 COPY --from=source /wheel /wheel
 RUN pip install --no-deps /wheel/*
 USER fleetbus
+ENV FLEETBUS_LOG_ALIVE=/tmp/alive
+HEALTHCHECK --start-period=5m CMD test -n "$(find /tmp/alive -mmin -1)"
 ENTRYPOINT ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu", "-m", "--", \
             "fleetbus_workers.cli", "learner"]
 
@@ -111,4 +120,6 @@ ARG PIP_FIND_LINKS
 COPY --from=source /wheel /wheel
 RUN pip install "$(echo /wheel/*.whl)[vllm]" vllm==0.33.0
 USER fleetbus
+ENV FLEETBUS_LOG_ALIVE=/tmp/alive
+HEALTHCHECK --start-period=5m CMD test -n "$(find /tmp/alive -mmin -1)"
 ENTRYPOINT ["fleetbus", "inference", "--inference-engine", "vllm"]

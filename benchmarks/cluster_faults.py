@@ -19,7 +19,6 @@ import json
 import signal
 import sys
 import tempfile
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count, pairwise
@@ -48,6 +47,7 @@ from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplat
 from fleetbus_workers.inference.worker import run_inference
 from tests.support.cluster import cluster, declare_streams, find_leader
 from tests.support.ports import free_ports
+from tests.support.relay import Relay
 
 RUN = "test"
 SUBJECTS = Subjects(RUN)
@@ -150,41 +150,8 @@ async def wait_until_joined(url: str) -> None:
 @asynccontextmanager
 async def slow_link(port: int) -> AsyncIterator[int]:
     """A port whose connections lead to another one, every byte later by `ONE_WAY_SECONDS` in either direction."""
-
-    async def join(client: anyio.abc.SocketStream) -> None:
-        async with client, await anyio.connect_tcp("127.0.0.1", port) as server, anyio.create_task_group() as tasks:
-            for source, target in ((client, server), (server, client)):
-                tasks.start_soon(pump, source, target, tasks.cancel_scope)
-
-    async def pump(source: anyio.abc.SocketStream, target: anyio.abc.SocketStream, scope: anyio.CancelScope) -> None:
-        held: deque[tuple[float, bytes]] = deque()
-        arrived = anyio.Event()
-
-        async def deliver() -> None:
-            nonlocal arrived
-            while True:
-                while held:
-                    due, chunk = held.popleft()
-                    await anyio.sleep_until(due)
-                    await target.send(chunk)
-                arrived = anyio.Event()
-                await arrived.wait()
-
-        try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(deliver)
-                async for chunk in source:
-                    held.append((anyio.current_time() + ONE_WAY_SECONDS, chunk))
-                    arrived.set()
-                tasks.cancel_scope.cancel()
-        except* (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            pass
-        scope.cancel()
-
-    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
-        tasks.start_soon(listener.serve, join)
-        yield listener.extra(anyio.abc.SocketAttribute.local_port)
-        tasks.cancel_scope.cancel()
+    async with Relay(f"nats://127.0.0.1:{port}", one_way_seconds=ONE_WAY_SECONDS).running() as relay:
+        yield int(relay.url.rpartition(":")[2])
 
 
 async def play(bus: Bus, results: list[tuple[float, str]]) -> None:

@@ -23,7 +23,7 @@ same=(--constraints deploy/locks/ci.txt pyproject.toml)
 compile server "${same[@]}" --extra server "$@"
 compile tools "${same[@]}" --extra auth "$@"
 compile environment "${same[@]}" --extra environment "$@"
-compile monitor "${same[@]}" --extra monitor "$@"
+compile monitor "${same[@]}" --extra monitor --extra metrics "$@"
 compile learner "${same[@]}" --extra environment --extra torch "$@"
 compile docs "${same[@]}" --extra docs "$@"
 compile build --constraints deploy/locks/ci.txt - "$@" <<<"hatchling"

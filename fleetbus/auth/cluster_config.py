@@ -19,9 +19,9 @@ most (missed + 1) times the interval, 6 s instead of some minutes, and the other
 again. Figures: docs/cluster.md, "What faults of the servers cost"."""
 
 
-def with_port(host: str) -> str:
+def with_port(host: str, port: int = ROUTE_PORT) -> str:
     """``HOST`` or ``HOST:PORT`` as ``HOST:PORT``."""
-    return host if ":" in host else f"{host}:{ROUTE_PORT}"
+    return host if ":" in host else f"{host}:{port}"
 
 
 def cluster_config(

@@ -14,6 +14,7 @@ from fleetbus.auth.certificates import lets_into_cluster, make_certificates
 from fleetbus.auth.cluster_config import cluster_config
 from fleetbus.auth.consumer_names import reader_names, secret_names
 from fleetbus.auth.keys import create_seed, public_key
+from fleetbus.auth.leaf_config import leaf_listener
 from fleetbus.auth.secret_files import create_secret_file, lock_folder, replace_secret_file
 from fleetbus.auth.server_config import RunAccess, server_config
 from fleetbus.bus.streams import RunPlan
@@ -101,21 +102,25 @@ def write_folder(
     days: int,
     mounted_at: PurePosixPath | None = None,
     routes: Sequence[str] = (),
+    leaf_roles: Sequence[str] = (),
 ) -> WriteResult:
     """Make keys and certificates that are missing, and the server's configuration for these runs; raises `UserError`.
 
-    ``mounted_at`` is where the server will find the folder, if not here; ``routes`` are a cluster's servers, ``HOST:PORT``.
+    ``mounted_at`` is where the server will find the folder, if not here; ``routes`` are a cluster's servers, ``HOST:PORT``;
+    ``leaf_roles``: sites may connect leaf nodes with the keys of these.
     """
     try:
         folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         with lock_folder(folder.path):
             users = [(plan.run, user) for plan in plans for user in ROLES]
             new_keys = [f"{run}.{user}" for run, user in users if create_secret_file(folder.key(run, user), create_seed())]
-            certificates = _write_certificates(folder, hosts, days)
+            certificates = write_certificates(folder, hosts, days)
             where = mounted_at or PurePosixPath(folder.path.absolute().as_posix())
             if routes:
                 _write_cluster(folder, routes, where)
-            text = server_config([folder.access(plan) for plan in plans], where, cluster=bool(routes))
+            listeners = leaf_listener(where, leaf_roles) if leaf_roles else []
+            runs = [msgspec.structs.replace(folder.access(plan), leaf_roles=leaf_roles) for plan in plans]
+            text = server_config(runs, where, cluster=bool(routes), listeners=listeners)
             replace_secret_file(folder.server_config, text.encode())
     except OSError as error:
         raise UserError(f"cannot write {error.filename or folder.path}: {error.strerror}") from error
@@ -124,7 +129,7 @@ def write_folder(
     )
 
 
-def _write_certificates(folder: AuthFolder, hosts: Sequence[str], days: int) -> bool:
+def write_certificates(folder: AuthFolder, hosts: Sequence[str], days: int) -> bool:
     """All three or none: a part of them would not fit the rest."""
     files = (folder.authority, folder.server_certificate, folder.server_key)
     there = [file.exists() for file in files]

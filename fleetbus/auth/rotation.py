@@ -16,6 +16,7 @@ import msgspec
 from fleetbus.auth.consumer_names import reader_names
 from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.keys import create_seed, public_key
+from fleetbus.auth.leaf_config import parse_leaf_roles
 from fleetbus.auth.secret_files import create_secret_file, lock_folder, replace_secret_file
 from fleetbus.errors import UserError
 from fleetbus_schemas.channels import ROLES
@@ -25,7 +26,8 @@ NEXT = ".next"
 
 
 class KeyReplaced(msgspec.Struct, frozen=True, kw_only=True):
-    """Public keys. ``key`` is the file with the new seed, empty if the key was withdrawn."""
+    """Public keys. ``key`` is the file with the new seed, empty if the key was withdrawn. ``leaves``: leaf nodes may have
+    connected with it, which a reload leaves connected."""
 
     run: str
     user: str
@@ -33,6 +35,7 @@ class KeyReplaced(msgspec.Struct, frozen=True, kw_only=True):
     new: str
     key: str
     config: str
+    leaves: bool = False
 
 
 def rotate_key(folder: AuthFolder, run: str, user: str) -> KeyReplaced:
@@ -52,7 +55,8 @@ def _rotate(folder: AuthFolder, run: str, user: str) -> KeyReplaced:
         create_secret_file(folder.consumer_secret(run), key.read_bytes())
     _replace_in_config(folder, old, new, dict(zip(*names, strict=True)))
     following.replace(key)
-    return KeyReplaced(run=run, user=user, old=old, new=new, key=str(key), config=str(folder.server_config))
+    leaves = user in parse_leaf_roles(folder.server_config.read_text())
+    return KeyReplaced(run=run, user=user, old=old, new=new, key=str(key), config=str(folder.server_config), leaves=leaves)
 
 
 def revoke_key(folder: AuthFolder, run: str, user: str) -> KeyReplaced:

@@ -35,17 +35,24 @@ CONNECTIONS_PER_LANE, SPARE_CONNECTIONS = 4, 256
 """One key may hold so many connections: those of as many workers as there may be of a role, and of clients. Without a bound one
 key takes all that the server has, 65,536."""
 
+CLIENTS, LEAF = ("STANDARD", "WEBSOCKET"), ("LEAFNODE",)
+"""nats-server's words for ways to connect."""
+
+SITES = 64
+"""One key may connect so many leaf nodes to a server, each for as many workers as it likes."""
+
 WRITTEN_BY = "# Written by `fleetbus auth init`"
 
 
 class RunAccess(msgspec.Struct, frozen=True, kw_only=True):
     """One run on the server: what its consumers are called there, by which names a user may read, and the public keys of its
-    users."""
+    users. ``leaf_roles`` are those whose keys may connect leaf nodes; where it is empty nobody listens for any."""
 
     plan: RunPlan
     names: Mapping[str, str]
     readers: Mapping[str, Sequence[str]]
     public_keys: Mapping[str, str]
+    leaf_roles: Sequence[str] = ()
 
 
 def account_of(run: str, user: str = "admin") -> str:
@@ -53,8 +60,11 @@ def account_of(run: str, user: str = "admin") -> str:
     return f"fb_{run}" if user == "admin" else f"fb_{run}@{user}"
 
 
-def server_config(runs: Sequence[RunAccess], folder: PurePosixPath, *, cluster: bool = False) -> str:
-    """The text of the file. ``folder`` is where the server finds the certificates; there are no keys in the text.
+def server_config(
+    runs: Sequence[RunAccess], folder: PurePosixPath, *, cluster: bool = False, listeners: Sequence[str] = ()
+) -> str:
+    """The text of the file. ``folder`` is where the server finds the certificates; there are no keys in the text. ``listeners``
+    are lines for whom else it listens to (`fleetbus.auth.leaf_config`).
 
     The server speaks TLS alone. Clients of ours begin with the handshake, so a third party cannot downgrade the connection;
     others get a greeting in the clear, after which they must turn to TLS.
@@ -71,6 +81,7 @@ def server_config(runs: Sequence[RunAccess], folder: PurePosixPath, *, cluster: 
             "}",
             "authorization { timeout: 5 }",
             *(['include "./cluster.conf"'] if cluster else []),
+            *listeners,
             "accounts {",
             *(run_accounts(run) for run in runs),
             "}",
@@ -92,19 +103,34 @@ def parse_runs(text: str) -> list[str]:
 
 def _build_account(run: RunAccess, user: str, rights: Mapping[str, Rights]) -> dict[str, Any]:
     own = rights[user]
-    lanes = sum(consumer.name.startswith("act_") for consumer in run.plan.consumers)
     exports = list(_streams_exports(run, rights) if user == "admin" else _worker_exports(run, user, rights))
     imports = list(_imports(run.plan.run, own))
+    key = {"nkey": run.public_keys[user]} | _limit_connection_types(run, user)
     return {
-        "limits": {"max_connections": CONNECTIONS_PER_LANE * lanes + SPARE_CONNECTIONS},
+        "limits": {"max_connections": limit_connections(run.plan)} | ({"max_leafs": SITES} if user in run.leaf_roles else {}),
         **({"jetstream": "enabled"} if user == "admin" else {}),
-        "users": [{"nkey": run.public_keys[user]} | ({} if own.everything else {"permissions": _build_permissions(user, own)})],
+        "users": [key | ({} if own.everything else {"permissions": build_permissions(user, own)})],
         **({"exports": exports} if exports else {}),
         **({"imports": imports} if imports else {}),
     }
 
 
-def _build_permissions(user: str, rights: Rights) -> dict[str, Any]:
+def _limit_connection_types(run: RunAccess, user: str) -> dict[str, Any]:
+    """Leaf nodes only with the keys of sites. A reload does not end a leaf node's connection when its key is gone, so that any
+    key that may connect one is withdrawn in full by a restart alone."""
+    if not run.leaf_roles:
+        return {}
+    return {"allowed_connection_types": [*CLIENTS, *(LEAF if user in run.leaf_roles else ())]}
+
+
+def limit_connections(plan: RunPlan) -> int:
+    """The connections that one user of a run may have at a server."""
+    lanes = sum(consumer.name.startswith("act_") for consumer in plan.consumers)
+    return CONNECTIONS_PER_LANE * lanes + SPARE_CONNECTIONS
+
+
+def build_permissions(user: str, rights: Rights) -> dict[str, Any]:
+    """What a server holds a user to, by subject."""
     inbox = f"{build_inbox_prefix(user)}.>"
     publish, subscribe = {"allow": [inbox, *rights.publish]}, {"allow": [inbox, *rights.subscribe]}
     answers = {"allow_responses": {"max": 1, "expires": f"{ANSWER_SECONDS}s"}} if rights.serves else {}

@@ -16,6 +16,9 @@ import msgspec
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import RunPlan
 
+STORES_NOTHING = "the NATS server answers and stores nothing: its disk may be full, see its log or /healthz"
+"""What a publisher can say of a server that leaves it without acks; the server does not say so itself."""
+
 
 class StreamEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of a stream. ``time_ns`` is the server's clock (Unix nanoseconds) when it was stored."""
@@ -139,6 +142,10 @@ class LogState(msgspec.Struct, frozen=True, kw_only=True):
 
 class LogBus(Protocol):
     """The log: what is stored, read back, followed, removed, its numbers, and large files beside it."""
+
+    @property
+    def storing_problem(self) -> str:
+        """`STORES_NOTHING` while that is so, as far as what this connection publishes can tell; else empty."""
 
     def now_ns(self) -> int:
         """The server's clock in Unix nanoseconds, as far as it can be known here (monotonic between corrections)."""

@@ -63,6 +63,10 @@ class MemoryBus:
         """End what `disconnect` began; pulls and readers continue."""
         self._link.change(connected=True)
 
+    @property
+    def storing_problem(self) -> str:
+        return ""  # this one stores, or is not reached
+
     def now_ns(self) -> int:
         return self._server.now_ns()
 

@@ -274,6 +274,9 @@ class LogSettings(Settings, frozen=True, kw_only=True):
 
     level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Minimum severity that is logged")] = "info"
     format: Annotated[Literal["console", "json"], Meta(description="Lines for people, or one JSON object per line")] = "console"
+    alive: Annotated[
+        str, Meta(description="File that a role touches every 10 s while it lives, for a container's probe; empty: none")
+    ] = ""
 
 
 class Configuration(Settings, frozen=True, kw_only=True):

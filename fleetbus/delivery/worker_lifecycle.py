@@ -14,6 +14,7 @@ import msgspec
 import structlog
 
 from fleetbus.bus.base import Bus, LogBus
+from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS
 from fleetbus.delivery.lanes import Lane
 from fleetbus.errors import BusError
@@ -88,15 +89,23 @@ class WorkerLifecycle:
         await self._broadcast(self._beat())
 
     async def _broadcast(self, beat: Heartbeat) -> None:
-        told = msgspec.structs.replace(beat, version=self._version, protocol=PROTOCOL)
+        problem = beat.problem or self._bus.storing_problem
+        told = msgspec.structs.replace(beat, problem=problem, version=self._version, protocol=PROTOCOL)
         await self._bus.broadcast(self._subjects.heartbeat(self._role, self._worker), encode(told))
 
     async def run(self) -> None:
-        """Send heartbeats and renew the lane until cancelled; raises `LaneLost` when this worker has been replaced."""
-        while True:
-            await self.publish_heartbeat()
+        """Send heartbeats and renew the lane until cancelled; raises `LaneLost` when this worker has been replaced. A renewal
+        that the server leaves without an answer must not silence the heartbeats, which say so."""
+        async with open_first_error_task_group() as tasks:
             if self._lane is not None:
-                await self._lane.renew(self._bus)
+                tasks.start_soon(self._renew, self._lane)
+            while True:
+                await self.publish_heartbeat()
+                await anyio.sleep(HEARTBEAT_SECONDS)
+
+    async def _renew(self, lane: Lane) -> None:
+        while True:
+            await lane.renew(self._bus)
             await anyio.sleep(HEARTBEAT_SECONDS)
 
     async def _publish_entry(self, message: Message) -> None:

@@ -1,7 +1,8 @@
-"""A TCP relay to a nats-server: a client's network, to be listened to, held up, cut and mended."""
+"""A TCP relay to a nats-server: a client's network, to be listened to, slowed down, held up, cut and mended."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -10,10 +11,13 @@ import anyio.abc
 
 
 class Relay:
-    """Clients connect to ``url``. ``heard`` is what they sent; while ``reading`` is not set, nothing more is read of them."""
+    """Clients connect to ``url``. ``heard`` is what they sent; while ``reading`` is not set, nothing more is read of them. All
+    bytes arrive ``one_way_seconds`` later, in either direction."""
 
-    def __init__(self, upstream: str) -> None:
+    def __init__(self, upstream: str, *, one_way_seconds: float = 0.0, host: str = "127.0.0.1") -> None:
         self._upstream_port = int(upstream.rpartition(":")[2])
+        self._one_way_seconds = one_way_seconds
+        self._host = host
         self._down = False
         self._answering = set_event()
         self._scopes: dict[anyio.CancelScope, None] = {}
@@ -38,10 +42,10 @@ class Relay:
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[Relay]:
         async with (
-            await anyio.create_tcp_listener(local_host="127.0.0.1") as listener,
+            await anyio.create_tcp_listener(local_host=self._host) as listener,
             anyio.create_task_group() as tasks,
         ):
-            self.url = f"nats://127.0.0.1:{listener.extra(anyio.abc.SocketAttribute.local_port)}"
+            self.url = f"nats://{self._host}:{listener.extra(anyio.abc.SocketAttribute.local_port)}"
             tasks.start_soon(listener.serve, self._serve)
             yield self
             tasks.cancel_scope.cancel()
@@ -82,12 +86,39 @@ class Relay:
         scope: anyio.CancelScope,
     ) -> None:
         try:
+            if self._one_way_seconds:
+                await self._pump_late(source, target, passing)
+            else:
+                async for chunk in source:
+                    await passing(chunk)
+                    await target.send(chunk)
+        except* (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            pass  # the other side is gone, and so is this connection
+        finally:
+            scope.cancel()
+
+    async def _pump_late(
+        self, source: anyio.abc.SocketStream, target: anyio.abc.SocketStream, passing: Callable[[bytes], Awaitable[None]]
+    ) -> None:
+        held, arrived = deque[tuple[float, bytes]](), anyio.Event()
+
+        async def deliver() -> None:
+            nonlocal arrived
+            while True:
+                while held:
+                    due, chunk = held.popleft()
+                    await anyio.sleep_until(due)
+                    await target.send(chunk)
+                arrived = anyio.Event()
+                await arrived.wait()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(deliver)
             async for chunk in source:
                 await passing(chunk)
-                await target.send(chunk)
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            pass  # the other side is gone, and so is this connection
-        scope.cancel()
+                held.append((anyio.current_time() + self._one_way_seconds, chunk))
+                arrived.set()
+            tasks.cancel_scope.cancel()
 
 
 def set_event() -> anyio.Event:

@@ -11,11 +11,14 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from fleetbus.auth.access import build_access
 from fleetbus.auth.folder import AuthFolder, write_folder
+from fleetbus.auth.leaf_config import LEAF_PORT
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus_schemas import Subjects
+from fleetbus_schemas.channels import ROLES
+from tests.support.ports import free_ports
 from tests.support.small_deployment import LANES, RUN
 
 TRUST = "trust"
@@ -26,10 +29,11 @@ LOG = f"fb_{TRUST}"
 
 
 class SecuredServer:
-    """A server with the configuration that was written, and connections to it as any user."""
+    """A server with the configuration that was written, and connections to it as any user. Leaf nodes may connect, too."""
 
-    def __init__(self, folder: Path, server: NatsServerProcess, portal: BlockingPortal) -> None:
+    def __init__(self, folder: Path, server: NatsServerProcess, portal: BlockingPortal, leaf_port: int) -> None:
         self.folder = folder
+        self.leaf_port = leaf_port
         self.server = server
         self.portal = portal
 
@@ -55,9 +59,12 @@ def secured_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured
     folder, store = tmp_path_factory.mktemp("auth"), tmp_path_factory.mktemp("nats")
     plans = [plan_run(run, lanes=LANES, max_bytes=1 << 28) for run in (TRUST, RUN)]
     files = AuthFolder(folder)
-    write_folder(files, plans, hosts=["127.0.0.1"], days=1)
+    write_folder(files, plans, hosts=["127.0.0.1"], days=1, leaf_roles=[role for role in ROLES if role != "admin"])
+    (leaf_port,) = free_ports(1)
+    text = files.server_config.read_text().replace(f"0.0.0.0:{LEAF_PORT}", f"127.0.0.1:{leaf_port}")
+    files.server_config.write_text(text)
     with start_blocking_portal() as portal:
         with portal.wrap_async_context_manager(run_server(store, config=files.server_config)) as server:
-            place = SecuredServer(folder, server, portal)
+            place = SecuredServer(folder, server, portal, leaf_port)
             portal.call(_declare, place)
             yield place

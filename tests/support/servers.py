@@ -32,6 +32,7 @@ import pytest
 
 from fleetbus.auth.access import Access, build_access
 from fleetbus.auth.folder import AuthFolder, write_folder
+from fleetbus.auth.leaf_config import LEAF_PORT
 from fleetbus.auth.local_key import write_local_config
 from fleetbus.bus import nats
 from fleetbus.bus.base import Bus
@@ -141,10 +142,17 @@ def guess_role(worker: str) -> str:
 
 @asynccontextmanager
 async def running_servers(
-    folder: Path, plans: Sequence[RunPlan], *, form: str = FORM, store: Path | None = None, **options: Any
+    folder: Path,
+    plans: Sequence[RunPlan],
+    *,
+    form: str = FORM,
+    store: Path | None = None,
+    leaf_ports: Sequence[int] = (),
+    hosts: Sequence[str] = ("127.0.0.1",),
+    **options: Any,
 ) -> AsyncIterator[RunningServers]:
     """Servers on which these runs may be declared, with keys and, but for ``store``, their stores in ``folder``; ``options`` as
-    `run_one_server`."""
+    `run_one_server`. With ``leaf_ports`` each listens for leaf nodes there; ``hosts`` are the names in their certificate."""
     store = store or folder / "nats"
     if form in ("open", "local"):
         config = write_local_config(store) if form == "local" else None
@@ -153,24 +161,29 @@ async def running_servers(
         return
     auth = AuthFolder(folder / "keys")
     routes = [f"127.0.0.1:{port}" for port in free_ports(3)] if form == "cluster" else []
-    write_folder(auth, plans, hosts=["127.0.0.1"], days=1, routes=routes)
+    write_folder(auth, plans, hosts=hosts, days=1, routes=routes, leaf_roles=["environment"] if leaf_ports else [])
     async with AsyncExitStack() as stack:
         processes = []
-        for index, config in enumerate(_write_configs(auth, routes)):
+        for index, config in enumerate(_write_configs(auth, routes, leaf_ports)):
             own = store if index == 0 else folder / f"nats{index}"
             processes.append(await stack.enter_async_context(run_one_server(own, config=config, **options)))
         yield RunningServers(processes, auth, plans)
 
 
-def _write_configs(auth: AuthFolder, routes: Sequence[str]) -> list[Path]:
+def _write_configs(auth: AuthFolder, routes: Sequence[str], leaf_ports: Sequence[int] = ()) -> list[Path]:
     """One file per server. Those of a cluster differ in their names and in where they listen for each other."""
+    anywhere = f"0.0.0.0:{LEAF_PORT}"
     if not routes:
+        if leaf_ports:
+            written = auth.server_config.read_text()
+            auth.server_config.write_text(written.replace(anywhere, f"127.0.0.1:{leaf_ports[0]}"))
         return [auth.server_config]
     shared, configs = auth.cluster_config.read_text(), []
     for index, route in enumerate(routes):
         (auth.path / f"cluster{index}.conf").write_text(shared.replace("0.0.0.0:6222", route))
         config = auth.path / f"nats-server{index}.conf"
         text = auth.server_config.read_text().replace("./cluster.conf", f"./cluster{index}.conf")
+        text = text.replace(anywhere, f"127.0.0.1:{leaf_ports[index]}") if leaf_ports else text
         config.write_text(f"server_name: n{index}\n{text}")
         configs.append(config)
     return configs

@@ -1,4 +1,5 @@
-"""The same 54 operations with each user's key on a real server: exactly those go through that the table in docs allows.
+"""The same 54 operations with each user's key on a real server, directly, through a leaf node of `fleetbus auth site`,
+and in the protocol of leaf nodes: exactly those go through that the table in docs allows.
 
 That the table is the one of the docs is `tests/unit/test_rights_table.py`.
 """
@@ -6,8 +7,10 @@ That the table is the one of the docs is `tests/unit/test_rights_table.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Generator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -15,14 +18,17 @@ from nats.aio.msg import Msg
 
 from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.permissions import build_rights
+from fleetbus.bus.nats.server import NatsServerProcess
 from fleetbus.bus.streams import plan_run
 from fleetbus_schemas.channels import ROLES, WORKERS
 from tests.support.auth_operations import ASK, CALL, LISTEN, PUBLISH, READER, TELL, Operation, is_allowed, operations
 from tests.support.bare_client import BareClient, bare_client
+from tests.support.leaf_client import leaf_client
+from tests.support.leaf_server import leaf_server
 from tests.support.secured_server import TRUST, SecuredServer, secured_server
 from tests.support.small_deployment import LANES
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(150)]
 
 HEARD_SECONDS = 1.0
 READERS = tuple(f"{READER}-{name}" for name in ("tasks", "episodes", "all", "policies"))
@@ -58,9 +64,7 @@ def rename(operation: Operation, readers: Mapping[str, str]) -> Operation:
     return Operation(name=operation.name, kind=operation.kind, subject=".".join(tokens))
 
 
-async def goes_through(
-    operation: Operation, user: BareClient, workers: dict[str, BareClient], names: Mapping[str, str]
-) -> bool:
+async def goes_through(operation: Operation, user: Any, workers: dict[str, BareClient], names: Mapping[str, str]) -> bool:
     """True if the operation has its effect: an ack of a stream, an answer of JetStream, one of a worker, something heard."""
     subject = operation.subject
     if user.user == "admin":
@@ -98,7 +102,7 @@ def _question(operation: Operation) -> bytes:
     return b"{" if verb.startswith(("STREAM.DELETE", "STREAM.PURGE", "STREAM.UPDATE", "STREAM.CREATE")) else b""
 
 
-async def hears(listener: BareClient, pattern: str, speaker: BareClient, subject: str) -> bool:
+async def hears(listener: Any, pattern: str, speaker: Any, subject: str) -> bool:
     known = len(listener.violations)
     subscription = await listener.client.subscribe(pattern)
     await listener.settle()
@@ -114,19 +118,59 @@ async def hears(listener: BareClient, pattern: str, speaker: BareClient, subject
         await subscription.unsubscribe()
 
 
+@asynccontextmanager
+async def through_leaf(secured: SecuredServer, user: str, folder: Path) -> AsyncIterator[BareClient]:
+    """A client of a leaf node that holds its key."""
+    async with leaf_server(AuthFolder(secured.folder), PLAN, user, folder, secured.leaf_port) as url:
+        port = int(url.rpartition(":")[2])
+        server = NatsServerProcess(Path(), folder, "127.0.0.1", port, None, None)
+        async with bare_client(SecuredServer(folder, server, secured.portal, 0), user, TRUST) as client:
+            yield client
+
+
+async def find_allowed(
+    secured: SecuredServer, name: str, connected: Callable[[], AbstractAsyncContextManager[Any]]
+) -> dict[str, bool]:
+    """Whether each operation goes through for a user; ``connected`` has a client of it for one operation."""
+    found = {}
+    async with answering(secured) as workers:
+        access = AuthFolder(secured.folder).access(PLAN)
+        readers = dict(zip(READERS, access.readers.get(name, ()), strict=False))
+        for operation in OPERATIONS:
+            async with connected() as user:
+                asked = rename(operation, readers)
+                found[operation.name] = await goes_through(asked, user, workers, access.names)
+    return found
+
+
+def allowed(name: str) -> dict[str, bool]:
+    """What the table says."""
+    rights = build_rights(name, PLAN)
+    return {operation.name: is_allowed(rights, operation) for operation in OPERATIONS}
+
+
 @pytest.mark.parametrize("name", ROLES)
 async def test_exactly_what_the_table_allows_goes_through(secured: SecuredServer, name: str) -> None:
-    found = {}
-    with anyio.fail_after(55):
-        async with (
-            answering(secured) as workers,
-            bare_client(secured, name, TRUST) as user,
-        ):
-            access = AuthFolder(secured.folder).access(PLAN)
-            names = access.names
-            readers = dict(zip(READERS, access.readers.get(name, ()), strict=False))
-            for operation in OPERATIONS:
-                asked = rename(operation, readers)
-                found[operation.name] = await goes_through(asked, user, workers, names)
-    rights = build_rights(name, PLAN)
-    assert found == {operation.name: is_allowed(rights, operation) for operation in OPERATIONS}
+    with anyio.fail_after(140):
+        async with bare_client(secured, name, TRUST) as user:
+            assert await find_allowed(secured, name, lambda: nullcontext(user)) == allowed(name)
+
+
+@pytest.mark.parametrize("name", [role for role in ROLES if role != "admin"])
+async def test_it_is_the_same_through_a_leaf_node(secured: SecuredServer, name: str, tmp_path: Path) -> None:
+    with anyio.fail_after(140):
+        async with through_leaf(secured, name, tmp_path / "site") as user:
+            assert await find_allowed(secured, name, lambda: nullcontext(user)) == allowed(name)
+
+
+@pytest.mark.parametrize("is_hub", [False, True])
+@pytest.mark.parametrize("name", [role for role in ROLES if role != "admin"])
+async def test_who_speaks_as_a_leaf_node_may_do_no_more(secured: SecuredServer, name: str, *, is_hub: bool) -> None:
+    """As the site's server would, if somebody else's program stood in its place; it may claim to be the other side's hub."""
+
+    def speak() -> AbstractAsyncContextManager[Any]:
+        return leaf_client(secured.folder, secured.leaf_port, name, TRUST, hub=is_hub)
+
+    with anyio.fail_after(140):
+        found = await find_allowed(secured, name, speak)
+    assert found == allowed(name)

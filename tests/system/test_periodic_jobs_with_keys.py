@@ -52,6 +52,7 @@ DRIVEN = {
     "every role": {
         "fleetbus.bus.nats.connection:_watch",
         "fleetbus.delivery.worker_lifecycle:run",
+        "fleetbus.delivery.worker_lifecycle:_renew",
     },
     "environment": {
         "fleetbus.delivery.leases:run",
@@ -67,7 +68,7 @@ DRIVEN = {
     },
     "monitor": {
         "fleetbus_workers.observe.run.run_observer:_poll_usage",
-        "fleetbus_workers.observe.run.run_observer:fetch_server_view",
+        "fleetbus_workers.observe.run.run_observer:follow_server_view",
     },
 }
 """The jobs that the test below waits for, by role."""
@@ -118,7 +119,7 @@ class Fleet:
                 self.observer = RunObserver(bus, S, RunState(steps=3))
                 tracing = Tracing(RUN, LogTraces(RUN), [sink])
                 tasks.start_soon(tracing.follow, bus, S, anyio.Event())
-                tasks.start_soon(self.observer.fetch_server_view, lambda: None)
+                tasks.start_soon(self.observer.follow_server_view, lambda: None)
                 await self.observer.run()
 
     @asynccontextmanager

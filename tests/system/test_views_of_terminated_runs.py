@@ -114,7 +114,7 @@ async def test_whoever_watches_asks_for_the_address_every_time(tmp_path: Path, m
                 return addresses.pop(0) if len(addresses) > 1 else addresses[0]
 
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(watch.fetch_server_view, address)
+                tasks.start_soon(watch.follow_server_view, address)
                 await known.wait()
                 tasks.cancel_scope.cancel()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from fleetbus.auth.leaf_config import LEAF_PORT
 from fleetbus.auth.server_config import account_of
-from fleetbus.bus.streams import plan_run
+from fleetbus.bus.streams import plan_run, tasks_consumer
 from fleetbus.config.load import load_configuration
 from fleetbus.config.settings import EnvironmentSettings
 from fleetbus_schemas.channels import ROLES
@@ -21,7 +23,7 @@ yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).parents[2]
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
-WITHOUT_SCHEMA = {"Kustomization", "ScaledObject"}
+WITHOUT_SCHEMA = {"Kustomization", "ScaledObject", "ServiceMonitor"}
 """Not Kubernetes's own."""
 
 
@@ -156,16 +158,83 @@ def test_each_service_of_compose_mounts_its_own_key_read_only(compose: dict[str,
 def test_nothing_is_published_beyond_loopback(compose: dict[str, Any]) -> None:
     ports = [port for service in compose["services"].values() for port in service.get("ports", [])]
     assert ports and all(port.startswith("127.0.0.1:") for port in ports)
-    assert {each["spec"].get("type", "ClusterIP") for _, each in documents() if each["kind"] == "Service"} == {"ClusterIP"}
+    services = {name: each["spec"] for name, each in documents() if each["kind"] == "Service"}
+    published = {name for name, spec in services.items() if spec.get("type", "ClusterIP") != "ClusterIP"}
+    assert published == {"sites.yaml"} and "  # - sites.yaml" in (MANIFESTS[0].parent / "kustomization.yaml").read_text()
+    assert {each["port"] for each in services["sites.yaml"]["ports"]} == {LEAF_PORT}
 
 
 def test_scaling_watches_the_consumer_that_environment_workers_pull_from() -> None:
     plan = plan_run("default")
-    metadata = next(each["spec"]["triggers"][0]["metadata"] for _, each in documents() if each["kind"] == "ScaledObject")
+    metadata = next(
+        each["spec"]["triggers"][0]["metadata"]
+        for name, each in documents()
+        if (name, each["kind"]) == ("scaling.yaml", "ScaledObject")
+    )
     assert metadata["stream"] == plan.log.name
     assert metadata["account"] == account_of("default")
     assert metadata["consumer"].removesuffix("-NAME") in {consumer.name for consumer in plan.consumers}
     assert int(metadata["lagThreshold"]) == EnvironmentSettings().slots
+
+
+def test_a_pool_has_workers_and_a_scaler_of_its_own_as_the_others_have() -> None:
+    found = {(name, each["kind"]): each for name, each in documents()}
+    workers, pool = found["environment.yaml", "Deployment"], found["pool.yaml", "Deployment"]
+    (own,) = (container.pop("env") for container in pool["spec"]["template"]["spec"]["containers"])
+    assert own == [{"name": "FLEETBUS_ENVIRONMENT_POOLS", "value": "browser"}]
+    workers["spec"]["replicas"] = pool["spec"]["replicas"]
+    assert str(pool).replace("environment-browser", "environment") == str(workers)
+    scaler = found["pool.yaml", "ScaledObject"]
+    assert scaler["spec"]["scaleTargetRef"]["name"] == pool["metadata"]["name"]
+    assert scaler["spec"]["triggers"][0]["metadata"]["consumer"] == f"{tasks_consumer('browser')}-NAME"
+    text = str(scaler).replace("task_browser", "task_default").replace("environment-browser", "environment")
+    assert text == str(found["scaling.yaml", "ScaledObject"])
+
+
+def test_every_role_has_probes_and_workers_have_those_of_the_file_that_they_touch() -> None:
+    """`tests/system/test_alive_file.py` runs their commands."""
+    settings = next(each["data"] for _, each in documents() if each["kind"] == "ConfigMap")
+    for pod in pods():
+        for container in pod["containers"]:
+            if container["name"] == "init":
+                continue  # ends by itself
+            probes = {name: each for name, each in container.items() if name.endswith("Probe")}
+            if container.get("ports"):
+                assert {"readinessProbe", "livenessProbe"} <= set(probes), container["name"]
+            else:
+                assert set(probes) == {"startupProbe", "livenessProbe"}, container["name"]
+                for probe in probes.values():
+                    assert f"find {settings['FLEETBUS_LOG_ALIVE']} -mmin -" in probe["exec"]["command"][-1]
+
+
+def test_every_image_says_how_its_health_is_checked(targets: set[str]) -> None:
+    stages = {each.split(" AS ")[1].split("\n")[0]: each for each in (ROOT / "Dockerfile").read_text().split("\nFROM ")[1:]}
+    started = {name for name, stage in stages.items() if "ENTRYPOINT" in stage} - {"inference"}  # which has its parent's
+    assert {name for name, stage in stages.items() if "HEALTHCHECK" in stage} == started <= targets
+    for name in started:
+        (check,) = re.findall(r"^HEALTHCHECK (.*)$", stages[name], flags=re.MULTILINE)
+        if "find " in check:
+            assert f"ENV FLEETBUS_LOG_ALIVE={check.split('find ')[1].split()[0]}" in stages[name]
+
+
+def test_drains_of_nodes_leave_a_part_of_each_role_that_others_take_over_from() -> None:
+    budgets = {each["metadata"]["name"]: each["spec"] for _, each in documents() if each["kind"] == "PodDisruptionBudget"}
+    assert set(budgets) == {"nats", "environment", "environment-browser", "inference"}
+    for name, budget in budgets.items():
+        assert budget["selector"]["matchLabels"] == {"app.kubernetes.io/name": name}
+
+
+def test_prometheus_finds_the_metrics_and_its_operator_takes_the_alert_rules_as_the_page_says() -> None:
+    found = {(name, each["kind"]): each for name, each in documents()}
+    service, monitor = found["metrics.yaml", "Service"], found["prometheus.yaml", "ServiceMonitor"]["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert {each["port"] for each in monitor["endpoints"]} == {each["name"] for each in service["spec"]["ports"]}
+    page = (ROOT / "docs" / "cluster.md").read_text()
+    (command,) = re.findall(r"^\$ (.*PrometheusRule.*) \| kubectl apply -f -$", page, flags=re.MULTILINE)
+    made = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, check=True, text=True, timeout=20).stdout
+    rule = yaml.safe_load(made)
+    assert (rule["apiVersion"], rule["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
+    assert rule["spec"] == yaml.safe_load((ROOT / "deploy/prometheus/alerts.yaml").read_text())
 
 
 def test_the_servers_take_their_routes_from_the_configuration_which_has_their_password() -> None:

@@ -18,6 +18,9 @@ CHART, MANIFESTS = ROOT / "deploy" / "helm", ROOT / "deploy" / "kubernetes"
 OWN_FILE = {"kustomization.yaml", "namespace.yaml"}
 """What Helm does itself."""
 
+OPTIONAL = {"gpu.yaml", "pool.yaml", "prometheus.yaml", "scaling.yaml", "sites.yaml"}
+"""What is left out without values."""
+
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 
 
@@ -55,7 +58,7 @@ def containers(objects: dict[tuple[str, str], dict[str, Any]]) -> dict[str, dict
 
 
 def test_without_values_it_is_the_manifests_with_tags() -> None:
-    rendered, wanted = render(), read_manifests("gpu.yaml", "scaling.yaml")
+    rendered, wanted = render(), read_manifests(*OPTIONAL)
     assert set(rendered) == set(wanted)
     for container in containers(rendered).values():
         assert re.fullmatch("fleetbus/[a-z-]+:latest", container["image"])
@@ -86,10 +89,32 @@ def test_values_reach_images_replicas_resources_settings_and_names() -> None:
 
 
 def test_gpus_replace_two_files_and_parts_can_be_left_out() -> None:
-    assert set(render("gpu=true", "monitor=false")) == set(
-        read_manifests("inference.yaml", "learner.yaml", "scaling.yaml", "monitor.yaml")
-    )
+    without = ("inference.yaml", "learner.yaml", "monitor.yaml", "metrics.yaml", *(OPTIONAL - {"gpu.yaml"}))
+    assert set(render("gpu=true", "monitor=false", "metrics=false")) == set(read_manifests(*without))
     assert ("ScaledObject", "environment") in render("scaling=true")
+    assert {("Service", "sites"), ("NetworkPolicy", "sites")} <= set(render("sites=true"))
+
+
+def test_prometheus_s_operator_is_given_what_to_scrape_and_all_rules() -> None:
+    rendered = render("prometheus=true", namespace="other")
+    rule = rendered["PrometheusRule", "fleetbus"]
+    assert rule["spec"] == yaml.safe_load((ROOT / "deploy/prometheus/alerts.yaml").read_text())
+    assert {rule["metadata"]["namespace"], rendered["ServiceMonitor", "fleetbus"]["metadata"]["namespace"]} == {"other"}
+
+
+def test_each_pool_has_workers_and_with_keda_a_scaler() -> None:
+    values = ("pools.browser.image=registry.example/browser:1", "pools.gpu.nodeSelector.gpu=a100")
+    rendered = render(*values, "scaling=true", namespace="other")
+    for pool in ("browser", "gpu"):
+        (container,) = rendered["Deployment", f"environment-{pool}"]["spec"]["template"]["spec"]["containers"]
+        assert container["env"] == [{"name": "FLEETBUS_ENVIRONMENT_POOLS", "value": pool}]
+        metadata = rendered["ScaledObject", f"environment-{pool}"]["spec"]["triggers"][0]["metadata"]
+        assert metadata["consumer"] == f"task_{pool}-NAME" and ".other.svc" in metadata["natsServerMonitoringEndpoint"]
+    pods = {pool: rendered["Deployment", f"environment-{pool}"]["spec"]["template"]["spec"] for pool in ("browser", "gpu")}
+    assert pods["browser"]["containers"][0]["image"] == "registry.example/browser:1"
+    assert pods["gpu"]["containers"][0]["image"] == "fleetbus/environment:latest"
+    assert pods["gpu"]["nodeSelector"] == {"gpu": "a100"}
+    assert ("ScaledObject", "environment-gpu") not in render(*values)
 
 
 @pytest.mark.parametrize(

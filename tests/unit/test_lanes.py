@@ -13,6 +13,7 @@ from fleetbus.bus.memory import Faults, MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
 from fleetbus.bus.streams import environment_lanes, plan_run
+from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS
 from fleetbus.delivery.lanes import LEASE_SECONDS, Lane, LaneLost, LanesUnread, claim_lane
 from fleetbus.delivery.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus_schemas import Heartbeat, LaneLease, Subjects, encode
@@ -160,6 +161,25 @@ async def test_a_worker_that_is_ended_while_it_says_hello_leaves_its_lane_free()
             await greeted.wait()
             group.cancel_scope.cancel()
         await claimed(other, "other", wait_seconds=LEASE_SECONDS / 2)
+
+
+async def test_a_renewal_without_an_answer_does_not_silence_the_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They say that the server stores nothing: at `ANSWER_SECONDS` a renewal every second one would come too late."""
+    server = MemoryServer()
+    async with server.connect("r") as bus, server.connect("r", worker="other") as other:
+        await bus.declare(plan_run("r", lanes=1))
+        lane = await claimed(bus)
+
+        async def renew(*_: object) -> None:
+            await anyio.sleep_forever()
+
+        monkeypatch.setattr(Lane, "renew", renew)
+        beat = Heartbeat(role="environment", worker="w")
+        lifecycle = WorkerLifecycle(bus, SUBJECTS, role="environment", worker="w", beat=lambda: beat, lane=lane)
+        async with other.listen(SUBJECTS.heartbeats) as listener, run_lifecycle(lifecycle, bus, lane, slots=1):
+            with anyio.fail_after(3.5 * HEARTBEAT_SECONDS):
+                for _ in range(4):
+                    await listener.receive()
 
 
 class CountedCalls:

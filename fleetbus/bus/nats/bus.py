@@ -89,6 +89,10 @@ class NatsBus:
         self._clock_due = anyio.Event()
         connection.on_reconnect[self] = self._reset_clock
 
+    @property
+    def storing_problem(self) -> str:
+        return self._publisher.storing_problem
+
     def now_ns(self) -> int:
         return self._clock.now_ns()
 
@@ -368,7 +372,10 @@ async def connect(
             await bus.measure_clock()
         except StreamUnavailable as error:  # a server with JetStream says of a stream that is not there that it is not there
             where = strip_credentials(url)
-            remedy = "if a reload let this run in, reload once more (SIGHUP)" if imports else "start it with `nats-server -js`"
+            reloaded = (
+                "if a reload let this run in, reload once more (SIGHUP); a site's server may have lost its link to the run's"
+            )
+            remedy = reloaded if imports else "start it with `nats-server -js`"
             raise UserError(f"the NATS server at {where} runs without JetStream: {remedy}") from error
         connection.tasks.start_soon(bus.run_clock, name="nats clock")
         yield bus

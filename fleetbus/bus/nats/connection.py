@@ -7,6 +7,7 @@ ends up in the host task. Above it are the parts of the bus; below it the wire.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import re
 import secrets
@@ -88,6 +89,8 @@ class Connection:
         self.is_checked = False
         """Connected, to a server that will do."""
         self.open = False
+        self.answered_at = -math.inf
+        """The event loop's time of the last round trip; the watch makes one every two seconds."""
         self.request_mux: RequestMux
         self.api: JetStreamApi
 
@@ -200,6 +203,7 @@ class Connection:
                 await self.round_trip(limit)
             except TimeoutError:
                 continue
+            self.answered_at = anyio.current_time()
             return True
         return not self.wire.ready
 

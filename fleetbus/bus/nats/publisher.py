@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import anyio
 import msgspec
 
-from fleetbus.bus.base import PublishAck, StreamEntry
+from fleetbus.bus.base import STORES_NOTHING, PublishAck, StreamEntry
 from fleetbus.bus.nats.api import build_publish_error
 from fleetbus.bus.nats.connection import Connection
 from fleetbus.bus.nats.protocol import NO_RESPONDERS, check_subject, header_block, publish_with_headers_command, status_of
@@ -114,6 +114,17 @@ _UNKNOWN_TRIES = 3
 for as long as the caller waits, another one for so many tries."""
 
 
+NOBODY_STORES = ": no server stores it now: its stream has no leader, or the link of a leaf node is down"
+
+SILENT_SECONDS = 10.0
+"""Longer than a cluster takes to choose the leader of a stream."""
+
+SILENCE_KNOWN_SECONDS = 45.0
+"""So long after a publish that ran into its time limit nothing is known any more: they are repeated sooner."""
+
+ANSWERS_SECONDS = 6.0
+"""A server that answered a round trip within this is there."""
+
 _STANDING = re.compile(r"wrong last sequence: (\d+)")
 """The server's words for a refused compare-and-set: the position of what stands there."""
 
@@ -143,6 +154,8 @@ class Publisher:
         self._window = PublishWindow(OUTSTANDING_PUBLISHES, OUTSTANDING_BYTES)
         self._known: dict[str, Stored] = {}
         """By the first token of its subjects, of each stream that was heard of what was stored there last."""
+        self._silent: dict[str, tuple[float, float]] = {}
+        """By the same token: when the first publish was sent and the last one given up of those in a row that got no ack."""
         self._own_id = secrets.token_hex(6)
         self._count = 0
         self._now = asyncio.get_running_loop().time
@@ -154,6 +167,15 @@ class Publisher:
     def get_last_stored(self, subject: str) -> Stored:
         """The last entry that this connection stored in the stream of this subject."""
         return self._known.get(_parse_prefix(subject), NOTHING_STORED)
+
+    @property
+    def storing_problem(self) -> str:
+        """See `fleetbus.bus.base.LogBus`."""
+        now = self._now()
+        silent = any(
+            now - since >= SILENT_SECONDS and now - last < SILENCE_KNOWN_SECONDS for since, last in self._silent.values()
+        )
+        return STORES_NOTHING if silent and self._is_answered() else ""
 
     async def publish(
         self, subject: str, payload: bytes, *, message_id: str | None, expected_last: int | None, timeout: float
@@ -177,6 +199,8 @@ class Publisher:
         if status_of(status) == NO_RESPONDERS:
             raise BusError(f"{subject}: no stream stores this subject; create the run first (fleetbus init)")
         ack = _decode(answer)
+        if self._silent:
+            self._silent.pop(_parse_prefix(subject), None)
         if ack.error is not None:
             standing = _STANDING.search(ack.error.description)
             last = int(standing[1]) if standing is not None else None
@@ -193,7 +217,8 @@ class Publisher:
     async def _send(self, subject: str, headers: bytes, payload: bytes, timeout: float) -> Answer:
         reply = self._request_mux.new_reply()
         command = publish_with_headers_command(subject, reply, headers, payload)
-        give_up_at = self._now() + timeout
+        begun = self._now()
+        give_up_at = begun + timeout
         tries = 0
         try:
             while True:
@@ -207,7 +232,18 @@ class Publisher:
                     return answer
                 await anyio.sleep(_PAUSE_SECONDS)
         except TimeoutError:
-            raise PublishUnanswered(f"{subject}: no ack within {timeout:g} s") from None
+            why = NOBODY_STORES if tries else self._note_silence(subject, begun)
+            raise PublishUnanswered(f"{subject}: no ack within {timeout:g} s{why}") from None
+
+    def _note_silence(self, subject: str, begun: float) -> str:
+        """What can be said of a publish that got no answer at all."""
+        prefix, now = _parse_prefix(subject), self._now()
+        since, last = self._silent.get(prefix, (begun, begun))
+        self._silent[prefix] = (since if begun - last < SILENCE_KNOWN_SECONDS else begun, now)
+        return f": {STORES_NOTHING}" if self._is_answered() and now - begun >= SILENT_SECONDS else ""
+
+    def _is_answered(self) -> bool:
+        return self._now() - self._connection.answered_at < ANSWERS_SECONDS
 
     def _new_id(self) -> str:
         self._count += 1

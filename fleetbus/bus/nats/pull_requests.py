@@ -3,12 +3,16 @@
 Every credit is in one of two places: wanted (not yet asked for) or asked (at the server). A delivery uses one up; a status
 gives unused ones back to be asked for again. A reconnect or a silence of the server means a new inbox, so that no request of
 before can deliver beyond the credits. Above it are puller and reader; below it the connection.
+
+From time to time one asks on a new inbox without either, and some seconds later takes back what was asked on the one before and
+was neither delivered nor given back: where a leaf node lies between, requests are lost without a reconnect here.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -24,6 +28,9 @@ So the server answers at least this often, and owes no heartbeats: an idle pulle
 
 SILENCE_SECONDS = 6.0
 """Without message or status for this long, the pull requests are taken for lost."""
+
+RENEW_SECONDS = 30.0
+"""The age at which an inbox is replaced, so that at most so much and `SILENCE_SECONDS` later every lost credit is back."""
 
 _BACKOFF_SECONDS = 0.25
 _FORGET_SECONDS = 2 * EXPIRES_SECONDS
@@ -55,6 +62,11 @@ class PullRequests:
         self._requests: dict[bytes, tuple[int, float]] = {}
         self._count = 0
         self._planned: asyncio.Handle | None = None
+        self._attached_at = 0.0
+        self._route_before = 0
+        self._asked_before = 0
+        """Of ``asked`` what was asked on the inbox before this one."""
+        self._ending: asyncio.TimerHandle | None = None
         self._closed = False
         self.wanted = 0
         self.asked = 0
@@ -69,8 +81,27 @@ class PullRequests:
         if self._closed:
             return
         self._subject = f"{self._connection.api.prefix}.CONSUMER.MSG.NEXT.{stream}.{consumer}"
-        self._inbox = self._connection.new_inbox()
-        self._route = self._wire.open_route(f"{self._inbox}.*", self._on_wire, ephemeral=True)
+        self._open_inbox()
+        self._plan()
+
+    def _open_inbox(self) -> None:
+        self._inbox, self._attached_at = self._connection.new_inbox(), self._loop.time()
+        self._route = self._wire.open_route(f"{self._inbox}.*", partial(self._on_inbox, self._inbox), ephemeral=True)
+
+    def _renew_inbox(self) -> None:
+        """Ask on a new inbox from now on; requests on the one before end within their time, or are lost."""
+        self._route_before, self._asked_before = self._route, self.asked
+        self._open_inbox()
+        self._ending = self._loop.call_later(SILENCE_SECONDS, self._close_before)
+
+    def _close_before(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+        if self._route_before:
+            self._wire.close_route(self._route_before)
+        lost, self._asked_before, self._route_before, self._ending = self._asked_before, 0, 0, None
+        self.asked -= lost
+        self.wanted += lost
         self._plan()
 
     def detach(self, late: Handler | None = None) -> int:
@@ -79,6 +110,7 @@ class PullRequests:
         What is still under way goes to ``late`` until the returned route is closed.
         """
         route, self._route = self._route, 0
+        self._close_before()
         self.wanted += self.asked
         self.asked = 0
         self._requests.clear()
@@ -118,6 +150,8 @@ class PullRequests:
         self._planned = None
         if not self._route or not self.wanted or not self._wire.ready:
             return
+        if self._ending is None and self._loop.time() - self._attached_at >= RENEW_SECONDS:
+            self._renew_inbox()
         self._count += 1
         batch, self.wanted = self.wanted, 0
         self.asked += batch
@@ -134,6 +168,12 @@ class PullRequests:
             if self._requests[oldest][1] >= before:
                 return
             del self._requests[oldest]
+
+    def _on_inbox(self, inbox: str, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        asked = self.asked
+        self._on_wire(subject, reply, payload, headers)
+        if inbox != self._inbox:
+            self._asked_before -= min(asked - self.asked, self._asked_before)
 
     def _on_wire(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
         self.heard_at = self._loop.time()

@@ -189,6 +189,10 @@ class SimulatedBus:
     def reconnect(self) -> None:
         self._inner.reconnect()
 
+    @property
+    def storing_problem(self) -> str:
+        return self._inner.storing_problem
+
     def now_ns(self) -> int:
         return self._inner.now_ns()
 

@@ -20,6 +20,7 @@ import msgspec
 from fleetbus.auth.access import build_access
 from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.local_key import write_local_config
+from fleetbus.bus.base import STORES_NOTHING
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import Configuration
@@ -28,6 +29,7 @@ from fleetbus_schemas import Heartbeat, Subjects
 from fleetbus_schemas.protocol import NEEDED, OWN, PROTOCOL, ProtocolVersion, find_misfit
 from fleetbus_workers.command.event_loop import run_async
 from fleetbus_workers.observe.run.nats_http import read_nats_server
+from fleetbus_workers.observe.run.watchdog import DISK_ADVICE
 from fleetbus_workers.up.checks import check_writable
 
 State = Literal["ok", "warning", "failed"]
@@ -215,6 +217,10 @@ def _build_protocol_findings(run: str, protocol: ProtocolVersion, beats: list[He
         differ = describe_versions(beats)
         what = differ or f"{len(beats)} heard, all of one version"
         yield Finding(name="workers", state="warning" if differ else "ok", detail=what)
+    for beat in beats:
+        if beat.problem:
+            advice = f"; {DISK_ADVICE}" if beat.problem == STORES_NOTHING else ""
+            yield Finding(name=f"worker {beat.worker}", state="warning", detail=f"{beat.problem}{advice}")
 
 
 def check_certificates(folder: str) -> Iterator[Finding]:
@@ -255,6 +261,9 @@ def check_nats_http(url: str | None, run: str) -> list[Finding]:
         if each.pending_bytes >= SLOW_BYTES
     ]
     findings = [Finding(name="nats monitoring", state="ok", detail=detail)]
+    if server.storage_problem:
+        reason = f"it stores nothing since a write failed ({server.storage_problem}): {DISK_ADVICE}"
+        findings.append(Finding(name="nats storage", state="failed", detail=reason))
     if slow or server.slow_consumers:
         count = f"{server.slow_consumers} cut off since the server started"
         findings.append(Finding(name="slow consumers", state="warning", detail="; ".join([count, *slow])))

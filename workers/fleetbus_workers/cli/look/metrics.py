@@ -21,7 +21,6 @@ from fleetbus_workers.cli.look.run_options import nats_http_option, reach_option
 from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.command.event_loop import call_on_signal, run_async
 from fleetbus_workers.command.exit_status import FINISHED
-from fleetbus_workers.observe.run.jetstream import fetch_server_view
 from fleetbus_workers.observe.sinks.base import Sink
 from fleetbus_workers.observe.sinks.table import SINKS, open_sinks
 from fleetbus_workers.run_access.log_access import build_driver, open_run
@@ -106,7 +105,7 @@ async def _export(
             evaluated: set[tuple[str, str]] = set()
             while True:
                 await anyio.sleep(EVERY_SECONDS)
-                server = await fetch_server_view(bus, run, nats_http())
+                server = await watch.fetch_server_view(nats_http)
                 now, now_ns = anyio.current_time(), bus.now_ns()
                 ending, may_be_stuck = watch.find_termination(now), watch.may_be_stuck(now)
                 share = configuration.nats.admission

@@ -17,7 +17,6 @@ from fleetbus_workers.command.event_loop import run_async
 from fleetbus_workers.command.exit_status import FINISHED, INTERRUPTED
 from fleetbus_workers.command.terminal import open_console
 from fleetbus_workers.command.terminal_keys import read_keys
-from fleetbus_workers.observe.run.jetstream import fetch_server_view
 from fleetbus_workers.run_access.log_access import build_driver, open_run
 from fleetbus_workers.run_access.sources import build_address_resolver
 
@@ -71,10 +70,10 @@ async def _watch(
             watch = RunObserver(bus, Subjects(run), state, driver, recent_first=not once)
             tasks.start_soon(watch.run)
             if not once:  # a server that takes its time must not hold up the picture of the workers
-                tasks.start_soon(watch.fetch_server_view, nats_http)
+                tasks.start_soon(watch.follow_server_view, nats_http)
 
             async def look() -> dict[str, object]:
-                server = await fetch_server_view(bus, run, nats_http()) if once else watch.server
+                server = await watch.fetch_server_view(nats_http) if once else watch.server
                 now, now_ns = anyio.current_time(), bus.now_ns()
                 is_behind, ending = watch.is_behind(now), watch.find_termination(now)
                 stalls = (

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import anyio
@@ -23,6 +24,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.errors import BusClosed, BusError, LogLost, TakenOver, find_leaf, is_bad_input, iterate_leaves
 from fleetbus_workers.assembly.work import Work, import_work, serve_role
 from fleetbus_workers.cli.options import load_settings, validate_name
+from fleetbus_workers.command.alive_file import touch_regularly
 from fleetbus_workers.command.event_loop import run_async
 from fleetbus_workers.command.exit_status import CRASHED, FINISHED, INTERRUPTED
 from fleetbus_workers.run_access.server_address import generate_worker_name, resolve_server_url
@@ -81,7 +83,7 @@ def run_process(
     import_work(load_work)
     tune_collector()
     try:
-        status = run_async(_serve, serve, name)
+        status = run_async(_serve, serve, name, configuration.log.alive)
         if (role == "inference" and values.get("supervised")) or find_running_calls():
             _exit_at_once(status)
         return status
@@ -149,7 +151,7 @@ def tune_collector() -> None:
     gc.set_threshold(*COLLECTOR_THRESHOLDS)
 
 
-async def _serve(serve: Callable[[str, anyio.Event], Awaitable[None]], name: str) -> int:
+async def _serve(serve: Callable[[str, anyio.Event], Awaitable[None]], name: str, alive: str) -> int:
     drain = anyio.Event()
     exit_code = FINISHED
     async with anyio.create_task_group() as tasks:
@@ -165,6 +167,8 @@ async def _serve(serve: Callable[[str, anyio.Event], Awaitable[None]], name: str
                     drain.set()
 
         tasks.start_soon(stop_on_signals)
+        if alive:
+            tasks.start_soon(touch_regularly, Path(alive))
         await serve(name, drain)
         tasks.cancel_scope.cancel()
     return exit_code

@@ -17,11 +17,11 @@ from fleetbus.config.settings import MAX_LANES
 from fleetbus.errors import UserError
 from fleetbus_schemas.subjects import InvalidName, check_name
 from fleetbus_workers.cli.output import json_option
+from fleetbus_workers.cli.setup.auth_site import LOCAL_HOSTS, SITE_ROLES
+from fleetbus_workers.cli.setup.auth_site import command as site
 
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
-
-@click.group("auth", subcommand_metavar="init|rotate|revoke|renew")
+@click.group("auth", subcommand_metavar="init|site|rotate|revoke|renew")
 def command() -> None:
     """Manage keys, certificates and rights on the bus."""
 
@@ -39,6 +39,17 @@ def command() -> None:
 )
 @click.option("--mounted-at", metavar="PATH", help="Where the server will find DIR, if not here (a volume, for example)")
 @click.option("--route", "routes", multiple=True, metavar="HOST", help="A server of a cluster, or HOST:PORT; may be repeated")
+@click.option(
+    "--leaf", "leaves", multiple=True, metavar="HOST", help="A server that sites connect to (`auth site`); may be repeated"
+)
+@click.option(
+    "--leaf-role",
+    "leaf_roles",
+    multiple=True,
+    type=click.Choice(SITE_ROLES),
+    default=("environment",),
+    help="With --leaf: a role that sites may have; may be repeated [environment]",
+)
 @json_option("what was written")
 def init(
     folder: Path,
@@ -49,6 +60,8 @@ def init(
     days: int,
     mounted_at: str | None,
     routes: tuple[str, ...],
+    leaves: tuple[str, ...],
+    leaf_roles: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Write into DIR an nkey per run and user, TLS certificates, and nats-server.conf with an account for each.
@@ -63,13 +76,16 @@ def init(
     except InvalidName as error:
         raise UserError(str(error)) from error
     between = [with_port(route) for route in routes]
-    hosts += tuple(route.rpartition(":")[0] for route in between)
+    hosts += (*(route.rpartition(":")[0] for route in between), *leaves)
     for host in hosts:
         check_host(host)
     where = PurePosixPath(mounted_at) if mounted_at else None
     try:
         every = list(dict.fromkeys((*LOCAL_HOSTS, *hosts)))
-        written = write_folder(AuthFolder(folder), plans, hosts=every, days=days, mounted_at=where, routes=between)
+        at_sites = list(dict.fromkeys(leaf_roles)) if leaves else []
+        written = write_folder(
+            AuthFolder(folder), plans, hosts=every, days=days, mounted_at=where, routes=between, leaf_roles=at_sites
+        )
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install 'fleetbus[auth]'") from error
     _show(written, as_json)
@@ -91,8 +107,12 @@ def _show(written: WriteResult, as_json: bool) -> None:
     print(f"  workers  --nats-auth {written.folder}, or FLEETBUS_NATS_AUTH; each needs ca.pem and the key RUN.ROLE.nk alone")
 
 
+command.add_command(site)
+
+
 STEPS = {
-    "trust": "servers: SIGHUP; workers and viewers: start them again, one after another; then call this again",
+    "trust": "servers: SIGHUP; sites, if there are any: `fleetbus auth site`, and start their servers again; "
+    "workers and viewers: start them again, one after another; then call this again",
     "show": "servers: SIGHUP; then call this again",
     "forget": "workers and viewers: with their next start; the renewal is complete",
 }
@@ -157,5 +177,8 @@ def _show_replaced(replaced: KeyReplaced, as_json: bool) -> None:
         return
     print(f"{replaced.run}.{replaced.user}: {replaced.old} is no longer in {replaced.config}")
     print("  servers  kill -HUP PID, or kubectl: replace the secret and send SIGHUP; each ends the connections of the old key")
+    if replaced.leaves:
+        print("           then start each again, one after another: a leaf node of the old key stays connected until then")
+        print("  sites    fleetbus auth site writes their folders anew; start their servers again with them")
     if replaced.key:
         print(f"  workers  start them again with {replaced.key} ({replaced.new})")

@@ -102,7 +102,7 @@ async def serve(
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch.run)
         tasks.start_soon(search.follow)
-        tasks.start_soon(watch.fetch_server_view, nats_http)
+        tasks.start_soon(watch.follow_server_view, nats_http)
 
         async def wait_until_ready() -> None:
             await stop.wait()

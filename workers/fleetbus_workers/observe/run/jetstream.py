@@ -51,6 +51,7 @@ class ServerView(msgspec.Struct, frozen=True, kw_only=True):
     clients: tuple[Client, ...] = ()
     cut: tuple[SlowClientDisconnect, ...] = ()
     streams: tuple[StreamBytes, ...] = ()
+    storage_problem: str = ""
     hint: str = ""
 
     @property
@@ -85,6 +86,7 @@ async def fetch_server_view(bus: CallBus, run: str, nats_http: str | None = None
         clients=answered.clients,
         cut=answered.cut,
         streams=answered.streams,
+        storage_problem=answered.storage_problem,
         hint=answered.problem,
     )
 

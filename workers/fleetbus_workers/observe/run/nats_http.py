@@ -32,6 +32,9 @@ HOW = "no server monitoring: nats-server -m 8222, then --nats-http http://HOST:8
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """The server is on this machine or in this cluster, where no proxy leads."""
 
+WRITE_ERROR = " write error: "
+"""In ``/healthz`` of a server that could not write a stream. As of nats-server 2.15."""
+
 SLOW = "Slow Consumer"
 """How the reason begins for which the server cuts a client off that does not read what it asked for."""
 
@@ -79,6 +82,8 @@ class NatsServer(msgspec.Struct, frozen=True, kw_only=True):
     cut: tuple[SlowClientDisconnect, ...] = ()
     streams: tuple[StreamBytes, ...] = ()
     consumers: tuple[dict[str, Any], ...] = ()
+    storage_problem: str = ""
+    """Why the server writes nothing any more, in its own words; empty if it does."""
     problem: str = ""
 
 
@@ -95,7 +100,7 @@ def parse_monitoring_address(url: str) -> str:
 
 
 def read_nats_server(url: str | None, run: str, *, consumers: bool = False) -> NatsServer:
-    """All of it in four questions; blocking, for 2 s each at most. With ``consumers`` those of the log too.
+    """All of it in five questions; blocking, for 2 s each at most. With ``consumers`` those of the log too.
 
     ``url`` is empty if there is a server whose address is not known, and None if there is nothing to ask or to say.
     """
@@ -119,6 +124,7 @@ def read_nats_server(url: str | None, run: str, *, consumers: bool = False) -> N
             cut=tuple(_parse_disconnects(closed, run)),
             streams=tuple(_parse_streams(details, run)),
             consumers=tuple(_parse_consumers(details, run)),
+            storage_problem=_fetch_storage_problem(url),
         )
     except _EndpointUnavailable as silent:
         return NatsServer(problem=f"no server monitoring at {strip_credentials(url)}: {silent}")
@@ -144,6 +150,22 @@ def _fetch(url: str, endpoint: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise _EndpointUnavailable("the endpoint is not a nats-server")
     return content
+
+
+def _fetch_storage_problem(url: str) -> str:
+    """The end of ``/healthz``'s error about a stream that could not be written: the server refuses all that comes later, until
+    it is started again. It is unavailable for other reasons, too, which pass."""
+    try:
+        with _OPENER.open(f"{url}/healthz", timeout=ANSWER_SECONDS):
+            return ""
+    except urllib.error.HTTPError as error:
+        try:
+            said = str(json.loads(error.read(MAX_ANSWER_BYTES)).get("error", ""))
+        except (OSError, ValueError, AttributeError):
+            return ""
+        return said.rpartition(": ")[2] if WRITE_ERROR in said else ""
+    except OSError:
+        return ""
 
 
 def _parse_clients(connections: Iterable[dict[str, Any]], run: str) -> Iterator[Client]:

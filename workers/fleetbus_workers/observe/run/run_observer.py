@@ -15,7 +15,7 @@ import structlog
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.concurrency.loop_clock import get_clock
 from fleetbus.concurrency.task_groups import open_first_error_task_group
-from fleetbus.delivery.heartbeats import follow_heartbeats
+from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS, follow_heartbeats
 from fleetbus.errors import BusClosed, BusError, RequestUnanswered
 from fleetbus.log.stored_entries import read_stored
 from fleetbus_schemas import Heartbeat, Subjects
@@ -46,7 +46,8 @@ log = structlog.get_logger()
 
 
 class LogHealth:
-    """The health of the log. ``problem`` is why the last look failed, empty if it did not."""
+    """The health of the log. ``problem`` is why the last look failed, ``storage_problem`` why the server stores nothing; each
+    empty if that is not so."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -58,8 +59,8 @@ class LogHealth:
         self.older_read = 0
         """Up to where that is."""
         self.entries_per_second = 0.0
-        self.problem = ""
-        self.problem_since = 0.0
+        self.problem = self.storage_problem = ""
+        self.problem_since = self.storage_problem_since = 0.0
         """Monotonic seconds; of the first look that failed since one that did not."""
         self._polled_at: float | None = None
 
@@ -67,6 +68,12 @@ class LogHealth:
         if not self.problem:
             self.problem_since = now
         self.problem = problem
+
+    def record_storage(self, problem: str, now: float) -> None:
+        """What the server says of its storage, as `nats_http.NatsServer` has it."""
+        if problem and not self.storage_problem:
+            self.storage_problem_since = now
+        self.storage_problem = problem
 
     def record_usage(self, used: int, limit: int, last: int, now: float) -> None:
         if self._polled_at is not None and now > self._polled_at:
@@ -129,8 +136,8 @@ class RunObserver:
 
     def may_be_stuck(self, now: float) -> bool:
         """True if stalls should be checked: the run is known, not over, and not just being resumed. Of what is open only the
-        whole log knows."""
-        is_known = self.is_whole and not self.is_behind(now)
+        whole log knows, and of who lives only who has listened for as long as a heartbeat takes to come."""
+        is_known = self.is_whole and not self.is_behind(now) and now - self._began >= HEARTBEAT_SECONDS
         return is_known and self.find_termination(now) is None and not self._is_being_resumed(now)
 
     def _is_being_resumed(self, now: float) -> bool:
@@ -260,9 +267,15 @@ class RunObserver:
                 self.health.record_failure(str(error) or type(error).__name__, anyio.current_time())
             await anyio.sleep(LOOK_SECONDS)
 
-    async def fetch_server_view(self, nats_http: Callable[[], str | None]) -> None:
-        """Keep ``server`` as of now, for ever: for those who want it whether they show it or not. The address is asked for
-        every time: a server that is started again may have another."""
+    async def fetch_server_view(self, nats_http: Callable[[], str | None]) -> ServerView:
+        """The server's view of the run as of now, of which ``server`` and ``health`` take note."""
+        self.server = await fetch_server_view(self._bus, self._subjects.run, nats_http())
+        self.health.record_storage(self.server.storage_problem, anyio.current_time())
+        return self.server
+
+    async def follow_server_view(self, nats_http: Callable[[], str | None]) -> None:
+        """Keep it as of now, for ever: for those who want it whether they show it or not. The address is asked for every time:
+        a server that is started again may have another."""
         while True:
-            self.server = await fetch_server_view(self._bus, self._subjects.run, nats_http())
+            await self.fetch_server_view(nats_http)
             await anyio.sleep(LOOK_SECONDS)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from fleetbus.bus.base import STORES_NOTHING
 from fleetbus.config.settings import ADMISSION_SHARE, FULL_SHARE
 from fleetbus.core.training.learning_signal import MANY_GROUPS
 from fleetbus_schemas import GRADED
@@ -30,6 +31,9 @@ MANY_BATCHES = 32
 """Groups for so many batches that ended since the last step, and no step: dynamic sampling replaces up to 10 by default."""
 
 ALIVE = ("working", "draining")
+
+DISK_ADVICE = "make room on its disk, then restart it (the server of `fleetbus up` restarts itself)"
+"""As of nats-server 2.15, which takes nothing before that, however much room there is: docs/cluster.md, "A full disk"."""
 
 PAUSED = "admission is paused: no new episodes are requested until `fleetbus pause --resume`"
 
@@ -68,6 +72,8 @@ def find_stalls(
         advice = "check that nats-server is running and reachable"
         return [Stall(where="log", reason=health.problem, seconds=seconds, advice=advice)]
     detector = StallDetector(state, health, now, now_ns, admission)
+    if nothing_stored := detector.check_storage():
+        return nothing_stored
     unproductive = [
         *detector.check_problems(),
         *detector.check_pools(now_ns, stall_seconds),
@@ -101,6 +107,7 @@ class StallDetector:
         open_episodes = state.count_open()
         self._state = state
         self._health = health
+        self._now = now
         self._admission = admission
         self._workers = state.worker_registry.rows(now)
         self.waiting, self.running = open_episodes.waiting, open_episodes.running
@@ -117,6 +124,20 @@ class StallDetector:
     @property
     def _open_episodes(self) -> str:
         return f"{_pluralize(self.waiting, 'episode')} waiting, {self.running} running"
+
+    # The server's disk
+
+    def check_storage(self) -> list[Stall]:
+        """Find a server that stores nothing any more: everything else that stands, stands because of that."""
+        if self._health.storage_problem:
+            reason = f"nats-server stores nothing since a write failed ({self._health.storage_problem})"
+            seconds = max(self._now - self._health.storage_problem_since, 0.0)
+            return [Stall(where="log", reason=reason, seconds=seconds, advice=DISK_ADVICE)]
+        told = [row for row in self._workers if row.state in ALIVE and row.note == STORES_NOTHING]
+        if not told:
+            return []
+        reason = f"{told[0].worker} says: {STORES_NOTHING}"
+        return [Stall(where="log", reason=reason, seconds=self.stuck_seconds, advice=DISK_ADVICE)]
 
     # What workers say themselves
 
