@@ -1,4 +1,4 @@
-"""What people say of an episode: labels and comments. On ``label.<episode>``; no worker reads it."""
+"""Labels and comments, which people put on episodes. On ``label.<episode>``; no worker reads it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from fleetbus.concurrency.runtime import Runtime
 from fleetbus.core.training.floor import NO_FLOOR
 from fleetbus.log.archive_writer import ArchiveWriter, open_archive
 from fleetbus.log.floor import fence_floor, read_floor
-from fleetbus_schemas import EpisodeFinished, EpisodeRequested, FloorRaised, Subjects, Task, decode, encode
+from fleetbus_schemas import EpisodeFinished, EpisodeLabeled, EpisodeRequested, FloorRaised, Subjects, Task, decode, encode
 from fleetbus_workers.recorder.log_trimmer import LogTrimmer
 from tests.support.small_deployment import run_inline
 from tests.support.virtual_time import virtual_time
@@ -118,6 +118,17 @@ async def test_the_floor_does_not_pass_an_episode_whose_result_stands_on_the_sub
         await recorder.read()
         raised = await recorder.trim()
     assert 0 < raised.sequence <= opened
+
+
+async def test_labels_leave_with_the_floor_and_those_of_what_is_open_stay(bus: MemoryBus, recorder: Recorder) -> None:
+    await play(bus, "a")
+    await bus.publish(S.label("a"), encode(EpisodeLabeled(episode_id="a", add=("good",))))
+    await request(bus, "open")
+    await bus.publish(S.label("open"), encode(EpisodeLabeled(episode_id="open", add=("good",))))
+    for _ in range(3):
+        await recorder.read()
+        await recorder.trim()
+    assert [entry.subject async for entry in bus.scan([S.labels])] == [S.label("open")]
 
 
 @pytest.mark.parametrize("later", [0, 1, 5])

@@ -138,7 +138,7 @@ def test_rows_and_transcripts_have_them_and_a_label_alone_makes_no_episode() -> 
         entry(1, request(), SUBJECTS.task("default", "e1")),
         entry(2, said(add=("good",), comment="fine")),
         entry(3, EpisodeLabeled(episode_id="e9", add=("good",)), SUBJECTS.label("e9")),
-        entry(4, EpisodeLabeled(episode_id="e1", add=("forged",)), SUBJECTS.label("e7")),
+        entry(4, EpisodeLabeled(episode_id="e7", add=("forged",)), SUBJECTS.label("e1")),
     ]
     index = EpisodeIndex()
     for each in entries:

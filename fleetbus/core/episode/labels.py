@@ -81,7 +81,7 @@ class EpisodeLabels:
         return tuple(self._comments.values())
 
     def find_fault(self, message: EpisodeLabeled) -> str:
-        """Why an entry would not do what it says, in one line; empty if it would."""
+        """The reason for which an entry would not do what it says, in one line; empty if it would."""
         if bad := next((name for name in message.add if not is_label(name)), None):
             return f"no label can be called {bad[:64]!r}: it has 1 to {MAX_NAME_CHARACTERS} letters, digits, or _ . : / -"
         if len(message.comment) > MAX_COMMENT_CHARACTERS:

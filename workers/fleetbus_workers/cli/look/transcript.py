@@ -51,7 +51,7 @@ def print_transcript(transcript: Transcript, episode: str, *, tokens: bool, trai
 
 
 def _print_labels(transcript: Transcript) -> None:
-    """What people said of the episode; ``--replace`` takes the number of a comment."""
+    """Labels and comments, with the numbers that ``fleetbus label --replace`` takes."""
     if transcript.labels:
         names = (label.name if label.turn is None else f"{label.name} (turn {label.turn})" for label in transcript.labels)
         print(f"labels: {', '.join(names)}")

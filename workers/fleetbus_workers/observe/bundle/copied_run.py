@@ -133,7 +133,7 @@ class RunCopier:
         }
 
     def _find_ending(self, made: str, left_out: str) -> Termination:
-        """How the run had ended by then; of one that went on, that this is a copy."""
+        """The end of the run, if it had one by then, behind the line that this is a copy."""
         copied = f"a copy of run {self._subjects.run}, made {made}: {left_out}"
         state, progress = self.state, self.state.progress
         ending = detect_termination(
