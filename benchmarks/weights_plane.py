@@ -225,7 +225,7 @@ def token_request(seed: int) -> GenerationRequest:
 async def main(names: list[str], stores: list[str], as_json: bool) -> None:
     from fleetbus_workers.inference.torch.sampler import TorchSampler
 
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
     for name in names:
         with tempfile.TemporaryDirectory() as scratch:
             model = find_model_folder(name, Path(scratch))
