@@ -34,7 +34,7 @@ from fleetbus_workers.weights.collective import group, receiver, sender, stream
 from fleetbus_workers.weights.collective.receiver import CollectiveReceiver
 from fleetbus_workers.weights.collective.sender import CollectiveSender
 from fleetbus_workers.weights.file import view_bytes
-from fleetbus_workers.weights.transfer import open_receiver, open_sender
+from fleetbus_workers.weights.transfer_choice import open_receiver, open_sender
 from tests.support.rule_policy import RuleTemplate
 
 RUN = "transfers"
