@@ -48,7 +48,8 @@ from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.weights.fetch import WeightsFetcher
 from fleetbus_workers.weights.file import WritingWatcher, write_weights
 from fleetbus_workers.weights.store import get_object_store, open_store
-from fleetbus_workers.weights.transfer import ENGINE_COUNTER, open_receiver, open_sender
+from fleetbus_workers.weights.transfer import ENGINE_COUNTER
+from fleetbus_workers.weights.transfer_choice import open_receiver, open_sender
 
 RUN = "weightsplane"
 REPEATS = {"0.5M": 5, "135M": 3, "200M": 2, "500M": 2}
@@ -225,7 +226,7 @@ def token_request(seed: int) -> GenerationRequest:
 async def main(names: list[str], stores: list[str], as_json: bool) -> None:
     from fleetbus_workers.inference.torch.sampler import TorchSampler
 
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
     for name in names:
         with tempfile.TemporaryDirectory() as scratch:
             model = find_model_folder(name, Path(scratch))

@@ -34,7 +34,7 @@ from fleetbus_workers.weights.collective import group, receiver, sender, stream
 from fleetbus_workers.weights.collective.receiver import CollectiveReceiver
 from fleetbus_workers.weights.collective.sender import CollectiveSender
 from fleetbus_workers.weights.file import view_bytes
-from fleetbus_workers.weights.transfer import open_receiver, open_sender
+from fleetbus_workers.weights.transfer_choice import open_receiver, open_sender
 from tests.support.rule_policy import RuleTemplate
 
 RUN = "transfers"
@@ -107,7 +107,7 @@ def set_up(point: str) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
     torch.set_num_threads(1)
     stream.PIECE_BYTES = PIECE_BYTES
-    worker_lifecycle.HEARTBEAT_SECONDS = 0.2
+    worker_lifecycle.HEARTBEAT_SECONDS = 0.2  # type: ignore[attr-defined]
     for module in (group, stream):
         module.STALL_SECONDS = STEPS_SECONDS  # type: ignore[attr-defined]
     sharding.LAST_WORDS_SECONDS = 0.1

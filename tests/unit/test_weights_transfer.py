@@ -8,6 +8,8 @@ import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import anyio
 import pytest
@@ -18,8 +20,11 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.concurrency.runtime import Runtime
+from fleetbus.config.check import check_configuration
+from fleetbus.config.settings import Configuration, InferenceSettings, LearnerSettings, WeightsSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import Heartbeat, PolicyPublished, Subjects, WeightsOffered, encode
+from fleetbus_workers.replay.learner_driver import configure_lineage
 from fleetbus_workers.weights.collective import group, receiver, sender, stream
 from fleetbus_workers.weights.collective.group import TransferFailed
 from fleetbus_workers.weights.collective.received import ReceivedVersion
@@ -155,7 +160,7 @@ async def test_an_engine_that_stands_still_costs_the_learner_one_second_and_this
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
-    receive = receiver.receive_version
+    receive = stream.receive_version
 
     def stand_still(*arguments: object, **named: object) -> ReceivedVersion:
         go_on.wait(30)
@@ -208,6 +213,24 @@ async def test_an_address_of_another_machine_is_refused_in_one_line() -> None:
         with pytest.raises(UserError, match=r"weights.transfer_address = 192.0.2.1: cannot listen there"):
             async with made.run():
                 pass
+
+
+@pytest.mark.parametrize(
+    "others", [{"inference": InferenceSettings(engine="vllm")}, {"learner": LearnerSettings(trainer="tinker")}]
+)
+def test_the_setting_is_refused_where_it_would_have_no_effect(others: dict[str, Any]) -> None:
+    weights = WeightsSettings(transfer="collective")
+    check_configuration(Configuration(weights=weights))
+    with pytest.raises(UserError, match=r"weights.transfer = collective needs"):
+        check_configuration(Configuration(weights=weights, **others))
+
+
+def test_a_replayed_learner_opens_no_port() -> None:
+    recorded = Configuration(weights=WeightsSettings(transfer="collective", full_every=3))
+    context: Any = SimpleNamespace(configuration=recorded)
+    lineage: Any = SimpleNamespace(settings=None, is_whole=False)
+    weights = configure_lineage(context, lineage, Path("folder"), trains=True).weights
+    assert weights == WeightsSettings(full_every=3)
 
 
 def build_content(described: object, tail: bytes = b"") -> torch.Tensor:

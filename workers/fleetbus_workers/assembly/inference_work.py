@@ -15,7 +15,7 @@ from fleetbus_workers.inference.chat_template import ChatTemplate
 from fleetbus_workers.inference.worker import run_inference
 from fleetbus_workers.weights.fetch import WeightsFetcher
 from fleetbus_workers.weights.store import get_object_store
-from fleetbus_workers.weights.transfer import open_receiver
+from fleetbus_workers.weights.transfer_choice import open_receiver
 
 
 async def work(

@@ -33,7 +33,7 @@ from fleetbus_workers.learner.resume import ResumePoint
 from fleetbus_workers.learner.step_record import StepRecord
 from fleetbus_workers.learner.token_records import TokenRecords
 from fleetbus_workers.weights.store import get_object_store, open_store
-from fleetbus_workers.weights.transfer import open_sender
+from fleetbus_workers.weights.transfer_choice import open_sender
 
 
 class LearnerParts(NamedTuple):

@@ -127,7 +127,8 @@ def configure_lineage(context: ReplayContext, lineage: Lineage, folder: Path, *,
         configuration,
         run=replace(configuration.run, folder=str(folder)),
         learner=replace(configuration.learner, steps=steps),
-        weights=configuration.weights if trains else WeightsSettings(),
+        # Nobody is there to be offered a version, and a recording opens no port.
+        weights=replace(configuration.weights, transfer="files") if trains else WeightsSettings(),
     )
 
 

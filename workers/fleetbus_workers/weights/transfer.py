@@ -1,7 +1,7 @@
 """The interface of what brings a version from the learner to engines beside its file, which stays the truth and the way back.
 
-A backend is two classes, one for each side. Publication and inference worker know these protocols alone; assembly picks the
-backend by ``weights.transfer`` (docs/decisions/0228-weights-also-go-by-collective.md).
+A backend is two classes, one for each side. Publication and inference worker know these protocols alone
+(docs/decisions/0228-weights-also-go-by-collective.md); `fleetbus_workers.weights.transfer_choice` picks the backend.
 """
 
 from __future__ import annotations
@@ -10,11 +10,7 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from fleetbus.bus.base import CallBus
-from fleetbus.bus.objects import ObjectStore
-from fleetbus.concurrency.runtime import Runtime
-from fleetbus.config.settings import Configuration
-from fleetbus_schemas import PolicyPublished, Subjects
+from fleetbus_schemas import PolicyPublished
 from fleetbus_workers.weights.file import WritingWatcher
 
 if TYPE_CHECKING:
@@ -64,39 +60,3 @@ class TakesTensors(Protocol):
 
     async def load_tensors(self, policy: PolicyPublished, tensors: Mapping[str, torch.Tensor]) -> None:
         """As `Sampler.load`, with tensors that were compared with the manifest. Raises `WeightsRejected`."""
-
-
-def open_sender(bus: CallBus, subjects: Subjects, configuration: Configuration, runtime: Runtime) -> WeightsSender | None:
-    """The sender that ``weights.transfer`` names; None: files alone."""
-    settings = configuration.weights
-    if settings.transfer == "files":
-        return None
-    from fleetbus_workers.weights.collective.sender import CollectiveSender
-
-    return CollectiveSender(
-        bus,
-        subjects,
-        policy=configuration.run.policy,
-        address=settings.transfer_address,
-        seconds=settings.transfer_seconds,
-        runtime=runtime,
-    )
-
-
-def open_receiver(
-    bus: CallBus, configuration: Configuration, sampler: object, objects: ObjectStore | None
-) -> WeightsReceiver | None:
-    """The receiver that ``weights.transfer`` names, if the engine takes what it receives; None: files alone."""
-    settings = configuration.weights
-    if settings.transfer == "files" or not isinstance(sampler, TakesTensors):
-        return None
-    from fleetbus_workers.weights.collective.receiver import CollectiveReceiver
-
-    return CollectiveReceiver(
-        bus,
-        Subjects(configuration.run.name),
-        policy=configuration.run.policy,
-        limit_bytes=sampler.max_version_bytes,
-        seconds=settings.transfer_seconds,
-        objects=objects,
-    )

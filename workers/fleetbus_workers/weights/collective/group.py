@@ -19,7 +19,7 @@ import torch.distributed
 STALL_SECONDS = 10.0
 """Of each step of a transfer: a peer that does not move for so long ends it."""
 
-JOIN_SECONDS = 2.0
+JOIN_SECONDS = 5.0
 """The learner waits so long for engines that it has heard of."""
 
 POLL_SECONDS = 0.005
