@@ -1,4 +1,4 @@
-"""Who may connect a leaf node to servers with keys, what it may claim to be, and when it is out."""
+"""Leaf nodes of servers with keys: whose may connect, what they may claim to be, and when they are out."""
 
 from __future__ import annotations
 
