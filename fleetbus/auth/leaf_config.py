@@ -27,6 +27,9 @@ by default that takes six minutes, in which workers wait for answers that cannot
 
 RECONNECT_SECONDS = 1
 
+QUIET_TRIES = 60
+"""Of so many failed tries to connect anew one is logged; the server's own choice is every one."""
+
 INFO_SECONDS = 10
 """For the handshake and the first line of the run's server; its own second is short for a link between continents."""
 
@@ -75,6 +78,7 @@ def leaf_config(users: Sequence[SiteUser], hubs: Sequence[str], folder: PurePosi
             'host: "127.0.0.1"',
             f'ping_interval: "{PING_SECONDS}s"',
             f"ping_max: {PINGS_MISSED}",
+            f"reconnect_error_reports: {QUIET_TRIES}",
             "tls {",
             *_certificates(folder),
             f'  handshake_first: "{GREETING_SECONDS}s"',

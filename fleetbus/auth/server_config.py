@@ -130,7 +130,7 @@ def limit_connections(plan: RunPlan) -> int:
 
 
 def build_permissions(user: str, rights: Rights) -> dict[str, Any]:
-    """What a server holds a user to, by subject."""
+    """The subjects that a server holds a user to."""
     inbox = f"{build_inbox_prefix(user)}.>"
     publish, subscribe = {"allow": [inbox, *rights.publish]}, {"allow": [inbox, *rights.subscribe]}
     answers = {"allow_responses": {"max": 1, "expires": f"{ANSWER_SECONDS}s"}} if rights.serves else {}

@@ -131,7 +131,7 @@ async def through_leaf(secured: SecuredServer, user: str, folder: Path) -> Async
 async def find_allowed(
     secured: SecuredServer, name: str, connected: Callable[[], AbstractAsyncContextManager[Any]]
 ) -> dict[str, bool]:
-    """Whether each operation goes through for a user; ``connected`` has a client of it for one operation."""
+    """For each operation, if it goes through for a user; ``connected`` has a client of it for one operation."""
     found = {}
     async with answering(secured) as workers:
         access = AuthFolder(secured.folder).access(PLAN)
@@ -144,7 +144,7 @@ async def find_allowed(
 
 
 def allowed(name: str) -> dict[str, bool]:
-    """What the table says."""
+    """The same by the table."""
     rights = build_rights(name, PLAN)
     return {operation.name: is_allowed(rights, operation) for operation in OPERATIONS}
 

@@ -1,4 +1,4 @@
-"""Who may connect a leaf node to servers with keys, what it may claim to be, and when it is out."""
+"""Leaf nodes of servers with keys: whose may connect, what they may claim to be, and when they are out."""
 
 from __future__ import annotations
 
@@ -135,6 +135,14 @@ async def test_a_worker_that_starts_while_its_site_has_no_link_is_told_of_the_li
             with pytest.raises(UserError, match="a site's server may have lost its link to the run's"):
                 async with connect(url, run=RUN, role="environment", **access):
                     pass
+
+
+async def test_a_site_whose_link_stays_away_logs_one_line_a_minute_of_it(tmp_path: Path) -> None:
+    async with hub(tmp_path) as made:
+        async with leaf_server(made.keys, PLANS[0], "environment", tmp_path / "site", made.port):
+            await made.server.kill()
+            await anyio.sleep(5)
+        assert (tmp_path / "site" / "server.log").read_text().count("Error trying to connect") <= 1
 
 
 async def test_leaf_nodes_are_shown_a_renewed_certificate_after_the_reload(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a scaler reads of each pool: the lag of its consumer, as KEDA computes it from the server, and the metrics."""
+"""The figures that a scaler reads of each pool: its consumer's lag, as KEDA computes it from the server, and the metrics."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ class Publisher:
             raise PublishUnanswered(f"{subject}: no ack within {timeout:g} s{why}") from None
 
     def _note_silence(self, subject: str, begun: float) -> str:
-        """What can be said of a publish that got no answer at all."""
+        """Take note of a publish that got no answer at all; the words for it, empty if there is nothing to say."""
         prefix, now = _parse_prefix(subject), self._now()
         since, last = self._silent.get(prefix, (begun, begun))
         self._silent[prefix] = (since if begun - last < SILENCE_KNOWN_SECONDS else begun, now)

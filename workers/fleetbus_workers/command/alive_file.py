@@ -33,7 +33,7 @@ async def touch_regularly(path: Path) -> None:
 
 
 def _touch(path: Path) -> str:
-    """Why it failed, empty if it did not."""
+    """The reason if it failed, else empty."""
     try:
         path.touch()
     except OSError as error:

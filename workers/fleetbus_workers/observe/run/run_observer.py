@@ -70,7 +70,7 @@ class LogHealth:
         self.problem = problem
 
     def record_storage(self, problem: str, now: float) -> None:
-        """What the server says of its storage, as `nats_http.NatsServer` has it."""
+        """Take in what the server says of its storage, as `nats_http.NatsServer` has it."""
         if problem and not self.storage_problem:
             self.storage_problem_since = now
         self.storage_problem = problem
