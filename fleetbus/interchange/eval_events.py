@@ -136,7 +136,7 @@ def _build_tools(
 
 
 def _find_end(turn: TranscriptTurn, next_action: Action | None, next_ns: int) -> Event:
-    """The end of the environment's step, as far as that is known: the next answer was asked for then."""
+    """The end of the environment's step, as far as it is known: the next answer was asked for then."""
     if next_action is None or not turn.time_ns:
         return {}
     asked_ns = next_ns - round((next_action.seconds_generating + next_action.seconds_queued) * 1e9)

@@ -10,6 +10,7 @@ from fleetbus.bus.base import Bus
 from fleetbus_schemas import Action, ChatMessage, Observation, encode
 from fleetbus_schemas.chat import ToolCall
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs
+from fleetbus_workers.observe.monitor.text_search import TextSearch
 from tests.support.browser_page import CHROMIUM, MARKUP, SUBJECTS, opened, shot
 
 pytest.importorskip("starlette")
@@ -156,4 +157,24 @@ async def test_a_phone_shows_long_texts_without_scrolling_sideways() -> None:
         await open_episode(page, address, bus)
         assert await page.evaluate("document.documentElement.scrollWidth") <= 390
         await shot(page, "phone-episode-light")
+        assert errors == []
+
+
+async def test_what_is_found_grows_while_the_log_is_indexed_and_somebody_types(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shares = [0.25, 0.5, 0.75]
+
+    async def compute_share(_search: TextSearch, _last_sequence: int) -> float:
+        return shares.pop(0) if shares else 1.0
+
+    monkeypatch.setattr(TextSearch, "compute_share", compute_share)
+    async with opened(8, "light") as (page, address, errors, _):
+        await page.goto(f"{address}#/episodes")
+        await page.wait_for_selector("tr[tabindex]")
+        await page.locator("input[name=said]").press_sequentially("brief")
+        await page.get_by_text("of the log is indexed").wait_for()
+        await page.get_by_text("of the log is indexed").wait_for(state="detached", timeout=20_000)
+        assert await page.evaluate("document.activeElement.name") == "said"
+        assert await page.input_value("input[name=said]") == "brief"
         assert errors == []

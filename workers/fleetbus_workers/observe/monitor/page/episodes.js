@@ -36,7 +36,7 @@ export async function episodes(query, go) {
   const sort = { by: query.get("sort") ?? "", go: (by) => go(changed(query, { sort: by, offset: "" }), undefined, { replace: true }) };
   const body = found.total ? table(`${number(found.total)} episodes, ${sort.by ? `sorted by ${sort.by.replace("-", "")}` : "newest first"}`, columns, found.rows, (row) => toEpisode(row.episode_id, row.found?.turn), sort) : el("p", { class: "empty" }, "no such episode");
   const here = location.hash;
-  if (found.indexed < 1) setTimeout(() => location.hash === here && !form.contains(document.activeElement) && go(query, undefined, { replace: true }), INDEXING_MS);
+  if (found.indexed < 1) setTimeout(() => location.hash === here && document.activeElement?.tagName !== "SELECT" && go(query, undefined, { replace: true }), INDEXING_MS);
   return [section("Episodes", form, found.problem ? el("p", { class: "bad", role: "alert" }, found.problem) : found.indexed < 1 ? el("p", { class: "warn" }, `${percent(found.indexed)} of the log is indexed: there may be more`) : null, body)];
 }
 

@@ -2,12 +2,14 @@
 import { changed, el, number, section, table } from "./dom.js";
 import { pager } from "./episodes.js";
 
+const SLOW_MS = 500;
 const signed = (value) => (value === null || value === undefined ? "–" : `${value > 0 ? "+" : ""}${value.toFixed(3)}`);
 
 /** The comparison that `query` asks for: `one` and `other`, each RUN@EVALUATION. */
 export async function evaluations(query, go) {
   const offset = Number(query.get("offset") ?? 0);
-  const answer = await fetch(`/api/comparison?${query}`);
+  const said = document.getElementById("said"), slow = setTimeout(() => { said.textContent = "reading the logs of the runs"; }, SLOW_MS);
+  const answer = await fetch(`/api/comparison?${query}`).finally(() => { clearTimeout(slow); said.textContent = ""; });
   if (!answer.ok) return [section("Evaluations", el("p", { class: "bad", role: "alert" }, await answer.text()))];
   const found = await answer.json();
   const sides = ["one", "other"].map((name) => side(name, found, query));
