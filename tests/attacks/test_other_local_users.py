@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -143,22 +144,23 @@ def begin_with_keys(folders: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 @pytest.mark.parametrize("earlier", [0o777, 0o755], ids=oct)
-def test_what_a_run_writes_is_closed_to_others_also_where_an_earlier_version_left_it_open(tmp_path: Path, earlier: int) -> None:
-    folder = run_folder_of(tmp_path)
-    for path in (tmp_path, *tmp_path.parents):
-        if not path.stat().st_mode & 1 and path.stat().st_uid == os.geteuid() and path.name.startswith("pytest-"):
-            path.chmod(0o755)
-    for path in (folder.path, folder.store):
-        path.mkdir()
-        path.chmod(earlier)
-    folder.configuration.write_text("{}")
-    with hold_run(Configuration(), folder):
-        write_local_config(folder.store)
+def test_what_a_run_writes_is_closed_to_others_also_where_an_earlier_version_left_it_open(earlier: int) -> None:
+    with tempfile.TemporaryDirectory() as parent:  # which others may enter, as they may not pytest's
+        os.chmod(parent, 0o755)
+        folder = run_folder_of(Path(parent))
+        for path in (folder.path, folder.store):
+            path.mkdir()
+            path.chmod(earlier)
+        folder.configuration.write_text("{}")
         with another_user(folder.store / KEY_FILE):
-            for path in (folder.configuration, folder.port, folder.store / KEY_FILE, folder.store / "local.conf"):
-                with pytest.raises(PermissionError):
-                    path.read_bytes()
-    assert stat.S_IMODE((folder.store / KEY_FILE).stat().st_mode) == 0o600
+            assert folder.configuration.read_text() == "{}"
+        with hold_run(Configuration(), folder):
+            write_local_config(folder.store)
+            with another_user(folder.store / KEY_FILE):
+                for path in (folder.configuration, folder.port, folder.store / KEY_FILE, folder.store / "local.conf"):
+                    with pytest.raises(PermissionError):
+                        path.read_bytes()
+        assert stat.S_IMODE((folder.store / KEY_FILE).stat().st_mode) == 0o600
 
 
 def test_a_new_folder_of_a_run_is_its_users_alone_and_a_group_that_was_let_in_stays_so(tmp_path: Path) -> None:
