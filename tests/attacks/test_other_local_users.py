@@ -47,11 +47,16 @@ S = Subjects(RUN)
 def another_user(key: Path) -> Iterator[None]:
     """Be somebody else in the block, or somebody who may not read the key."""
     if os.geteuid() == 0:
+        groups, group = os.getgroups(), os.getegid()
+        os.setgroups([])
+        os.setegid(NOBODY)
         os.seteuid(NOBODY)
         try:
             yield
         finally:
             os.seteuid(0)
+            os.setegid(group)
+            os.setgroups(groups)
         return
     key.chmod(0)
     try:
@@ -168,6 +173,7 @@ def test_a_new_folder_of_a_run_is_its_users_alone_and_a_group_that_was_let_in_st
     with hold_run(Configuration(), folder):
         write_local_config(folder.store)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder.path, folder.store)] == [0o700, 0o700]
-    folder.path.chmod(0o755)
-    with hold_run(Configuration(), folder):
-        assert stat.S_IMODE(folder.path.stat().st_mode) == 0o750
+    for before, after in ((0o755, 0o700), (0o2750, 0o2750)):
+        folder.path.chmod(before)
+        with hold_run(Configuration(), folder):
+            assert stat.S_IMODE(folder.path.stat().st_mode) == after
