@@ -1,12 +1,13 @@
 """Folders that are there or the reason why not; files that are whole or not there, also for readers after a crash."""
 
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 
 from fleetbus.errors import UserError
 
-_OTHERS = 0o007
+_GROUP, _OTHERS = 0o070, 0o007
 
 
 def create_folder(folder: Path) -> None:
@@ -19,8 +20,8 @@ def create_folder(folder: Path) -> None:
 
 
 def create_private_folder(folder: Path) -> None:
-    """As `create_folder`, for its owner alone. From one that is there other users' rights are taken; a group keeps those that
-    somebody gave it."""
+    """As `create_folder`, for its owner alone. One that is there and open to everybody becomes so, too; one that is open to its
+    group alone was made so on purpose, and stays."""
     create_folder(folder.parent)
     try:
         folder.mkdir(mode=0o700)
@@ -32,7 +33,7 @@ def create_private_folder(folder: Path) -> None:
     mode = folder.stat().st_mode
     if mode & _OTHERS:
         with suppress(PermissionError):  # another user's folder, which is open because that user left it so
-            folder.chmod(mode & ~_OTHERS)
+            folder.chmod(stat.S_IMODE(mode) & ~(_GROUP | _OTHERS))
 
 
 def find_cache_folder() -> Path:

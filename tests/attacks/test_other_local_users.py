@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -46,11 +47,16 @@ S = Subjects(RUN)
 def another_user(key: Path) -> Iterator[None]:
     """Be somebody else in the block, or somebody who may not read the key."""
     if os.geteuid() == 0:
+        groups, group = os.getgroups(), os.getegid()
+        os.setgroups([])
+        os.setegid(NOBODY)
         os.seteuid(NOBODY)
         try:
             yield
         finally:
             os.seteuid(0)
+            os.setegid(group)
+            os.setgroups(groups)
         return
     key.chmod(0)
     try:
@@ -143,22 +149,23 @@ def begin_with_keys(folders: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 @pytest.mark.parametrize("earlier", [0o777, 0o755], ids=oct)
-def test_what_a_run_writes_is_closed_to_others_also_where_an_earlier_version_left_it_open(tmp_path: Path, earlier: int) -> None:
-    folder = run_folder_of(tmp_path)
-    for path in (tmp_path, *tmp_path.parents):
-        if not path.stat().st_mode & 1 and path.stat().st_uid == os.geteuid() and path.name.startswith("pytest-"):
-            path.chmod(0o755)
-    for path in (folder.path, folder.store):
-        path.mkdir()
-        path.chmod(earlier)
-    folder.configuration.write_text("{}")
-    with hold_run(Configuration(), folder):
-        write_local_config(folder.store)
+def test_what_a_run_writes_is_closed_to_others_also_where_an_earlier_version_left_it_open(earlier: int) -> None:
+    with tempfile.TemporaryDirectory() as parent:  # which others may enter, as they may not pytest's
+        os.chmod(parent, 0o755)
+        folder = run_folder_of(Path(parent))
+        for path in (folder.path, folder.store):
+            path.mkdir()
+            path.chmod(earlier)
+        folder.configuration.write_text("{}")
         with another_user(folder.store / KEY_FILE):
-            for path in (folder.configuration, folder.port, folder.store / KEY_FILE, folder.store / "local.conf"):
-                with pytest.raises(PermissionError):
-                    path.read_bytes()
-    assert stat.S_IMODE((folder.store / KEY_FILE).stat().st_mode) == 0o600
+            assert folder.configuration.read_text() == "{}"
+        with hold_run(Configuration(), folder):
+            write_local_config(folder.store)
+            with another_user(folder.store / KEY_FILE):
+                for path in (folder.configuration, folder.port, folder.store / KEY_FILE, folder.store / "local.conf"):
+                    with pytest.raises(PermissionError):
+                        path.read_bytes()
+        assert stat.S_IMODE((folder.store / KEY_FILE).stat().st_mode) == 0o600
 
 
 def test_a_new_folder_of_a_run_is_its_users_alone_and_a_group_that_was_let_in_stays_so(tmp_path: Path) -> None:
@@ -166,6 +173,7 @@ def test_a_new_folder_of_a_run_is_its_users_alone_and_a_group_that_was_let_in_st
     with hold_run(Configuration(), folder):
         write_local_config(folder.store)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder.path, folder.store)] == [0o700, 0o700]
-    folder.path.chmod(0o755)
-    with hold_run(Configuration(), folder):
-        assert stat.S_IMODE(folder.path.stat().st_mode) == 0o750
+    for before, after in ((0o755, 0o700), (0o2750, 0o2750)):
+        folder.path.chmod(before)
+        with hold_run(Configuration(), folder):
+            assert stat.S_IMODE(folder.path.stat().st_mode) == after
