@@ -116,6 +116,11 @@ class LogTrimmer:
         """Episodes whose content is still needed."""
         return len(self._retention)
 
+    def find_archive_floor(self) -> int:
+        """The sequence from which on the archive has to keep everything."""
+        expired = min(self._settled_ages.find_position(self._bus.now_ns()), self.last_entered)
+        return min(self._retention.find_archive_floor(), self._sessions.compute_prefix(expired))
+
     def enter(self, entry: StreamEntry) -> None:
         """One entry that is in the archive for good."""
         message = _decode_entry(entry)

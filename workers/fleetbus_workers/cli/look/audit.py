@@ -1,4 +1,5 @@
-"""``fleetbus audit RUN|FILE``: do the books of a run balance? Exit status 0: yes; 1: no, and here is where; 2: bad input."""
+"""``fleetbus audit RUN|FILE``: do the books of a run balance? Exit status 0: yes; 1: no, and here is where; 2: bad input;
+3: what could be read of it does, and the rest was removed for good."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from fleetbus.core.audit.findings import Report
     from fleetbus_workers.learner.digest_audit import Scan
 
-BALANCED, UNBALANCED = 0, 1
+BALANCED, UNBALANCED, PARTLY_READ = 0, 1, 3
 SHOWN_IDS = 10
 
 
@@ -75,9 +76,13 @@ def command(
         configuration = load_settings({**values, "run__name": source}).configuration
         name, report = configuration.run.name, run_async(_audit, configuration, archive, deep, trusted, state)
     report = _tell_unproven(report, deep=deep)
-    facts = {"balanced": report.balanced, "in_flight": report.books.in_flight} | msgspec.to_builtins(report)
+    facts = {"balanced": report.balanced, "whole": report.whole, "in_flight": report.books.in_flight} | msgspec.to_builtins(
+        report
+    )
     print_json(facts) if as_json else _print(report, name)
-    return BALANCED if report.balanced else UNBALANCED
+    if report.findings:
+        return UNBALANCED
+    return BALANCED if report.whole else PARTLY_READ
 
 
 async def _audit(
@@ -130,8 +135,11 @@ async def _add_proof(report: Report, scan: Scan, trusted: Collection[str]) -> Re
     """The report with what the deep audit finds in the same entries."""
     from fleetbus_workers.learner.digest_audit import audit_digests
 
-    proof = await audit_digests(scan, last_sequence=report.last_sequence, trusted=trusted)
-    return msgspec.structs.replace(report, proven=proof.proven, findings=(*report.findings, *proof.findings))
+    proof = await audit_digests(scan, last_sequence=report.last_sequence, trusted=trusted, begins=report.begins)
+    unread = (f"{proof.unread} episodes of steps whose groups were removed in part",) if proof.unread else ()
+    return msgspec.structs.replace(
+        report, proven=proof.proven, findings=(*report.findings, *proof.findings), unproven=(*report.unproven, *unread)
+    )
 
 
 async def _audit_file(file: Path, archive: Path | None, deep: bool, trusted: tuple[str, ...]) -> tuple[str, Report]:
@@ -189,3 +197,7 @@ def _print(report: Report, run: str) -> None:
         print(f"NOT BALANCED {finding.kind}: {finding.count} {finding.meaning}: {ids} (entry {finding.sequence})")
     if report.balanced:
         print("the audit balances")
+    elif not report.findings:
+        print(
+            f"nothing that was read is wrong; entries 1 to {report.begins - 1} were removed, so this proves only what follows"
+        )
