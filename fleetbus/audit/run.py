@@ -13,12 +13,12 @@ from fleetbus.core.audit.books import Audit
 from fleetbus.core.audit.findings import Report
 from fleetbus.errors import UserError
 from fleetbus.log.archive_reader import find_lost_entries, read_archived_entries, scan_archive, scan_archive_and_log
-from fleetbus.log.archive_retention import read_removed
+from fleetbus.log.archive_retention import Removed, read_removed
 from fleetbus.recording.export import scan_recording
 from fleetbus.recording.reader import RecordingReader
-from fleetbus_schemas import MalformedMessage, Subjects
+from fleetbus_schemas import LineageStarted, MalformedMessage, Subjects
 from fleetbus_schemas.channels import STORED
-from fleetbus_schemas.message import decode_any
+from fleetbus_schemas.message import decode, decode_any
 
 _MESSAGES = {kind: STORED[kind] for kind in ("task", "obs", "act", "episode", "session", "policy", "train", "floor")}
 """What an audit looks into, by the kind of subject."""
@@ -27,15 +27,16 @@ _MESSAGES = {kind: STORED[kind] for kind in ("task", "obs", "act", "episode", "s
 async def audit_run(bus: LogBus, subjects: Subjects, *, archive: Path | None = None, state: Path | None = None) -> Report:
     """The books of a run as of now, which prove only a part where an archive's retention removed the rest. With a file
     ``state`` only what was stored since the audit that wrote it is read, and the file is replaced. That nothing was read, or
-    not what the server says that there is, is a finding. Raises `UserError` for a log that was trimmed when no archive is given, for the
-    state of another, and for a state behind which entries were removed."""
+    not what the server says that there is, is a finding. Raises `UserError` for a log that was trimmed when no archive is
+    given, for the state of another, and for a state behind which entries were removed."""
     known = await run_in_thread(read_audit_state, state, subjects.run) if state is not None else None
-    begin = await find_first_readable(bus, archive)
-    audit, position = known or (begin_audit(begin), None)
-    if position is not None and position.sequence < begin:
+    removed = await find_removed(bus, archive)
+    audit, position = known or (begin_audit(removed), None)
+    if position is not None and position.sequence < removed.below:
         raise UserError(
             f"{state} goes up to entry {position.sequence} of the log of run {subjects.run}, and what can be read begins at "
-            f"{begin}: retention removed what lies between; remove the file to audit what is left, and then audit more often"
+            f"{removed.below}: retention removed what lies between; remove the file to audit what is left, and then audit more "
+            "often"
         )
     log_state, last = await bus.log_state(), None
     if position is not None:
@@ -78,27 +79,26 @@ async def _check_position(bus: LogBus, subjects: Subjects, position: LogPosition
 
 async def audit_archive(subjects: Subjects, archive: Path) -> Report:
     """The books of a run as far as its archive goes, without any server."""
-    audit = begin_audit(await run_in_thread(find_begin, archive))
+    audit = begin_audit(await find_removed(None, archive))
     return (await _audit_entries(audit, scan_archive(archive, run=subjects.run))).report()
 
 
-async def find_first_readable(bus: LogBus | None, archive: Path | None) -> int:
-    """The sequence of the first entry that can be read: 1 unless an archive's retention removed what came before it, or the log
-    was restored from what was left of another."""
+async def find_removed(bus: LogBus | None, archive: Path | None) -> Removed:
+    """What cannot be read any more: nothing unless an archive's retention removed it, or the log was restored from what was
+    left of another."""
     begins = (await bus.log_state()).begins if bus is not None else 1
-    return max(begins, await run_in_thread(find_begin, archive)) if archive is not None else begins
+    removed = await run_in_thread(read_removed, archive) if archive is not None else Removed()
+    return removed if removed.below >= begins else Removed(below=begins)
 
 
-def find_begin(archive: Path) -> int:
-    """The sequence at which an archive says that it begins: 1 unless its retention removed what came before. Blocking."""
-    return max(1, read_removed(archive).below)
-
-
-def begin_audit(sequence: int) -> Audit:
-    """An audit of a log whose entries before ``sequence`` were removed; 1: of a whole one."""
+def begin_audit(removed: Removed) -> Audit:
+    """An audit of a log of which this was removed. Raises `MalformedMessage` for a note that nobody wrote here."""
     audit = Audit()
-    if sequence > 1:
-        audit.begin_at(sequence)
+    if removed.below > 1:
+        audit.begin_at(removed.below)
+        for each in removed.lineages:
+            started = decode(LineageStarted, each.payload, subject=each.subject)
+            audit.begin_with(each.sequence, each.subject.rpartition(".")[2], started)
     return audit
 
 
@@ -110,7 +110,7 @@ async def audit_recording(reader: RecordingReader) -> Report:
         only = f"{len(header.selected)} episode{'' if len(header.selected) == 1 else 's'}"
         raise UserError(f"{path} contains only {only} of run {header.run}: an audit needs a recording of the whole log")
     try:
-        audit = await _audit_entries(begin_audit(header.begins), scan_recording(reader))
+        audit = await _audit_entries(begin_audit(Removed(below=header.begins)), scan_recording(reader))
     except ValueError as error:
         raise UserError(f"{path} is not an ordered log: {error}") from error
     if audit.missing:

@@ -8,7 +8,7 @@ still needed is not known here: the recorder gives the entry from which on every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from io import BufferedReader
 from itertools import pairwise
@@ -19,6 +19,7 @@ import msgspec
 from fleetbus.errors import UserError
 from fleetbus.log.archive_format import (
     ArchiveDamaged,
+    ArchivedEntry,
     TornRecord,
     list_segments,
     parse_first_sequence,
@@ -27,9 +28,13 @@ from fleetbus.log.archive_format import (
     replace_synced,
     sync_folder,
 )
+from fleetbus_schemas import LineageStarted, MalformedMessage
+from fleetbus_schemas.channels import STORED
+from fleetbus_schemas.message import decode_any
 
 NOTE = "removed.json"
 HOUR_NS = 3_600_000_000_000
+KEPT_LINEAGES = 256
 NO_BEGIN = 1 << 62
 """Later than every entry: what cannot be told is never too old."""
 
@@ -39,9 +44,11 @@ class ArchiveShortened(UserError):
 
 
 class Removed(msgspec.Struct, frozen=True, kw_only=True):
-    """What an archive no longer holds: every entry below the sequence ``below``."""
+    """What an archive no longer holds: every entry below the sequence ``below``. ``lineages`` are the newest `KEPT_LINEAGES`
+    beginnings of lineages among them, for the settings in those: an audit of what follows goes by them."""
 
     below: int = 1
+    lineages: tuple[ArchivedEntry, ...] = ()
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,11 +114,38 @@ def describe_segments(folder: Path) -> list[Segment]:
     return [Segment(first=parse_first_sequence(path), size_bytes=path.stat().st_size) for path in kept]
 
 
+def describe_removal(folder: Path, below: int) -> Removed:
+    """What is to be noted before the archive begins at ``below``; raises `ArchiveDamaged`, and then nothing may leave."""
+    noted = read_removed(folder)
+    lineages = [each for each in noted.lineages if each.sequence < below]
+    for segment in list_kept_segments(folder):
+        if parse_first_sequence(segment) < below:
+            lineages += [each for each in _read_whole(segment) if each.sequence < below and _begins_lineage(each)]
+    return Removed(below=below, lineages=tuple(lineages[-KEPT_LINEAGES:]))
+
+
+def _read_whole(segment: Path) -> Iterator[ArchivedEntry]:
+    with segment.open("rb") as file:
+        try:
+            for each in read_entries(file, read_header(file, segment, None)):
+                yield ArchivedEntry(each.sequence, each.time_ns, each.subject, each.payload)
+        except TornRecord as torn:
+            raise ArchiveDamaged(f"{segment} is damaged at byte {torn.offset}: restore it from a copy") from torn
+
+
+def _begins_lineage(entry: ArchivedEntry) -> bool:
+    if entry.subject.split(".", 3)[2] != "train":
+        return False
+    with suppress(MalformedMessage):
+        return isinstance(decode_any(STORED["train"], entry.payload, subject=entry.subject), LineageStarted)
+    return False
+
+
 def remove_segments(folder: Path, below: int) -> int:
     """Let the archive begin with the segment whose first entry is ``below``; returns how many files went. Repeating it is
     harmless, and finishes what a kill left undone."""
     if below > read_removed(folder).below:
-        replace_synced(folder / NOTE, msgspec.json.encode(Removed(below=below)))
+        replace_synced(folder / NOTE, msgspec.json.encode(describe_removal(folder, below)))
     gone = [segment for segment in list_segments(folder) if parse_first_sequence(segment) < read_removed(folder).below]
     for segment in gone:
         segment.unlink(missing_ok=True)

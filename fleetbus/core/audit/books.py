@@ -83,6 +83,10 @@ class Audit(msgspec.Struct):
         held is missed, and the books are no proof of the whole. To be called before anything is entered."""
         self._beginning, self._last_sequence = Beginning(sequence=sequence), sequence - 1
 
+    def begin_with(self, sequence: int, name: str, started: LineageStarted) -> None:
+        """A lineage of ``train.<name>`` that began among what was removed."""
+        self._get_training(name).begin_with(sequence, started)
+
     def enter(self, sequence: int, subject: str, message: Message | None) -> None:
         """One entry; ``message`` is None for what an audit does not look into. Raises `ValueError` out of order."""
         if sequence <= self._last_sequence:
@@ -281,7 +285,7 @@ class Audit(msgspec.Struct):
 
     def _publish(self, sequence: int, name: str, published: PolicyPublished) -> None:
         versions = self._get_versions(name)
-        if published.version in versions:
+        if versions.repeats(published.version):
             self._findings.add("version_repeated", f"{name}/{published.version}", sequence)
         versions.add(published.version, published.step)
         if not self._addresses.is_version_right(published):
@@ -290,6 +294,10 @@ class Audit(msgspec.Struct):
     def _prove_step(self, sequence: int, name: str, step: StepTrained) -> None:
         self._prove_exclusions(sequence, name, step, step.step - 1)
         started = self._get_training(name).find_lineage(step.lineage)
+        if not self._beginning.is_whole:
+            step = msgspec.structs.replace(
+                step, rewards={episode: reward for episode, reward in step.rewards.items() if episode in self._episodes}
+            )
         for episode_id, is_right in judge_rewards(step, started, self._episodes):
             if is_right is None:
                 self._counts["rewards_unproven"] += 1
@@ -306,6 +314,7 @@ class Audit(msgspec.Struct):
             settings=started.settings if started is not None else {},
             step_of=versions.steps,
             void=versions.void,
+            unread_below=versions.unread_below,
         )
         for episode_id, is_founded in judge_exclusions(excluding, entry.excluded, self._episodes):
             if is_founded is None:

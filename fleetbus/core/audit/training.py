@@ -86,6 +86,11 @@ class TrainingAudit(msgspec.Struct):
     def is_newest(self, lineage: str) -> bool:
         return bool(self._lineages) and self._lineages[-1].lineage == lineage
 
+    def begin_with(self, sequence: int, started: LineageStarted) -> None:
+        """A lineage that began before the first entry that can be read."""
+        self._lineages.append(started)
+        self._began[started.lineage] = sequence
+
     def on_lineage(self, sequence: int, started: LineageStarted, findings: Findings) -> None:
         """By itself a lineage starts at a checkpoint that counts, or anew if there is none; a person may order otherwise."""
         counting = {stored.step for _, stored in self._list_counting_checkpoints()}

@@ -28,8 +28,17 @@ class PolicyVersions(msgspec.Struct):
             return True
         return version in self._known or (isinstance(version, int) and 0 <= version < self._oldest)
 
+    def repeats(self, version: int) -> bool:
+        """True if this version was published before; the first that can be read was not, as far as can be told."""
+        return bool(self._known or not self.begins_anywhere) and version in self
+
     def __len__(self) -> int:
         return len(self._known) + self._forgotten
+
+    @property
+    def unread_below(self) -> int:
+        """Versions below it were published before the log begins."""
+        return self._oldest if self.begins_anywhere else 0
 
     @property
     def steps(self) -> Mapping[int, int]:

@@ -257,8 +257,8 @@ class Retention:
         """
         floor = self.floor.sequence
         for name, training in self._training.items():
-            floor = min(floor, training.find_first_needed(), training.find_first_settled())
-            floor = min(floor, self.find_first_needed("policy", name, floor))
+            versions = self._versions.get(name, [0])  # without those that no episode above the floor was sampled from
+            floor = min(floor, training.find_first_needed(), training.find_first_settled(), versions[0])
         return floor
 
     def list_names(self) -> list[tuple[str, str]]:

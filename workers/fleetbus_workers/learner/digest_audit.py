@@ -20,8 +20,10 @@ from fleetbus.core.episode.history import Turn
 from fleetbus.core.episode.segments import fold_segments, hash_segments
 from fleetbus.core.training.groups import Group
 from fleetbus.errors import UserError
+from fleetbus.log.archive_retention import Removed
 from fleetbus.log.stored_entries import decode_stored
 from fleetbus_schemas import Action, EpisodeFinished, LineageStarted, MalformedMessage, Message, StepTrained
+from fleetbus_schemas.message import decode
 from fleetbus_workers.learner.batches import (
     CreditPlan,
     build_sequence,
@@ -36,6 +38,8 @@ Scan = Callable[[], AsyncIterator[StreamEntry]]
 """A fresh reading of the log, entry by entry from its beginning."""
 
 S = TypeVar("S", bound=Settings)
+
+NOTHING = Removed()
 
 
 class DigestReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,11 +62,15 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     leaves: tuple[Leaf, ...]
 
 
-async def audit_digests(scan: Scan, *, last_sequence: int, trusted: Collection[str] = (), begins: int = 1) -> DigestReport:
+async def audit_digests(
+    scan: Scan, *, last_sequence: int, trusted: Collection[str] = (), removed: Removed = NOTHING
+) -> DigestReport:
     """Prove every step that counts among the entries up to ``last_sequence``. Raises `UserError` for a lineage that was trained
-    with an advantage function of its user's that is not among the ``trusted`` ones (``module:function``). Entries below
-    ``begins`` were removed for good."""
-    audit = DigestAudit(trusted, is_whole=begins == 1)
+    with an advantage function of its user's that is not among the ``trusted`` ones (``module:function``). What was
+    ``removed`` for good cannot be proven."""
+    audit = DigestAudit(trusted, is_whole=removed.below == 1)
+    for each in removed.lineages:
+        audit.begin_with(each.sequence, each.subject, decode(LineageStarted, each.payload, subject=each.subject))
     async for entry in scan():
         if entry.sequence <= last_sequence and _get_kind(entry) == "train":
             audit.enter_training(entry)
@@ -88,6 +96,11 @@ class DigestAudit:
         self._actions: dict[str, dict[int, Action]] = {}
         self._sampled: dict[str, Sampled] = {}
         self._proven = 0
+
+    def begin_with(self, sequence: int, subject: str, started: LineageStarted) -> None:
+        """A lineage that began among what was removed."""
+        self._training.setdefault(subject, TrainingAudit(begins_anywhere=True)).begin_with(sequence, started)
+        self._plans[subject, started.lineage] = _build_plan(started)
 
     def enter_training(self, entry: StreamEntry) -> None:
         message, ignored = _decode(entry), Findings()  # the books have reported all that is to be reported of steps themselves

@@ -14,11 +14,14 @@ import structlog
 
 from fleetbus.config.settings import ArchiveSettings
 from fleetbus.errors import UserError
-from fleetbus.log.archive_format import build_segment_path, parse_first_sequence
+from fleetbus.log.archive_format import build_segment_path, parse_first_sequence, replace_synced
 from fleetbus.log.archive_retention import (
+    NOTE,
     Keep,
+    Removed,
     Segment,
     choose_first_kept,
+    describe_removal,
     describe_segments,
     list_kept_segments,
     read_begin,
@@ -104,7 +107,9 @@ class ArchiveKeeper:
                 needed=needed,
                 read_begin=self._store.read_begin,
             )
-            if removed := self._store.remove_segments(below):
+            is_further = below > self._store.read_removed().below
+            removal = describe_removal(self._folder, below) if is_further else Removed(below=below)
+            if removed := self._store.remove_segments(removal):
                 log.info("archive's store shortened", begins=below, segments=removed)
 
     def _continue_from(self, store: ArchiveStore) -> None:
@@ -113,7 +118,8 @@ class ArchiveKeeper:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         store.fetch(names[-1], self._folder)
-        remove_segments(self._folder, parse_first_sequence(Path(names[-1])))
+        removed = msgspec.structs.replace(store.read_removed(), below=parse_first_sequence(Path(names[-1])))
+        replace_synced(self._folder / NOTE, msgspec.json.encode(removed))
         log.warning("archive's folder is empty; continuing from its store", segment=names[-1])
 
     def _shorten(self, now_ns: int, needed: int) -> None:

@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
 from fleetbus.errors import UserError
-from fleetbus.log.archive_format import LOCK
-from fleetbus.log.archive_retention import list_kept_segments, read_removed, remove_segments
+from fleetbus.log.archive_format import LOCK, replace_synced
+from fleetbus.log.archive_retention import NOTE, list_kept_segments, read_removed
 from fleetbus_workers.recorder.archive_store import ArchiveStore
 
 
@@ -53,4 +55,4 @@ def _collect(target: Path, folders: Sequence[Path], stores: Sequence[ArchiveStor
                 (target / name).unlink(missing_ok=True)
                 store.fetch(name, target)
     removed = [read_removed(folder) for folder in folders] + [store.read_removed() for store in stores]
-    remove_segments(target, min(each.below for each in removed))
+    replace_synced(target / NOTE, msgspec.json.encode(min(removed, key=lambda each: each.below)))

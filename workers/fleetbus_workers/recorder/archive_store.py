@@ -86,10 +86,11 @@ class ArchiveStore:
         except msgspec.DecodeError as error:
             raise ArchiveDamaged(f"{NOTE} in the archive's store cannot be read: restore it from a copy") from error
 
-    def remove_segments(self, below: int) -> int:
-        """Let the archive in the store begin with the segment whose first entry is ``below``; returns how many went. First the
-        note, then the segments: killed in between, it begins where the note says, and the next call removes the rest."""
-        below = self._note_removed(below)
+    def remove_segments(self, removed: Removed) -> int:
+        """Let the archive in the store begin where ``removed`` says, if it does not begin later; returns how many segments
+        went. First the note, then the segments: killed in between, it begins where the note says, and the next call removes
+        the rest."""
+        below = self._note_removed(removed)
         gone = [name for name in sorted(self._list()) if parse_first_sequence(Path(name)) < below]
         with raise_os_error(self.url):
             for name in gone:
@@ -101,18 +102,18 @@ class ArchiveStore:
         """Copy those of ``segments`` that the store lists with another size or not at all, in their order, but for what its own
         retention removed. An empty store begins where the folder does, of which ``removed`` is gone."""
         stored = self.list_sizes()
-        below = self.read_removed().below if stored else self._note_removed(removed.below)
+        below = self.read_removed().below if stored else self._note_removed(removed)
         for segment in segments:
             if parse_first_sequence(segment) >= below and stored.get(segment.name) != segment.stat().st_size:
                 self.put(segment)
 
-    def _note_removed(self, below: int) -> int:
+    def _note_removed(self, removed: Removed) -> int:
         noted = self.read_removed().below
-        if below > noted:
+        if removed.below > noted:
             with raise_os_error(self.url):
                 self._files.makedirs(self.url, exist_ok=True)
-                self._files.pipe_file(f"{self.url}/{NOTE}", msgspec.json.encode(Removed(below=below)))
-        return max(below, noted)
+                self._files.pipe_file(f"{self.url}/{NOTE}", msgspec.json.encode(removed))
+        return max(removed.below, noted)
 
     def _list(self) -> dict[str, int]:
         """All segments that are there, with their bytes."""

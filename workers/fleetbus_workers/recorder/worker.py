@@ -18,6 +18,7 @@ from fleetbus.delivery.control import Control
 from fleetbus.delivery.lanes import LEASE_SECONDS, Lane, NoLaneFree, claim_lane
 from fleetbus.delivery.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus.errors import BusClosed, BusError, UserError
+from fleetbus.log.archive_format import ArchiveDamaged
 from fleetbus.log.archive_reader import find_first_lost
 from fleetbus.log.archive_retention import remove_segments
 from fleetbus.log.archive_writer import ArchiveWriter, open_archive
@@ -146,7 +147,7 @@ class Recorder:
         keep = partial(self._keeper.keep, now_ns=self._bus.now_ns(), needed=needed, is_end=is_end)
         try:
             await self._runtime.offload(keep)
-        except OSError as error:
+        except (OSError, ArchiveDamaged) as error:
             log.error("archive could not be copied or shortened; retrying", reason=str(error))
 
     async def _archive_remaining(self) -> None:

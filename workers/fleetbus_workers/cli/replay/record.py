@@ -116,7 +116,7 @@ async def _record(
     objects: bool,
     max_objects: int,
 ) -> dict[str, Any]:
-    from fleetbus.audit.run import find_first_readable
+    from fleetbus.audit.run import find_removed
     from fleetbus.recording.export import Export
     from fleetbus.recording.objects import add_objects
     from fleetbus.recording.redaction import Redactor, find_environment_secrets
@@ -127,7 +127,7 @@ async def _record(
             raise UserError("--follow needs a server: give --nats, or start `fleetbus up` first")
         if entries_of.file is not None and _is_same_file(entries_of.file, output):
             raise UserError(f"{output} is the recording being read: give another --output")
-        begins = await find_first_readable(entries_of.bus, archive)
+        begins = (await find_removed(entries_of.bus, archive)).below
         header = _build_header(entries_of, configuration, episodes, redactor is not None, begins)
         with create_recording(output, header, overwrite=overwrite) as writer:
             export = Export(writer, redactor=redactor, selected=frozenset(episodes) if episodes else None)
