@@ -35,11 +35,21 @@ from fleetbus.log.archive_retention import (
     remove_segments,
 )
 from fleetbus.log.archive_writer import open_archive
-from fleetbus_schemas import CheckpointStored, FloorRaised, LineageStarted, PolicyPublished
+from fleetbus_schemas import (
+    AttemptStarted,
+    CheckpointStored,
+    EpisodeFinished,
+    EpisodeRequested,
+    FloorRaised,
+    LineageStarted,
+    Message,
+    Observation,
+    PolicyPublished,
+)
 from fleetbus_workers.recorder.archive_keeper import ArchiveKeeper, compute_segment_limits
 from fleetbus_workers.recorder.archive_places import open_archive_places
 from fleetbus_workers.recorder.archive_store import ArchiveStore
-from tests.support.log_builder import SUBJECTS, LogBuilder, kinds, read_entries, start_log
+from tests.support.log_builder import SUBJECTS, LogBuilder, kinds, read_entries
 
 SIZE = 100
 SEGMENTS = [Segment(first=1 + 10 * index, size_bytes=SIZE) for index in range(5)]
@@ -75,9 +85,27 @@ def archive_log(folder: Path, entries: list[StreamEntry], segment_bytes: int = 5
             archive.append([entry])
 
 
+class Numbered(LogBuilder):
+    """Entries of an episode say where its request stands, as those of workers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._requested: dict[str, int] = {}
+
+    def add(self, subject: str, message: Message) -> int:
+        episode = subject.rpartition(".")[2]
+        if isinstance(message, EpisodeRequested):
+            self._requested[episode] = len(self.entries) + 1
+        elif isinstance(message, AttemptStarted | Observation | EpisodeFinished):
+            message = msgspec.structs.replace(message, request_sequence=self._requested[episode])
+        return super().add(subject, message)
+
+
 def build_run(steps: int = 12) -> LogBuilder:
     """Every step trains two episodes and then raises the floor behind them."""
-    log = start_log()
+    log = Numbered()
+    log.lineage()
+    log.version()
     for step in range(1, steps + 1):
         names = [f"s{step}e{index}" for index in range(2)]
         for name in names:
@@ -101,12 +129,13 @@ def test_killed_between_any_two_files_the_archive_begins_where_the_note_says_and
     below = parse_first_sequence(list_segments(archive)[5])
     unlink = Path.unlink
 
+    third = list_segments(archive)[2]
+
     def kill(self: Path, **options: Any) -> None:
-        if self == list_segments(archive)[2 - gone]:
+        if self == third:
             raise KeyboardInterrupt
         unlink(self, **options)
 
-    gone = 0
     monkeypatch.setattr(Path, "unlink", kill)
     with pytest.raises(KeyboardInterrupt):
         remove_segments(archive, below)
@@ -184,7 +213,7 @@ async def test_segments_that_are_gone_without_a_note_are_missing(archive: Path) 
 
 FORGED = {
     "trained_twice": lambda log: log.step(13, ["new"]) and log.step(14, ["new"]),
-    "never_published": lambda log: log.act("open", 0, version=99),
+    "version_unpublished": lambda log: log.act("open", 0, version=99),
     "step_out_of_order": lambda log: log.step(15, []),
     "lineage_replaced": lambda log: log.step(13, [], lineage="l9"),
     "version_repeated": lambda log: log.version(12),
@@ -215,7 +244,7 @@ async def audit_with_state(log: LogBuilder, archive: Path, state: Path) -> Repor
         first = await audit_run(bus, SUBJECTS, archive=archive, state=state)
         assert first.balanced
         remove_segments(archive, parse_first_sequence(list_segments(archive)[-1]))
-        with pytest.raises(UserError, match="goes up to entry 5 .* retention removed what lies between"):
+        with pytest.raises(UserError, match=r"goes up to entry 5 .* retention removed what lies between"):
             edited = state.with_name("old")
             await bus.purge(SUBJECTS.log, below=6)
             await write_old_state(edited, entries)
@@ -234,7 +263,9 @@ async def write_old_state(file: Path, entries: list[StreamEntry]) -> None:
     write_audit_state(file, "run", audit, LogPosition.of(entries[4]))
 
 
-async def test_an_audit_that_keeps_its_books_proves_the_whole_run_and_one_that_comes_too_late_is_refused(tmp_path: Path) -> None:
+async def test_an_audit_that_keeps_its_books_proves_the_whole_run_and_one_that_comes_too_late_is_refused(
+    tmp_path: Path,
+) -> None:
     report = await audit_with_state(build_run(), tmp_path / "archive", tmp_path / "books")
     assert report.balanced
     assert report.books.trained == 24
@@ -269,13 +300,13 @@ def keep_in(store: Path, **settings: Any) -> ArchiveSettings:
 @pytest.mark.parametrize("how", ["nothing is there", "one bit is another"])
 def test_a_store_that_lies_is_found_before_the_folder_loses_anything(archive: Path, store: Path, how: str) -> None:
     keeper = ArchiveKeeper(archive, keep_in(store, keep_bytes=1))
-    files = keeper._store._files  # type: ignore[union-attr]  # noqa: SLF001
-    keeper._store._files = Lying(files, how)  # type: ignore[union-attr]  # noqa: SLF001
+    files = keeper._store._files  # type: ignore[union-attr]
+    keeper._store._files = Lying(files, how)  # type: ignore[union-attr]
     before = list_segments(archive)
     for _ in range(3):
         keeper.keep(now_ns=0, needed=1 << 40)
     assert list_segments(archive) == before
-    keeper._store._files = files  # type: ignore[union-attr]  # noqa: SLF001
+    keeper._store._files = files  # type: ignore[union-attr]
     for _ in range(len(before)):
         keeper.keep(now_ns=0, needed=1 << 40)
     assert len(list_segments(archive)) == 1
@@ -316,7 +347,7 @@ def test_a_store_that_cannot_be_read_ends_a_recorder_that_has_nothing_to_go_on_w
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("403")
 
-    keeper._store._files = type("Away", (), {"__getattr__": lambda *_: fail})()  # type: ignore[union-attr]  # noqa: SLF001
+    keeper._store._files = type("Away", (), {"__getattr__": lambda *_: fail})()  # type: ignore[union-attr]
     with pytest.raises(UserError, match=r"recorder.store cannot be read, and .* 403: correct"):
         keeper.begin()
 
