@@ -20,12 +20,18 @@ from fleetbus.core.audit.findings import Report
 from fleetbus.core.training.retention import KEPT_CHECKPOINTS, KEPT_VERSIONS, Retention
 from fleetbus.errors import UserError
 from fleetbus.log import archive_retention
-from fleetbus.log.archive_format import build_segment_path, encode_segment_start, list_segments, parse_first_sequence
-from fleetbus.log.archive_reader import ArchiveShortened, read_archive
+from fleetbus.log.archive_format import (
+    ArchiveDamaged,
+    build_segment_path,
+    encode_segment_start,
+    list_segments,
+    parse_first_sequence,
+)
+from fleetbus.log.archive_reader import read_archive
 from fleetbus.log.archive_retention import (
     HOUR_NS,
     NOTE,
-    ArchiveDamaged,
+    ArchiveShortened,
     Keep,
     Segment,
     choose_first_kept,
@@ -357,7 +363,7 @@ def test_what_a_killed_removal_left_in_the_store_does_not_count_and_leaves_with_
     keeper.keep(now_ns=0, needed=1 << 40, is_end=True)
     begins = parse_first_sequence(list_segments(store)[3])
     (store / NOTE).write_bytes(msgspec.json.encode({"below": begins}))
-    assert [each.first for each in ArchiveStore(store.as_uri()).describe_segments()][0] == begins
+    assert ArchiveStore(store.as_uri()).describe_segments()[0].first == begins
     keeper.keep(now_ns=0, needed=1 << 40, is_end=True)
     assert parse_first_sequence(list_segments(store)[0]) == begins
 
