@@ -1,0 +1,145 @@
+"""A run whose server was wiped: its log comes back from the archive, and training goes on at its step; with real processes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import pytest
+
+from fleetbus.bus.nats import connect
+from fleetbus.bus.nats.server import run_server
+from fleetbus.log.episodes import decode_entries
+from fleetbus_schemas import LineageStarted, StepTrained, Subjects
+from tests.support.rig import ENTRIES, S, Site, ended, site
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.integration]
+
+STOPPED, LAST = 6, 12
+
+
+@asynccontextmanager
+async def recording(place: Site, archive: Path) -> AsyncIterator[None]:
+    """A recorder beside the run; it archives what is there when it ends."""
+    process = await anyio.open_process(
+        place._line("recorder", "--archive", str(archive)), cwd=place.folder, env=place._environment, stdout=None, stderr=None
+    )
+    try:
+        yield
+    finally:
+        with anyio.CancelScope(shield=True):
+            process.send_signal(signal.SIGTERM)
+            with anyio.move_on_after(30):
+                assert await process.wait() == 0
+            if process.returncode is None:
+                process.kill()
+            await process.aclose()
+
+
+async def train_some(place: Site, archive: Path) -> None:
+    """Until a step has a checkpoint; then everybody stops, the recorder last."""
+    assert (await place.command("init"))[0] == 0
+    async with recording(place, archive):
+        async with place.up() as process:
+            await place.until_checkpoint(STOPPED)
+            process.send_signal(signal.SIGINT)
+            await ended(process)
+
+
+async def wipe(place: Site) -> None:
+    await place.server.kill()
+    shutil.rmtree(place.store)
+    await place.server.restart()
+
+
+async def read_steps(place: Site, run: str) -> tuple[list[LineageStarted], list[int]]:
+    train = Subjects(run).train("default")
+    async with connect(place.server.url, run=run, worker="steps") as bus:
+        stored = [entry async for entry in bus.scan([train])]
+    lineages = [message for _, message in decode_entries(LineageStarted, stored, beside=ENTRIES)]
+    return lineages, [message.step for _, message in decode_entries(StepTrained, stored, beside=ENTRIES)]
+
+
+@pytest.mark.parametrize("run", ["default", "moved"])
+async def test_a_run_whose_server_was_wiped_goes_on_at_its_step_and_its_audit_balances(tmp_path: Path, run: str) -> None:
+    archive = tmp_path / "archive"
+    async with site(tmp_path) as place:
+        await train_some(place, archive)
+        before = [(entry.sequence, entry.subject, entry.payload) async for entry in place.bus.scan([S.log])]
+        await wipe(place)
+        status, said = await place.command("restore", str(archive), "--run", run, "--json")
+        assert status == 0, said
+        facts = json.loads(said)
+        assert facts == {"run": run, "source": "default", "begins": 1, "last": len(before), "stored": len(before)}
+        if run != "default":  # with the checkpoints alone: the folder's settings name the other run
+            folder = place.run_folder.parent / run
+            shutil.copytree(place.run_folder / "checkpoints", folder / "checkpoints")
+            shutil.rmtree(place.run_folder)
+        async with connect(place.server.url, run=run, worker="look") as bus:
+            after = [(each.sequence, each.subject, each.payload) async for each in bus.scan([Subjects(run).log])]
+        assert after == [(at, subject.replace("fb.default.", f"fb.{run}.", 1), payload) for at, subject, payload in before]
+        assert (await place.command("restore", str(archive), "--run", run))[1].count("0 of them stored now") == 1
+
+        async with place.up("--run", run, "--steps", str(LAST)) as process:
+            assert await ended(process) == 0, place.output.read_text()
+        lineages, steps = await read_steps(place, run)
+        assert lineages[-1].parent_step >= STOPPED
+        assert not lineages[-1].restart
+        assert sorted(set(steps)) == list(range(1, LAST + 1))
+        status, said = await place.command("audit", run)
+        assert status == 0, said
+        assert "the audit balances" in said
+        status, said = await place.command("audit", run, "--deep")
+        assert status == 0, said
+
+
+async def test_a_lost_log_without_a_backup_goes_on_from_the_checkpoints_at_the_step_that_a_person_names(tmp_path: Path) -> None:
+    async with site(tmp_path) as place:
+        assert (await place.command("init"))[0] == 0
+        async with place.up() as process:
+            await place.until_checkpoint(STOPPED)
+            process.send_signal(signal.SIGINT)
+            await ended(process)
+        reached = (await place.entries(StepTrained))[-1].step
+        await wipe(place)
+        async with place.up("--steps", str(LAST)) as process:
+            while "--restart-from" not in place.learner_log:  # noqa: ASYNC110  # another process writes it
+                await anyio.sleep(0.1)
+        offered = place.learner_log.split("--restart-from ")[1].split(" |")[0]
+        assert STOPPED <= int(offered) <= reached
+        async with place.up("--steps", str(LAST), "--restart-from", offered) as process:
+            assert await ended(process) == 0, place.output.read_text()
+        lineages, steps = await read_steps(place, "default")
+        assert lineages[-1].parent_step == int(offered)
+        assert steps == list(range(int(offered) + 1, LAST + 1))
+        status, said = await place.command("audit")
+        assert status == 1
+        assert f"steps_lost: 1 steps that count and are not in the log: l1/1-{offered}" in said or "steps_lost" in said
+
+
+async def test_another_log_is_not_written_into_and_a_gap_is_not_closed(tmp_path: Path) -> None:
+    archive, other = tmp_path / "archive", tmp_path / "other"
+    async with site(tmp_path) as place:
+        await train_some(place, archive)
+        status, said = await place.command("restore", str(archive))
+        assert status == 0, said
+        assert "0 of them stored now" in said
+        await place.bus.publish(S.session("s"), b"x")
+        status, said = await place.command("restore", str(archive))
+        assert (status, said.count("\n")) == (2, 1)
+        assert "run default has another log on this server" in said
+        async with run_server(tmp_path / "second") as server:
+            other.mkdir()
+            segment = next(archive.glob("*.fbarchive"))
+            shutil.copy(segment, other / segment.name)
+            place.server, first = server, place.server
+            status, said = await place.command("restore", str(tmp_path), "--run", "none")
+            assert (status, said.count("\n")) == (2, 1)
+            assert "contains no archive" in said
+            place.server = first
