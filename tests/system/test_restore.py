@@ -55,6 +55,7 @@ async def train_some(place: Site, archive: Path) -> None:
 async def wipe(place: Site) -> None:
     await place.server.kill()
     shutil.rmtree(place.store)
+    place.store.mkdir()
     await place.server.restart()
 
 
