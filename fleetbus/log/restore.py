@@ -7,7 +7,8 @@ by repeating it. Nobody else may write to the log meanwhile. Above it is the com
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import msgspec
 
@@ -27,7 +28,7 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
     stored: int
 
 
-async def restore_log(bus: Bus, plan: RunPlan, entries: AsyncIterator[StreamEntry], *, begins: int) -> Restored:
+async def restore_log(bus: Bus, plan: RunPlan, entries: AsyncGenerator[StreamEntry], *, begins: int) -> Restored:
     """Declare the run and store the entries from position ``begins`` on, without a gap, under the name of the plan's run.
 
     Raises `UserError` where the run has another log already, the entries have a gap or do not fit, or another process writes to
@@ -35,9 +36,10 @@ async def restore_log(bus: Bus, plan: RunPlan, entries: AsyncIterator[StreamEntr
     """
     await bus.declare(msgspec.structs.replace(plan, log=msgspec.structs.replace(plan.log, first_sequence=begins)))
     writer = _Writer(bus, plan.run, begins, (await bus.log_state()).last_sequence)
-    async for entry in entries:
-        if entry.sequence >= begins:
-            await writer.write(entry)
+    async with aclosing(entries):
+        async for entry in entries:
+            if entry.sequence >= begins:
+                await writer.write(entry)
     return writer.finish()
 
 

@@ -64,7 +64,8 @@ def command(
 
     Requested = trained + excluded by reason + evaluation + in flight; one result per episode; nothing trained twice; no action
     without an observation; the end of the log and the checkpoints beside it are those that were read. Exit status 0: the audit
-    balances; 1: it does not, with the offending ids; 3: what can be read of it does, and an archive's retention removed the rest.
+    balances; 1: it does not, with the offending ids; 3: what can be read of it does, and an archive's retention removed the
+    rest.
     """
     if trusted and not deep:
         raise UserError("--advantage is what --deep calls: add --deep, or leave it out")

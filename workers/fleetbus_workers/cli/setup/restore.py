@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fleetbus.config.settings import Configuration
     from fleetbus.log.restore import Restored
 
-    Scan = Callable[[], AsyncIterator[StreamEntry]]
+    Scan = Callable[[], AsyncGenerator[StreamEntry]]
 
 
 @click.command("restore", cls=SettingsCommand)
