@@ -307,9 +307,9 @@ def test_what_a_learner_may_begin_with_is_needed_and_nothing_before_it() -> None
     checkpoints, versions = [], []
     for step in range(1, 2 * KEPT_CHECKPOINTS):
         published = PolicyPublished(policy="default", version=step, lineage="l1", step=step, uri="", manifest=(), size_bytes=0)
-        versions.append(enter(SUBJECTS.policy("default"), published))
         stored = CheckpointStored(lineage="l1", step=step, version=step, file="f", floor=sequence)
         checkpoints.append((enter(SUBJECTS.train("default"), stored), stored.floor))
+        versions.append(enter(SUBJECTS.policy("default"), published))
         assert retention.find_archive_floor() == 0, "nothing is below the floor yet"
     enter(SUBJECTS.floor, FloorRaised(sequence=sequence))
     for name in ("train", "policy"):
