@@ -14,9 +14,15 @@ import anyio.abc
 import pytest
 
 from fleetbus.bus.nats import connect
+from fleetbus.core.training.retention import KEPT_CHECKPOINTS
 from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import LineageStarted, StepTrained, Subjects
+from fleetbus_workers.cli.program import run_program
+from tests.support.log_builder import read_entries
 from tests.support.rig import ENTRIES, S, Site, ended, site
+from tests.support.secured_server import secured_server
+from tests.support.small_deployment import LANES, RUN
+from tests.unit.test_archive_retention import archive_log, build_run
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.integration]
 
@@ -120,3 +126,18 @@ async def test_a_lost_log_without_a_backup_goes_on_from_the_checkpoints_at_the_s
         status, said = await place.command("audit")
         assert status == 1
         assert f"l1/1-{offered}" in said
+
+
+@pytest.mark.parametrize("begins", ["all", "needed"])
+def test_the_admin_restores_on_a_server_with_keys(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, begins: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    archive_log(tmp_path / "archive", read_entries(build_run(2 * KEPT_CHECKPOINTS)))
+    with secured_server(tmp_path_factory) as server:
+        reach = ["--nats", server.server.url, "--nats-auth", str(server.folder)]
+        declared = ["--nats-lanes", str(LANES), "--nats-max-bytes", str(1 << 28)]
+        options = ["--only-needed"] if begins == "needed" else []
+        assert run_program(["restore", "archive", "--run", RUN, *options, *declared, *reach]) == 0
+        assert run_program(["init", "--run", RUN, *declared, *reach]) == 0
+        assert run_program(["audit", RUN, *reach]) == (3 if options else 0)
