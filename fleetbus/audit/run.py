@@ -84,8 +84,8 @@ async def audit_archive(subjects: Subjects, archive: Path) -> Report:
 
 
 async def find_removed(bus: LogBus | None, archive: Path | None) -> Removed:
-    """What cannot be read any more: nothing unless an archive's retention removed it, or the log was restored from what was
-    left of another."""
+    """The part that cannot be read any more: nothing unless an archive's retention removed it, or the log was restored from
+    the rest of another."""
     begins = (await bus.log_state()).begins if bus is not None else 1
     removed = await run_in_thread(read_removed, archive) if archive is not None else Removed()
     return removed if removed.below >= begins else Removed(below=begins)

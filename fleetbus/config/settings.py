@@ -212,8 +212,8 @@ class WeightsSettings(Settings, frozen=True, kw_only=True):
 
 
 class ArchiveSettings(Settings, frozen=True, kw_only=True):
-    """What the recorder keeps of its archive. What a learner, or a log that is restored from it, may still need always stays,
-    and what leaves the folder is in the store before, where there is one."""
+    """Limits of the recorder's archive. What a learner, or a log that is restored from it, may still need always stays, and
+    what leaves the folder is in the store before, where there is one."""
 
     keep_hours: Annotated[
         float, Meta(ge=0, description="Hours that the archive keeps entries which nobody needs any more; 0: for ever")

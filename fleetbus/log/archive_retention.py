@@ -44,8 +44,8 @@ class ArchiveShortened(UserError):
 
 
 class Removed(msgspec.Struct, frozen=True, kw_only=True):
-    """What an archive no longer holds: every entry below the sequence ``below``. ``lineages`` are the newest `KEPT_LINEAGES`
-    beginnings of lineages among them, for the settings in those: an audit of what follows goes by them."""
+    """The part that an archive no longer holds: every entry below the sequence ``below``. ``lineages`` are the newest
+    `KEPT_LINEAGES` beginnings of lineages among them, for the settings in those: an audit of what follows goes by them."""
 
     below: int = 1
     lineages: tuple[ArchivedEntry, ...] = ()
@@ -59,7 +59,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of an archive is kept: entries of so many hours, and so many bytes of segments; 0 is no limit."""
+    """The limits of an archive: entries of so many hours, and so many bytes of segments; 0 is no limit."""
 
     hours: float = 0.0
     size_bytes: int = 0
@@ -96,7 +96,7 @@ def list_kept_segments(folder: Path) -> list[Path]:
 
 
 def read_removed(folder: Path) -> Removed:
-    """What the archive in ``folder`` says that it no longer holds. Raises `ArchiveDamaged`."""
+    """The part that the archive in ``folder`` says that it no longer holds. Raises `ArchiveDamaged`."""
     with suppress(FileNotFoundError):
         try:
             return msgspec.json.decode((folder / NOTE).read_bytes(), type=Removed)
@@ -115,7 +115,7 @@ def describe_segments(folder: Path) -> list[Segment]:
 
 
 def describe_removal(folder: Path, below: int) -> Removed:
-    """What is to be noted before the archive begins at ``below``; raises `ArchiveDamaged`, and then nothing may leave."""
+    """The note to be written before the archive begins at ``below``; raises `ArchiveDamaged`, and then nothing may leave."""
     noted = read_removed(folder)
     lineages = [each for each in noted.lineages if each.sequence < below]
     for segment in list_kept_segments(folder):
@@ -155,7 +155,7 @@ def remove_segments(folder: Path, below: int) -> int:
 
 
 def read_begin(segment: Path) -> int:
-    """When the first entry of a segment was stored, in Unix nanoseconds; `NO_BEGIN` if none is whole."""
+    """The time at which the first entry of a segment was stored, in Unix nanoseconds; `NO_BEGIN` if none is whole."""
     with segment.open("rb") as file:
         return read_first_time(file, segment)
 

@@ -55,7 +55,7 @@ async def test_a_restore_that_was_interrupted_goes_on_behind_what_it_stored() ->
 
 async def test_what_a_run_still_needs_is_restored_alone_at_its_positions_and_the_audit_says_what_is_gone() -> None:
     needed = await find_first_needed(replayed(ENTRIES))
-    assert 1 < needed < len(ENTRIES)
+    assert len(ENTRIES) // 3 < needed < len(ENTRIES)
     async with MemoryServer().connect("run") as bus:
         facts = await restored(bus, begins=needed)
         assert (facts.begins, facts.stored) == (needed, len(ENTRIES) - needed + 1)

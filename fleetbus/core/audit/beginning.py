@@ -53,7 +53,7 @@ class Beginning(msgspec.Struct):
         return is_earlier
 
     def leave_out(self, entry: Settling, known: Container[str]) -> Settling:
-        """What a step, or the end of training, settled of the ``known`` episodes; the others are counted."""
+        """The part of a step, or of the end of training, that settled ``known`` episodes; the others are counted."""
         if self.is_whole:
             return entry
         excluded = tuple(each for each in entry.excluded if each.episode_id in known)

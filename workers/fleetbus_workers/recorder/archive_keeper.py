@@ -45,7 +45,7 @@ log = structlog.get_logger()
 
 
 class SegmentLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much goes into one segment."""
+    """The size and age up to which entries go into one segment."""
 
     size_bytes: int
     seconds: float

@@ -39,7 +39,7 @@ def open_archive_places(places: Sequence[str]) -> Iterator[Path]:
 
 
 def _collect(target: Path, folders: Sequence[Path], stores: Sequence[ArchiveStore]) -> None:
-    """What is noted as removed is what none of them has any more by its own word; another gap is a loss."""
+    """Noted as removed is what none of them has any more by its own word; another gap is a loss."""
     (target / LOCK).touch()
     sizes: dict[str, int] = {}
     for folder in folders:

@@ -43,7 +43,7 @@ class ArchiveStore:
         return [Segment(first=parse_first_sequence(Path(name)), size_bytes=size) for name, size in self.list_sizes().items()]
 
     def read_begin(self, segment: Segment) -> int:
-        """When the first entry of a segment was stored, as `fleetbus.log.archive_retention.read_begin` has it."""
+        """The time at which the first entry of a segment was stored, as `fleetbus.log.archive_retention.read_begin` has it."""
         if segment.first not in self._begins:
             name = f"{segment.first:020d}{SUFFIX}"
             with raise_os_error(self.url):
@@ -75,7 +75,7 @@ class ArchiveStore:
         return False
 
     def read_removed(self) -> Removed:
-        """What the store says that it no longer holds."""
+        """The part that the store says that it no longer holds."""
         with raise_os_error(self.url):
             try:
                 content = self._files.cat_file(f"{self.url}/{NOTE}")
