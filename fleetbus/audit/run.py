@@ -13,22 +13,31 @@ from fleetbus.core.audit.books import Audit
 from fleetbus.core.audit.findings import Report
 from fleetbus.errors import UserError
 from fleetbus.log.archive_reader import find_lost_entries, read_archived_entries, scan_archive, scan_archive_and_log
+from fleetbus.log.archive_retention import Removed, read_removed
 from fleetbus.recording.export import scan_recording
 from fleetbus.recording.reader import RecordingReader
-from fleetbus_schemas import MalformedMessage, Subjects
+from fleetbus_schemas import LineageStarted, MalformedMessage, Subjects
 from fleetbus_schemas.channels import STORED
-from fleetbus_schemas.message import decode_any
+from fleetbus_schemas.message import decode, decode_any
 
 _MESSAGES = {kind: STORED[kind] for kind in ("task", "obs", "act", "episode", "session", "policy", "train", "floor")}
 """What an audit looks into, by the kind of subject."""
 
 
 async def audit_run(bus: LogBus, subjects: Subjects, *, archive: Path | None = None, state: Path | None = None) -> Report:
-    """The books of a run as of now. With a file ``state`` only what was stored since the audit that wrote it is read, and the
-    file is replaced. That nothing was read, or not what the server says that there is, is a finding. Raises `UserError` for a
-    log that was trimmed when no archive is given, and for the state of another."""
+    """The books of a run as of now, which prove only a part where an archive's retention removed the rest. With a file
+    ``state`` only what was stored since the audit that wrote it is read, and the file is replaced. That nothing was read, or
+    not what the server says that there is, is a finding. Raises `UserError` for a log that was trimmed when no archive is
+    given, for the state of another, and for a state behind which entries were removed."""
     known = await run_in_thread(read_audit_state, state, subjects.run) if state is not None else None
-    audit, position = known or (Audit(), None)
+    removed = await find_removed(bus, archive)
+    audit, position = known or (begin_audit(removed), None)
+    if position is not None and position.sequence < removed.below:
+        raise UserError(
+            f"{state} goes up to entry {position.sequence} of the log of run {subjects.run}, and what can be read begins at "
+            f"{removed.below}: retention removed what lies between; remove the file to audit what is left, and then audit more "
+            "often"
+        )
     log_state, last = await bus.log_state(), None
     if position is not None:
         await _check_position(bus, subjects, position, archive)
@@ -70,7 +79,27 @@ async def _check_position(bus: LogBus, subjects: Subjects, position: LogPosition
 
 async def audit_archive(subjects: Subjects, archive: Path) -> Report:
     """The books of a run as far as its archive goes, without any server."""
-    return (await _audit_entries(scan_archive(archive, run=subjects.run))).report()
+    audit = begin_audit(await find_removed(None, archive))
+    return (await _audit_entries(audit, scan_archive(archive, run=subjects.run))).report()
+
+
+async def find_removed(bus: LogBus | None, archive: Path | None) -> Removed:
+    """The part that cannot be read any more: nothing unless an archive's retention removed it, or the log was restored from
+    the rest of another."""
+    begins = (await bus.log_state()).begins if bus is not None else 1
+    removed = await run_in_thread(read_removed, archive) if archive is not None else Removed()
+    return removed if removed.below >= begins else Removed(below=begins)
+
+
+def begin_audit(removed: Removed) -> Audit:
+    """An audit of a log of which this was removed. Raises `MalformedMessage` for a note that nobody wrote here."""
+    audit = Audit()
+    if removed.below > 1:
+        audit.begin_at(removed.below)
+        for each in removed.lineages:
+            started = decode(LineageStarted, each.payload, subject=each.subject)
+            audit.begin_with(each.sequence, each.subject.rpartition(".")[2], started)
+    return audit
 
 
 async def audit_recording(reader: RecordingReader) -> Report:
@@ -81,7 +110,7 @@ async def audit_recording(reader: RecordingReader) -> Report:
         only = f"{len(header.selected)} episode{'' if len(header.selected) == 1 else 's'}"
         raise UserError(f"{path} contains only {only} of run {header.run}: an audit needs a recording of the whole log")
     try:
-        audit = await _audit_entries(scan_recording(reader))
+        audit = await _audit_entries(begin_audit(Removed(below=header.begins)), scan_recording(reader))
     except ValueError as error:
         raise UserError(f"{path} is not an ordered log: {error}") from error
     if audit.missing:
@@ -91,8 +120,7 @@ async def audit_recording(reader: RecordingReader) -> Report:
     return audit.report()
 
 
-async def _audit_entries(entries: AsyncIterator[StreamEntry]) -> Audit:
-    audit = Audit()
+async def _audit_entries(audit: Audit, entries: AsyncIterator[StreamEntry]) -> Audit:
     async for entry in entries:
         enter(audit, entry)
     return audit

@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 USER_OF: dict[str, str] = {
     "init": "admin",
+    "restore": "admin",
     "up": "admin",
     "cancel": "operator",
     "drain": "operator",

@@ -124,9 +124,10 @@ class LogState(msgspec.Struct, frozen=True, kw_only=True):
     ``first_sequence`` is behind ``last_sequence`` where the log is empty; that is the sequence of the last entry ever stored,
     0 when there was none. ``entries`` of ``used_bytes`` together are left, and may grow to ``limit_bytes`` (0: no limit).
     Message ids are remembered for ``duplicate_window_seconds``. ``created`` is when the stream was made: another time means
-    another log. ``erasing`` are limits by which the server removes entries that nobody has settled. ``unacked`` is how many
-    messages of the durable consumers that were asked about, delivered or not, nobody has acked: 0 without any, and where this
-    user may not ask.
+    another log. ``erasing`` are limits by which the server removes entries that nobody has settled. ``begins`` is the
+    sequence that its first entry ever got: not 1 for a log that was restored from what was left of another. ``unacked`` is how
+    many messages of the durable consumers that were asked about, delivered or not, nobody has acked: 0 without any, and where
+    this user may not ask.
     """
 
     first_sequence: int
@@ -137,6 +138,7 @@ class LogState(msgspec.Struct, frozen=True, kw_only=True):
     duplicate_window_seconds: float
     created: str
     erasing: tuple[str, ...] = ()
+    begins: int = 1
     unacked: int = 0
 
 

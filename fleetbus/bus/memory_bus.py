@@ -148,6 +148,7 @@ class MemoryBus:
             limit_bytes=stream.plan.max_bytes,
             duplicate_window_seconds=stream.plan.duplicate_window_seconds,
             created=stream.created,
+            begins=stream.plan.first_sequence,
             unacked=sum(self._find_consumer(name).unacked for name in consumers),
         )
 

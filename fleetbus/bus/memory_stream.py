@@ -35,7 +35,7 @@ class MemoryStream:
         self.on_stored: dict[object, Callable[[StreamEntry], None]] = {}
         self.on_matching: SubjectIndex[Callable[[StreamEntry], None]] = SubjectIndex()
         self.size_bytes = 0
-        self._entries: list[StreamEntry | None] = []
+        self._entries: list[StreamEntry | None] = [None] * (plan.first_sequence - 1)
         self._by_subject: dict[str, list[int]] = {}
         self._sizes: dict[int, int] = {}
         self._ids: OrderedDict[str, tuple[int, int]] = OrderedDict()

@@ -35,6 +35,8 @@ class StreamPlan(msgspec.Struct, frozen=True, kw_only=True):
     max_consumers: int = 0
     duplicate_window_seconds: float = 120.0
     replicas: int = 0
+    first_sequence: int = 1
+    """Of the first entry that is stored in it, if it is made now: not 1 for what is restored."""
 
 
 class ConsumerPlan(msgspec.Struct, frozen=True, kw_only=True):

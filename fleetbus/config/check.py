@@ -7,7 +7,14 @@ import re
 from fleetbus.config.engine_arguments import parse_engine_arguments
 from fleetbus.config.engines import list_engines
 from fleetbus.config.pools import list_served_pools, parse_pools
-from fleetbus.config.settings import AlgorithmSettings, Configuration, EpisodeSettings, LearnerSettings, TrainerSettings
+from fleetbus.config.settings import (
+    AlgorithmSettings,
+    ArchiveSettings,
+    Configuration,
+    EpisodeSettings,
+    LearnerSettings,
+    TrainerSettings,
+)
 from fleetbus.errors import UserError
 from fleetbus_schemas.episode import DISTORTING
 from fleetbus_schemas.subjects import InvalidName, check_name
@@ -57,6 +64,7 @@ def check_configuration(configuration: Configuration) -> None:
         raise UserError(
             "weights.transfer = collective needs inference.engine = torch and learner.trainer = torch: set files for others"
         )
+    _check_archive(configuration.recorder)
     if any("@" in url.partition("://")[2].partition("/")[0] for url in inference.urls.split(",")):
         raise UserError(
             "inference.urls must not contain a password, because settings are written to files: set OPENAI_API_KEY instead"
@@ -76,6 +84,17 @@ def check_configuration(configuration: Configuration) -> None:
             f"{inference.max_model_len}: raise inference.max_model_len, lower the episode's limit, or let episodes drop turns "
             "(environment.compaction)"
         )
+
+
+def _check_archive(recorder: ArchiveSettings) -> None:
+    if recorder.store and "://" not in recorder.store:
+        raise UserError(f"recorder.store = {recorder.store}: use a URL such as s3://bucket/path")
+    if "@" in recorder.store.partition("://")[2].partition("/")[0]:
+        raise UserError(
+            "recorder.store must not contain a password, because settings are written to files: use the store's own variables"
+        )
+    if not recorder.store and (recorder.store_keep_hours or recorder.store_keep_bytes):
+        raise UserError("recorder.store_keep_hours and store_keep_bytes limit what lies in recorder.store: give that, too")
 
 
 def _check_environment_addresses(specs: str) -> None:

@@ -226,6 +226,29 @@ class WeightsSettings(Settings, frozen=True, kw_only=True):
     ] = 60.0
 
 
+class ArchiveSettings(Settings, frozen=True, kw_only=True):
+    """Limits of the recorder's archive. What a learner, or a log that is restored from it, may still need always stays, and
+    what leaves the folder is in the store before, where there is one."""
+
+    keep_hours: Annotated[
+        float, Meta(ge=0, description="Hours that the archive keeps entries which nobody needs any more; 0: for ever")
+    ] = 0.0
+    keep_bytes: Annotated[
+        int,
+        Meta(ge=0, description="Bytes of the archive above which the oldest entries that nobody needs leave it; 0: no limit"),
+    ] = 0
+    store: Annotated[
+        str,
+        Meta(description="URL that fsspec supports, such as s3://bucket/path, to which the archive's segments are copied"),
+    ] = ""
+    store_keep_hours: Annotated[
+        float, Meta(ge=0, description="The same as recorder.keep_hours for recorder.store; 0: for ever")
+    ] = 0.0
+    store_keep_bytes: Annotated[
+        int, Meta(ge=0, description="The same as recorder.keep_bytes for recorder.store; 0: no limit")
+    ] = 0
+
+
 class FleetSettings(Settings, frozen=True, kw_only=True):
     """Environments on the Fleet platform; key and address come from FLEET_API_KEY and FLEET_BASE_URL."""
 
@@ -297,4 +320,5 @@ class Configuration(Settings, frozen=True, kw_only=True):
     container: ContainerSettings = ContainerSettings()
     reward: RewardSettings = RewardSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+    recorder: ArchiveSettings = ArchiveSettings()
     log: LogSettings = LogSettings()

@@ -6,6 +6,7 @@ deflate stream that begins or goes on with it: an entry resembles those before i
 `ArchivedEntry` as it is. A record is whole or it does not count (docs/decisions/0203-an-archive-is-one-stream.md).
 """
 
+import os
 import struct
 import zlib
 from collections.abc import Iterator
@@ -155,3 +156,23 @@ def read_frame(file: BufferedReader) -> bytes:
     if len(payload) < length or not payload or zlib.crc32(payload) != check:
         raise TornRecord(offset)
     return payload
+
+
+def replace_synced(file: Path, content: bytes) -> None:
+    """Write a file beside the segments in place of the one that is there, whole and durable, or not at all."""
+    partial = file.with_name(f".{file.name}.part")
+    with partial.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(file)
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make durable which files a folder has."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

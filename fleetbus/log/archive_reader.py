@@ -14,15 +14,8 @@ from pathlib import Path
 from fleetbus.bus.base import LogBus, StreamEntry
 from fleetbus.concurrency.runtime import run_in_thread
 from fleetbus.errors import UserError
-from fleetbus.log.archive_format import (
-    LOCK,
-    ArchiveDamaged,
-    TornRecord,
-    list_segments,
-    parse_first_sequence,
-    read_entries,
-    read_header,
-)
+from fleetbus.log.archive_format import LOCK, ArchiveDamaged, TornRecord, parse_first_sequence, read_entries, read_header
+from fleetbus.log.archive_retention import ArchiveShortened, list_kept_segments, read_removed
 from fleetbus.log.episodes import decode_episode_entry
 from fleetbus_schemas import EpisodeFinished, Subjects
 
@@ -33,25 +26,31 @@ ENTRIES_AT_A_TIME = 1024
 def read_archive(folder: Path, *, run: str | None = None, start: int = 1) -> Iterator[StreamEntry]:
     """The archived entries from sequence ``start`` on; blocking.
 
-    An archive in which nothing stands yet has no entries. Raises `UserError` when there is no archive or it is of another run,
-    `ArchiveDamaged` when a segment is not whole.
+    An archive in which nothing stands yet has no entries, and one from which the oldest were removed begins behind them. Raises
+    `UserError` when there is no archive or it is of another run, `ArchiveDamaged` when a segment is not whole, and
+    `ArchiveShortened` when segments are removed meanwhile.
     """
-    segments = list_segments(folder)
+    segments = list_kept_segments(folder)
     if not segments and not (folder / LOCK).exists():
         raise UserError(f"{folder} contains no archive: give the folder that `fleetbus recorder --archive` writes to")
     following = [parse_first_sequence(segment) for segment in segments[1:]]
     for index, segment in enumerate(segments):
         if index < len(following) and following[index] <= start:
             continue
-        for entry in _read_segment(segment, run, newest=index == len(following)):
-            if entry.sequence >= start:
-                yield entry
+        try:
+            for entry in _read_segment(segment, run, newest=index == len(following)):
+                if entry.sequence >= start:
+                    yield entry
+        except FileNotFoundError:
+            if parse_first_sequence(segment) >= (below := read_removed(folder).below):
+                raise
+            raise ArchiveShortened(f"{folder} was shortened to begin at entry {below} while it was read: repeat this") from None
 
 
 def read_archived_entries(folder: Path, sequences: Collection[int], *, run: str | None = None) -> dict[int, StreamEntry]:
     """Those of the entries at ``sequences`` that the archive holds; blocking. Reads from the lowest to the highest of them.
     Where the recorder has yet to begin, there are none."""
-    if not list_segments(folder):
+    if not list_kept_segments(folder):
         return {}
     found: dict[int, StreamEntry] = {}
     last = max(sequences, default=0)
@@ -65,7 +64,7 @@ def read_archived_entries(folder: Path, sequences: Collection[int], *, run: str 
 
 def find_archived_result(folder: Path, subjects: Subjects, episode_id: str, *, start: int) -> EpisodeFinished | None:
     """The result of an episode whose request stands at ``start``, if the archive holds it by now; blocking."""
-    if not list_segments(folder):
+    if not list_kept_segments(folder):
         return None
     subject = subjects.episode(episode_id)
     for entry in read_archive(folder, run=subjects.run, start=start):
@@ -127,7 +126,7 @@ async def find_lost_entries(bus: LogBus, subjects: Subjects, folder: Path) -> li
 
 
 def _read_newest(folder: Path, run: str) -> StreamEntry | None:
-    segments = list_segments(folder)
+    segments = list_kept_segments(folder)
     newest = None
     for entry in read_archive(folder, run=run, start=parse_first_sequence(segments[-1]) if segments else 1):
         newest = entry

@@ -5,6 +5,7 @@ ever trimmed, and `guard` notes durably how far that went. Blocking; call it fro
 """
 
 import fcntl
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +30,8 @@ from fleetbus.log.archive_format import (
     parse_first_sequence,
     read_entries,
     read_header,
+    replace_synced,
+    sync_folder,
 )
 
 SEGMENT_BYTES = 64 << 20
@@ -46,10 +49,13 @@ class Guard(msgspec.Struct, frozen=True, kw_only=True):
 class ArchiveWriter:
     """The one writer of an archive; made by `open_archive`."""
 
-    def __init__(self, folder: Path, run: str, segment_bytes: int) -> None:
+    def __init__(self, folder: Path, run: str, segment_bytes: int, segment_seconds: float) -> None:
         self._folder = folder
         self._run = run
         self._segment_bytes = segment_bytes
+        self._segment_ns = segment_seconds * 1e9
+        self._begun_ns = 0
+        """When the first entry of the segment was stored."""
         self._file: int | None = None
         self._size = 0
         self._encoder = EntryEncoder()
@@ -85,8 +91,8 @@ class ArchiveWriter:
     def append(self, entries: Sequence[StreamEntry]) -> None:
         """Write entries, in order after those before, and sync them."""
         for start, stop in self._split_batch(entries):
-            if self._file is None or self._size >= self._segment_bytes:
-                self._begin_segment(entries[start].sequence)
+            if self._file is None or self._is_full(entries[start].time_ns):
+                self._begin_segment(entries[start])
             assert self._file is not None
             self._write(b"".join(map(self._encoder.encode, entries[start:stop])))
             os.fsync(self._file)
@@ -95,7 +101,7 @@ class ArchiveWriter:
     def guard(self, sequence: int) -> None:
         """Note durably that the log is trimmed up to ``sequence`` from now on."""
         if sequence > self.guarded:
-            _write_guard(self._folder, sequence)
+            replace_synced(self._folder / GUARD, msgspec.json.encode(Guard(trimmed=sequence)))
             self.guarded = sequence
 
     def close(self) -> None:
@@ -121,17 +127,23 @@ class ArchiveWriter:
             left = left[os.write(self._file, left) :]
         self._size += len(data)
 
-    def _begin_segment(self, first: int) -> None:
+    def _is_full(self, time_ns: int) -> bool:
+        """True if an entry of that time goes into a segment of its own."""
+        return self._size >= self._segment_bytes or time_ns - self._begun_ns >= self._segment_ns
+
+    def _begin_segment(self, entry: StreamEntry) -> None:
         self.close()
+        first, self._begun_ns = entry.sequence, entry.time_ns
         path = build_segment_path(self._folder, first)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         self._size = 0
         self._encoder = EntryEncoder()
         self._write(encode_segment_start(self._run, first))
-        _sync_folder(self._folder)
+        sync_folder(self._folder)
 
     def _find_end(self, segment: Path) -> int:
-        """Bytes of the segment that are whole; notes the last whole entry."""
+        """Bytes of the segment that are whole; notes the first and the last whole entry."""
+        self._begun_ns = 0
         with segment.open("rb") as file:
             try:
                 self._format = read_header(file, segment, self._run)
@@ -141,6 +153,7 @@ class ArchiveWriter:
 
     def _read_to_end(self, file: BufferedReader) -> int:
         for entry in read_entries(file, self._format):
+            self._begun_ns = self._begun_ns or entry.time_ns
             self.last = entry
         return file.tell()
 
@@ -153,14 +166,17 @@ class ArchiveWriter:
 
 
 @contextmanager
-def open_archive(folder: Path, run: str, *, segment_bytes: int = SEGMENT_BYTES) -> Iterator[ArchiveWriter]:
-    """The archive in ``folder``, made if there is none, for one writer at a time; raises `UserError`."""
+def open_archive(
+    folder: Path, run: str, *, segment_bytes: int = SEGMENT_BYTES, segment_seconds: float = math.inf
+) -> Iterator[ArchiveWriter]:
+    """The archive in ``folder``, made if there is none, for one writer at a time; raises `UserError`. A segment takes entries
+    up to so many bytes, and of so many seconds."""
     with _open_lock(folder) as holder:
         try:
             fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{folder} is being written by another recorder: stop it, or give another --archive") from None
-        writer = ArchiveWriter(folder, run, segment_bytes)
+        writer = ArchiveWriter(folder, run, segment_bytes, segment_seconds)
         try:
             writer.recover()
             yield writer
@@ -183,21 +199,3 @@ def _read_guard(folder: Path) -> int:
         except msgspec.DecodeError as error:
             raise ArchiveDamaged(f"{folder / GUARD} cannot be read: restore it from a copy") from error
     return 0
-
-
-def _write_guard(folder: Path, sequence: int) -> None:
-    partial = folder / f".{GUARD}.part"
-    with partial.open("wb") as file:
-        file.write(msgspec.json.encode(Guard(trimmed=sequence)))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(folder / GUARD)
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

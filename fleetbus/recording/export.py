@@ -6,7 +6,7 @@ at a time, so that the event loop keeps reading.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -139,7 +139,7 @@ async def _find_end(bus: LogBus) -> int:
         return 0
 
 
-async def scan_recording(reader: RecordingReader) -> AsyncIterator[StreamEntry]:
+async def scan_recording(reader: RecordingReader) -> AsyncGenerator[StreamEntry]:
     """The entries of a recording, without blocking the event loop."""
     entries = reader.entries()
     while batch := await anyio.to_thread.run_sync(_read_batch, entries):

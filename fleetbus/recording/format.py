@@ -65,7 +65,8 @@ class RecordingTooLarge(UserError):
 class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The origin of a recording. ``messages`` is the `compute_message_schema` of the writer, ``created_ns`` Unix nanoseconds;
     ``configuration`` has the run's tables without secrets, empty if they were not at hand; ``selected`` are the episodes it was
-    reduced to, none for a whole log; ``redacted`` says that secrets were taken out of it."""
+    reduced to, none for a whole log; ``redacted`` says that secrets were taken out of it; ``begins`` is the position of the
+    first entry that could be recorded: those before it had been removed for good."""
 
     run: str
     format: int = FORMAT
@@ -75,6 +76,7 @@ class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
     configuration: dict[str, Any] = msgspec.field(default_factory=dict)
     selected: tuple[str, ...] = ()
     redacted: bool = True
+    begins: int = 1
 
 
 class FilePart(msgspec.Struct, frozen=True, array_like=True):

@@ -80,8 +80,12 @@ class RecordingReader:
         if not self._ended and not self.torn:
             self.torn = f"{self.path} has no end: its writer was cut off after {count} entries"
 
+    def _is_of_run(self, subject: str) -> bool:
+        """True for subjects with a kind and a name, and for the floor, which needs none."""
+        return subject.startswith(self._subjects) and (subject.count(".") >= 3 or subject == f"{self._subjects}floor")
+
     def _check_subjects(self, part: list[ArchivedEntry]) -> None:
-        if not all(entry.subject.startswith(self._subjects) and entry.subject.count(".") >= 3 for entry in part):
+        if not all(self._is_of_run(entry.subject) for entry in part):
             raise RecordingDamaged(f"{self.path} has entries that are not of run {self.header.run}")
 
     def _entries(self, part: list[ArchivedEntry]) -> Iterator[StreamEntry]:

@@ -219,6 +219,7 @@ class NatsBus:
             duplicate_window_seconds=float(config.get("duplicate_window", 0)) / 1e9,
             created=str(info["created"]),
             erasing=find_erasing_limits(info["config"]),
+            begins=max(int(config.get("first_seq") or 1), 1),
             unacked=sum(counted),
         )
 

@@ -128,6 +128,7 @@ def stream_config(plan: StreamPlan) -> dict[str, Any]:
         "duplicate_window": int(plan.duplicate_window_seconds * _SECOND_NS),
         **({"max_consumers": plan.max_consumers} if plan.max_consumers else {}),
         **({"num_replicas": plan.replicas} if plan.replicas else {}),
+        **({"first_seq": plan.first_sequence} if plan.first_sequence > 1 else {}),
     }
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import msgspec
 
 from fleetbus.core.audit.addresses import Addresses
+from fleetbus.core.audit.beginning import Beginning, EpisodeMessage
 from fleetbus.core.audit.closed import ClosedBooks, count_attempts
 from fleetbus.core.audit.episode import EpisodeAudit
 from fleetbus.core.audit.exclusions import Excluding, judge_exclusions
@@ -45,8 +46,6 @@ from fleetbus_schemas import (
 LOST = {"task": "request", "obs": "observation", "act": "action", "episode": "claim or result"}
 """What an episode lost with an entry, by the kind of its subject."""
 
-EpisodeMessage = EpisodeRequested | AttemptStarted | AttemptReleased | Observation | Action | EpisodeFinished
-
 
 class Audit(msgspec.Struct):
     """Enter every entry of a log in order, then ask for the report. Before that it may be kept, and continued with what comes
@@ -66,6 +65,7 @@ class Audit(msgspec.Struct):
     _refused: set[str] = set()
     _unread: set[str] = set()
     _last_sequence: int = 0
+    _beginning: Beginning = msgspec.field(default_factory=Beginning)
     _addresses: Addresses = msgspec.field(default_factory=Addresses)
     _sessions: SessionsAudit = msgspec.field(default_factory=SessionsAudit)
 
@@ -76,7 +76,16 @@ class Audit(msgspec.Struct):
     @property
     def missing(self) -> int:
         """Positions of the log that were not entered so far: trimmed, or lost."""
-        return self._last_sequence - self._counts["entries"]
+        return self._last_sequence - (self._beginning.sequence - 1) - self._counts["entries"]
+
+    def begin_at(self, sequence: int) -> None:
+        """Of a log whose entries before ``sequence`` were removed: all that they settled is taken as settled, nothing that they
+        held is missed, and the books are no proof of the whole. To be called before anything is entered."""
+        self._beginning, self._last_sequence = Beginning(sequence=sequence), sequence - 1
+
+    def begin_with(self, sequence: int, name: str, started: LineageStarted) -> None:
+        """A lineage of ``train.<name>`` that began among what was removed."""
+        self._get_training(name).begin_with(sequence, started)
 
     def enter(self, sequence: int, subject: str, message: Message | None) -> None:
         """One entry; ``message`` is None for what an audit does not look into. Raises `ValueError` out of order."""
@@ -93,18 +102,22 @@ class Audit(msgspec.Struct):
             case LineageStarted() if tokens[2] == "train":
                 self._unread.update(self._collect_settled(Findings()).sequences)
                 self._get_training(tokens[-1]).on_lineage(sequence, message, self._findings)
-                self._versions.setdefault(tokens[-1], PolicyVersions()).go_back(message.parent_step)
+                self._get_versions(tokens[-1]).go_back(message.parent_step)
                 self._mark_passed(tokens[-1])
             case StepTrained():
                 self._counts["steps"] += 1
-                self._get_training(tokens[-1]).on_step(sequence, message, self._findings)
+                self._get_training(tokens[-1]).on_step(
+                    sequence, self._beginning.leave_out(message, self._episodes), self._findings
+                )
                 self._prove_step(sequence, tokens[-1], message)
             case CheckpointStored():
                 self._get_training(tokens[-1]).on_checkpoint(sequence, message, self._findings)
                 if not self._addresses.is_checkpoint_right(message):
                     self._findings.add("checkpoint_elsewhere", f"{message.lineage}/{message.step}", sequence)
             case TrainingFinished():
-                self._get_training(tokens[-1]).on_end(sequence, message, self._findings)
+                self._get_training(tokens[-1]).on_end(
+                    sequence, self._beginning.leave_out(message, self._episodes), self._findings
+                )
                 self._prove_exclusions(sequence, tokens[-1], message, message.step, is_end=True)
             case SessionClaimed() | SessionRecorded() | SessionEnded():
                 self._sessions.enter(tokens[-1], message)
@@ -171,6 +184,7 @@ class Audit(msgspec.Struct):
             refused=self._counts["refused"],
             undelivered=self._counts["not_delivered"],
             side_calls=self._counts["side_call"],
+            begins=self._beginning.sequence,
             sessions=self._sessions.count(),
         )
 
@@ -180,7 +194,10 @@ class Audit(msgspec.Struct):
             "exclusions_unproven": "exclusions are for reasons that the learner alone knows",
             "rewards_unproven": "trained rewards that a judge changed are told by the learner alone",
         }
-        return tuple(f"{self._counts[kind]} {meaning}" for kind, meaning in counts.items() if self._counts[kind])
+        return (
+            *self._beginning.list_unproven(),
+            *(f"{self._counts[kind]} {meaning}" for kind, meaning in counts.items() if self._counts[kind]),
+        )
 
     def _raise_floor(self, sequence: int, raised: FloorRaised) -> None:
         """Everything below it has to be settled, and is counted for good."""
@@ -239,6 +256,8 @@ class Audit(msgspec.Struct):
             findings.add("misfiled", tokens[-1], sequence)
             return
         episode = self._episodes.get(message.episode_id)
+        if episode is None and self._beginning.takes(message):
+            return
         if (episode is None or isinstance(message, EpisodeRequested)) and self._is_below_floor(message):
             self._counts["refused"] += 1
             return
@@ -262,11 +281,11 @@ class Audit(msgspec.Struct):
                 episode.on_observation(sequence, message, findings)
             case _:
                 self._counts["actions"] += 1
-                episode.on_action(sequence, tokens[3], message, self._versions.get(episode.policy, ()), findings)
+                episode.on_action(sequence, tokens[3], message, self._get_versions(episode.policy), findings)
 
     def _publish(self, sequence: int, name: str, published: PolicyPublished) -> None:
-        versions = self._versions.setdefault(name, PolicyVersions())
-        if published.version in versions:
+        versions = self._get_versions(name)
+        if versions.repeats(published.version):
             self._findings.add("version_repeated", f"{name}/{published.version}", sequence)
         versions.add(published.version, published.step)
         if not self._addresses.is_version_right(published):
@@ -275,6 +294,10 @@ class Audit(msgspec.Struct):
     def _prove_step(self, sequence: int, name: str, step: StepTrained) -> None:
         self._prove_exclusions(sequence, name, step, step.step - 1)
         started = self._get_training(name).find_lineage(step.lineage)
+        if not self._beginning.is_whole:
+            step = msgspec.structs.replace(
+                step, rewards={episode: reward for episode, reward in step.rewards.items() if episode in self._episodes}
+            )
         for episode_id, is_right in judge_rewards(step, started, self._episodes):
             if is_right is None:
                 self._counts["rewards_unproven"] += 1
@@ -284,13 +307,14 @@ class Audit(msgspec.Struct):
     def _prove_exclusions(
         self, sequence: int, name: str, entry: StepTrained | TrainingFinished, step: int, *, is_end: bool = False
     ) -> None:
-        started, versions = self._get_training(name).find_lineage(entry.lineage), self._versions.get(name, PolicyVersions())
+        started, versions = self._get_training(name).find_lineage(entry.lineage), self._get_versions(name)
         excluding = Excluding(
             step=step,
             is_end=is_end,
             settings=started.settings if started is not None else {},
             step_of=versions.steps,
             void=versions.void,
+            unread_below=versions.unread_below,
         )
         for episode_id, is_founded in judge_exclusions(excluding, entry.excluded, self._episodes):
             if is_founded is None:
@@ -299,7 +323,10 @@ class Audit(msgspec.Struct):
                 self._findings.add("exclusion_unfounded", episode_id, sequence)
 
     def _get_training(self, name: str) -> TrainingAudit:
-        return self._training.setdefault(name, TrainingAudit())
+        return self._training.setdefault(name, TrainingAudit(begins_anywhere=not self._beginning.is_whole))
+
+    def _get_versions(self, name: str) -> PolicyVersions:
+        return self._versions.setdefault(name, PolicyVersions(begins_anywhere=not self._beginning.is_whole))
 
     def _check_settled(self, settled: Settled, ids: Iterable[str]) -> None:
         for episode_id in ids:

@@ -24,13 +24,15 @@ LEARNERS_OWN = frozenset({NOT_FINITE, OUT_OF_BOUNDS, "lost"})
 class Excluding(msgspec.Struct, frozen=True, kw_only=True):
     """One entry that excludes: after ``step`` steps, by a lineage with these settings; ``is_end``: nothing more is trained.
     ``step_of`` says which step made each version, ``void`` which a later lineage went back behind: how old such a version is
-    depends on what the checkpoint knows from which that lineage continues."""
+    depends on what the checkpoint knows from which that lineage continues. Versions ``unread_below`` were removed from the
+    log."""
 
     step: int
     is_end: bool
     settings: Mapping[str, Mapping[str, bool | int | float | str]]
     step_of: Mapping[int, int]
     void: Container[int] = frozenset()
+    unread_below: int = 0
 
 
 def judge_exclusions(
@@ -72,6 +74,8 @@ def _is_stale(excluding: Excluding, most: object, members: Sequence[EpisodeAudit
     if not isinstance(most, int):
         return None
     versions = [member.oldest_version for member in members if member.oldest_version >= 0]
+    if any(version < excluding.unread_below for version in versions):
+        return None
     if lag(excluding.step, tuple(excluding.step_of.get(version, 0) for version in versions)) > most:
         return True
     return None if any(version in excluding.void for version in versions) else False

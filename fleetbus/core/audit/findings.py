@@ -181,8 +181,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Turns that results leave out of training, for their agents never had the answers."""
     side_calls: int = 0
     """Turns that results leave out of training, for their agents asked for them beside the task."""
+    begins: int = 1
+    """The position of the first entry that could be read; those before it were removed by an archive's retention."""
     sessions: SessionBooks = SessionBooks()
 
     @property
+    def whole(self) -> bool:
+        """True if no entry had been removed before it could be read."""
+        return self.begins == 1
+
+    @property
     def balanced(self) -> bool:
-        return not self.findings
+        """True if the books of the whole log have no finding: those of a part prove nothing of the rest."""
+        return not self.findings and self.whole

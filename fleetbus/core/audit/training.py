@@ -5,6 +5,7 @@ Which lineage survives is known at the end only, so steps are kept as ids until 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -14,7 +15,7 @@ import msgspec
 
 from fleetbus.core.audit.episode import EpisodeAudit
 from fleetbus.core.audit.findings import Findings, ReachedStep
-from fleetbus.core.training.lineage import compute_surviving_steps, is_surviving
+from fleetbus.core.training.lineage import complete_lineages, compute_surviving_steps, is_surviving
 from fleetbus_schemas import CheckpointStored, Exclusion, LineageStarted, StepTrained, TrainingFinished
 
 MAX_SETTLEMENTS = 4096
@@ -52,8 +53,10 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingAudit(msgspec.Struct):
-    """One ``train.<name>``. ``_first_step`` is that of the first settlement which is not merged with others."""
+    """One ``train.<name>``. ``_first_step`` is that of the first settlement which is not merged with others.
+    ``begins_anywhere``: the log's beginning was removed, so that steps and lineages follow others that nobody can read."""
 
+    begins_anywhere: bool = False
     _lineages: list[LineageStarted] = []
     _settlements: list[Settlement] = []
     _checkpoints: list[tuple[int, CheckpointStored]] = []
@@ -83,12 +86,18 @@ class TrainingAudit(msgspec.Struct):
     def is_newest(self, lineage: str) -> bool:
         return bool(self._lineages) and self._lineages[-1].lineage == lineage
 
+    def begin_with(self, sequence: int, started: LineageStarted) -> None:
+        """A lineage that began before the first entry that can be read."""
+        self._lineages.append(started)
+        self._began[started.lineage] = sequence
+
     def on_lineage(self, sequence: int, started: LineageStarted, findings: Findings) -> None:
         """By itself a lineage starts at a checkpoint that counts, or anew if there is none; a person may order otherwise."""
         counting = {stored.step for _, stored in self._list_counting_checkpoints()}
         known = {stored.step for _, stored in self._checkpoints} if started.restart else counting
         anew = started.parent_step == 0 and (not counting or bool(started.restart))
-        if not anew and started.parent_step not in known:
+        removed = self.begins_anywhere and started.parent_step < min(known, default=math.inf)
+        if not anew and not removed and started.parent_step not in known:
             findings.add("lineage_unfounded", f"{started.lineage}/{started.parent_step}", sequence)
         self._lineages.append(started)
         self._began[started.lineage] = sequence
@@ -123,7 +132,7 @@ class TrainingAudit(msgspec.Struct):
         lost = self._find_lost_steps(counted, surviving)
         for first, last, started in lost:
             findings.add("steps_lost", f"{started.parent}/{first}-{last}", self._began[started.lineage])
-        expected = self._first_step
+        expected = self._find_first_step(counted)
         for each in (each for each in counted if not each.end):
             expected = next((last + 1 for first, last, _ in lost if first == expected), expected)
             if each.step != expected:
@@ -138,7 +147,9 @@ class TrainingAudit(msgspec.Struct):
         newest: dict[str, int] = {}
         for each in counted:
             newest[each.lineage] = max(each.step, newest.get(each.lineage, 0))
-        lost, reached = [], self._first_step - 1
+        lost, reached = [], self._find_first_step(counted) - 1
+        if self.begins_anywhere and not newest:
+            return []
         for started in self._lineages:
             if started.lineage in surviving:
                 last = int(min(started.parent_step, surviving[started.lineage]))
@@ -146,6 +157,12 @@ class TrainingAudit(msgspec.Struct):
                     lost.append((reached + 1, last, started))
                 reached = max(reached, last, newest.get(started.lineage, 0))
         return lost
+
+    def _find_first_step(self, counted: Sequence[Settlement]) -> int:
+        """The step that has to be the first of those that count; whichever is, where those before it were removed."""
+        if self.begins_anywhere:
+            return next((each.step for each in counted if not each.end), self._first_step)
+        return self._first_step
 
     def count_void(self, counted: list[Settlement]) -> tuple[int, int]:
         """Episodes trained by steps that do not count, and how many of all that those settled were settled for good."""
@@ -235,6 +252,8 @@ class TrainingAudit(msgspec.Struct):
         return is_surviving(surviving, settlement.lineage, settlement.step)
 
     def _check_author(self, sequence: int, lineage: str, step: int, findings: Findings) -> None:
+        if self.begins_anywhere and not self._lineages:
+            self._lineages = complete_lineages(self._lineages, lineage)
         if not self.is_newest(lineage):
             findings.add("lineage_replaced", f"{lineage}/{step}", sequence)
 

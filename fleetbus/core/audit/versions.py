@@ -13,25 +13,40 @@ MAX_VERSIONS = 1 << 14
 class PolicyVersions(msgspec.Struct):
     """Published versions of one policy with the step that made each; old ones are known by being below the newest.
 
-    ``void`` are those of steps that a later lineage went back behind.
+    ``void`` are those of steps that a later lineage went back behind. ``begins_anywhere``: the log's beginning was removed, so
+    that the first version that is read has others before it.
     """
 
+    begins_anywhere: bool = False
     _known: dict[int, int] = {}
     void: set[int] = set()
     _oldest: int = 0
     _forgotten: int = 0
 
     def __contains__(self, version: object) -> bool:
+        if not self._known and self.begins_anywhere:
+            return True
         return version in self._known or (isinstance(version, int) and 0 <= version < self._oldest)
+
+    def repeats(self, version: int) -> bool:
+        """True if this version was published before; the first that can be read was not, as far as can be told."""
+        return bool(self._known or not self.begins_anywhere) and version in self
 
     def __len__(self) -> int:
         return len(self._known) + self._forgotten
+
+    @property
+    def unread_below(self) -> int:
+        """Versions below it were published before the log begins."""
+        return self._oldest if self.begins_anywhere else 0
 
     @property
     def steps(self) -> Mapping[int, int]:
         return self._known
 
     def add(self, version: int, step: int) -> None:
+        if not self._known and self.begins_anywhere:
+            self._oldest = version
         self._known[version] = step
 
     def go_back(self, step: int) -> None:

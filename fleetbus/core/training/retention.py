@@ -75,6 +75,10 @@ class _Training:
         """The sequence from which a learner has to read its journal; 0: all of it."""
         return self._checkpoints[0][0] if len(self._checkpoints) == KEPT_CHECKPOINTS else 0
 
+    def find_first_settled(self) -> int:
+        """Below this position everything was settled when the oldest of the checkpoints was made; 0 while there are few."""
+        return min((checkpoint.floor for _, checkpoint in self._checkpoints), default=0) if self.find_first_needed() else 0
+
     def on_lineage(self, started: LineageStarted) -> dict[str, _OpenEpisode]:
         """Void what the lineage before trained after its parent step: those episodes will be asked for again. Returns those
         that were settled."""
@@ -243,6 +247,19 @@ class Retention:
             return 0
         del versions[: before - KEPT_VERSIONS]
         return versions[0]
+
+    def find_archive_floor(self) -> int:
+        """The sequence below which an archive may forget: no learner reads there, at whichever of the newest checkpoints it
+        begins, nor would a log that is restored from the archive need it.
+
+        It is the floor of the log at most, for what is below that is refused by number; and it keeps what the oldest of those
+        checkpoints had not settled, for a log that went back in time may have a lower floor again.
+        """
+        floor = self.floor.sequence
+        for name, training in self._training.items():
+            versions = self._versions.get(name, [0])  # without those that no episode above the floor was sampled from
+            floor = min(floor, training.find_first_needed(), training.find_first_settled(), versions[0])
+        return floor
 
     def list_names(self) -> list[tuple[str, str]]:
         """The kind and name of every ``train.<name>`` and ``policy.<name>`` so far."""

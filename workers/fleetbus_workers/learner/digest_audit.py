@@ -20,8 +20,10 @@ from fleetbus.core.episode.history import Turn
 from fleetbus.core.episode.segments import fold_segments, hash_segments
 from fleetbus.core.training.groups import Group
 from fleetbus.errors import UserError
+from fleetbus.log.archive_retention import Removed
 from fleetbus.log.stored_entries import decode_stored
 from fleetbus_schemas import Action, EpisodeFinished, LineageStarted, MalformedMessage, Message, StepTrained
+from fleetbus_schemas.message import decode
 from fleetbus_workers.learner.batches import (
     CreditPlan,
     build_sequence,
@@ -37,11 +39,15 @@ Scan = Callable[[], AsyncIterator[StreamEntry]]
 
 S = TypeVar("S", bound=Settings)
 
+NOTHING = Removed()
+
 
 class DigestReport(msgspec.Struct, frozen=True, kw_only=True):
-    """``proven`` episodes of steps that count were trained as the log says; ``findings`` are about the others."""
+    """``proven`` episodes of steps that count were trained as the log says; ``findings`` are about the others, but for the
+    ``unread`` ones: of their steps not all can be read any more."""
 
     proven: int
+    unread: int = 0
     findings: tuple[Finding, ...]
 
 
@@ -56,10 +62,15 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     leaves: tuple[Leaf, ...]
 
 
-async def audit_digests(scan: Scan, *, last_sequence: int, trusted: Collection[str] = ()) -> DigestReport:
+async def audit_digests(
+    scan: Scan, *, last_sequence: int, trusted: Collection[str] = (), removed: Removed = NOTHING
+) -> DigestReport:
     """Prove every step that counts among the entries up to ``last_sequence``. Raises `UserError` for a lineage that was trained
-    with an advantage function of its user's that is not among the ``trusted`` ones (``module:function``)."""
-    audit = DigestAudit(trusted)
+    with an advantage function of its user's that is not among the ``trusted`` ones (``module:function``). What was
+    ``removed`` for good cannot be proven."""
+    audit = DigestAudit(trusted, is_whole=removed.below == 1)
+    for each in removed.lineages:
+        audit.begin_with(each.sequence, each.subject, decode(LineageStarted, each.payload, subject=each.subject))
     async for entry in scan():
         if entry.sequence <= last_sequence and _get_kind(entry) == "train":
             audit.enter_training(entry)
@@ -73,8 +84,10 @@ async def audit_digests(scan: Scan, *, last_sequence: int, trusted: Collection[s
 class DigestAudit:
     """Call `enter_training` with the learners' entries, `count_steps`, and then `enter` with every entry."""
 
-    def __init__(self, trusted: Collection[str] = ()) -> None:
+    def __init__(self, trusted: Collection[str] = (), *, is_whole: bool = True) -> None:
         self._trusted = trusted
+        self._is_whole = is_whole
+        self._unread = 0
         self._findings = Findings()
         self._training: dict[str, TrainingAudit] = {}
         self._plans: dict[tuple[str, str], CreditPlan] = {}
@@ -84,9 +97,14 @@ class DigestAudit:
         self._sampled: dict[str, Sampled] = {}
         self._proven = 0
 
+    def begin_with(self, sequence: int, subject: str, started: LineageStarted) -> None:
+        """A lineage that began among what was removed."""
+        self._training.setdefault(subject, TrainingAudit(begins_anywhere=True)).begin_with(sequence, started)
+        self._plans[subject, started.lineage] = _build_plan(started)
+
     def enter_training(self, entry: StreamEntry) -> None:
         message, ignored = _decode(entry), Findings()  # the books have reported all that is to be reported of steps themselves
-        training = self._training.setdefault(entry.subject, TrainingAudit())
+        training = self._training.setdefault(entry.subject, TrainingAudit(begins_anywhere=not self._is_whole))
         if isinstance(message, LineageStarted):
             training.on_lineage(entry.sequence, message, ignored)
             self._plans[entry.subject, message.lineage] = _build_plan(message)
@@ -97,7 +115,11 @@ class DigestAudit:
         """From now on it is known which steps count, and by which rules each episode was trained."""
         for subject, training in self._training.items():
             for step in training.list_settlements(Findings()):
-                plan = self._plans[subject, step.lineage]
+                plan = self._plans.get((subject, step.lineage))
+                if plan is None and not self._is_whole:  # its lineage began among what was removed
+                    self._unread += len(step.episodes)
+                    continue
+                assert plan is not None
                 if plan.advantage and plan.advantage not in self._trusted:
                     raise UserError(
                         f"lineage {step.lineage} was trained with the function {plan.advantage!r}, which is code: name it with "
@@ -120,7 +142,7 @@ class DigestAudit:
                 self._summarize(message)
 
     def report(self) -> DigestReport:
-        return DigestReport(proven=self._proven, findings=self._findings.list_found())
+        return DigestReport(proven=self._proven, unread=self._unread, findings=self._findings.list_found())
 
     def _summarize(self, result: EpisodeFinished) -> None:
         """A history that cannot be trained at all is left out, and all that was trained of it is wrong then."""
@@ -146,6 +168,9 @@ class DigestAudit:
 
     def _check_step(self, position: int, step: StepTrained) -> None:
         sampled = {episode: self._sampled.pop(episode) for episode in step.episodes if episode in self._sampled}
+        if not self._is_whole and len(sampled) < len(step.episodes):  # a group's advantages need all of it
+            self._unread += len(step.episodes)
+            return
         if len(step.digests) != len(step.episodes):
             self._findings.add("digest_missing", f"{step.lineage}/{step.step}", position)
             return

@@ -116,13 +116,18 @@ class LogTrimmer:
         """Episodes whose content is still needed."""
         return len(self._retention)
 
+    def find_archive_floor(self) -> int:
+        """The sequence from which on the archive has to keep everything."""
+        expired = min(self._settled_ages.find_position(self._bus.now_ns()), self.last_entered)
+        return min(self._retention.find_archive_floor(), self._sessions.compute_prefix(expired))
+
     def enter(self, entry: StreamEntry) -> None:
         """One entry that is in the archive for good."""
-        message = _decode_entry(entry)
+        message = decode_entry(entry)
         if isinstance(message, EpisodeFinished):
             self._unread.append((entry, message))
         elif entry.subject.split(".", 3)[2] == "session":
-            self._sessions.enter(entry.sequence, entry.subject.rpartition(".")[2], is_over=_ends_session(message))
+            self._sessions.enter(entry.sequence, entry.subject.rpartition(".")[2], is_over=ends_session(message))
         else:
             self._retention.enter(entry.sequence, entry.subject, message)
         self.last_entered, self._last_ns = entry.sequence, entry.time_ns
@@ -323,9 +328,9 @@ async def _remove_each(remove: Callable[[str], Awaitable[None]], names: Iterable
             tasks.start_soon(work)
 
 
-def _decode_entry(entry: StreamEntry) -> Message | None:
+def decode_entry(entry: StreamEntry) -> Message | None:
     return read_stored(entry) if entry.subject.split(".", 3)[2] in _READ else None
 
 
-def _ends_session(message: Message | None) -> bool:
+def ends_session(message: Message | None) -> bool:
     return isinstance(message, SessionEnded) or (isinstance(message, SessionRecorded) and message.answer.end is not None)

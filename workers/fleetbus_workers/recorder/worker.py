@@ -4,6 +4,7 @@ Above it is the command line; below are the bus and the archive's files. One rec
 where the archive ends; of what is archived it reads again only what decides about trimming, which is kept as long as it does.
 """
 
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -17,9 +18,12 @@ from fleetbus.delivery.control import Control
 from fleetbus.delivery.lanes import LEASE_SECONDS, Lane, NoLaneFree, claim_lane
 from fleetbus.delivery.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus.errors import BusClosed, BusError, UserError
+from fleetbus.log.archive_format import ArchiveDamaged
 from fleetbus.log.archive_reader import find_first_lost
+from fleetbus.log.archive_retention import remove_segments
 from fleetbus.log.archive_writer import ArchiveWriter, open_archive
 from fleetbus_schemas import Heartbeat, Subjects
+from fleetbus_workers.recorder.archive_keeper import SEGMENT_BYTES, ArchiveKeeper, compute_segment_limits
 from fleetbus_workers.recorder.log_trimmer import SETTLE_SECONDS, LogTrimmer
 
 LANE = "recorder"
@@ -29,12 +33,13 @@ log = structlog.get_logger()
 
 class RecorderSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A batch is synced after ``batch_seconds`` or ``batch_bytes``; the log is trimmed every ``trim_seconds``; what has been
-    settled for ``settle_seconds`` leaves it for good."""
+    settled for ``settle_seconds`` leaves it for good. The archive is kept within its limits every ``keep_seconds``."""
 
     batch_seconds: float = 0.25
     batch_bytes: int = 4 << 20
     trim_seconds: float = 5.0
-    segment_bytes: int = 64 << 20
+    keep_seconds: float = 60.0
+    segment_bytes: int = SEGMENT_BYTES
     settle_seconds: float = SETTLE_SECONDS
 
 
@@ -49,6 +54,7 @@ class Recorder:
         settings: RecorderSettings,
         archive: ArchiveWriter,
         trimmer: LogTrimmer,
+        keeper: ArchiveKeeper,
         drain: anyio.Event,
         drain_seconds: float,
         runtime: Runtime,
@@ -58,6 +64,7 @@ class Recorder:
         self._settings = settings
         self._archive = archive
         self._trimmer = trimmer
+        self._keeper = keeper
         self._drain = drain
         self._drain_seconds = drain_seconds
         self._runtime = runtime
@@ -72,10 +79,15 @@ class Recorder:
         async with self._bus.read([self._subjects.log], start=last + 1) as reader, anyio.create_task_group() as group:
             group.start_soon(self._archive_entries, reader)
             group.start_soon(self._trim_periodically)
+            if self._keeper.has_work:
+                group.start_soon(self._keep_periodically)
             await self._drain.wait()
             with anyio.move_on_after(self._drain_seconds):
                 await self._archive_remaining()
             group.cancel_scope.cancel()
+        if self._keeper.has_work:
+            with anyio.move_on_after(self._drain_seconds):
+                await self._keep(is_end=True)
 
     def heartbeat(self, worker: str) -> Heartbeat:
         return Heartbeat(
@@ -124,6 +136,20 @@ class Recorder:
             except BusError as error:
                 log.warning("log trim failed; retrying", reason=str(error))
 
+    async def _keep_periodically(self) -> None:
+        while True:
+            await anyio.sleep(self._settings.keep_seconds)
+            await self._keep()
+
+    async def _keep(self, *, is_end: bool = False) -> None:
+        """A store that is away for an hour costs nothing but room: until it is back nothing leaves the folder."""
+        needed = self._trimmer.find_archive_floor()
+        keep = partial(self._keeper.keep, now_ns=self._bus.now_ns(), needed=needed, is_end=is_end)
+        try:
+            await self._runtime.offload(keep)
+        except (OSError, ArchiveDamaged) as error:
+            log.error("archive could not be copied or shortened; retrying", reason=str(error))
+
     async def _archive_remaining(self) -> None:
         end = (await self._bus.log_state()).last_sequence
         while self._trimmer.last_entered < end:
@@ -144,8 +170,13 @@ async def run_recorder(
     the archive of something else."""
     runtime, settings = runtime or Runtime(), settings or RecorderSettings()
     subjects = Subjects(configuration.run.name)
-    with open_archive(folder, subjects.run, segment_bytes=settings.segment_bytes) as archive:
+    keeper = ArchiveKeeper(folder, configuration.recorder)
+    await runtime.offload(keeper.begin)
+    limits = compute_segment_limits(configuration.recorder, settings.segment_bytes)
+    with open_archive(folder, subjects.run, segment_bytes=limits.size_bytes, segment_seconds=limits.seconds) as archive:
         await _check_same_log(bus, subjects, folder, archive)
+        if archive.last is None:  # a restored log may begin later
+            await runtime.offload(remove_segments, folder, (await bus.log_state()).begins)
         lane = await _claim_lane(bus, subjects, name, runtime)
         window_seconds = (await bus.log_state()).duplicate_window_seconds
         trimmer = LogTrimmer(
@@ -153,7 +184,7 @@ async def run_recorder(
         )
         drain_seconds = configuration.limits.drain
         recorder = Recorder(
-            bus, subjects=subjects, settings=settings, archive=archive, trimmer=trimmer, drain=drain,
+            bus, subjects=subjects, settings=settings, archive=archive, trimmer=trimmer, keeper=keeper, drain=drain,
             drain_seconds=drain_seconds, runtime=runtime,
         )  # fmt: skip
         lifecycle = WorkerLifecycle(

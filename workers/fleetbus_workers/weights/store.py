@@ -72,24 +72,24 @@ class FsspecStore:
         await anyio.to_thread.run_sync(self._delete, file)
 
     def _upload(self, file: Path) -> None:
-        with _raise_os_error(self._url):
+        with raise_os_error(self._url):
             self._files.makedirs(self._url, exist_ok=True)
             self._files.put_file(str(file), f"{self._url}/{file.name}")
 
     def _delete(self, file: Path) -> None:
-        with _raise_os_error(self._url):
+        with raise_os_error(self._url):
             if self._files.exists(f"{self._url}/{file.name}"):
                 self._files.rm_file(f"{self._url}/{file.name}")
 
 
 def download(uri: str, file: Path) -> None:
     """Copy what fsspec finds at ``uri``; blocking. Raises `OSError` or `UserError`."""
-    with _raise_os_error(uri):
+    with raise_os_error(uri):
         open_filesystem(uri).get_file(uri, str(file))
 
 
 @contextmanager
-def _raise_os_error(url: str) -> Iterator[None]:
+def raise_os_error(url: str) -> Iterator[None]:
     """Each of fsspec's implementations raises errors of its own: a server that answers 503 must not end a worker."""
     try:
         yield

@@ -1,4 +1,5 @@
-"""``fleetbus audit RUN|FILE``: do the books of a run balance? Exit status 0: yes; 1: no, and here is where; 2: bad input."""
+"""``fleetbus audit RUN|FILE``: do the books of a run balance? Exit status 0: yes; 1: no, and here is where; 2: bad input;
+3: what could be read of it does, and the rest was removed for good."""
 
 from __future__ import annotations
 
@@ -24,9 +25,10 @@ from fleetbus_workers.run_access.sources import is_recording
 if TYPE_CHECKING:
     from fleetbus.config.settings import Configuration
     from fleetbus.core.audit.findings import Report
+    from fleetbus.log.archive_retention import Removed
     from fleetbus_workers.learner.digest_audit import Scan
 
-BALANCED, UNBALANCED = 0, 1
+BALANCED, UNBALANCED, PARTLY_READ = 0, 1, 3
 SHOWN_IDS = 10
 
 
@@ -62,7 +64,8 @@ def command(
 
     Requested = trained + excluded by reason + evaluation + in flight; one result per episode; nothing trained twice; no action
     without an observation; the end of the log and the checkpoints beside it are those that were read. Exit status 0: the audit
-    balances; 1: it does not, with the offending ids.
+    balances; 1: it does not, with the offending ids; 3: what can be read of it does, and an archive's retention removed the
+    rest.
     """
     if trusted and not deep:
         raise UserError("--advantage is what --deep calls: add --deep, or leave it out")
@@ -75,15 +78,19 @@ def command(
         configuration = load_settings({**values, "run__name": source}).configuration
         name, report = configuration.run.name, run_async(_audit, configuration, archive, deep, trusted, state)
     report = _tell_unproven(report, deep=deep)
-    facts = {"balanced": report.balanced, "in_flight": report.books.in_flight} | msgspec.to_builtins(report)
+    facts = {"balanced": report.balanced, "whole": report.whole, "in_flight": report.books.in_flight} | msgspec.to_builtins(
+        report
+    )
     print_json(facts) if as_json else _print(report, name)
-    return BALANCED if report.balanced else UNBALANCED
+    if report.findings:
+        return UNBALANCED
+    return BALANCED if report.whole else PARTLY_READ
 
 
 async def _audit(
     configuration: Configuration, archive: Path | None, deep: bool, trusted: tuple[str, ...], state: Path | None
 ) -> Report:
-    from fleetbus.audit.run import audit_archive, audit_run
+    from fleetbus.audit.run import audit_archive, audit_run, find_removed
     from fleetbus.config.run_folder import run_folder
     from fleetbus.log.archive_reader import scan_archive, scan_archive_and_log
     from fleetbus_workers.learner.checkpoints import list_checkpoints
@@ -93,14 +100,17 @@ async def _audit(
         if state is not None:
             raise UserError("--state continues the audit of a log, and no server has that of the run: leave it out")
         report = _hold_against_checkpoints(await audit_archive(subjects, archive), configuration.run.policy, ())
-        return await _add_proof(report, partial(scan_archive, archive, run=subjects.run), trusted) if deep else report
+        removed = await find_removed(None, archive)
+        return await _add_proof(report, partial(scan_archive, archive, run=subjects.run), trusted, removed) if deep else report
     folder = run_folder(configuration.run).checkpoints
     written = await run_in_thread(list_checkpoints, folder)  # before the log is read, which has the step of each by then
     async with open_run(configuration, "audit", own_server=True) as bus:
         report = await audit_run(bus, subjects, archive=archive, state=state)
         report = _hold_against_checkpoints(report, configuration.run.policy, written)
         scan = partial(scan_archive_and_log, bus, subjects, archive)
-        return await _add_proof(report, scan, (*trusted, configuration.algorithm.advantage)) if deep else report
+        if not deep:
+            return report
+        return await _add_proof(report, scan, (*trusted, configuration.algorithm.advantage), await find_removed(bus, archive))
 
 
 def _hold_against_checkpoints(report: Report, policy: str, written: Sequence[tuple[int, int, bool]]) -> Report:
@@ -126,17 +136,21 @@ def _tell_unproven(report: Report, *, deep: bool) -> Report:
     return msgspec.structs.replace(report, unproven=(*report.unproven, *digests, *always))
 
 
-async def _add_proof(report: Report, scan: Scan, trusted: Collection[str]) -> Report:
+async def _add_proof(report: Report, scan: Scan, trusted: Collection[str], removed: Removed) -> Report:
     """The report with what the deep audit finds in the same entries."""
     from fleetbus_workers.learner.digest_audit import audit_digests
 
-    proof = await audit_digests(scan, last_sequence=report.last_sequence, trusted=trusted)
-    return msgspec.structs.replace(report, proven=proof.proven, findings=(*report.findings, *proof.findings))
+    proof = await audit_digests(scan, last_sequence=report.last_sequence, trusted=trusted, removed=removed)
+    unread = (f"{proof.unread} episodes of steps whose groups were removed in part",) if proof.unread else ()
+    return msgspec.structs.replace(
+        report, proven=proof.proven, findings=(*report.findings, *proof.findings), unproven=(*report.unproven, *unread)
+    )
 
 
 async def _audit_file(file: Path, archive: Path | None, deep: bool, trusted: tuple[str, ...]) -> tuple[str, Report]:
     """The run that a recording is of, and its books."""
     from fleetbus.audit.run import audit_recording
+    from fleetbus.log.archive_retention import Removed
     from fleetbus.recording.export import scan_recording
 
     if archive is not None:
@@ -146,7 +160,8 @@ async def _audit_file(file: Path, archive: Path | None, deep: bool, trusted: tup
     if reader.torn:
         click.echo(f"fleetbus: {reader.torn}", err=True)
     if deep:
-        report = await _add_proof(report, lambda: scan_recording(RecordingReader(file)), trusted)
+        removed = Removed(below=report.begins)
+        report = await _add_proof(report, lambda: scan_recording(RecordingReader(file)), trusted, removed)
     return reader.header.run, report
 
 
@@ -189,3 +204,7 @@ def _print(report: Report, run: str) -> None:
         print(f"NOT BALANCED {finding.kind}: {finding.count} {finding.meaning}: {ids} (entry {finding.sequence})")
     if report.balanced:
         print("the audit balances")
+    elif not report.findings:
+        print(
+            f"nothing that was read is wrong; entries 1 to {report.begins - 1} were removed, so this proves only what follows"
+        )

@@ -74,13 +74,22 @@ def _choose_run(context: click.Context, _: click.Parameter, value: str | None) -
 
 
 def archive_option(alone: str = "") -> Callable[[Callable[..., Any]], Callable[..., object]]:
-    """Decorator: ``--archive DIR`` as the argument ``archive``; ``alone`` is passed in addition."""
+    """Decorator: ``--archive`` as the argument ``archive``, a folder; ``alone`` is passed in addition."""
     return click.option(
         "--archive",
-        type=click.Path(path_type=Path, file_okay=False, exists=True),
-        metavar="DIR",
-        help=f"The recorder's archive, needed for a trimmed log{alone}",
+        multiple=True,
+        metavar="DIR|URL",
+        callback=_open_archive,
+        help=f"The recorder's archive, its folder or recorder.store, or both; needed for a trimmed log{alone}",
     )
+
+
+def _open_archive(context: click.Context, _: click.Parameter, places: tuple[str, ...]) -> Path | None:
+    if not places:
+        return None
+    from fleetbus_workers.recorder.archive_places import open_archive_places
+
+    return context.with_resource(open_archive_places(places))
 
 
 def nats_http_option(function: Callable[..., object]) -> Callable[..., Any]:

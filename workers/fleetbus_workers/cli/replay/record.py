@@ -116,6 +116,7 @@ async def _record(
     objects: bool,
     max_objects: int,
 ) -> dict[str, Any]:
+    from fleetbus.audit.run import find_removed
     from fleetbus.recording.export import Export
     from fleetbus.recording.objects import add_objects
     from fleetbus.recording.redaction import Redactor, find_environment_secrets
@@ -126,13 +127,16 @@ async def _record(
             raise UserError("--follow needs a server: give --nats, or start `fleetbus up` first")
         if entries_of.file is not None and _is_same_file(entries_of.file, output):
             raise UserError(f"{output} is the recording being read: give another --output")
-        header = _build_header(entries_of, configuration, episodes, redactor is not None)
+        begins = (await find_removed(entries_of.bus, archive)).below
+        header = _build_header(entries_of, configuration, episodes, redactor is not None, begins)
         with create_recording(output, header, overwrite=overwrite) as writer:
             export = Export(writer, redactor=redactor, selected=frozenset(episodes) if episodes else None)
             last = _SequenceTracker()
             log_state = await entries_of.bus.log_state() if entries_of.bus is not None else None
             await export.copy(last.track(entries_of.entries()), progress=_build_progress_callback(writer))
             problems = _find_problems(log_state, last.sequence)
+            if header.begins > 1:
+                problems.append(f"entries 1 to {header.begins - 1} were removed by the archive's retention")
             if follow:
                 writer.flush()
                 writer.take_place()
@@ -205,7 +209,9 @@ class _SequenceTracker:
             yield entry
 
 
-def _build_header(source: Source, configuration: Configuration, episodes: tuple[str, ...], redacted: bool) -> RecordingHeader:
+def _build_header(
+    source: Source, configuration: Configuration, episodes: tuple[str, ...], redacted: bool, begins: int
+) -> RecordingHeader:
     import time
 
     if source.file is not None:
@@ -220,6 +226,7 @@ def _build_header(source: Source, configuration: Configuration, episodes: tuple[
         configuration=_strip_local_settings(msgspec.json.decode(dump_configuration(configuration))) if known else {},
         selected=episodes,
         redacted=redacted,
+        begins=begins,
     )
 
 

@@ -22,11 +22,12 @@ from fleetbus_workers.cli.roles.role import role_options, run_role
     help="Folder of this run's archive; created if missing, continued if it exists",
 )
 @role_options
-@settings_options("run", "nats", "limits", "log")
+@settings_options("run", "nats", "recorder", "limits", "log")
 def command(archive: Path, **values: Any) -> int:
     """Start a recorder: it archives a run's log and keeps the log small by removing what is archived and settled.
 
     One per run. SIGTERM or Ctrl-C: archive the rest of the log, then exit. A new recorder continues at the end of the archive.
+    By default the archive is kept for ever (--recorder-keep-hours, --recorder-keep-bytes).
     Pass the folder to the learner, too (--learner-archive): to resume from an older checkpoint it needs the removed entries.
     """
 

@@ -1,0 +1,167 @@
+"""Removing the oldest segments of an archive: what may go, in which order, and what readers know of it. Blocking.
+
+First a note says durably below which entry nothing is read any more, then the segments go, the oldest first. Killed between any
+two steps, the archive begins where the note says, whatever is left before it; the next removal finishes what was begun. What is
+still needed is not known here: the recorder gives the entry from which on everything stays
+(docs/decisions/0229-an-archive-forgets-what-nobody-needs.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from io import BufferedReader
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from fleetbus.errors import UserError
+from fleetbus.log.archive_format import (
+    ArchiveDamaged,
+    ArchivedEntry,
+    TornRecord,
+    list_segments,
+    parse_first_sequence,
+    read_entries,
+    read_header,
+    replace_synced,
+    sync_folder,
+)
+from fleetbus_schemas import LineageStarted, MalformedMessage
+from fleetbus_schemas.channels import STORED
+from fleetbus_schemas.message import decode_any
+
+NOTE = "removed.json"
+HOUR_NS = 3_600_000_000_000
+KEPT_LINEAGES = 256
+NO_BEGIN = 1 << 62
+"""Later than every entry: what cannot be told is never too old."""
+
+
+class ArchiveShortened(UserError):
+    """Segments were removed while they were read: what is left can be read again."""
+
+
+class Removed(msgspec.Struct, frozen=True, kw_only=True):
+    """The part that an archive no longer holds: every entry below the sequence ``below``. ``lineages`` are the newest
+    `KEPT_LINEAGES` beginnings of lineages among them, for the settings in those: an audit of what follows goes by them."""
+
+    below: int = 1
+    lineages: tuple[ArchivedEntry, ...] = ()
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """One segment: the sequence of its first entry, and its bytes."""
+
+    first: int
+    size_bytes: int
+
+
+class Keep(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of an archive: entries of so many hours, and so many bytes of segments; 0 is no limit."""
+
+    hours: float = 0.0
+    size_bytes: int = 0
+
+    @property
+    def is_limited(self) -> bool:
+        return self.hours > 0 or self.size_bytes > 0
+
+
+def choose_first_kept(
+    segments: Sequence[Segment], keep: Keep, *, now_ns: int, needed: int, read_begin: Callable[[Segment], int]
+) -> int:
+    """The sequence at which the archive is to begin: that of the oldest segment which stays; 1 if there is none.
+
+    Whole segments go, from the oldest on, as long as all of their entries are too old, or the segments together are too large.
+    The newest stays, and so does every one that holds an entry from ``needed`` on. ``read_begin`` has the time of a segment's
+    first entry (Unix nanoseconds), and is asked for no more segments than it takes.
+    """
+    left = sum(segment.size_bytes for segment in segments)
+    oldest_ns = now_ns - int(keep.hours * HOUR_NS)
+    for segment, following in pairwise(segments):
+        is_beyond = 0 < keep.size_bytes < left
+        is_out = following.first <= needed and (is_beyond or (keep.hours > 0 and read_begin(following) < oldest_ns))
+        if not is_out:
+            return segment.first
+        left -= segment.size_bytes
+    return segments[-1].first if segments else 1
+
+
+def list_kept_segments(folder: Path) -> list[Path]:
+    """The segments that count, in order: without those that a removal noted, and may not have reached. Raises `UserError`."""
+    below = read_removed(folder).below
+    return [segment for segment in list_segments(folder) if parse_first_sequence(segment) >= below]
+
+
+def read_removed(folder: Path) -> Removed:
+    """The part that the archive in ``folder`` says that it no longer holds. Raises `ArchiveDamaged`."""
+    with suppress(FileNotFoundError):
+        try:
+            return msgspec.json.decode((folder / NOTE).read_bytes(), type=Removed)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ArchiveDamaged(f"{folder / NOTE} cannot be read: restore it from a copy") from error
+    return Removed()
+
+
+def describe_segments(folder: Path) -> list[Segment]:
+    """The segments that count. The newest is left out while no entry in it is whole: a crash would take it away again, and the
+    one before it has to stay until then."""
+    kept = list_kept_segments(folder)
+    if kept and read_begin(kept[-1]) == NO_BEGIN:
+        kept.pop()
+    return [Segment(first=parse_first_sequence(path), size_bytes=path.stat().st_size) for path in kept]
+
+
+def describe_removal(folder: Path, below: int) -> Removed:
+    """The note to be written before the archive begins at ``below``; raises `ArchiveDamaged`, and then nothing may leave."""
+    noted = read_removed(folder)
+    lineages = [each for each in noted.lineages if each.sequence < below]
+    for segment in list_kept_segments(folder):
+        if parse_first_sequence(segment) < below:
+            lineages += [each for each in _read_whole(segment) if each.sequence < below and _begins_lineage(each)]
+    return Removed(below=below, lineages=tuple(lineages[-KEPT_LINEAGES:]))
+
+
+def _read_whole(segment: Path) -> Iterator[ArchivedEntry]:
+    with segment.open("rb") as file:
+        try:
+            for each in read_entries(file, read_header(file, segment, None)):
+                yield ArchivedEntry(each.sequence, each.time_ns, each.subject, each.payload)
+        except TornRecord as torn:
+            raise ArchiveDamaged(f"{segment} is damaged at byte {torn.offset}: restore it from a copy") from torn
+
+
+def _begins_lineage(entry: ArchivedEntry) -> bool:
+    if entry.subject.split(".", 3)[2] != "train":
+        return False
+    with suppress(MalformedMessage):
+        return isinstance(decode_any(STORED["train"], entry.payload, subject=entry.subject), LineageStarted)
+    return False
+
+
+def remove_segments(folder: Path, below: int) -> int:
+    """Let the archive begin with the segment whose first entry is ``below``; returns how many files went. Repeating it is
+    harmless, and finishes what a kill left undone."""
+    if below > read_removed(folder).below:
+        replace_synced(folder / NOTE, msgspec.json.encode(describe_removal(folder, below)))
+    gone = [segment for segment in list_segments(folder) if parse_first_sequence(segment) < read_removed(folder).below]
+    for segment in gone:
+        segment.unlink(missing_ok=True)
+    if gone:
+        sync_folder(folder)
+    return len(gone)
+
+
+def read_begin(segment: Path) -> int:
+    """The time at which the first entry of a segment was stored, in Unix nanoseconds; `NO_BEGIN` if none is whole."""
+    with segment.open("rb") as file:
+        return read_first_time(file, segment)
+
+
+def read_first_time(file: BufferedReader, segment: Path) -> int:
+    """The same of a segment's beginning."""
+    with suppress(TornRecord, StopIteration):
+        return next(read_entries(file, read_header(file, segment, None))).time_ns
+    return NO_BEGIN

@@ -1,0 +1,125 @@
+"""An archive's copies in a store: one that lies is found, and a folder that was lost goes on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from fleetbus.config.settings import ArchiveSettings
+from fleetbus.errors import UserError
+from fleetbus.log.archive_format import list_segments, parse_first_sequence
+from fleetbus.log.archive_reader import read_archive
+from fleetbus.log.archive_retention import NOTE, read_removed
+from fleetbus.log.archive_writer import open_archive
+from fleetbus_workers.recorder.archive_keeper import ArchiveKeeper
+from fleetbus_workers.recorder.archive_places import open_archive_places
+from fleetbus_workers.recorder.archive_store import ArchiveStore
+from tests.support.log_builder import read_entries
+from tests.unit.test_archive_retention import archive_log, build_run
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    archive_log(tmp_path / "archive", read_entries(build_run()))
+    return tmp_path / "archive"
+
+
+class Lying:
+    """A file system that says that it has written, and lists what it was given."""
+
+    def __init__(self, files: Any, how: str) -> None:
+        self._files = files
+        self._how = how
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
+
+    def put_file(self, source: str, target: str) -> None:
+        content = Path(source).read_bytes()
+        if self._how == "nothing is there":
+            return
+        self._files.pipe_file(target, content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "store"
+
+
+def keep_in(store: Path, **settings: Any) -> ArchiveSettings:
+    return ArchiveSettings(store=store.as_uri(), **settings)
+
+
+@pytest.mark.parametrize("how", ["nothing is there", "one bit is another"])
+def test_a_store_that_lies_is_found_before_the_folder_loses_anything(archive: Path, store: Path, how: str) -> None:
+    keeper = ArchiveKeeper(archive, keep_in(store, keep_bytes=1))
+    files = keeper._store._files  # type: ignore[union-attr]
+    keeper._store._files = Lying(files, how)  # type: ignore[union-attr]
+    before = list_segments(archive)
+    for _ in range(3):
+        keeper.keep(now_ns=0, needed=1 << 40)
+    assert list_segments(archive) == before
+    keeper._store._files = files  # type: ignore[union-attr]
+    for _ in range(len(before)):
+        keeper.keep(now_ns=0, needed=1 << 40)
+    assert len(list_segments(archive)) == 1
+    with open_archive_places((str(archive), store.as_uri())) as folder:
+        assert list(read_archive(folder)) == read_entries(build_run())
+
+
+def test_a_store_has_limits_of_its_own_and_gets_nothing_again_that_it_let_go(
+    archive: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = ArchiveKeeper(archive, keep_in(store, store_keep_bytes=1000))
+    segments = len(list_segments(archive))
+    keeper.keep(now_ns=0, needed=1 << 40, is_end=True)
+    copied: list[Path] = []
+    monkeypatch.setattr(keeper._store, "put", copied.append)
+    keeper.keep(now_ns=0, needed=1 << 40, is_end=True)
+    assert copied == []
+    kept = list_segments(store)
+    assert 0 < len(kept) < segments == len(list_segments(archive))
+    assert sum(each.stat().st_size for each in kept) <= 1000
+    with open_archive_places((store.as_uri(),)) as folder:
+        assert next(read_archive(folder)).sequence == parse_first_sequence(kept[0])
+        assert read_removed(folder).lineages == read_removed(store).lineages != ()
+
+
+def test_a_folder_that_was_lost_goes_on_behind_the_newest_segment_of_the_store(archive: Path, store: Path) -> None:
+    settings = keep_in(store)
+    ArchiveKeeper(archive, settings).keep(now_ns=0, needed=0, is_end=True)
+    newest = parse_first_sequence(list_segments(store)[-1])
+    shutil.rmtree(archive)
+    ArchiveKeeper(archive, settings).begin()
+    with open_archive(archive, "run") as again:
+        assert again.last_sequence == len(build_run().entries)
+    assert next(read_archive(archive)).sequence == newest
+    with open_archive_places((str(archive), store.as_uri())) as folder:
+        assert list(read_archive(folder)) == read_entries(build_run())
+
+
+def test_a_store_that_cannot_be_read_ends_a_recorder_that_has_nothing_to_go_on_with(tmp_path: Path, store: Path) -> None:
+    store.mkdir()
+    keeper = ArchiveKeeper(tmp_path / "archive", keep_in(store))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("403")
+
+    keeper._store._files = type("Away", (), {"__getattr__": lambda *_: fail})()  # type: ignore[union-attr]
+    with pytest.raises(UserError, match=r"recorder.store cannot be read, and .* 403: correct"):
+        keeper.begin()
+
+
+def test_what_a_killed_removal_left_in_the_store_does_not_count_and_leaves_with_the_next(archive: Path, store: Path) -> None:
+    keeper = ArchiveKeeper(archive, keep_in(store, store_keep_bytes=1 << 30))
+    keeper.keep(now_ns=0, needed=1 << 40, is_end=True)
+    begins = parse_first_sequence(list_segments(store)[3])
+    (store / NOTE).write_bytes(msgspec.json.encode({"below": begins}))
+    assert ArchiveStore(store.as_uri()).describe_segments()[0].first == begins
+    keeper.keep(now_ns=0, needed=1 << 40, is_end=True)
+    assert parse_first_sequence(list_segments(store)[0]) == begins
