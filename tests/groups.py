@@ -39,7 +39,7 @@ engine, a browser, or minutes.
 CLOSING = re.compile(r"^(?:=+ )?(?=.*\b\d+ (?:passed|failed|skipped|errors?|deselected)\b)(.*) in [0-9.]+s", re.MULTILINE)
 TALLY = re.compile(r"\b(\d+) (passed|failed|skipped|error)")
 GREEN = "green"
-CLOSING_SECONDS = 30.0
+CLOSING_SECONDS = 60.0
 """For pytest to end its fixtures and to print what had passed, once interrupted."""
 
 
