@@ -66,7 +66,7 @@ test-trl *arguments:
 test-openenv *arguments:
     test -d .venv-openenv || python3 -m venv .venv-openenv
     .venv-openenv/bin/pip install -q 'openenv>=0.10,<0.11'
-    .venv/bin/pytest -q -m openenv {{arguments}}
+    .venv/bin/pytest -q -m openenv $(grep -rl --include='test_*.py' 'mark\.openenv' tests) {{arguments}}
 
 # Environments of verifiers (v1 and v0) and inspect_ai, each from an environment of its own, their rewards against the packages'
 # own; trajectories and logs that are written for harbor (Python 3.12) and inspect_ai; the examples of verifiers, which are on no package index, from the checkout of github.com/PrimeIntellect-ai/verifiers that
@@ -119,15 +119,15 @@ agent-kills *arguments:
 
 # The monitor's page in a headless Chromium: needs `pip install playwright` and a chromium on the PATH
 test-browser *arguments:
-    .venv/bin/pytest -q -n0 -m browser {{arguments}}
+    .venv/bin/pytest -q -n0 -m browser $(grep -rl --include='test_*.py' 'mark\.browser' tests) {{arguments}}
 
 # compose.yaml built, run, and its containers killed: needs a Docker engine and docker-compose
 test-compose *arguments:
-    .venv/bin/pytest -q -n0 -m compose {{arguments}}
+    .venv/bin/pytest -q -n0 -m compose $(grep -rl --include='test_*.py' 'mark\.compose' tests) {{arguments}}
 
 # Environments in containers of a real Docker engine, which must be running
 test-docker *arguments:
-    .venv/bin/pytest -q -n0 -m docker {{arguments}}
+    .venv/bin/pytest -q -n0 -m docker $(grep -rl --include='test_*.py' 'mark\.docker' tests) {{arguments}}
 
 # The tests' Fleet platform checked against fleet-python itself, which is in a separate virtual environment
 test-fleet-sdk *arguments:
@@ -146,7 +146,7 @@ upgrade *arguments:
 
 # Kill and pause real processes: for a minute as a test, then for two minutes per seed, with figures: `just chaos 1 2 3`
 chaos *seeds="1":
-    .venv/bin/pytest -q -n0 -m chaos
+    .venv/bin/pytest -q -n0 -m chaos tests/system/test_chaos.py
     for seed in {{seeds}}; do .venv/bin/python benchmarks/chaos.py --json --seed "$seed" || exit 1; done
 
 # The same in a context too small for a whole episode, so that workers are killed in the midst of segments
