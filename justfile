@@ -79,7 +79,7 @@ test-foreign *arguments:
     .venv-verifiers-v0/bin/pip install -q 'verifiers==0.3.1' build/tool_test
     test -d .venv-inspect || python3 -m venv .venv-inspect
     .venv-inspect/bin/pip install -q 'inspect_ai==0.3.285' inspect_evals openai 'pydantic[email]'
-    test -d .venv-harbor || python3.12 -m venv .venv-harbor
+    for each in python3.12 ~/.pyenv/versions/3.12*/bin/python3; do test -d .venv-harbor || "$each" -m venv .venv-harbor || true; done
     .venv-harbor/bin/pip install -q 'harbor==0.26.0'
     PATH=$PWD/.venv-verifiers/bin:$PATH .venv/bin/pytest -n0 -q -s -m foreign tests/foreign {{arguments}}
 
