@@ -66,7 +66,7 @@ test-trl *arguments:
 test-openenv *arguments:
     test -d .venv-openenv || python3 -m venv .venv-openenv
     .venv-openenv/bin/pip install -q 'openenv>=0.10,<0.11'
-    .venv/bin/pytest -q -m openenv {{arguments}}
+    .venv/bin/pytest -q -m openenv $(grep -rl --include='test_*.py' 'mark\.openenv' tests) {{arguments}}
 
 # Environments of verifiers (v1 and v0) and inspect_ai, each from an environment of its own, their rewards against the packages'
 # own; trajectories and logs that are written for harbor (Python 3.12) and inspect_ai; the examples of verifiers, which are on no package index, from the checkout of github.com/PrimeIntellect-ai/verifiers that
@@ -79,7 +79,7 @@ test-foreign *arguments:
     .venv-verifiers-v0/bin/pip install -q 'verifiers==0.3.1' build/tool_test
     test -d .venv-inspect || python3 -m venv .venv-inspect
     .venv-inspect/bin/pip install -q 'inspect_ai==0.3.285' inspect_evals openai 'pydantic[email]'
-    test -d .venv-harbor || python3.12 -m venv .venv-harbor
+    for each in python3.12 ~/.pyenv/versions/3.12*/bin/python3; do test -d .venv-harbor || "$each" -m venv .venv-harbor || true; done
     .venv-harbor/bin/pip install -q 'harbor==0.26.0'
     PATH=$PWD/.venv-verifiers/bin:$PATH .venv/bin/pytest -n0 -q -s -m foreign tests/foreign {{arguments}}
 
@@ -106,12 +106,12 @@ test-api *arguments:
     .venv-api/bin/pip install -q -c constraints.txt -e '.[test]' ipykernel nbclient nbformat pandas pyarrow
     .venv-api/bin/pytest -n0 -q -m 'slow or not slow' tests/system/test_api_examples.py tests/system/test_api_reader.py tests/unit/test_datasets.py {{arguments}}
 
-# Agents with their own loops, by the clients that people use, in a separate environment: minutes
+# Agents with their own loops, by the clients that people use, in a separate environment: minutes; the other tests of agents run with every change
 test-agents *arguments:
     test -d .venv-agents || python3 -m venv .venv-agents
     .venv-agents/bin/pip install -q -e . openai anthropic google-genai openresponses-types litellm openai-agents langgraph langchain-openai 'pydantic-ai-slim[openai]' 'smolagents[openai]' mini-swe-agent
     npm install --no-save --no-audit --no-fund --ignore-scripts --prefix .venv-agents/npm @anthropic-ai/claude-code @openai/codex
-    AGENTS_NPM=$PWD/.venv-agents/npm AGENTS_PYTHON=$PWD/.venv-agents/bin/python .venv/bin/pytest -n0 -q -m 'slow or not slow' tests/agents {{arguments}}
+    AGENTS_NPM=$PWD/.venv-agents/npm AGENTS_PYTHON=$PWD/.venv-agents/bin/python .venv/bin/pytest -n0 -q -m slow tests/agents {{arguments}}
 
 # 64 agents at once while the workers that serve them are killed every five seconds: for 20 s, then for two minutes
 agent-kills *arguments:
@@ -119,15 +119,15 @@ agent-kills *arguments:
 
 # The monitor's page in a headless Chromium: needs `pip install playwright` and a chromium on the PATH
 test-browser *arguments:
-    .venv/bin/pytest -q -n0 -m browser {{arguments}}
+    .venv/bin/pytest -q -n0 -m browser $(grep -rl --include='test_*.py' 'mark\.browser' tests) {{arguments}}
 
 # compose.yaml built, run, and its containers killed: needs a Docker engine and docker-compose
 test-compose *arguments:
-    .venv/bin/pytest -q -n0 -m compose {{arguments}}
+    .venv/bin/pytest -q -n0 -m compose $(grep -rl --include='test_*.py' 'mark\.compose' tests) {{arguments}}
 
 # Environments in containers of a real Docker engine, which must be running
 test-docker *arguments:
-    .venv/bin/pytest -q -n0 -m docker {{arguments}}
+    .venv/bin/pytest -q -n0 -m docker $(grep -rl --include='test_*.py' 'mark\.docker' tests) {{arguments}}
 
 # The tests' Fleet platform checked against fleet-python itself, which is in a separate virtual environment
 test-fleet-sdk *arguments:
@@ -146,7 +146,7 @@ upgrade *arguments:
 
 # Kill and pause real processes: for a minute as a test, then for two minutes per seed, with figures: `just chaos 1 2 3`
 chaos *seeds="1":
-    .venv/bin/pytest -q -n0 -m chaos
+    .venv/bin/pytest -q -n0 -m chaos tests/system/test_chaos.py
     for seed in {{seeds}}; do .venv/bin/python benchmarks/chaos.py --json --seed "$seed" || exit 1; done
 
 # The same in a context too small for a whole episode, so that workers are killed in the midst of segments

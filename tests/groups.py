@@ -2,6 +2,7 @@
 
     just all-groups                 # all of them: hours, most of them for installing what a group needs
     just all-groups trl sinks api   # some; the rows of the others stay as they are, with the commit that they ran at
+    just all-groups --minutes 20 slow   # no group longer than that: what had passed by then is counted, and the row says so
 
 Each group is a recipe of the justfile with a time limit; what it prints is in build/groups/GROUP.log. What a machine lacks is
 named instead of run. Exits with 1 if a test failed or a group did not finish.
@@ -9,6 +10,7 @@ named instead of run. Exits with 1 if a test failed or a group did not finish.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -18,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +39,8 @@ engine, a browser, or minutes.
 CLOSING = re.compile(r"^(?:=+ )?(?=.*\b\d+ (?:passed|failed|skipped|errors?|deselected)\b)(.*) in [0-9.]+s", re.MULTILINE)
 TALLY = re.compile(r"\b(\d+) (passed|failed|skipped|error)")
 GREEN = "green"
+CLOSING_SECONDS = 60.0
+"""For pytest to end its fixtures and to print what had passed, once interrupted."""
 
 
 def lacks_docker() -> str:
@@ -104,6 +109,20 @@ class Row(NamedTuple):
         return f"| {self.group} | {numbers} | {self.result} | {self.seconds:.0f} | {self.commit} |"
 
 
+def wait_at_most(running: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """The exit status; None once the time is over. Then the process group is interrupted, so that pytest still says what had
+    passed, and killed, so that nothing of it stays."""
+    try:
+        return running.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(running.pid, signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        running.wait(timeout=CLOSING_SECONDS)
+    with suppress(ProcessLookupError):  # all of it has ended
+        os.killpg(running.pid, signal.SIGKILL)
+    return None
+
+
 def run_group(name: str, group: Group) -> Row:
     """Run one recipe in a process group of its own, which is ended with all that it started once its minutes are over."""
     commit = subprocess.run(
@@ -121,11 +140,7 @@ def run_group(name: str, group: Group) -> Row:
             [just, *group.recipe.split()], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         ) as running,
     ):
-        try:
-            status = running.wait(timeout=group.minutes * 60)
-        except subprocess.TimeoutExpired:
-            os.killpg(running.pid, signal.SIGKILL)
-            status = None
+        status = wait_at_most(running, group.minutes * 60)
     output = file.read_text(errors="replace")
     result = f"not finished in {group.minutes} minutes" if status is None else judge(output, status)
     print(output[-4000:], flush=True)
@@ -159,13 +174,20 @@ def write_table(rows: list[Row]) -> None:
     TABLE.write_text(HEAD + "".join(kept))
 
 
-def main(names: list[str]) -> int:
-    if unknown := set(names) - set(GROUPS):
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="just all-groups", description="Run opt-in groups of tests.")
+    parser.add_argument("names", nargs="*", metavar="GROUP", help=f"by default all: {', '.join(GROUPS)}")
+    parser.add_argument("--minutes", type=int, default=max(group.minutes for group in GROUPS.values()), help="most for a group")
+    chosen = parser.parse_args(words)
+    if unknown := set(chosen.names) - set(GROUPS):
         print(f"no such group: {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}", file=sys.stderr)
         return 2
+    # A shell lets what it starts in the background ignore interrupts, and so would every pytest below: none would be counted.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     rows = []
-    for name in names or GROUPS:
-        rows.append(run_group(name, GROUPS[name]))
+    for name in chosen.names or GROUPS:
+        group = GROUPS[name]
+        rows.append(run_group(name, group._replace(minutes=min(group.minutes, chosen.minutes))))
         write_table(rows)
         print(rows[-1].line(), flush=True)
     print(TABLE.read_text())

@@ -96,9 +96,10 @@ each_dialect = pytest.mark.parametrize("path", BODIES)
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[tuple[httpx.AsyncClient, AgentSession]]:
+async def serving(seconds: float = 50) -> AsyncIterator[tuple[httpx.AsyncClient, AgentSession]]:
+    """For at most so long: a client in a process of its own first loads an SDK, for minutes on a machine that is busy."""
     endpoint = AgentEndpoint()
-    with anyio.fail_after(50):
+    with anyio.fail_after(seconds):
         async with endpoint.run():
             with endpoint.open_session() as session:
                 headers = {"Authorization": f"Bearer {session.key}"}

@@ -18,6 +18,7 @@ PYTHON = os.environ.get("AGENTS_PYTHON", "")
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(300),
     pytest.mark.skipif(not PYTHON, reason="AGENTS_PYTHON names no Python with the clients: `just test-agents`"),
 ]
 
@@ -29,7 +30,7 @@ async def answer_all(session: AgentSession) -> None:
 
 @pytest.mark.parametrize("client", CLIENTS)
 async def test_every_answer_is_what_the_sdks_types_say(client: str) -> None:
-    async with serving() as (http, session), anyio.create_task_group() as group:
+    async with serving(seconds=280) as (http, session), anyio.create_task_group() as group:
         group.start_soon(answer_all, session)
         command = [PYTHON, str(SCRIPT), client, str(http.base_url), session.key]
         done = await anyio.run_process(command, check=False, stderr=subprocess.STDOUT)

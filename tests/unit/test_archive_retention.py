@@ -311,7 +311,7 @@ def test_what_a_learner_may_begin_with_is_needed_and_nothing_before_it() -> None
         checkpoints.append((enter(SUBJECTS.train("default"), stored), stored.floor))
         versions.append(enter(SUBJECTS.policy("default"), published))
         assert retention.find_archive_floor() == 0, "nothing is below the floor yet"
-    enter(SUBJECTS.floor, FloorRaised(sequence=sequence))
+    enter(SUBJECTS.floor, FloorRaised(sequence=sequence + 1))
     for name in ("train", "policy"):
         retention.find_first_needed(name, "default", retention.floor.sequence)
     oldest, floor = checkpoints[-KEPT_CHECKPOINTS]

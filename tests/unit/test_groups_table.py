@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests import groups
-from tests.groups import Group, Row, count, judge, main, run_group, write_table
+from tests.groups import Group, Row, count, judge, main, run_group, wait_at_most, write_table
 
 TWO_RUNS = (
     "== python 3.12\n3 passed, 1 skipped in 1.20s\n== python 3.13\n=== 1 failed, 2 passed, 1 error in 61.00s (0:01:01) ===\n"
@@ -37,6 +39,23 @@ def test_all_that_a_group_prints_is_kept_also_when_no_test_ran(monkeypatch: pyte
     row = run_group("listed", Group("--list", 1))
     assert row.result.startswith("no test ran")
     assert "all-groups *groups" in (tmp_path / "outputs/listed.log").read_text()
+
+
+def test_a_group_whose_time_is_over_still_says_what_had_passed() -> None:
+    interrupted = """
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background lets it be ignored
+try:
+    print("begun", flush=True)
+    time.sleep(50)
+except KeyboardInterrupt:
+    print("3 passed in 1.00s")
+"""
+    with subprocess.Popen([sys.executable, "-c", interrupted], stdout=subprocess.PIPE, start_new_session=True) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == b"begun\n"
+        assert wait_at_most(running, 0.0) is None
+        assert count(running.stdout.read().decode()) == Counter(passed=3)
 
 
 def test_rows_of_groups_that_did_not_run_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
