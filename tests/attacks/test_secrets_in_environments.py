@@ -94,9 +94,9 @@ def test_the_folder_of_a_new_run_is_its_users_alone(tmp_path: Path) -> None:
     folder = run_folder(configuration.run)
     with hold_run(configuration, folder):
         assert folder.path.stat().st_mode & 0o777 == 0o700
-    folder.path.chmod(0o755)
+    folder.path.chmod(0o750)
     with hold_run(configuration, folder):
-        assert folder.path.stat().st_mode & 0o777 == 0o755, "what its user opened stays open"
+        assert folder.path.stat().st_mode & 0o777 == 0o750, "a group that its user let in stays"
 
 
 def test_a_recording_of_a_recording_keeps_a_clean_header(tmp_path: Path) -> None:

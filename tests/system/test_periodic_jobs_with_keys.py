@@ -13,13 +13,21 @@ from typing import Any
 
 import anyio
 import anyio.abc
+import msgspec
 import pytest
 
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import bus as nats_bus
 from fleetbus.bus.streams import plan_run
 from fleetbus.client.sessions import sessions
-from fleetbus.config.settings import EnvironmentSettings, EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
+from fleetbus.config.settings import (
+    ArchiveSettings,
+    EnvironmentSettings,
+    EvaluationSettings,
+    LearnerSettings,
+    LimitSettings,
+    RunSettings,
+)
 from fleetbus_schemas import SessionClaimed, SessionEnded, Subjects, Task, encode
 from fleetbus_schemas.channels import STORED, WORKERS
 from fleetbus_schemas.message import decode_any
@@ -61,7 +69,10 @@ DRIVEN = {
         "fleetbus_workers.environment.stepwise.orphan_sweep:run",
     },
     "learner": {"fleetbus.delivery.requests:close_expired"},
-    "recorder": {"fleetbus_workers.recorder.worker:_trim_periodically"},
+    "recorder": {
+        "fleetbus_workers.recorder.worker:_keep_periodically",
+        "fleetbus_workers.recorder.worker:_trim_periodically",
+    },
     "gateway": {
         "fleetbus_workers.gateway.gym_app:_expire_idle",
         "fleetbus_workers.gateway.openenv_sessions:run",
@@ -105,7 +116,7 @@ class Fleet:
     async def _record(self, member: Member, bus: Bus) -> None:
         await run_recorder(
             bus,
-            configuration=self.deployment.configuration,
+            configuration=msgspec.structs.replace(self.deployment.configuration, recorder=ArchiveSettings(keep_bytes=1)),
             name=member.name,
             drain=member.drain,
             folder=self.folder / "archive",
