@@ -52,7 +52,7 @@ COMMANDS: dict[str, Entry] = {
     "recorder": Entry("One role", "roles.recorder", "The recorder: archives the log and keeps it below its limit"),
     "gateway": Entry("One role", "roles.gateway", "Environments for other trainers, episodes for agents"),
     "init": Entry("Set up", "setup.init", "Declare a run's streams on a NATS server"),
-    "restore": Entry("Set up", "setup.restore", "Store a run's log anew, from its archive, on a server that lost it"),
+    "restore": Entry("Set up", "setup.restore", "Store a lost log anew, from its archive"),
     "auth": Entry("Set up", "setup.auth", "Keys per role, TLS and a server configuration with least rights"),
     "tasks": Entry("Set up", "setup.tasks", "Check tasks, and split them into training and held-out ones"),
     "check": Entry("Set up", "setup.check", "Play an episode of your environment and check what it returns"),

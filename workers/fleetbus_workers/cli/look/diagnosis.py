@@ -19,7 +19,6 @@ import msgspec
 
 from fleetbus.auth.access import build_access
 from fleetbus.auth.folder import AuthFolder
-from fleetbus.auth.local_key import write_local_config
 from fleetbus.bus.base import STORES_NOTHING
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.load import strip_credentials
@@ -29,7 +28,6 @@ from fleetbus_schemas import Heartbeat, Subjects
 from fleetbus_schemas.protocol import NEEDED, OWN, PROTOCOL, ProtocolVersion, find_misfit
 from fleetbus_workers.command.event_loop import run_async
 from fleetbus_workers.observe.run.nats_http import read_nats_server
-from fleetbus_workers.observe.run.watchdog import DISK_ADVICE
 from fleetbus_workers.up.checks import check_writable
 
 State = Literal["ok", "warning", "failed"]
@@ -219,6 +217,8 @@ def _build_protocol_findings(run: str, protocol: ProtocolVersion, beats: list[He
         yield Finding(name="workers", state="warning" if differ else "ok", detail=what)
     for beat in beats:
         if beat.problem:
+            from fleetbus_workers.observe.run.watchdog import DISK_ADVICE
+
             advice = f"; {DISK_ADVICE}" if beat.problem == STORES_NOTHING else ""
             yield Finding(name=f"worker {beat.worker}", state="warning", detail=f"{beat.problem}{advice}")
 
@@ -262,6 +262,8 @@ def check_nats_http(url: str | None, run: str) -> list[Finding]:
     ]
     findings = [Finding(name="nats monitoring", state="ok", detail=detail)]
     if server.storage_problem:
+        from fleetbus_workers.observe.run.watchdog import DISK_ADVICE
+
         reason = f"it stores nothing since a write failed ({server.storage_problem}): {DISK_ADVICE}"
         findings.append(Finding(name="nats storage", state="failed", detail=reason))
     if slow or server.slow_consumers:
@@ -279,6 +281,7 @@ def _build_clock_finding(seconds: float | None, run: str) -> Finding:
 
 
 async def _measure_own_clock_skew() -> float | None:
+    from fleetbus.auth.local_key import write_local_config
     from fleetbus.bus.nats import connect
     from fleetbus.bus.nats.server import run_server
 

@@ -24,7 +24,6 @@ from fleetbus.config.settings import Configuration
 from fleetbus.errors import BusClosed, BusError, LogLost, TakenOver, find_leaf, is_bad_input, iterate_leaves
 from fleetbus_workers.assembly.work import Work, import_work, serve_role
 from fleetbus_workers.cli.options import load_settings, validate_name
-from fleetbus_workers.command.alive_file import touch_regularly
 from fleetbus_workers.command.event_loop import run_async
 from fleetbus_workers.command.exit_status import CRASHED, FINISHED, INTERRUPTED
 from fleetbus_workers.run_access.server_address import generate_worker_name, resolve_server_url
@@ -168,6 +167,8 @@ async def _serve(serve: Callable[[str, anyio.Event], Awaitable[None]], name: str
 
         tasks.start_soon(stop_on_signals)
         if alive:
+            from fleetbus_workers.command.alive_file import touch_regularly
+
             tasks.start_soon(touch_regularly, Path(alive))
         await serve(name, drain)
         tasks.cancel_scope.cancel()
