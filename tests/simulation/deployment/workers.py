@@ -31,6 +31,7 @@ from fleetbus_workers.inference.worker import run_inference
 from fleetbus_workers.learner.checkpoint_choice import START, CheckpointUnread
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.journal import LearnerReplaced
+from fleetbus_workers.learner.lineage_start import CheckpointRemoved
 from fleetbus_workers.learner.worker import run_learner
 from fleetbus_workers.recorder.worker import RecorderSettings, run_recorder
 from fleetbus_workers.weights.fetch import WeightsFetcher
@@ -184,6 +185,8 @@ class Deployment:
             return True
         if isinstance(error, CheckpointUnread):
             return self._order_restart()
+        if isinstance(error, CheckpointRemoved):
+            return any(each is not process for each in self.alive("learner"))
         if isinstance(error, UserError) and str(error).startswith("learner.restart_from = ") and self._scenario.rare:
             return self._order_restart()
         since = anyio.current_time() - LONGEST_EFFECT_SECONDS

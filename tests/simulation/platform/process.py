@@ -66,7 +66,12 @@ class Process:
                     )
                     await work(self._wire)
             self._end("aborted" if self._scope.cancelled_caught else "finished")
-        except Exception as error:  # the end of a process: what a shell would see as a traceback and exit code 1
+        except (Exception, BaseExceptionGroup) as raised:  # the end of a process: a traceback and exit code 1 in a shell
+            error = (
+                raised if isinstance(raised, Exception) else raised.subgroup(Exception)
+            )  # the simulation ends at that moment
+            if error is None:
+                raise
             self.error = error
             self._end("failed")
         finally:

@@ -1,5 +1,7 @@
 """Begins a lineage: the trainer is restored, the lineage announced, and the requests that are open taken over."""
 
+from pathlib import Path
+
 import structlog
 
 from fleetbus.bus.base import Bus
@@ -20,6 +22,10 @@ from fleetbus_workers.learner.publication import Publication
 from fleetbus_workers.learner.resume import ResumePoint, read_requests_from_floor, select_lineage_settings
 
 log = structlog.get_logger()
+
+
+class CheckpointRemoved(FileNotFoundError):
+    """By a learner that has not heard of this one yet, and kept no more of them than it may. The next start finds another."""
 
 
 class LineageStart:
@@ -54,12 +60,22 @@ class LineageStart:
         self._admission = admission
         self._judge = judge
 
+    async def _restore(self, folder: Path) -> None:
+        try:
+            await self._runtime.offload(self._trainer.restore, folder)
+        except FileNotFoundError as error:  # what is chosen of a run was whole a moment ago
+            if self._resume_point.checkpoint_path is None:
+                raise
+            raise CheckpointRemoved(
+                f"checkpoint {folder} was removed while it was read, by a learner that is still at work: start this one again"
+            ) from error
+
     async def run(self, configuration: Configuration, *, worker: str) -> None:
         """Return when every earlier learner is refused and its open requests are this lineage's."""
         point = self._resume_point
         begin = point.checkpoint_path or await self._runtime.offload(find_origin, configuration.learner.begin_with)
         if begin is not None:
-            await self._runtime.offload(self._trainer.restore, begin)
+            await self._restore(begin)
         started = LineageStarted(
             lineage=point.lineage,
             worker=worker,
