@@ -72,7 +72,7 @@ async def read_steps(place: Site, run: str) -> tuple[list[LineageStarted], list[
     return lineages, [message.step for _, message in decode_entries(StepTrained, stored, beside=ENTRIES)]
 
 
-@pytest.mark.parametrize("run", ["default", "moved"])
+@pytest.mark.parametrize("run", [pytest.param("default", marks=pytest.mark.slow), "moved"])
 async def test_a_run_whose_server_was_wiped_goes_on_at_its_step_and_its_audit_balances(tmp_path: Path, run: str) -> None:
     archive = tmp_path / "archive"
     async with site(tmp_path) as place:

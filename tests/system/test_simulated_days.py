@@ -45,6 +45,7 @@ def test_seven_days_keep_all_invariants(capsys: pytest.CaptureFixture[str]) -> N
     assert "all invariants held; 7.0" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_a_day_finds(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SETTINGS = (
     *("--run", "sent", "--nats-auth", "keys", "--no-monitor", "--weights-transfer", "collective"),
