@@ -45,7 +45,7 @@ async def test_a_learner_whose_subject_was_purged_begins_anew_from_its_checkpoin
         assert lineages[-1].parent_step >= 4
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 async def test_a_learner_whose_log_lost_its_tail_was_not_replaced_and_up_trains_to_the_end(tmp_path: Path) -> None:
     async with site(tmp_path) as place:
         async with place.up() as process:
@@ -55,8 +55,8 @@ async def test_a_learner_whose_log_lost_its_tail_was_not_replaced_and_up_trains_
             while len(await place.entries(StepTrained)) < reached + 2:  # noqa: ASYNC110  # other processes train
                 await anyio.sleep(0.05)
             await place.put_back(copy)
-            # 42 s on two cores at rest: episodes whose histories were lost are played anew after two waits of `limits.late`
-            assert await ended(process, 150) == 0, (tmp_path / "up.out").read_text()
+            # 42 to 120 s on two cores at rest: episodes whose histories were lost are played anew after waits of `limits.late`
+            assert await ended(process, 270) == 0, (tmp_path / "up.out").read_text()
         assert "another worker has taken over" not in place.learner_log
         assert "unhandled errors in a TaskGroup" not in place.learner_log
         assert (await place.entries(StepTrained))[-1].step == STEPS
