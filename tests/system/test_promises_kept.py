@@ -45,6 +45,7 @@ async def test_a_learner_whose_subject_was_purged_begins_anew_from_its_checkpoin
         assert lineages[-1].parent_step >= 4
 
 
+@pytest.mark.slow  # two minutes of waits
 @pytest.mark.timeout(400)
 async def test_a_learner_whose_log_lost_its_tail_was_not_replaced_and_up_trains_to_the_end(tmp_path: Path) -> None:
     async with site(tmp_path) as place:
