@@ -45,7 +45,7 @@ def receiver() -> Iterator[Receiver]:
 async def gateway(fleet: SmallDeployment) -> AsyncIterator[Wire]:
     @asynccontextmanager
     async def calls() -> AsyncIterator[GymCalls]:
-        async with sessions(fleet.bus, fleet.subjects) as client:
+        async with fleet.connect("gateway-1") as bus, sessions(bus, fleet.subjects) as client:
             yield GymCalls(client, call_seconds=60, max_sessions=0)
 
     async with running(GymGateway(calls, GymSettings()).application()) as wire:
@@ -54,7 +54,7 @@ async def gateway(fleet: SmallDeployment) -> AsyncIterator[Wire]:
 
 async def play_session(fleet: SmallDeployment, wire: Wire) -> str:
     """An episode of five turns; a step is repeated as clients do, and the worker is gone after the second."""
-    for name in ("e1", "e2"):
+    for name in ("environment-1", "environment-2"):
         fleet.environment(name, make=lambda: ScriptedEnvironment(5))
     await fleet.heard(*fleet.members.values())
     session = str((await wire.connect(seed=3))["session_id"])
@@ -132,7 +132,7 @@ def check_against_the_journal(spans: list[Any], journal: Journal, session: str) 
         assert attributes["fleetbus.call.number"].int_value == record.answer.number
         assert (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9 <= record.seconds + 1e-6
     workers = {record.answer.worker for record in journal.records}
-    assert workers == {"e1", "e2"}
+    assert workers == {"environment-1", "environment-2"}
     (root,) = [span for span in spans if span.name == "session"]
     about = {each.key: each.value for each in root.attributes}
     assert about["fleetbus.end.sequence"].int_value == journal.last_sequence

@@ -229,6 +229,8 @@ class SmallDeployment:
             with member.scope:
                 async with self.connect(member.name) as bus:
                     member.bus = bus
+                    is_known = isinstance(bus, MemoryBus) or member.name.startswith(member.role)
+                    assert is_known, f"{member.name}: on a server a worker has the key of the role that its name begins with"
                     await work(member, cast(Bus, CheckedBus(bus, member.role)))
         except Exception as error:  # the end of a process: what a shell would see as a traceback and exit code 1
             member.error = error

@@ -26,7 +26,8 @@ async def test_clients_that_came_before_any_worker_have_their_sessions_within_a_
     async with (
         run_server(tmp_path / "store", monitor_port=None) as server,
         small_deployment(configuration, connect=lambda name: connect(server.url, run=RUN, worker=name)) as fleet,
-        sessions(fleet.bus, fleet.subjects) as client,
+        connect(server.url, run=RUN, worker="gateway-1") as bus,
+        sessions(bus, fleet.subjects) as client,
     ):
 
         async def open_one() -> None:
@@ -43,7 +44,7 @@ async def test_clients_that_came_before_any_worker_have_their_sessions_within_a_
                 for _ in range(CLIENTS):
                     group.start_soon(open_one)
                 await anyio.sleep(0.2)  # they have found out by now that nobody is there
-                worker = fleet.environment("e1", make=world)
+                worker = fleet.environment("environment-1", make=world)
                 await fleet.heard(worker)
                 heard_at = anyio.current_time()
     assert max(opened_at) - heard_at < LIMIT_SECONDS
