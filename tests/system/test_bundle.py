@@ -24,7 +24,7 @@ SECRET = "sk-ant-api03-" + "a1B2c3" * 8
 def read_data(folder: Path, name: str) -> Any:
     text = (folder / "data" / f"{name}.js").read_text()
     assert text.startswith(f'fleetbus.give("{name}",') and text.endswith(");\n")
-    return json.loads(text[len(f'fleetbus.give("{name}",') : -len(");\n")])
+    return json.loads(json.loads(text[len(f'fleetbus.give("{name}",') : -len(");\n")]))
 
 
 def list_files(folder: Path) -> set[str]:

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from fleetbus.log.archive_format import SUFFIX, ArchiveDamaged, parse_first_sequence
-from fleetbus.log.archive_retention import NOTE, Removed, Segment, read_first_time
+from fleetbus.log.archive_format import SUFFIX, is_segment, parse_first_sequence
+from fleetbus.log.archive_retention import NOTE, Removed, Segment, parse_removed, read_first_time
 from fleetbus_workers.weights.store import open_filesystem, raise_os_error
 
 HEAD_BYTES = 1 << 20
@@ -81,10 +81,7 @@ class ArchiveStore:
                 content = self._files.cat_file(f"{self.url}/{NOTE}")
             except FileNotFoundError:
                 return Removed()
-        try:
-            return msgspec.json.decode(content, type=Removed)
-        except msgspec.DecodeError as error:
-            raise ArchiveDamaged(f"{NOTE} in the archive's store cannot be read: restore it from a copy") from error
+        return parse_removed(content, f"{NOTE} in the archive's store")
 
     def remove_segments(self, removed: Removed) -> int:
         """Let the archive in the store begin where ``removed`` says, if it does not begin later; returns how many segments
@@ -124,4 +121,4 @@ class ArchiveStore:
             except FileNotFoundError:
                 return {}
         sizes = {Path(each["name"]).name: int(each["size"] or 0) for each in found if each["type"] == "file"}
-        return {name: size for name, size in sizes.items() if name.endswith(SUFFIX) and Path(name).stem.isdigit()}
+        return {name: size for name, size in sizes.items() if is_segment(name)}

@@ -7,7 +7,7 @@ const data = new Map(), waiting = new Map();
 const real = globalThis.fetch;
 
 /** Called by each script in data. */
-globalThis.fleetbus = { give(name, value) { data.set(name, value); } };
+globalThis.fleetbus = { give(name, text) { data.set(name, JSON.parse(text)); } };
 
 /** What a script in data gives; each is loaded once. */
 function load(name) {
