@@ -57,11 +57,14 @@ class ArchiveStore:
             self._files.makedirs(self.url, exist_ok=True)
             self._files.put_file(str(segment), f"{self.url}/{segment.name}")
 
-    def fetch(self, name: str, folder: Path) -> None:
-        """Write a segment to a folder, whole or not at all."""
+    def fetch(self, name: str, size_bytes: int, folder: Path) -> None:
+        """Write a segment to a folder, with all the bytes that the store lists, or not at all."""
         partial = folder / f".{name}.part"
         with raise_os_error(self.url):
             self._files.get_file(f"{self.url}/{name}", str(partial))
+        if (found := partial.stat().st_size) != size_bytes:
+            partial.unlink()
+            raise OSError(f"{self.url} lists {name} with {size_bytes} bytes, and gives back {found}: repeat this")
         partial.replace(folder / name)
 
     def holds(self, segment: Path) -> bool:
@@ -105,12 +108,14 @@ class ArchiveStore:
                 self.put(segment)
 
     def _note_removed(self, removed: Removed) -> int:
-        noted = self.read_removed().below
-        if removed.below > noted:
+        """The sequence from which on the store says, when it is read again, that it has everything. A note is written beside the
+        one that is there: a disk without room would leave neither."""
+        if removed.below > self.read_removed().below:
             with raise_os_error(self.url):
                 self._files.makedirs(self.url, exist_ok=True)
-                self._files.pipe_file(f"{self.url}/{NOTE}", msgspec.json.encode(removed))
-        return max(removed.below, noted)
+                self._files.pipe_file(f"{self.url}/{NOTE}.part", msgspec.json.encode(removed))
+                self._files.mv(f"{self.url}/{NOTE}.part", f"{self.url}/{NOTE}")
+        return self.read_removed().below
 
     def _list(self) -> dict[str, int]:
         """All segments that are there, with their bytes."""
