@@ -151,7 +151,8 @@ def remove_segments(folder: Path, below: int) -> int:
     harmless, and finishes what a kill left undone."""
     if below > read_removed(folder).below:
         replace_synced(folder / NOTE, msgspec.json.encode(describe_removal(folder, below)))
-    gone = [segment for segment in list_segments(folder) if parse_first_sequence(segment) < read_removed(folder).below]
+    begins = read_removed(folder).below
+    gone = [segment for segment in list_segments(folder) if parse_first_sequence(segment) < begins]
     for segment in gone:
         segment.unlink(missing_ok=True)
     if gone:

@@ -7,6 +7,7 @@ Segments have the names that they have in the folder, and lie as they are there.
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,9 @@ HEAD_BYTES = 1 << 20
 
 CHUNK_BYTES = 1 << 20
 """Compared at a time."""
+
+COPY_SECONDS = 60.0
+"""A call begins no copy later: a recorder that drains waits for the one that is at work."""
 
 
 class ArchiveStore:
@@ -98,14 +102,19 @@ class ArchiveStore:
                     self._files.rm_file(f"{self.url}/{name}")
         return len(gone)
 
-    def copy(self, segments: Sequence[Path], *, removed: Removed) -> None:
+    def copy(self, segments: Sequence[Path], *, removed: Removed) -> bool:
         """Copy those of ``segments`` that the store lists with another size or not at all, in their order, but for what its own
-        retention removed. An empty store begins where the folder does, of which ``removed`` is gone."""
+        retention removed. An empty store begins where the folder does, of which ``removed`` is gone. False if some are left for
+        the next call: those of an archive of years take hours."""
         stored = self.list_sizes()
         below = self.read_removed().below if stored else self._note_removed(removed)
+        ends = time.monotonic() + COPY_SECONDS
         for segment in segments:
             if parse_first_sequence(segment) >= below and stored.get(segment.name) != segment.stat().st_size:
+                if time.monotonic() > ends:
+                    return False
                 self.put(segment)
+        return True
 
     def _note_removed(self, removed: Removed) -> int:
         """The sequence from which on the store says, when it is read again, that it has everything. A note is written beside the
