@@ -325,7 +325,5 @@ def test_what_a_learner_may_begin_with_is_needed_and_nothing_before_it() -> None
         versions.append(enter(SUBJECTS.policy("default"), published))
         assert retention.find_archive_floor() == 0, "nothing is below the floor yet"
     enter(SUBJECTS.floor, FloorRaised(sequence=sequence + 1))
-    for name in ("train", "policy"):
-        retention.find_first_needed(name, "default", retention.floor.sequence)
     oldest, floor = checkpoints[-KEPT_CHECKPOINTS]
     assert retention.find_archive_floor() == min(oldest, floor, versions[-KEPT_VERSIONS]) > 1
