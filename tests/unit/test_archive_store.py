@@ -74,9 +74,7 @@ def test_a_store_that_lies_is_found_before_the_folder_loses_anything(archive: Pa
         assert list(read_archive(folder)) == read_entries(build_run())
 
 
-def test_a_long_archive_is_copied_and_shortened_in_parts(
-    archive: Path, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_archive_is_copied_and_shortened_in_parts(archive: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     segments = len(list_segments(archive))
     ticks = itertools.count(0.0, 10.0)
     monkeypatch.setattr("fleetbus_workers.recorder.archive_store.time.monotonic", lambda: next(ticks))

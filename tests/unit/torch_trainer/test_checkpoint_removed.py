@@ -33,7 +33,9 @@ def begin_at(path: Path, trainer: TorchTrainer) -> LineageStart:
 
 
 def write(folder: Path, trainer: Trainer) -> Path:
-    return write_checkpoint(folder, Checkpoint(lineage="l1", step=1, version=1, floor=1, settled=(), next_group=0), trainer).path
+    return write_checkpoint(
+        folder, Checkpoint(lineage="l1", step=1, version=1, floor=1, settled=(), next_group=0), trainer
+    ).path
 
 
 @pytest.mark.parametrize("gone", [".metadata", "*.distcp", "*"])

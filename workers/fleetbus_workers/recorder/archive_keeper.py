@@ -116,14 +116,15 @@ class ArchiveKeeper:
                 log.info("archive's store shortened", begins=below, segments=removed)
 
     def _continue_from(self, store: ArchiveStore) -> None:
-        names = list(store.list_sizes())
-        if not names:
+        sizes = store.list_sizes()
+        if not sizes:
             return
+        newest = list(sizes)[-1]
         self._folder.mkdir(parents=True, exist_ok=True)
-        store.fetch(names[-1], self._folder)
-        removed = msgspec.structs.replace(store.read_removed(), below=parse_first_sequence(Path(names[-1])))
+        store.fetch(newest, sizes[newest], self._folder)
+        removed = msgspec.structs.replace(store.read_removed(), below=parse_first_sequence(Path(newest)))
         replace_synced(self._folder / NOTE, msgspec.json.encode(removed))
-        log.warning("archive's folder is empty; continuing from its store", segment=names[-1])
+        log.warning("archive's folder is empty; continuing from its store", segment=newest)
 
     def _shorten(self, now_ns: int, needed: int) -> None:
         segments = describe_segments(self._folder)

@@ -117,8 +117,8 @@ class ArchiveStore:
         return True
 
     def _note_removed(self, removed: Removed) -> int:
-        """The sequence from which on the store says, when it is read again, that it has everything. A note is written beside the
-        one that is there: a disk without room would leave neither."""
+        """The sequence from which on the store says, when it is read again, that it has everything. A note is written beside
+        the one that is there: a disk without room would leave neither."""
         if removed.below > self.read_removed().below:
             with raise_os_error(self.url):
                 self._files.makedirs(self.url, exist_ok=True)
