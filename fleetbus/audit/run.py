@@ -13,7 +13,7 @@ from fleetbus.core.audit.books import Audit
 from fleetbus.core.audit.findings import Report
 from fleetbus.errors import UserError
 from fleetbus.log.archive_reader import find_lost_entries, read_archived_entries, scan_archive, scan_archive_and_log
-from fleetbus.log.archive_retention import Removed, read_removed
+from fleetbus.log.archive_retention import NOTE, Removed, read_removed
 from fleetbus.recording.export import scan_recording
 from fleetbus.recording.reader import RecordingReader
 from fleetbus_schemas import LineageStarted, MalformedMessage, Subjects
@@ -92,12 +92,15 @@ async def find_removed(bus: LogBus | None, archive: Path | None) -> Removed:
 
 
 def begin_audit(removed: Removed) -> Audit:
-    """An audit of a log of which this was removed. Raises `MalformedMessage` for a note that nobody wrote here."""
+    """An audit of a log of which this was removed. Raises `UserError` for a note that nobody wrote here."""
     audit = Audit()
     if removed.below > 1:
         audit.begin_at(removed.below)
         for each in removed.lineages:
-            started = decode(LineageStarted, each.payload, subject=each.subject)
+            try:
+                started = decode(LineageStarted, each.payload, subject=each.subject)
+            except MalformedMessage as error:
+                raise UserError(f"the archive notes a lineage that is none, {error}: restore {NOTE} from a copy") from error
             audit.begin_with(each.sequence, each.subject.rpartition(".")[2], started)
     return audit
 

@@ -5,6 +5,8 @@ Without it every user of the machine could read, change and purge the log, becau
 """
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ def write_local_config(store: Path, account: str = "") -> Path:
     key, file = store / KEY_FILE, store / "local.conf"
     try:
         create_private_folder(store)
+        _remove_planted(key)
         create_secret_file(key, create_seed())
         users = [{"nkey": public_key(key)}]
         authorization: dict[str, Any] = {"timeout": TIMEOUT_SECONDS}
@@ -36,3 +39,12 @@ def write_local_config(store: Path, account: str = "") -> Path:
     except OSError as error:
         raise UserError(f"cannot write {error.filename or store}: {error.strerror}") from error
     return file
+
+
+def _remove_planted(key: Path) -> None:
+    """A folder that was open to everybody may hold a key of somebody else's making, or a link to one."""
+    if not os.path.lexists(key):
+        return
+    found = key.lstat()
+    if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), key.parent.stat().st_uid):
+        key.unlink()

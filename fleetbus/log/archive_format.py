@@ -77,7 +77,13 @@ def build_segment_path(folder: Path, first: int) -> Path:
 
 def list_segments(folder: Path) -> list[Path]:
     """All segments in order."""
-    return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.stem.isdigit())
+    return sorted(path for path in folder.glob(f"*{SUFFIX}") if is_segment(path.name))
+
+
+def is_segment(name: str) -> bool:
+    """True if a file of that name is one."""
+    number = name.removesuffix(SUFFIX)
+    return number != name and number.isdecimal()
 
 
 def parse_first_sequence(segment: Path) -> int:
@@ -109,7 +115,10 @@ def read_header(file: BufferedReader, segment: Path, run: str | None) -> int:
     """Read up to the first entry, and return the format; raises `TornRecord`, or `UserError` for another run or format."""
     if file.read(len(MAGIC)) != MAGIC:
         raise TornRecord(0)
-    header = _decode_header(read_frame(file))
+    try:
+        header = _decode_header(read_frame(file))
+    except msgspec.DecodeError as error:
+        raise ArchiveDamaged(f"{segment} begins with what no recorder wrote: restore it from a copy") from error
     if header.format not in (FORMAT, PLAIN_FORMAT):
         raise UserError(f"{segment} has format {header.format}; this fleetbus reads up to {FORMAT}: upgrade it")
     if run is not None and header.run != run:
@@ -118,7 +127,8 @@ def read_header(file: BufferedReader, segment: Path, run: str | None) -> int:
 
 
 def read_entries(file: BufferedReader, format: int = FORMAT) -> Iterator[StreamEntry]:
-    """The entries from here to the end of the file; raises `TornRecord`."""
+    """The entries from here to the end of the file; raises `TornRecord`, and `ArchiveDamaged` for a whole record of what can
+    be no entry."""
     stream = None
     while file.peek(1):
         offset = file.tell()
@@ -126,8 +136,23 @@ def read_entries(file: BufferedReader, format: int = FORMAT) -> Iterator[StreamE
         if format != PLAIN_FORMAT:
             stream = zlib.decompressobj(-zlib.MAX_WBITS) if content[:1] == BEGUN or stream is None else stream
             content = _decompress(stream, content[1:], offset)
-        entry = _decode_entry(content)
+        try:
+            entry = _decode_entry(content)
+        except msgspec.DecodeError as error:
+            raise _refuse(file, offset) from error
+        if not is_stored_subject(entry.subject):
+            raise _refuse(file, offset)
         yield StreamEntry(sequence=entry.sequence, time_ns=entry.time_ns, subject=entry.subject, payload=entry.payload)
+
+
+def is_stored_subject(subject: str) -> bool:
+    """True for subjects with a kind and a name, and for the floor, which needs none."""
+    return subject.count(".") >= 3 or (subject.count(".") == 2 and subject.endswith(".floor"))
+
+
+def _refuse(file: BufferedReader, offset: int) -> ArchiveDamaged:
+    name = getattr(file, "name", "a segment of the store")
+    return ArchiveDamaged(f"{name} holds at byte {offset} what no recorder wrote: restore it from a copy")
 
 
 def _decompress(stream: Any, piece: bytes, offset: int) -> bytes:

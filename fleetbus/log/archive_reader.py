@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator
 from contextlib import aclosing
-from itertools import islice
 from pathlib import Path
 
 from fleetbus.bus.base import LogBus, StreamEntry
@@ -19,7 +18,7 @@ from fleetbus.log.archive_retention import ArchiveShortened, list_kept_segments,
 from fleetbus.log.episodes import decode_episode_entry
 from fleetbus_schemas import EpisodeFinished, Subjects
 
-ENTRIES_AT_A_TIME = 1024
+ENTRIES_AT_A_TIME, BYTES_AT_A_TIME = 1024, 16 << 20
 """Read per call in a thread; bounds what waits in memory."""
 
 
@@ -33,12 +32,15 @@ def read_archive(folder: Path, *, run: str | None = None, start: int = 1) -> Ite
     segments = list_kept_segments(folder)
     if not segments and not (folder / LOCK).exists():
         raise UserError(f"{folder} contains no archive: give the folder that `fleetbus recorder --archive` writes to")
-    following = [parse_first_sequence(segment) for segment in segments[1:]]
+    following, last = [parse_first_sequence(segment) for segment in segments[1:]], 0
     for index, segment in enumerate(segments):
         if index < len(following) and following[index] <= start:
             continue
         try:
             for entry in _read_segment(segment, run, newest=index == len(following)):
+                if entry.sequence <= last:
+                    raise ArchiveDamaged(f"{segment} has entry {entry.sequence} after {last}: restore it from a copy")
+                last = entry.sequence
                 if entry.sequence >= start:
                     yield entry
         except FileNotFoundError:
@@ -142,7 +144,13 @@ async def scan_archive(folder: Path, *, run: str | None = None, start: int = 1) 
 
 
 def _read_batch(entries: Iterator[StreamEntry]) -> list[StreamEntry]:
-    return list(islice(entries, ENTRIES_AT_A_TIME))
+    batch, size = list[StreamEntry](), 0
+    for entry in entries:
+        batch.append(entry)
+        size += len(entry.payload)
+        if len(batch) >= ENTRIES_AT_A_TIME or size >= BYTES_AT_A_TIME:
+            break
+    return batch
 
 
 def _read_segment(segment: Path, run: str | None, *, newest: bool) -> Iterator[StreamEntry]:

@@ -98,11 +98,16 @@ def list_kept_segments(folder: Path) -> list[Path]:
 def read_removed(folder: Path) -> Removed:
     """The part that the archive in ``folder`` says that it no longer holds. Raises `ArchiveDamaged`."""
     with suppress(FileNotFoundError):
-        try:
-            return msgspec.json.decode((folder / NOTE).read_bytes(), type=Removed)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ArchiveDamaged(f"{folder / NOTE} cannot be read: restore it from a copy") from error
+        return parse_removed((folder / NOTE).read_bytes(), str(folder / NOTE))
     return Removed()
+
+
+def parse_removed(content: bytes, where: str) -> Removed:
+    """The note that was read from ``where``. Raises `ArchiveDamaged`."""
+    try:
+        return msgspec.json.decode(content, type=Removed)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ArchiveDamaged(f"{where} cannot be read: restore it from a copy") from error
 
 
 def describe_segments(folder: Path) -> list[Segment]:
@@ -146,7 +151,8 @@ def remove_segments(folder: Path, below: int) -> int:
     harmless, and finishes what a kill left undone."""
     if below > read_removed(folder).below:
         replace_synced(folder / NOTE, msgspec.json.encode(describe_removal(folder, below)))
-    gone = [segment for segment in list_segments(folder) if parse_first_sequence(segment) < read_removed(folder).below]
+    begins = read_removed(folder).below
+    gone = [segment for segment in list_segments(folder) if parse_first_sequence(segment) < begins]
     for segment in gone:
         segment.unlink(missing_ok=True)
     if gone:

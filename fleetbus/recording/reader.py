@@ -10,7 +10,7 @@ import msgspec
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
-from fleetbus.log.archive_format import ArchivedEntry, TornRecord
+from fleetbus.log.archive_format import ArchivedEntry, TornRecord, is_stored_subject
 from fleetbus.recording.format import (
     OBJECTS,
     FilePart,
@@ -81,8 +81,7 @@ class RecordingReader:
             self.torn = f"{self.path} has no end: its writer was cut off after {count} entries"
 
     def _is_of_run(self, subject: str) -> bool:
-        """True for subjects with a kind and a name, and for the floor, which needs none."""
-        return subject.startswith(self._subjects) and (subject.count(".") >= 3 or subject == f"{self._subjects}floor")
+        return subject.startswith(self._subjects) and is_stored_subject(subject)
 
     def _check_subjects(self, part: list[ArchivedEntry]) -> None:
         if not all(self._is_of_run(entry.subject) for entry in part):

@@ -16,6 +16,7 @@ import anyio
 import msgspec
 import pytest
 
+from fleetbus.auth.keys import create_seed, public_key
 from fleetbus.auth.local_key import write_local_config
 from fleetbus.auth.stores import find_account
 from fleetbus.bus.base import Bus
@@ -166,6 +167,28 @@ def test_what_a_run_writes_is_closed_to_others_also_where_an_earlier_version_lef
                     with pytest.raises(PermissionError):
                         path.read_bytes()
         assert stat.S_IMODE((folder.store / KEY_FILE).stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize("how", ["file", "link"])
+def test_a_key_that_somebody_planted_in_a_folder_that_was_open_is_not_let_in(how: str) -> None:
+    with tempfile.TemporaryDirectory() as parent:
+        os.chmod(parent, 0o755)
+        folder, theirs = run_folder_of(Path(parent)), Path(parent, "theirs")
+        folder.store.mkdir(parents=True)
+        theirs.mkdir()
+        for path in (folder.path, folder.store, theirs):
+            path.chmod(0o777)
+        planted = folder.store / KEY_FILE if how == "file" else theirs / "key"
+        with another_user(planted):
+            planted.write_bytes(create_seed())
+            if how == "link":
+                (folder.store / KEY_FILE).symlink_to(planted)
+        known = public_key(planted)
+        with hold_run(Configuration(), folder):
+            config = write_local_config(folder.store).read_text()
+        assert known not in config and public_key(folder.store / KEY_FILE) in config
+        assert (folder.store / KEY_FILE).lstat().st_uid == 0 and stat.S_ISREG((folder.store / KEY_FILE).lstat().st_mode)
 
 
 def test_a_new_folder_of_a_run_is_its_users_alone_and_a_group_that_was_let_in_stays_so(tmp_path: Path) -> None:

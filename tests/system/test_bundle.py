@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.recording import load_recording
+from fleetbus.recording.episodes import EpisodeRow
 from fleetbus.recording.format import OBJECTS
 from fleetbus.recording.reader import read_header
+from fleetbus.recording.redaction import Redactor
 from fleetbus.recording.writer import create_recording
 from fleetbus_schemas import Action, ChatMessage, EpisodeLabeled, Image, Observation, Subjects, decode, encode
+from fleetbus_workers.cli.look import bundle
 from fleetbus_workers.cli.program import run_program
+from fleetbus_workers.observe.bundle.folder import BundleFolder
+from fleetbus_workers.observe.monitor import episode_table
 
 RECORDING = Path(__file__).parents[1] / "replay" / "recordings" / "warehouse.fbrec"
 SECRET = "sk-ant-api03-" + "a1B2c3" * 8
@@ -24,7 +30,7 @@ SECRET = "sk-ant-api03-" + "a1B2c3" * 8
 def read_data(folder: Path, name: str) -> Any:
     text = (folder / "data" / f"{name}.js").read_text()
     assert text.startswith(f'fleetbus.give("{name}",') and text.endswith(");\n")
-    return json.loads(text[len(f'fleetbus.give("{name}",') : -len(");\n")])
+    return json.loads(json.loads(text[len(f'fleetbus.give("{name}",') : -len(");\n")]))
 
 
 def list_files(folder: Path) -> set[str]:
@@ -111,6 +117,22 @@ def test_filters_and_a_limit_choose_what_is_in_it_and_it_says_what_is_not(
     assert run_program(["bundle", str(labelled), "-o", str(folder), "--outcome", "nosuch"]) == 2
 
 
+def test_no_episode_is_compared_with_all_others(labelled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    are_siblings = episode_table._are_siblings
+
+    def look(row: EpisodeRow, one: EpisodeRow) -> bool:
+        looked.append(row.episode_id)
+        return are_siblings(row, one)
+
+    monkeypatch.setattr(episode_table, "_are_siblings", look)
+    folder = labelled.parent / "copy"
+    assert run_program(["bundle", str(labelled), "-o", str(folder)]) == 0
+    run = read_data(folder, "run")
+    siblings = [len(read_data(folder, file)["siblings"]) for file in run["files"].values()]
+    assert len(looked) == sum(siblings) > 0
+
+
 def test_images_that_episodes_show_are_files_of_the_copy_and_nothing_else_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,6 +153,22 @@ def test_images_that_episodes_show_are_files_of_the_copy_and_nothing_else_is(
     assert "17 episodes, 1 of 5 images: " in capsys.readouterr().out
     assert {name for name in list_files(folder) if name.startswith("api")} == {"api/images/shown"}
     assert (folder / "api" / "images" / "shown").read_bytes() == objects["shown"]
+
+
+async def test_no_image_is_read_once_there_is_no_room_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    async def get(_: object, name: str, **__: object) -> bytes:
+        read.append(name)
+        return b"\x89PNG\r\n\x1a\n" + bytes(92)
+
+    monkeypatch.setattr(bundle, "MOST_IMAGES_BYTES", 250)
+    monkeypatch.setattr("fleetbus.bus.objects.get_content", get)
+    monkeypatch.setattr("fleetbus_workers.weights.store.get_object_store", lambda *_: object())
+    names = [f"image{number}" for number in range(100)]
+    source: Any = SimpleNamespace(bus=object(), subjects=Subjects("run"), objects={})
+    said = await bundle._add_images(source, names, Redactor(), BundleFolder(tmp_path))
+    assert said == ", 2 of 100 images" and read == names[:3]
 
 
 def show(entry: StreamEntry, images: tuple[Image, ...]) -> StreamEntry:

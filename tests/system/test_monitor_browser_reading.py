@@ -129,6 +129,7 @@ async def test_a_text_that_is_made_to_stop_the_page_does_not() -> None:
     hostile = [
         "`" * 190_000, "**a" * 60_000, "|" * 190_000 + "\n|-|", "```\n" * 45_000, "- " * 90_000, "#" * 190_000, "[" * 190_000,
         "[" + "1," * 90_000 + "1]", "@@ -1 +1 @@\n" + "+\n" * 300_000,
+        "~" * 190_000 + "x`", "# " + " " * 190_000 + "\u2028x", "- " + " " * 190_000 + "\rx",
     ]  # fmt: skip
     async with opened(8, "light") as (page, address, errors, bus):
         shown = Observation(

@@ -164,6 +164,19 @@ def test_nothing_leaves_before_the_note_is_there(archive: Path, monkeypatch: pyt
     assert next(read_archive(archive)).sequence == 1
 
 
+def test_the_note_is_not_read_for_each_segment(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remove_segments(archive, parse_first_sequence(list_segments(archive)[2]))
+    noted, reads = read_removed(archive), []
+
+    def read(folder: Path) -> archive_retention.Removed:
+        reads.append(folder)
+        return noted
+
+    monkeypatch.setattr(archive_retention, "read_removed", read)
+    assert remove_segments(archive, noted.below) == 0
+    assert len(reads) <= 2 < len(list_segments(archive))
+
+
 def test_a_segment_that_is_only_begun_does_not_count_so_that_the_one_before_it_stays(archive: Path) -> None:
     last = read_entries(build_run())[-1].sequence
     build_segment_path(archive, last + 1).write_bytes(encode_segment_start("run", last + 1))
@@ -312,7 +325,5 @@ def test_what_a_learner_may_begin_with_is_needed_and_nothing_before_it() -> None
         versions.append(enter(SUBJECTS.policy("default"), published))
         assert retention.find_archive_floor() == 0, "nothing is below the floor yet"
     enter(SUBJECTS.floor, FloorRaised(sequence=sequence + 1))
-    for name in ("train", "policy"):
-        retention.find_first_needed(name, "default", retention.floor.sequence)
     oldest, floor = checkpoints[-KEPT_CHECKPOINTS]
     assert retention.find_archive_floor() == min(oldest, floor, versions[-KEPT_VERSIONS]) > 1

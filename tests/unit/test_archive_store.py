@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from fleetbus.log.archive_format import list_segments, parse_first_sequence
 from fleetbus.log.archive_reader import read_archive
 from fleetbus.log.archive_retention import NOTE, read_removed
 from fleetbus.log.archive_writer import open_archive
+from fleetbus_workers.recorder import archive_keeper
 from fleetbus_workers.recorder.archive_keeper import ArchiveKeeper
 from fleetbus_workers.recorder.archive_places import open_archive_places
 from fleetbus_workers.recorder.archive_store import ArchiveStore
@@ -70,6 +72,22 @@ def test_a_store_that_lies_is_found_before_the_folder_loses_anything(archive: Pa
     assert len(list_segments(archive)) == 1
     with open_archive_places((str(archive), store.as_uri())) as folder:
         assert list(read_archive(folder)) == read_entries(build_run())
+
+
+def test_a_long_archive_is_copied_and_shortened_in_parts(archive: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = len(list_segments(archive))
+    ticks = itertools.count(0.0, 10.0)
+    monkeypatch.setattr("fleetbus_workers.recorder.archive_store.time.monotonic", lambda: next(ticks))
+    monkeypatch.setattr(archive_keeper, "MOST_LEAVING", 2)
+    keeper = ArchiveKeeper(archive, keep_in(store, keep_bytes=1, store_keep_bytes=1))
+    counts = []
+    for _ in range(2 * segments):
+        keeper.keep(now_ns=0, needed=1 << 40)
+        counts.append((len(list_segments(archive)), len(list_segments(store))))
+    assert counts[0] == (segments, 6)  # a minute's, by a clock that goes on by ten seconds each time
+    assert counts[-1] == (1, 1)
+    for before, after in itertools.pairwise(counts):
+        assert before[0] - after[0] <= 2 and before[1] - after[1] <= 2
 
 
 def test_a_store_has_limits_of_its_own_and_gets_nothing_again_that_it_let_go(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from fleetbus_workers.observe.bundle.folder import PAGE
+from fleetbus_workers.observe.bundle.folder import ANSWERS, PAGE, BundleFolder
 from fleetbus_workers.observe.bundle.page_script import build_index, join_modules
 
 
@@ -49,3 +52,15 @@ def test_the_page_itself_can_be_joined_and_names_no_file_of_a_server() -> None:
     assert '<script defer src="page/page.js"></script>' in index and '="/' not in index
     with pytest.raises(ValueError, match=r"index\.html"):
         build_index("<html></html>", scripts=())
+
+
+def test_what_a_transcript_names_keys_of_a_copy_are_texts_and_no_part_of_its_script(tmp_path: Path) -> None:
+    value = {"arguments": {"__proto__": {"path": "/etc/passwd"}, "</script>": "\u2028"}, "files": {"__proto__": "e000001"}}
+    folder = BundleFolder(tmp_path)
+    folder.add_data("e000001", value)
+    script = (tmp_path / "data" / "e000001.js").read_text()
+    before, after = 'fleetbus.give("e000001",', ");\n"
+    assert script.startswith(before) and script.endswith(after)
+    text = json.loads(script[len(before) : -len(after)])
+    assert json.loads(text) == value
+    assert "JSON.parse(text)" in ANSWERS.read_text()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fleetbus.recording.episodes import EpisodeRow
-from fleetbus_workers.observe.monitor.episode_table import build_csv, choose_rows, find_neighbours
+from fleetbus_workers.observe.monitor.episode_table import build_csv, choose_rows, find_neighbours, group_siblings
 
 
 def row(name: str, **facts: Any) -> EpisodeRow:
@@ -54,6 +54,15 @@ def test_an_episode_has_those_before_and_after_it_and_the_samples_of_its_task_in
     assert find_neighbours(rows, "b") == {"previous": "a", "next": "c", "siblings": ["a"]}
     assert find_neighbours(rows, "d") == {"previous": "c", "next": None, "siblings": []}
     assert find_neighbours(rows, "nobody") == {"previous": None, "next": None, "siblings": []}
+
+
+def test_siblings_that_are_found_for_all_at_once_are_those_of_each() -> None:
+    rows = {each.episode_id: each for each in [*ROWS, row("d", group_id=""), row("e", group_id=""), row("f"), row("g")]}
+    found = group_siblings(rows)
+    assert found.keys() == rows.keys()
+    for name in rows:
+        assert find_neighbours(found[name], name)["siblings"] == find_neighbours(rows, name)["siblings"]
+    assert list(found["d"]) == ["d"] and list(found["f"]) == ["a", "b", "f", "g"]
 
 
 def test_no_cell_of_the_file_is_calculated_by_a_spreadsheet() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,6 +10,8 @@ import pytest
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.delivery.heartbeats import SILENT_AFTER_SECONDS
+from fleetbus.recording.redaction import Redactor
+from fleetbus.recording.trained_tokens import TrainedTokensIndex
 from fleetbus_schemas import (
     NEW_ROOT,
     Action,
@@ -30,6 +33,7 @@ from fleetbus_schemas import (
     encode,
 )
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs
+from fleetbus_workers.observe.bundle.copied_run import RunCopier
 from fleetbus_workers.observe.metrics.collect import collect
 from fleetbus_workers.observe.metrics.numbers import build_numbers
 from fleetbus_workers.observe.metrics.run_view import RunView
@@ -219,6 +223,19 @@ def test_only_so_many_episodes_are_kept() -> None:
     log.request("newest")
     assert len(log.state.episodes.rows) == KEPT_EPISODES
     assert "newest" in log.state.episodes.rows
+
+
+def test_a_copy_of_the_page_forgets_no_episode(tmp_path: Path) -> None:
+    async def read(_: list[str]) -> AsyncGenerator[StreamEntry]:
+        return
+        yield
+
+    log, trained = Log(), TrainedTokensIndex(tmp_path)
+    log.state = RunCopier(read, SUBJECTS, Redactor(), trained, steps=1, threshold=1.0, now_ns=0).state
+    for index in range(KEPT_EPISODES + 1_001):
+        log.state.episodes._get_row(f"e{index}", StreamEntry(subject="s", payload=b"", sequence=index, time_ns=0))
+    log.request("newest")
+    assert len(log.state.episodes.rows) == KEPT_EPISODES + 1_002
 
 
 def observation(turn: int, attempt: int = 1, hop: int = 0) -> Observation:

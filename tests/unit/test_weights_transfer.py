@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +26,14 @@ from fleetbus.config.settings import Configuration, InferenceSettings, LearnerSe
 from fleetbus.errors import UserError
 from fleetbus_schemas import Heartbeat, PolicyPublished, Subjects, WeightsOffered, encode
 from fleetbus_workers.replay.learner_driver import configure_lineage
+from fleetbus_workers.weights import file
 from fleetbus_workers.weights.collective import group, receiver, sender, stream
 from fleetbus_workers.weights.collective.group import TransferFailed
 from fleetbus_workers.weights.collective.received import ReceivedVersion
 from fleetbus_workers.weights.collective.receiver import CollectiveReceiver
 from fleetbus_workers.weights.collective.sender import CollectiveSender
 from fleetbus_workers.weights.collective.written_file import WrittenFile
-from fleetbus_workers.weights.file import WeightsRejected, stream_weights, write_weights
+from fleetbus_workers.weights.file import WeightsRejected, read_weights, stream_weights, write_weights
 from fleetbus_workers.weights.transfer import ENGINE_COUNTER
 
 pytestmark = pytest.mark.anyio
@@ -98,6 +100,22 @@ async def test_two_engines_get_every_version_while_it_is_written(tmp_path: Path)
                 assert await engine.take(published) is None  # given once
         await learner._ended.wait()
         assert learner.sent == 3
+
+
+def test_who_follows_a_file_is_told_of_parts_of_a_large_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file, "STEP_BYTES", 1000)
+    told: list[int] = []
+
+    class Watcher(WrittenFile):
+        def advance(self, position: int) -> None:
+            assert position <= (written := next(tmp_path.glob(".large.*")).stat().st_size), written
+            told.append(position)
+
+    tensors = {"large": torch.arange(1024), "small": torch.ones(3), "empty": torch.zeros(0)}
+    manifest = write_weights(tmp_path / "large", tensors, watcher := Watcher())
+    watcher.close()
+    assert [after - before for before, after in pairwise(told)] == [1000] * 7 + [192, 12]
+    assert_equal(read_weights(tmp_path / "large", manifest), tensors)
 
 
 async def test_what_has_arrived_counts_only_if_the_log_names_its_digests_and_lineage(tmp_path: Path) -> None:

@@ -257,8 +257,9 @@ class Retention:
         """
         floor = self.floor.sequence
         for name, training in self._training.items():
-            versions = self._versions.get(name, [0])  # without those that no episode above the floor was sampled from
-            floor = min(floor, training.find_first_needed(), training.find_first_settled(), versions[0])
+            versions = self._versions.get(name, [0])
+            oldest = versions[max(bisect_left(versions, self.floor.sequence) - KEPT_VERSIONS, 0)]
+            floor = min(floor, training.find_first_needed(), training.find_first_settled(), oldest)
         return floor
 
     def list_names(self) -> list[tuple[str, str]]:

@@ -200,7 +200,7 @@ def prune_checkpoints(folder: Path, keep: int, is_voided: Callable[[str, int], b
         return
     whole = sorted((int(match["lineage"]), int(match["step"]), path) for match, path in found if not match["part"])
     counting = [each for each in whole if not is_voided(f"l{each[0]}", each[1])]
-    if not counting or not _is_there(counting[-1][2]):
+    if not counting or not is_there(counting[-1][2]):
         log.error("newest checkpoint is unreadable; keeping all checkpoints", folder=str(folder))
         return
     reached = counting[-1][1]
@@ -236,7 +236,7 @@ def _is_whole(path: Path, index_sha256: str, _changed_ns: int) -> bool:
     return True
 
 
-def _is_there(path: Path) -> bool:
+def is_there(path: Path) -> bool:
     """True if all files of a checkpoint are where it was written; it was synced, and its checksums made, when it was."""
     try:
         index = msgspec.json.decode((path / INDEX).read_bytes(), type=Checkpoint)

@@ -9,12 +9,13 @@ from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.pools import list_pools
 from fleetbus.config.settings import Configuration
 from fleetbus.delivery.requests import Requests
+from fleetbus.errors import UserError
 from fleetbus.log.floor import fence_floor
 from fleetbus_schemas import LineageStarted, Subjects
 from fleetbus_workers.learner.admission import Admission
 from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.checkpoint_storage import CheckpointStorage
-from fleetbus_workers.learner.checkpoints import WrittenCheckpoint, find_origin, hash_index
+from fleetbus_workers.learner.checkpoints import WrittenCheckpoint, find_origin, hash_index, is_there
 from fleetbus_workers.learner.group_judge import GroupJudge
 from fleetbus_workers.learner.journal import FencedAppender
 from fleetbus_workers.learner.pool import GroupPool
@@ -63,8 +64,8 @@ class LineageStart:
     async def _restore(self, folder: Path) -> None:
         try:
             await self._runtime.offload(self._trainer.restore, folder)
-        except FileNotFoundError as error:  # what is chosen of a run was whole a moment ago
-            if self._resume_point.checkpoint_path is None:
+        except (FileNotFoundError, UserError) as error:  # what is chosen of a run was whole a moment ago
+            if self._resume_point.checkpoint_path is None or await self._runtime.offload(is_there, folder):
                 raise
             raise CheckpointRemoved(
                 f"checkpoint {folder} was removed while it was read, by a learner that is still at work: start this one again"

@@ -7,6 +7,7 @@ that fails or is killed is made up for by the next one.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -37,6 +38,9 @@ SEGMENTS_PER_LIMIT = 8
 SMALLEST_SEGMENT_BYTES = 64 << 10
 STORED_SECONDS = 600.0
 """What a folder that is lost had and the store had not is of so many seconds, where there is a store."""
+
+MOST_LEAVING = 32
+"""Segments that leave at a time. Each is read first, which takes hours where an archive of years gets a limit."""
 
 TELL_SECONDS = 3600.0
 """A line about a limit that cannot be kept, no more often."""
@@ -96,40 +100,42 @@ class ArchiveKeeper:
         newest segment is copied too. Raises `OSError`."""
         if self._store is not None:
             segments = list_kept_segments(self._folder)
-            self._store.copy(segments if is_end else segments[:-1], removed=read_removed(self._folder))
+            if not self._store.copy(segments if is_end else segments[:-1], removed=read_removed(self._folder)):
+                return
         if self._keep.is_limited:
             self._shorten(now_ns, needed)
         if self._store is not None and self._store_keep.is_limited:
-            below = choose_first_kept(
-                self._store.describe_segments(),
-                self._store_keep,
-                now_ns=now_ns,
-                needed=needed,
-                read_begin=self._store.read_begin,
+            stored = self._store.describe_segments()
+            wanted = choose_first_kept(
+                stored, self._store_keep, now_ns=now_ns, needed=needed, read_begin=self._store.read_begin
             )
+            below = _limit_leaving(wanted, stored)
             is_further = below > self._store.read_removed().below
             removal = describe_removal(self._folder, below) if is_further else Removed(below=below)
             if removed := self._store.remove_segments(removal):
                 log.info("archive's store shortened", begins=below, segments=removed)
 
     def _continue_from(self, store: ArchiveStore) -> None:
-        names = list(store.list_sizes())
-        if not names:
+        sizes = store.list_sizes()
+        if not sizes:
             return
+        newest = list(sizes)[-1]
         self._folder.mkdir(parents=True, exist_ok=True)
-        store.fetch(names[-1], self._folder)
-        removed = msgspec.structs.replace(store.read_removed(), below=parse_first_sequence(Path(names[-1])))
+        store.fetch(newest, sizes[newest], self._folder)
+        removed = msgspec.structs.replace(store.read_removed(), below=parse_first_sequence(Path(newest)))
         replace_synced(self._folder / NOTE, msgspec.json.encode(removed))
-        log.warning("archive's folder is empty; continuing from its store", segment=names[-1])
+        log.warning("archive's folder is empty; continuing from its store", segment=newest)
 
     def _shorten(self, now_ns: int, needed: int) -> None:
         segments = describe_segments(self._folder)
         wanted = choose_first_kept(segments, self._keep, now_ns=now_ns, needed=needed, read_begin=self._read_begin)
-        below = self._find_stored(wanted)
+        limited = _limit_leaving(wanted, segments)
+        below = self._find_stored(limited)
         if removed := remove_segments(self._folder, below):
             log.info("archive shortened", begins=below, segments=removed)
         left = sum(segment.size_bytes for segment in segments if segment.first >= below)
-        if 0 < self._keep.size_bytes < left and len(segments) > 1 and time.monotonic() >= self._tells_at:
+        is_beyond = limited == wanted and 0 < self._keep.size_bytes < left and len(segments) > 1
+        if is_beyond and time.monotonic() >= self._tells_at:
             self._tells_at = time.monotonic() + TELL_SECONDS
             log.warning(
                 "archive exceeds recorder.keep_bytes; what a learner may need of it stays", size_bytes=left, needed_from=needed
@@ -155,3 +161,8 @@ class ArchiveKeeper:
 
     def _read_begin(self, segment: Segment) -> int:
         return read_begin(build_segment_path(self._folder, segment.first))
+
+
+def _limit_leaving(below: int, segments: Sequence[Segment]) -> int:
+    """The begin nearest to ``below`` for which no more than `MOST_LEAVING` of ``segments`` leave."""
+    return min([below, *(segment.first for segment in segments[MOST_LEAVING : MOST_LEAVING + 1])])

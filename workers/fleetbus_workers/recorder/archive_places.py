@@ -53,6 +53,6 @@ def _collect(target: Path, folders: Sequence[Path], stores: Sequence[ArchiveStor
             if size > sizes.get(name, -1):
                 sizes[name] = size
                 (target / name).unlink(missing_ok=True)
-                store.fetch(name, target)
+                store.fetch(name, size, target)
     removed = [read_removed(folder) for folder in folders] + [store.read_removed() for store in stores]
     replace_synced(target / NOTE, msgspec.json.encode(min(removed, key=lambda each: each.below)))

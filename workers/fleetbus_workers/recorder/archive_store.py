@@ -7,6 +7,7 @@ Segments have the names that they have in the folder, and lie as they are there.
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from fleetbus.log.archive_format import SUFFIX, ArchiveDamaged, parse_first_sequence
-from fleetbus.log.archive_retention import NOTE, Removed, Segment, read_first_time
+from fleetbus.log.archive_format import SUFFIX, is_segment, parse_first_sequence
+from fleetbus.log.archive_retention import NOTE, Removed, Segment, parse_removed, read_first_time
 from fleetbus_workers.weights.store import open_filesystem, raise_os_error
 
 HEAD_BYTES = 1 << 20
@@ -23,6 +24,9 @@ HEAD_BYTES = 1 << 20
 
 CHUNK_BYTES = 1 << 20
 """Compared at a time."""
+
+COPY_SECONDS = 60.0
+"""A call begins no copy later: a recorder that drains waits for the one that is at work."""
 
 
 class ArchiveStore:
@@ -57,11 +61,14 @@ class ArchiveStore:
             self._files.makedirs(self.url, exist_ok=True)
             self._files.put_file(str(segment), f"{self.url}/{segment.name}")
 
-    def fetch(self, name: str, folder: Path) -> None:
-        """Write a segment to a folder, whole or not at all."""
+    def fetch(self, name: str, size_bytes: int, folder: Path) -> None:
+        """Write a segment to a folder, with all the bytes that the store lists, or not at all."""
         partial = folder / f".{name}.part"
         with raise_os_error(self.url):
             self._files.get_file(f"{self.url}/{name}", str(partial))
+        if (found := partial.stat().st_size) != size_bytes:
+            partial.unlink()
+            raise OSError(f"{self.url} lists {name} with {size_bytes} bytes, and gives back {found}: repeat this")
         partial.replace(folder / name)
 
     def holds(self, segment: Path) -> bool:
@@ -81,10 +88,7 @@ class ArchiveStore:
                 content = self._files.cat_file(f"{self.url}/{NOTE}")
             except FileNotFoundError:
                 return Removed()
-        try:
-            return msgspec.json.decode(content, type=Removed)
-        except msgspec.DecodeError as error:
-            raise ArchiveDamaged(f"{NOTE} in the archive's store cannot be read: restore it from a copy") from error
+        return parse_removed(content, f"{NOTE} in the archive's store")
 
     def remove_segments(self, removed: Removed) -> int:
         """Let the archive in the store begin where ``removed`` says, if it does not begin later; returns how many segments
@@ -98,22 +102,29 @@ class ArchiveStore:
                     self._files.rm_file(f"{self.url}/{name}")
         return len(gone)
 
-    def copy(self, segments: Sequence[Path], *, removed: Removed) -> None:
+    def copy(self, segments: Sequence[Path], *, removed: Removed) -> bool:
         """Copy those of ``segments`` that the store lists with another size or not at all, in their order, but for what its own
-        retention removed. An empty store begins where the folder does, of which ``removed`` is gone."""
+        retention removed. An empty store begins where the folder does, of which ``removed`` is gone. False if some are left for
+        the next call: those of an archive of years take hours."""
         stored = self.list_sizes()
         below = self.read_removed().below if stored else self._note_removed(removed)
+        ends = time.monotonic() + COPY_SECONDS
         for segment in segments:
             if parse_first_sequence(segment) >= below and stored.get(segment.name) != segment.stat().st_size:
+                if time.monotonic() > ends:
+                    return False
                 self.put(segment)
+        return True
 
     def _note_removed(self, removed: Removed) -> int:
-        noted = self.read_removed().below
-        if removed.below > noted:
+        """The sequence from which on the store says, when it is read again, that it has everything. A note is written beside
+        the one that is there: a disk without room would leave neither."""
+        if removed.below > self.read_removed().below:
             with raise_os_error(self.url):
                 self._files.makedirs(self.url, exist_ok=True)
-                self._files.pipe_file(f"{self.url}/{NOTE}", msgspec.json.encode(removed))
-        return max(removed.below, noted)
+                self._files.pipe_file(f"{self.url}/{NOTE}.part", msgspec.json.encode(removed))
+                self._files.mv(f"{self.url}/{NOTE}.part", f"{self.url}/{NOTE}")
+        return self.read_removed().below
 
     def _list(self) -> dict[str, int]:
         """All segments that are there, with their bytes."""
@@ -124,4 +135,4 @@ class ArchiveStore:
             except FileNotFoundError:
                 return {}
         sizes = {Path(each["name"]).name: int(each["size"] or 0) for each in found if each["type"] == "file"}
-        return {name: size for name, size in sizes.items() if name.endswith(SUFFIX) and Path(name).stem.isdigit()}
+        return {name: size for name, size in sizes.items() if is_segment(name)}

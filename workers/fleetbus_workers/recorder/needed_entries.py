@@ -18,6 +18,4 @@ async def find_first_needed(entries: AsyncIterator[StreamEntry]) -> int:
             sessions.enter(entry.sequence, entry.subject.rpartition(".")[2], is_over=ends_session(message))
         else:
             retention.enter(entry.sequence, entry.subject, message)
-    for kind, name in retention.list_names():
-        retention.find_first_needed(kind, name, retention.floor.sequence)
     return max(1, min(retention.find_archive_floor(), sessions.compute_prefix(last)))

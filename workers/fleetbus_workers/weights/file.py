@@ -30,6 +30,10 @@ MAX_HEADER_BYTES = 100 << 20
 """Of a safetensors file; its library reads no longer ones."""
 
 
+STEP_BYTES = 8 << 20
+"""Written before a watcher is told: a tensor of gigabytes takes a slow disk longer than one who waits for it may wait."""
+
+
 class WeightsRejected(Exception):
     """A published version failed validation (names, shapes, dtype, hash, finiteness); the engine still has the old one."""
 
@@ -95,9 +99,13 @@ def stream_weights(
                 if (offset := offsets.get(name)) is None or offset[1] - offset[0] != len(content):
                     raise ValueError(f"{file}: {name} is not what was announced")
                 output.seek(len(header) + offset[0])
-                output.write(content)
-                told.record_written(offset)
-                hashes[name] = hashlib.sha256(content).hexdigest()
+                digest = hashlib.sha256()
+                for start in range(0, len(content), STEP_BYTES):
+                    piece = content[start : start + STEP_BYTES]
+                    output.write(piece)
+                    told.record_written(offset[0] + start, offset[0] + start + len(piece))
+                    digest.update(piece)
+                hashes[name] = digest.hexdigest()
             if missing := offsets.keys() - hashes.keys():
                 raise ValueError(f"{file}: {len(missing)} tensors never came: {min(missing)}")
             output.flush()
@@ -131,11 +139,10 @@ class _Told:
         if watcher is not None:
             watcher.begin(file, len(header) + max((stop for _, stop in offsets.values()), default=0))
 
-    def record_written(self, offset: tuple[int, int]) -> None:
+    def record_written(self, start: int, stop: int) -> None:
         if self._watcher is None:
             return
-        if offset[1] > offset[0]:
-            self._ahead[offset[0]] = offset[1]
+        self._ahead[start] = stop
         while self._reached in self._ahead:
             self._reached = self._ahead.pop(self._reached)
         self._output.flush()

@@ -156,8 +156,11 @@ async def _add_images(source: Source, names: Sequence[str], redactor: Redactor, 
                 break  # a key that may not read one may not read the others
             except (ObjectMissing, ObjectTooLarge, BusError, OSError):  # OSError has TimeoutError below it
                 continue
-        is_fit = content is not None and len(content) <= MAX_IMAGE_BYTES and used + len(content) <= MOST_IMAGES_BYTES
-        if content is not None and is_fit and find_media_type(content) and not redactor.finds_secret(content):
+        if content is None or len(content) > MAX_IMAGE_BYTES:
+            continue
+        if used + len(content) > MOST_IMAGES_BYTES:
+            break  # the others would be read for nothing
+        if find_media_type(content) and not redactor.finds_secret(content):
             folder.add(f"api/images/{name}", content)
             added, used = added + 1, used + len(content)
     return f", {added:,} of {len(names):,} images" if names else ""

@@ -7,7 +7,7 @@ const data = new Map(), waiting = new Map();
 const real = globalThis.fetch;
 
 /** Called by each script in data. */
-globalThis.fleetbus = { give(name, value) { data.set(name, value); } };
+globalThis.fleetbus = { give(name, text) { data.set(name, JSON.parse(text)); } };
 
 /** What a script in data gives; each is loaded once. */
 function load(name) {
@@ -32,11 +32,11 @@ const page = (rows, query, about = {}) => {
 function sorted(rows, wanted, fallback = "") {
   const name = (wanted ?? "").replace(/^-/, "") || fallback;
   if (!name) return rows;
-  const known = rows.filter((row) => row[name] !== null && row[name] !== "" && row[name] !== undefined);
+  const isKnown = (row) => row[name] !== null && row[name] !== "" && row[name] !== undefined, known = rows.filter(isKnown);
   const order = (a, b) => (a[name] < b[name] ? -1 : a[name] > b[name] ? 1 : 0);
   const up = [...known].sort(order);
   const ordered = (wanted ?? "").startsWith("-") ? [...known].sort((a, b) => order(b, a)) : up;
-  return [...ordered, ...rows.filter((row) => !known.includes(row))];
+  return [...ordered, ...rows.filter((row) => !isKnown(row))];
 }
 
 /** As the server chooses rows. */

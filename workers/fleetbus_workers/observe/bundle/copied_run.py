@@ -5,6 +5,7 @@ Everything goes through a `Redactor` first, as into a recording. Above it is `fl
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ from fleetbus.recording.rows import list_transcript_subjects
 from fleetbus.recording.trained_tokens import TrainedTokensIndex
 from fleetbus_schemas import EpisodeFinished, Subjects
 from fleetbus_workers.observe.metrics.run_view import RunView
+from fleetbus_workers.observe.monitor.episode_table import group_siblings
 from fleetbus_workers.observe.monitor.reward_histogram import build_reward_histogram
 from fleetbus_workers.observe.monitor.shown_run import describe_curves, describe_overview, describe_row, describe_whole_episode
 from fleetbus_workers.observe.monitor.success_table import build_success_table
@@ -60,7 +62,8 @@ class RunCopier:
         self._threshold = threshold
         self._now_ns = now_ns
         self._labels: dict[str, list[StreamEntry]] = {}
-        self.state = RunState(steps)
+        self._siblings: dict[str, dict[str, EpisodeRow]] = {}
+        self.state = RunState(steps, kept_episodes=sys.maxsize)  # what is to be copied may be any of them
         self.health = LogHealth()
         self.objects: dict[str, None] = {}
         """The objects that the copied episodes name, in the order in which they do."""
@@ -86,7 +89,7 @@ class RunCopier:
 
     async def copy_episodes(self, chosen: Sequence[EpisodeRow], words: TokenDecoder, write: WriteEpisode) -> None:
         """The second pass: each chosen episode given to ``write`` with its transcript, once its result was read."""
-        names = [row.episode_id for row in chosen]
+        names, self._siblings = [row.episode_id for row in chosen], group_siblings(self.state.episodes.rows)
         wanted, opened, at = set(names), dict[str, list[StreamEntry]](), {name: place for place, name in enumerate(names)}
 
         async def give(name: str, found: list[StreamEntry]) -> None:
@@ -111,7 +114,8 @@ class RunCopier:
 
     def _describe(self, name: str, entries: list[StreamEntry], words: TokenDecoder) -> dict[str, Any]:
         labelled = [*entries, *self._labels.get(name, [])]
-        return describe_whole_episode(self.state, name, labelled, words, self._trained.find(name))
+        beside = self._siblings.get(name, {})
+        return describe_whole_episode(self.state, name, labelled, words, self._trained.find(name), beside)
 
     def describe_run(self, chosen: Sequence[EpisodeRow], files: dict[str, str], left_out: str) -> dict[str, Any]:
         """All that is no transcript. ``files`` are the names of the chosen episodes' scripts, ``left_out`` says what is not in

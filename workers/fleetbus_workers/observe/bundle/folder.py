@@ -45,9 +45,10 @@ class BundleFolder:
         self.bytes += len(content)
 
     def add_data(self, name: str, value: Any) -> None:
-        """A script that gives ``value`` to the page under ``name``."""
+        """A script that gives ``value`` to the page under ``name``: as text, for in a script a key ``__proto__`` is none."""
         given = msgspec.json.encode(value, enc_hook=repr)  # MessagePack has values that JSON has not
-        self.add(f"data/{name}.js", b"fleetbus.give(%s,%s);\n" % (msgspec.json.encode(name), given))
+        text = msgspec.json.encode(given.decode())
+        self.add(f"data/{name}.js", b"fleetbus.give(%s,%s);\n" % (msgspec.json.encode(name), text))
 
     def add_page(self) -> None:
         """The page's own files, and what answers in place of a server."""

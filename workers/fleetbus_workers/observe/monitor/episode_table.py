@@ -57,6 +57,16 @@ def describe_neighbours(rows: Mapping[str, EpisodeRow], episode: str) -> dict[st
     return {**neighbours, "rewards": {name: rows[name].reward for name in neighbours["siblings"]}}
 
 
+def group_siblings(rows: Mapping[str, EpisodeRow]) -> dict[str, dict[str, EpisodeRow]]:
+    """By name the rows among which `find_neighbours` finds the siblings of an episode: who describes all of them would look at
+    each row for each row."""
+    groups: dict[tuple[str, str], dict[str, EpisodeRow]] = {}
+    for name, row in rows.items():
+        if row.group_id:
+            groups.setdefault((row.group_id, row.task_key), {})[name] = row
+    return {name: groups.get((row.group_id, row.task_key), {name: row}) for name, row in rows.items()}
+
+
 def _are_siblings(row: EpisodeRow, one: EpisodeRow) -> bool:
     return bool(one.group_id) and (row.group_id, row.task_key) == (one.group_id, one.task_key)
 

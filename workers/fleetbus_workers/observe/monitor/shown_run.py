@@ -5,7 +5,7 @@ Used by the routes of the live page and by the static copy of it, which so canno
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -57,15 +57,21 @@ def describe_row(state: RunState, row: EpisodeRow) -> dict[str, Any]:
 
 
 def describe_whole_episode(
-    state: RunState, episode: str, entries: Sequence[StreamEntry], words: TokenDecoder, trained: TrainedTokens | None
+    state: RunState,
+    episode: str,
+    entries: Sequence[StreamEntry],
+    words: TokenDecoder,
+    trained: TrainedTokens | None,
+    beside: Mapping[str, EpisodeRow] | None = None,
 ) -> dict[str, Any]:
-    """One episode with its transcript, from its ``entries`` in log order, and its place in the run."""
+    """One episode with its transcript, from its ``entries`` in log order, and its place in the run, or among those ``beside``
+    it."""
     row = state.episodes.rows.get(episode)
     return {
         "episode": episode,
         "actions": False,
         "row": row and describe_row(state, row),
         "trained_in": state.trained_in.get(episode, 0),
-        **describe_neighbours(state.episodes.rows, episode),
+        **describe_neighbours(state.episodes.rows if beside is None else beside, episode),
         **describe_episode(entries, words, trained),
     }

@@ -63,7 +63,8 @@ class GroupRow(msgspec.Struct, kw_only=True):
 class RunState:
     """The fold. `apply` takes entries in the order of the log."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, *, kept_episodes: int = KEPT_EPISODES) -> None:
+        self._kept_episodes = kept_episodes
         self.progress = Progress(steps)
         self.worker_registry = self.progress.worker_registry
         self.termination_state = TerminationState()
@@ -152,9 +153,9 @@ class RunState:
 
     def _prune_settled(self) -> None:
         rows = self.episodes.rows
-        if len(rows) <= KEPT_EPISODES + 1_000:
+        if len(rows) <= self._kept_episodes + 1_000:
             return
-        for episode in list(rows)[: len(rows) - KEPT_EPISODES]:
+        for episode in list(rows)[: len(rows) - self._kept_episodes]:
             self.episodes.forget(episode)
             self.trained_in.pop(episode, None)
             self._claimed.discard(episode)

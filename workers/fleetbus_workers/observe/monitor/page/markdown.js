@@ -4,7 +4,7 @@ import { isDiff, colored } from "./diff.js";
 import { el } from "./dom.js";
 
 const MOST_CHARACTERS = 200_000, MOST_BLOCKS = 3000, MOST_MARKS = 10_000, MOST_ROWS = 1000, MOST_COLUMNS = 50;
-const FENCE = /^ {0,3}(```|~~~)[`~]*([^`]*)$/, HEADING = /^(#{1,6}) +(.*)$/, ITEM = /^( *)([-*+]|[0-9]{1,9}[.)]) +(.*)$/;
+const FENCE = /^ {0,3}(```|~~~)[`~]*(|[^`~][^`]*)$/, HEADING = /^(#{1,6}) +(.*)$/s, ITEM = /^( *)([-*+]|[0-9]{1,9}[.)]) +(.*)$/s;
 const isRule = (line) => line !== undefined && line.includes("-") && line.includes("|") && /^[ :|-]+$/.test(line);
 
 /** The text as elements; null if there is nothing in it that is more than text. */
