@@ -156,8 +156,9 @@ class InferenceSettings(Settings, frozen=True, kw_only=True):
     ] = ""
     dtype: Annotated[
         Literal["float32", "bfloat16", "auto"],
-        Meta(description="Data type of engines vllm and torch; auto with torch: bfloat16 if the processor has it"),
+        Meta(description="Data type of engines vllm and torch; auto with torch: bfloat16 if the processor or GPU has it"),
     ] = "float32"
+    device: Annotated[str, Meta(description="Device of engine torch: cpu, cuda, cuda:1; auto: a GPU if there is one")] = "cpu"
     head_dtype: Annotated[
         Literal["float32", "model"],
         Meta(description="Data type in which engine vllm computes logits: float32, as the trainer does, or that of the model"),

@@ -225,7 +225,7 @@ def test_engine_torch_is_refused_by_name_where_there_are_gpus_unless_it_is_asked
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     mine = Configuration(run=RunSettings(model=str(folder)))
-    with pytest.raises(UserError, match="engine torch computes on the CPU"):
+    with pytest.raises(UserError, match="this machine has GPUs and no vLLM"):
         up.fit_gpus(mine, {})
     asked = up.fit_gpus(mine, {"inference.engine": "--inference-engine"})
     assert asked.inference.engine == "torch" and asked.trainer.device == "cuda" and asked.inference.dtype == "float32"
@@ -248,7 +248,7 @@ def test_a_single_gpu_goes_to_the_learner_unless_that_stays_on_the_cpu(folder: P
         assert placement.inference == (("0",),) and not placement.learner and fitted.trainer.precision == "float32"
     else:
         assert placement.learner == ("0",) and fitted.inference.engine == "torch"
-        assert chosen.endswith(": engine torch, which computes on the CPU")
+        assert chosen.endswith(": engine torch on the CPU")
 
 
 def test_lines_name_what_does_not_fit(folder: Path) -> None:

@@ -91,13 +91,21 @@ def place_roles(configuration: Configuration, gpus: Sequence[str]) -> Placement:
     inference, trainer, local = configuration.inference, configuration.trainer, configuration.learner.trainer == "torch"
     processes = trainer.processes
     trains_there = local and trainer.device in ("auto", "cuda")
-    if not gpus or not (trains_there or inference.engine == "vllm"):
+    samples_there = inference.engine == "vllm" or (inference.engine == "torch" and inference.device in ("auto", "cuda"))
+    if not gpus or not (trains_there or samples_there):
         if local and trainer.device == "cuda":
             raise UserError(
                 "trainer.device = cuda: no GPU is visible here; set trainer.device = cpu, or see CUDA_VISIBLE_DEVICES"
             )
+        if inference.engine == "torch" and inference.device == "cuda":
+            raise UserError(
+                "inference.device = cuda: no GPU is visible here; set inference.device = cpu, or see CUDA_VISIBLE_DEVICES"
+            )
         return Placement(processes=max(processes, 1))
-    engines, each = (inference.workers, count_engine_gpus(inference.vllm)) if inference.engine == "vllm" else (0, 1)
+    engines = inference.workers if samples_there else 0
+    each = count_engine_gpus(inference.vllm) if inference.engine == "vllm" else 1
+    if engines and inference.engine == "torch" and len(gpus) < engines + trains_there:
+        return _share(configuration, gpus, trains_there)
     taken = engines * each
     if len(gpus) < taken + trains_there:
         wanted = f"{engines} inference worker(s) and the learner" if trains_there else f"{engines} inference workers"
@@ -113,6 +121,21 @@ def place_roles(configuration: Configuration, gpus: Sequence[str]) -> Placement:
     return Placement(
         learner=learner,
         inference=tuple(tuple(gpus[first : first + each]) for first in range(0, taken, each)) or ((),) * inference.workers,
+        processes=len(learner) if trains_there else max(processes, 1),
+        decided=True,
+    )
+
+
+def _share(configuration: Configuration, gpus: Sequence[str], trains_there: bool) -> Placement:
+    """Engines torch take no more of a GPU's memory than they need: where there are too few GPUs they compute beside the
+    learner, and beside each other."""
+    count, processes = configuration.inference.workers, configuration.trainer.processes
+    if processes > len(gpus) and trains_there:
+        raise UserError(f"trainer.processes = {processes}: {len(gpus)} GPUs are there for the learner, and each needs one")
+    learner = tuple(gpus[: processes or len(gpus)]) if trains_there else ()
+    return Placement(
+        learner=learner,
+        inference=tuple((gpus[index % len(gpus)],) for index in range(count)),
         processes=len(learner) if trains_there else max(processes, 1),
         decided=True,
     )

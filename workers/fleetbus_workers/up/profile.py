@@ -13,7 +13,7 @@ from fleetbus.config.engine_arguments import count_engine_gpus
 from fleetbus.config.profile import apply_profile, format_setting, replace_settings
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
-from fleetbus_workers.up.memory import ModelShape, count_usable, plan_engine, plan_learner
+from fleetbus_workers.up.memory import ModelShape, count_usable, plan_engine, plan_learner, plan_torch_engine
 from fleetbus_workers.up.model_limits import fit_run
 from fleetbus_workers.up.placement import GPUS_PER_MACHINE
 from fleetbus_workers.up.plan import find_shape
@@ -43,7 +43,10 @@ def fit_machine(
     if fitted.run.profile != "gpu" or not gpus:
         return fitted, ""
     if len(gpus) == 1 and fitted.trainer.device != "cpu" and "inference.engine" not in given:
-        fitted = _sample_beside(configuration, fitted)
+        # vLLM takes nearly all of a GPU's memory, and training gains more from it.
+        fitted = msgspec.structs.replace(fitted, inference=configuration.inference)
+    if fitted.inference.engine == "torch" and "inference.device" not in given and _has_room(fitted, len(gpus), memory, shape):
+        fitted = replace_settings(fitted, {"inference.device": "cuda"})
     if starts and fitted.inference.engine == "vllm" and "inference.engine" not in given:
         _check_engine(fitted)
     chosen = _choose_for_engines(fitted, given, len(gpus), memory, shape, cpu_memory) if len(gpus) > 1 else {}
@@ -52,13 +55,19 @@ def fit_machine(
     of = f" of {memory / 1e9:.0f} GB" if memory else ""
     words = [f"{name} = {format_setting(value)}" for name, value in chosen.items()]
     if fitted.inference.engine == "torch":
-        words.append("engine torch, which computes on the CPU")
+        words.append(f"engine torch on the {'CPU' if fitted.inference.device == 'cpu' else 'GPU'}")
     return fitted, f"chosen for {len(gpus)} GPU(s){of} and a model of yours{size}: {', '.join(words)}" if words else ""
 
 
-def _sample_beside(configuration: Configuration, fitted: Configuration) -> Configuration:
-    """Two roles share no GPU, and training gains more from it: engine torch samples on the CPU."""
-    return msgspec.structs.replace(fitted, inference=configuration.inference)
+def _has_room(configuration: Configuration, gpus: int, memory: int, shape: ModelShape | None) -> bool:
+    """True if engines torch fit on GPUs of their own, or where there are too few beside the learner."""
+    if shape is None or not memory:
+        return False
+    workers, trains_there = configuration.inference.workers, configuration.trainer.device != "cpu"
+    if gpus >= workers + trains_there:
+        return plan_torch_engine(shape, configuration).total <= count_usable(memory)
+    learner = plan_learner(shape, configuration, gpus).total if trains_there else 0
+    return learner + workers * plan_torch_engine(shape, configuration).total <= count_usable(memory)
 
 
 def _choose_for_engines(
@@ -185,6 +194,6 @@ def split_engine(configuration: Configuration, gpus: int, memory: int, shape: Mo
 def _check_engine(configuration: Configuration) -> None:
     if not configuration.inference.python and importlib.util.find_spec("vllm") is None:
         raise UserError(
-            "engine torch computes on the CPU, and this machine has GPUs: pip install 'fleetbus[vllm]', or name an interpreter "
-            "that has it (--inference-python), or ask for --inference-engine torch"
+            "this machine has GPUs and no vLLM: pip install 'fleetbus[vllm]', or name an interpreter that has it "
+            "(--inference-python), or ask for --inference-engine torch, which is slower"
         )

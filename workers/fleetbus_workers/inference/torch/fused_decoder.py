@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from fleetbus_workers.inference.torch.batch import Batch
+from fleetbus_workers.inference.torch.captured_steps import CapturedSteps, copy_weights
 from fleetbus_workers.inference.torch.kernel import Layer, Tokens, Weights, compute_logits
 from fleetbus_workers.inference.torch.slots import SlotCache
 from fleetbus_workers.weights.file import unique_tensors
@@ -44,12 +45,16 @@ class FusedRunner:
         tensors = unique_tensors(model.state_dict())
         self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self.rotation = _compute_rotation(model, max_model_len)
-        self.cache = SlotCache(slots, max_model_len)
+        captures = self.device.type == "cuda"
+        self.cache = SlotCache(slots, max_model_len, spare=int(captures))
         shape = (self.depth, slots, self.groups, self.size, 0)
         self._keys = self.cache.add(shape, slot=1, time=4, dtype=torch.float32, device=self.device)
         shape = (self.depth, slots, self.groups, 0, self.size)
         self._values = self.cache.add(shape, slot=1, time=3, dtype=torch.float32, device=self.device)
         self.weights: Weights = self.prepare(tensors)
+        self._captured: CapturedSteps | None = None
+        if captures:
+            self._captured = CapturedSteps(self.weights, self.cache, self._keys, self._values, self.groups)
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Weights:
         read = {name: tensor.to(self.device, torch.float32) for name, tensor in tensors.items()}
@@ -59,9 +64,14 @@ class FusedRunner:
         return Weights(embedding, layers, head, self.rotation, *self._epsilons)
 
     def adopt(self, prepared: Weights) -> None:
-        self.weights = prepared
+        if self._captured is None:
+            self.weights = prepared
+        else:
+            copy_weights(self.weights, prepared)
 
     def step(self, batch: Batch) -> torch.Tensor:
+        if self._captured is not None and not batch.prefills:
+            return self._captured.step(batch)
         return compute_logits(self.weights, self._build_tokens(batch), self._keys.tensor, self._values.tensor)
 
     def _build_tokens(self, batch: Batch) -> Tokens:

@@ -47,10 +47,11 @@ class State:
 
 class SlotCache:
     """The blocks of one model. All of them hold ``capacity`` tokens per slot; memory begins as zeros, never as garbage,
-    because masked positions still take part in sums."""
+    because masked positions still take part in sums. ``spare`` further slots are not for histories."""
 
-    def __init__(self, slots: int, max_model_len: int) -> None:
+    def __init__(self, slots: int, max_model_len: int, *, spare: int = 0) -> None:
         self.slots = slots
+        self._spare = spare
         self.max_model_len = max_model_len
         self.capacity = min(INITIAL_CAPACITY, max_model_len)
         self.blocks: list[Block] = []
@@ -58,7 +59,7 @@ class SlotCache:
     def add(self, shape: tuple[int, ...], *, slot: int, time: int, dtype: torch.dtype, device: torch.device) -> Block:
         """A further block of zeros; ``shape`` has any number in place of slots and time."""
         sizes = list(shape)
-        sizes[slot], sizes[time] = self.slots, self.capacity
+        sizes[slot], sizes[time] = self.slots + self._spare, self.capacity
         block = Block(torch.zeros(sizes, dtype=dtype, device=device), slot, time)
         self.blocks.append(block)
         return block

@@ -223,7 +223,7 @@ def resolve_device(name: str) -> torch.device:
     if name == "cuda" and "LOCAL_RANK" in os.environ:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(name)
-    return torch.device(name)
+    return torch.device("cuda:0" if name == "cuda" else name)  # only one with a number can be a thread's current one
 
 
 def get_local(tensor: Any) -> torch.Tensor:
