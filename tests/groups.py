@@ -58,6 +58,10 @@ def lacks_browser() -> str:
     return "" if any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome")) else "no chromium"
 
 
+def lacks_gpu() -> str:
+    return "" if shutil.which("nvidia-smi") else "no GPU"
+
+
 def lacks_vagen() -> str:
     return "" if os.environ.get("VAGEN_CHECKOUT") else "VAGEN_CHECKOUT names no checkout of VAGEN"
 
@@ -84,6 +88,7 @@ GROUPS = {
     "agents": Group("test-agents", 40),
     "clients": Group("test-clients", 40, lacks_vagen),
     "vllm": Group("test-vllm", 60),
+    "gpu": Group("test-gpu", 10, lacks_gpu),
     "tinker": Group("test-tinker", 60),
     "browser": Group("test-browser", 20, lacks_browser),
     "docker": Group("test-docker", 30, lacks_docker),

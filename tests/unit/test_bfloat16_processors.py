@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from fleetbus.errors import UserError
 from fleetbus_workers.inference.torch import precision
+from fleetbus_workers.inference.torch.opening import resolve_device
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,13 @@ def test_where_that_cannot_be_read_the_answer_is_no(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Path, "read_text", refuse)
     assert precision.computes_bfloat16.__wrapped__() is False
+
+
+def test_a_device_that_is_not_there_is_refused_by_the_settings_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_device("cpu") == "cpu"
+    for given, word in (("cuda:77", "cuda:77"), ("nosuch", "nosuch")):
+        with pytest.raises(UserError, match=f"inference.device = {word} cannot be used: .*nvidia-smi"):
+            resolve_device(given)
+    for has_gpu, found in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
+        assert resolve_device("auto") == found

@@ -251,6 +251,19 @@ def test_a_single_gpu_goes_to_the_learner_unless_that_stays_on_the_cpu(folder: P
         assert chosen.endswith(": engine torch on the CPU")
 
 
+def test_a_small_model_is_sampled_on_the_only_gpu_and_a_large_one_beside_it(folder: Path) -> None:
+    mine = Configuration(run=RunSettings(model=str(folder)))
+    small = read_shape(MODELS["Qwen/Qwen3-8B"] | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28})
+    for shape, device in ((small, "cuda"), (read_shape(MODELS["Qwen/Qwen3-8B"]), "cpu")):
+        fitted, chosen = fit_machine(mine, {}, ("0",), GB80, shape, starts=False)
+        assert fitted.inference.device == device
+        assert chosen.endswith(f": engine torch on the {'GPU' if device == 'cuda' else 'CPU'}")
+        placement = place_roles(fitted, ("0",))
+        assert placement.learner == ("0",) and placement.inference == (("0",) if device == "cuda" else (),)
+    fitted, _ = fit_machine(mine, {"inference.device": ""}, ("0",), GB80, small, starts=False)
+    assert fitted.inference.device == "cpu"
+
+
 def test_lines_name_what_does_not_fit(folder: Path) -> None:
     mine = Configuration(run=RunSettings(model=str(folder)))
     shape = read_shape(MODELS["Qwen/Qwen3-30B-A3B"])

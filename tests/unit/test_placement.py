@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import pytest
 
 from fleetbus.config.run_folder import run_folder
@@ -35,6 +36,28 @@ def test_each_engine_has_a_gpu_and_the_learner_the_others() -> None:
     assert placement.describe() == (
         "GPUs: learner on 4+5+6+7, 4 processes; inference-0 on 0, inference-1 on 1, inference-2 on 2, inference-3 on 3"
     )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "learner", "engines"),
+    [
+        (("0",), ("0",), (("0",), ("0",))),
+        (("0", "1"), ("0", "1"), (("0",), ("1",))),
+        (("0", "1", "2"), ("2",), (("0",), ("1",))),
+    ],
+)
+def test_engines_torch_have_gpus_of_their_own_where_there_are_enough_and_share_the_learners_where_not(
+    gpus: tuple[str, ...], learner: tuple[str, ...], engines: tuple[tuple[str, ...], ...]
+) -> None:
+    wanted = configured("torch", workers=2)
+    placement = place_roles(msgspec.structs.replace(wanted, inference=replace_device(wanted, "cuda")), gpus)
+    assert (placement.learner, placement.inference, placement.processes) == (learner, engines, len(learner))
+    with pytest.raises(UserError, match=r"inference\.device = cuda: no GPU is visible here"):
+        place_roles(Configuration(inference=replace_device(wanted, "cuda")), ())
+
+
+def replace_device(configuration: Configuration, device: str) -> InferenceSettings:
+    return msgspec.structs.replace(configuration.inference, device=device)
 
 
 def test_an_engine_that_shares_its_model_over_gpus_gets_so_many() -> None:

@@ -41,8 +41,8 @@ def capture(runner: FusedRunner) -> None:
         runner.cache.add(tuple(block.tensor.shape), slot=1, time=block.time, dtype=torch.float32, device=runner.device)
         for block in cache.blocks
     ]
-    runner._keys, runner._values = blocks
-    runner._captured = CapturedSteps(runner.weights, runner.cache, *blocks, runner.groups, compute_anew)
+    runner._keys, runner._values = keys, values = blocks
+    runner._captured = CapturedSteps(runner.weights, runner.cache, keys, values, runner.groups, compute_anew)
 
 
 @pytest.fixture

@@ -177,8 +177,6 @@ def _count_gathered(shape: ModelShape, computed: int, trains: bool, passing: flo
 def plan_engine(shape: ModelShape, configuration: Configuration, memory: int) -> Parts:
     """One of the GPUs, of ``memory`` bytes, of a vLLM worker; what is left is cache. Its note counts sequences of full length,
     on all GPUs of the worker together."""
-    if configuration.inference.engine == "torch":
-        return plan_torch_engine(shape, configuration)
     inference = configuration.inference
     arguments, number = parse_engine_arguments(inference.vllm), MASTER_BYTES if inference.dtype == "float32" else 2
     split = arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
@@ -195,9 +193,10 @@ def plan_engine(shape: ModelShape, configuration: Configuration, memory: int) ->
 
 def plan_torch_engine(shape: ModelShape, configuration: Configuration) -> Parts:
     """An engine torch on a GPU while it takes over weights: those that it was opened with, those that it computes with, those
-    that came and what is made of them, and keys and values in float32 of as many sequences as it decodes."""
+    that came and what is made of them, and keys and values in float32 of as many sequences as it decodes, of half the length
+    that they may have."""
     inference = configuration.inference
-    length = min(inference.max_model_len, configuration.episode.max_episode_tokens)
+    length = min(inference.max_model_len, configuration.episode.max_episode_tokens) // 2
     cache = inference.max_num_seqs * length * shape.count_cached() * MASTER_BYTES
     parts = {"weights": TORCH_COPIES * MASTER_BYTES * shape.parameters, "cache": cache, "runtime": RUNTIME_BYTES}
     return Parts(name="inference", parts=parts, note=f"cache for {inference.max_num_seqs} sequences of {length:,} tokens")

@@ -128,7 +128,7 @@ def place_roles(configuration: Configuration, gpus: Sequence[str]) -> Placement:
 
 def _share(configuration: Configuration, gpus: Sequence[str], trains_there: bool) -> Placement:
     """Engines torch take no more of a GPU's memory than they need: where there are too few GPUs they compute beside the
-    learner, and beside each other."""
+    learner, and beside each other (docs/decisions/0237-engine-torch-on-a-gpu.md)."""
     count, processes = configuration.inference.workers, configuration.trainer.processes
     if processes > len(gpus) and trains_there:
         raise UserError(f"trainer.processes = {processes}: {len(gpus)} GPUs are there for the learner, and each needs one")

@@ -7,7 +7,7 @@ import msgspec
 
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
-from fleetbus_workers.up.memory import ModelShape, Parts, count_usable, plan_engine, plan_learner, read_shape
+from fleetbus_workers.up.memory import ModelShape, Parts, count_usable, plan_engine, plan_learner, plan_torch_engine, read_shape
 from fleetbus_workers.up.placement import Placement
 from fleetbus_workers.up.step_time import Device, StepTime, estimate_step, format_step
 
@@ -58,7 +58,10 @@ def build_plan(
     shape: ModelShape, configuration: Configuration, placement: Placement, memory: int, device: Device | None = None
 ) -> Plan:
     """The plan of a placement that was decided; with the time of a step on GPUs of one kind if ``device`` says which."""
-    engine = plan_engine(shape, configuration, memory) if any(placement.inference) else None
+    engine = None
+    if any(placement.inference):
+        is_torch = configuration.inference.engine == "torch"
+        engine = plan_torch_engine(shape, configuration) if is_torch else plan_engine(shape, configuration, memory)
     roles = [engine] if engine is not None else []
     if placement.learner:
         roles.insert(0, plan_learner(shape, configuration, placement.processes))

@@ -2,7 +2,8 @@
 by one takes the processor several times as long as the GPU computes.
 
 Used by `FusedRunner`; below it the kernel. A graph is captured once for at most so many rows and tokens, and replayed for all
-steps that fit: rows that are not there write into a slot that nobody reads. Steps that bring prompts along are not captured.
+steps that fit: rows that are not there write into a slot that nobody reads. Steps that bring prompts along are not captured
+(docs/decisions/0237-engine-torch-on-a-gpu.md).
 """
 
 from collections.abc import Callable

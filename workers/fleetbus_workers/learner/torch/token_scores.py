@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_BYTES = 64 << 20
-"""Of one chunk's logits in float32. Fewer tokens than this are computed at once."""
+CHUNK_BYTES, GPU_CHUNK_BYTES = 64 << 20, 256 << 20
+"""Of one chunk's logits in float32. Fewer tokens than this are computed at once. A GPU waits for the launches of small ones."""
 
 
 class Scores(NamedTuple):
@@ -34,7 +34,7 @@ def score_tokens(
 ) -> Scores:
     """Scores of ``targets`` int64 [N] under the logits that ``head`` makes of ``hidden`` [N, H], divided by ``temperature``
     (one for all or one per token [N])."""
-    size = max(1, (chunk_bytes or CHUNK_BYTES) // (4 * vocabulary))
+    size = max(1, (chunk_bytes or (GPU_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES)) // (4 * vocabulary))
 
     def score(part: torch.Tensor, chosen: torch.Tensor, divisor: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
         return score_logits(head(part), chosen, divisor, entropy_gradient)
