@@ -42,6 +42,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                     f"{role.name} needs {_format_gb(role.total)} of {_format_gb(self.usable)} GB on each of its GPUs, "
                     f"{_format_gb(role.parts[largest])} of it {largest}: {_advise(role.name, largest)}"
                 )
+        sizes = {role.name: role.total for role in self.roles}
+        held = dict.fromkeys(self.placement.learner, sizes.get("learner", 0))
+        for gpu in (gpu for gpus in self.placement.inference for gpu in gpus):
+            held[gpu] = held.get(gpu, 0) + sizes.get("inference", 0)
+        most = max(held.values(), default=0)
+        if most > self.usable >= max(sizes.values(), default=0):
+            yield (
+                f"roles that share a GPU need {_format_gb(most)} of {_format_gb(self.usable)} GB together: lower "
+                "inference.max_num_seqs or inference.workers, or set inference.device = cpu"
+            )
 
     def check(self) -> None:
         """Raise `UserError` if the learner's numbers alone are more than its GPUs hold."""
