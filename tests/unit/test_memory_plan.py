@@ -262,7 +262,7 @@ def test_a_small_model_is_sampled_on_the_only_gpu_and_a_large_one_beside_it(fold
         assert placement.learner == ("0",) and placement.inference == (("0",) if device == "cuda" else (),)
     fitted, _ = fit_machine(mine, {"inference.device": ""}, ("0",), GB80, small, starts=False)
     assert fitted.inference.device == "cpu"
-    longer = {"inference.max_model_len": 8192, "episode.max_episode_tokens": 8192, "inference.max_num_seqs": 64}
+    longer = {"inference.max_model_len": 8192, "episode.max_episode_tokens": 8192, "inference.max_num_seqs": 56}
     forced = replace_settings(fitted, {"inference.device": "cuda", **longer})
     (shortage,) = build_plan(small, forced, place_roles(forced, ("0",)), GB80).shortages
     assert shortage.startswith("roles that share a GPU need ") and "inference.device = cpu" in shortage
