@@ -1,4 +1,4 @@
-"""What the interpreter itself would print as bare text on standard error, as records: for logs that programs read.
+"""Text that the interpreter itself would print on standard error, as records: for logs that programs read.
 
 Errors of threads, errors that cannot be raised and warnings of Python stand in the JSON log like all else. Set up by the
 process of a role; never by a program that merely uses fleetbus. A crash in native code stays what it is.
