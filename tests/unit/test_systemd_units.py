@@ -21,13 +21,10 @@ UNITS = sorted(FOLDER.glob("*.service"))
 ROLES = [unit for unit in UNITS if "@" in unit.name]
 PROTOCOLS = ("gym", "openenv", "agents")
 EXCEPTIONS = {
-    "environment": {
-        "ProtectControlGroups", "ProtectHostname", "ProtectKernelLogs", "ProtectKernelTunables", "ProtectProc",
-        "RestrictAddressFamilies", "RestrictNamespaces", "SystemCallFilter",
-    },
+    "environment": {"RestrictAddressFamilies", "RestrictNamespaces", "SystemCallFilter"},
     "inference": {"PrivateDevices"},
     "learner": {"PrivateDevices"},
-}  # fmt: skip
+}
 """What a role needs that the others are denied."""
 
 
