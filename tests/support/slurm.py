@@ -1,5 +1,5 @@
-"""Slurm on loopback, of the test's own: munged, slurmctld and slurmd with one node of pretended cores and two partitions, whose
-jobs in `spare` those in `urgent` preempt with the notice of ``GRACE_SECONDS``."""
+"""Slurm on loopback, of the test's own: munged, slurmctld and slurmd with one node of pretended cores and two partitions, where
+an urgent job preempts spare ones with the notice of ``GRACE_SECONDS``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 SlurmdParameters=config_overrides
-KillWait=5
 ReturnToService=2
 MailProg=/bin/true
 MpiDefault=none
