@@ -33,6 +33,7 @@ from fleetbus.core.episode.segments import SegmentError, find_leaves, fold_segme
 from fleetbus.delivery.requests import Requests
 from fleetbus.log.actions import MissingActions, read_actions
 from fleetbus.log.episodes import decode_episode_entry
+from fleetbus.logs.trace_context import name_episode
 from fleetbus_schemas import GRADED, EpisodeFinished, Outcome, Subjects, Task
 from fleetbus_schemas.tokens import unpack_logprobs
 
@@ -241,24 +242,25 @@ class _GroupRunner:
             temperature=self._temperature,
         )
         event, results = self._waiting[request.episode_id] = anyio.Event(), []
-        try:
-            _, result = await self._requests.publish(request)
-            if result is None:
-                await event.wait()
-                result = results[0]
-            return await self._read_episode(task, result)
-        finally:
-            del self._waiting[request.episode_id]
+        with structlog.contextvars.bound_contextvars(run=self._subjects.run, **name_episode(request)):
+            try:
+                _, result = await self._requests.publish(request)
+                if result is None:
+                    await event.wait()
+                    result = results[0]
+                return await self._read_episode(task, result)
+            finally:
+                del self._waiting[request.episode_id]
 
     async def _read_episode(self, task: Task, result: EpisodeFinished) -> Episode:
         """The episode's tokens, from the Actions that its result names; without them it is lost, with every outcome."""
         try:
             found = await read_actions(self._bus, self._subjects, [result], archive=self._archive, runtime=self._runtime)
         except MissingActions as missing:
-            log.error("episode read failed; counting it as lost", episode=result.episode_id, reason=str(missing))
+            log.error("episode read failed; counting it as lost", reason=str(missing))
             return _build_episode(task, result, (), outcome="lost", error=str(missing))
         if problem := find_actions_problem(result, found[result.episode_id]):
-            log.error("actions do not fit the result; counting the episode as lost", episode=result.episode_id, reason=problem)
+            log.error("actions do not fit the result; counting the episode as lost", reason=problem)
             return _build_episode(task, result, (), outcome="lost", error=f"its actions do not fit its result: {problem}")
         turns = [
             Turn(sequence=reference.sequence, lane=reference.lane, action=action)
@@ -267,7 +269,7 @@ class _GroupRunner:
         try:
             return _build_episode(task, result, turns, outcome=result.outcome, error=result.error)
         except SegmentError as broken:
-            log.error("segments are broken; counting the episode as lost", episode=result.episode_id, reason=str(broken))
+            log.error("segments are broken; counting the episode as lost", reason=str(broken))
             return _build_episode(task, result, (), outcome="lost", error=f"its segments are broken: {broken}")
 
 

@@ -166,7 +166,7 @@ class SessionClient:
                 journal = await self.bus.history([subject])
                 break
             except RequestUnanswered as unanswered:
-                log.warning("log read failed; retrying", session=session, reason=str(unanswered))
+                log.warning("log read failed; retrying", run=self.subjects.run, session=session, reason=str(unanswered))
                 await anyio.sleep(RETRY_SECONDS)
         holder = _find_holder(journal[-1]) if journal else ""
         if not holder or holder in avoid:
@@ -214,7 +214,7 @@ class SessionClient:
             return None
 
     def _forget_worker(self, session: str, worker: str) -> None:
-        log.info("session worker does not answer; choosing another", session=session, worker=worker)
+        log.info("session worker does not answer; choosing another", run=self.subjects.run, session=session, worker=worker)
         self._hosts.remove(worker)
         self._workers.pop(session, None)
 
@@ -266,7 +266,8 @@ class Session:
         try:
             await self._client.call(call, timeout=CLOSE_SECONDS)
         except SessionUnavailable as error:
-            log.warning("session close failed; leaving it to its idle limit", session=self.name, reason=str(error))
+            run = self._client.subjects.run
+            log.warning("session close failed; leaving it to its idle limit", run=run, session=self.name, reason=str(error))
 
 
 def _find_holder(entry: StreamEntry) -> str:

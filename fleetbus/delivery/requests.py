@@ -25,6 +25,7 @@ from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, Seque
 from fleetbus.log.archive_reader import find_archived_result
 from fleetbus.log.episodes import RETRY_SECONDS, read_episode_state, store_result
 from fleetbus.log.floor import read_floor, read_floor_after
+from fleetbus.logs.trace_context import name_episode
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Outcome, SamplingSettings, Split, Subjects, Task, encode
 
 EXPIRY_CHECK_SECONDS = 5.0
@@ -169,7 +170,7 @@ class Requests:
                 sequence, result = await self._publish_or_read_back(subject, payload, request.episode_id)
                 break
             except (LogFull, PublishUnanswered, RequestUnanswered) as error:
-                log.warning("request publish failed; retrying", episode=request.episode_id, reason=str(error))
+                log.warning("request publish failed; retrying", **name_episode(request), reason=str(error))
                 is_refused = is_refused and isinstance(error, LogFull)
                 await anyio.sleep(RETRY_SECONDS)
                 if is_refused and request.earliest_sequence:  # no copy of it is on its way, so it is as good as made now
@@ -220,10 +221,11 @@ class Requests:
             settled = await self._find_floor() if self._open else 0
             for request, sequence in tuple(self._open.values()):
                 if sequence != _UNKNOWN and (request.deadline_ns < latest_ns or sequence < settled):
-                    try:
-                        await self._close(request, sequence, found)
-                    except RequestUnanswered as unanswered:
-                        log.warning("request close failed; retrying later", episode=request.episode_id, reason=str(unanswered))
+                    with structlog.contextvars.bound_contextvars(**name_episode(request)):
+                        try:
+                            await self._close(request, sequence, found)
+                        except RequestUnanswered as unanswered:
+                            log.warning("request close failed; retrying later", reason=str(unanswered))
 
     async def _close(self, request: EpisodeRequested, sequence: int, found: Callable[[EpisodeFinished], None]) -> None:
         episode_state = await read_episode_state(self._bus, self._subjects, request.episode_id)
@@ -236,7 +238,7 @@ class Requests:
         if sequence < floor.sequence:
             result = await self._find_archived(request, sequence)
             if result is None:
-                log.error("result left the log before it was read; counting the episode as lost", episode=request.episode_id)
+                log.error("result left the log before it was read; counting the episode as lost")
                 error = "its result has left the log: give the recorder's archive (learner.archive)"
                 result = self._build_result(request, sequence, episode_state, "lost", "trimmed", error)
         elif episode_state.result is not None:

@@ -18,6 +18,7 @@ from fleetbus.config.settings import LogSettings
 from fleetbus.logs.control_characters import escape_control_characters, escape_in_values
 from fleetbus.logs.repeated import RepeatedWarnings
 from fleetbus.logs.secret_formats import REDACTED, redact_command, redact_formats
+from fleetbus.logs.trace_context import add_trace_ids, drop_trace_parts
 
 SECRET_WORDS = (
     "api_key",
@@ -75,9 +76,9 @@ def _build_renderers(settings: LogSettings, *, colours: bool) -> Processors:
     """Exceptions become text before secrets are redacted, so that theirs are too; locals are never shown."""
     if settings.format == "json":
         exceptions = structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False))
-        return [exceptions, redact_event, structlog.processors.JSONRenderer(default=repr)]
+        return [add_trace_ids, exceptions, redact_event, structlog.processors.JSONRenderer(default=repr)]
     console = structlog.dev.ConsoleRenderer(colors=colours, exception_formatter=structlog.dev.plain_traceback)
-    return [structlog.processors.format_exc_info, redact_event, escape_event, console]
+    return [drop_trace_parts, structlog.processors.format_exc_info, redact_event, escape_event, console]
 
 
 def _configure_libraries(target: TextIO, context: Processors, rendering: Processors) -> None:

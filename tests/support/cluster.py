@@ -22,13 +22,17 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        ports = free_ports(6)
-        self.clients, self._routes = ports[:3], ports[3:]
+        ports = free_ports(9)
+        self.clients, self._routes, self._monitors = ports[:3], ports[3:6], ports[6:]
         self.processes: dict[int, anyio.abc.Process] = {}
 
     @property
     def url(self) -> str:
         return ",".join(f"nats://127.0.0.1:{port}" for port in self.clients)
+
+    @property
+    def monitor_urls(self) -> list[str]:
+        return [f"http://127.0.0.1:{port}" for port in self._monitors]
 
     def store(self, index: int) -> Path:
         return self.folder / f"n{index}"
@@ -44,6 +48,8 @@ class Cluster:
             "127.0.0.1",
             "-p",
             str(self.clients[index]),
+            "-m",
+            str(self._monitors[index]),
         ]
         command += [f"--server_name=n{index}", "--cluster_name=fleetbus", f"--cluster=nats://127.0.0.1:{self._routes[index]}"]
         command += [f"--routes={routes}", "-l", str(self.folder / f"n{index}.log")]

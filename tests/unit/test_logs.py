@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
+import threading
 import warnings
 from typing import Any
 
@@ -13,7 +15,11 @@ import pytest
 import structlog
 
 from fleetbus.config.settings import LogSettings
+from fleetbus.core.episode.trace_ids import build_call_path, build_turn_path, compute_session_trace_id, span_id, trace_id
 from fleetbus.logs.setup import configure_logs, redact_event
+from fleetbus.logs.trace_context import name_episode
+from fleetbus.logs.uncaught import log_uncaught
+from fleetbus_schemas import EpisodeRequested, Task
 
 SEED = "S" + "UAB" * 19
 
@@ -26,6 +32,18 @@ def json_stream(**values: Any) -> io.StringIO:
     stream = io.StringIO()
     configure_logs(LogSettings(format="json"), stream=stream, **values)
     return stream
+
+
+def build_request(episode_id: str, *, deadline_ns: int) -> EpisodeRequested:
+    return EpisodeRequested(
+        episode_id=episode_id,
+        group_id="g",
+        sample_index=0,
+        split="train",
+        task=Task(key="k"),
+        policy="p",
+        deadline_ns=deadline_ns,
+    )
 
 
 def test_json_lines_carry_what_is_bound() -> None:
@@ -119,3 +137,80 @@ def test_libraries_log_in_the_same_format() -> None:
         "some.library",
         "w",
     )
+
+
+def test_records_of_an_episode_have_the_ids_of_its_trace() -> None:
+    stream, request = json_stream(run="r", worker="w"), build_request("e1", deadline_ns=77)
+    log = structlog.get_logger()
+    with structlog.contextvars.bound_contextvars(**name_episode(request)):
+        log.info("requested")
+        with structlog.contextvars.bound_contextvars(attempt=2):
+            log.info("claimed")
+            log.info("answered", turn=3)
+            logging.getLogger("some.library").warning("slow")
+    log.info("idle")
+    trace = trace_id("r", "e1", 77)
+    paths = ["episode", "attempt/2", build_turn_path(2, 3), "attempt/2"]
+    *lines, idle = json_lines(stream)
+    assert [(line["trace_id"], line["span_id"]) for line in lines] == [
+        (f"{trace:032x}", f"{span_id(trace, path):016x}") for path in paths
+    ]
+    assert "trace_id" not in idle and not any("deadline_ns" in line for line in lines)
+
+
+def test_records_of_a_session_have_the_ids_of_its_trace() -> None:
+    stream = json_stream(run="r")
+    structlog.get_logger().info("called", session="s", call_key="7")
+    structlog.get_logger().info("closed", session="s")
+    trace = compute_session_trace_id("r", "s")
+    called, closed = json_lines(stream)
+    assert (called["trace_id"], called["span_id"]) == (f"{trace:032x}", f"{span_id(trace, build_call_path('7')):016x}")
+    assert (closed["trace_id"], closed["span_id"]) == (f"{trace:032x}", f"{span_id(trace):016x}")
+
+
+@pytest.mark.parametrize("known", [{"episode": "e1"}, {"episode": "e1", "deadline_ns": None}, {"episode": "e1", "session": 3}])
+def test_an_episode_whose_deadline_is_not_known_gets_no_ids(known: dict[str, Any]) -> None:
+    stream = json_stream(run="r")
+    structlog.get_logger().info("excluded", **known)
+    (line,) = json_lines(stream)
+    assert "trace_id" not in line and "deadline_ns" not in line
+
+
+def test_lines_for_people_have_neither_ids_nor_what_they_are_made_of() -> None:
+    stream = io.StringIO()
+    configure_logs(LogSettings(), stream=stream, run="r")
+    structlog.get_logger().info("claimed", **name_episode(build_request("e1", deadline_ns=77)), call_key="7")
+    assert "e1" in stream.getvalue()
+    assert not any(word in stream.getvalue() for word in ("trace_id", "deadline_ns", "call_key"))
+
+
+def test_what_the_interpreter_would_print_is_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in ((threading, "excepthook"), (sys, "unraisablehook")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    stream = json_stream(worker="w")
+
+    def fail() -> None:
+        raise ValueError("in\na thread")
+
+    class Fails:
+        def __del__(self) -> None:
+            raise KeyError("while it is freed")
+
+    log_uncaught()
+    try:
+        thread = threading.Thread(target=fail, name="reads")
+        thread.start()
+        thread.join()
+        Fails()
+        warnings.showwarning("odd", UserWarning, "file.py", 1)
+    finally:
+        logging.captureWarnings(False)
+    of_thread, unraisable, warned = json_lines(stream)
+    assert (of_thread["event"], of_thread["thread"], of_thread["reason"]) == (
+        "thread crashed",
+        "reads",
+        "ValueError: in a thread",
+    )
+    assert of_thread["exception"][0]["exc_type"] == "ValueError"
+    assert unraisable["reason"].startswith("KeyError") and unraisable["worker"] == "w"
+    assert "odd" in warned["event"]

@@ -15,6 +15,7 @@ from fleetbus.config.profile import apply_profile, describe_profile
 from fleetbus.config.settings import Configuration, InferenceSettings, RunSettings, TrainerSettings
 from fleetbus.errors import UserError
 from fleetbus_workers.cli.roles import role as roles
+from fleetbus_workers.command.exit_status import REFUSED
 from fleetbus_workers.learner.resume import select_lineage_settings
 from fleetbus_workers.up import command as up
 from fleetbus_workers.up.model_limits import fit_run
@@ -69,12 +70,12 @@ def print_of_role(
     monkeypatch.setattr(roles, "import_work", refuse)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="as far as this test goes"):
-        roles.run_role(role, lambda: None, {})  # type: ignore[arg-type, return-value]
+    assert roles.run_role(role, lambda: None, {}) == REFUSED  # type: ignore[arg-type, return-value]
     for name in variables:
         monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", EIGHT)
-    first = json.loads(capsys.readouterr().err.splitlines()[0])
+    first, last = map(json.loads, capsys.readouterr().err.splitlines())
+    assert last["reason"] == "as far as this test goes"
     return split(first["event"])
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from fleetbus.errors import BusClosed, RequestUnanswered
+from fleetbus.errors import BusClosed, RequestUnanswered, UserError
 from fleetbus_workers.cli.roles import role as roles
-from fleetbus_workers.command.exit_status import CRASHED
+from fleetbus_workers.command.exit_status import CRASHED, REFUSED
 
 CLOSED, UNANSWERED = BusClosed("the connection is closed"), RequestUnanswered("no answer")
 
@@ -38,3 +43,56 @@ def test_a_fault_is_shown_although_the_connection_closed_as_well(
 ) -> None:
     said = run_until(ExceptionGroup("tasks", [CLOSED, KeyError("a fault of the program")]), monkeypatch, capsys)
     assert "crashed" in said and "a fault of the program" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "event", "reason"),
+    [
+        (UserError("no such model: name another"), REFUSED, "refused", "no such model: name another"),
+        (ExceptionGroup("tasks", [KeyError("a fault")]), CRASHED, "crashed", "KeyError: 'a fault'"),
+        (CLOSED, CRASHED, "stopped: the connection is closed for good", "the connection is closed"),
+    ],
+)
+def test_a_json_log_holds_the_reason_as_one_record_and_nothing_else_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, status: int, event: str, reason: str
+) -> None:
+    def fail(*_: Any) -> int:
+        raise error
+
+    lines = run_as_json(monkeypatch, capsys, status, run_async=fail)
+    assert (lines[-1]["event"], lines[-1]["reason"], lines[-1]["role"]) == (event, reason, "environment")
+    assert ("exception" in lines[-1]) == (event == "crashed")
+
+
+def test_so_it_does_of_what_happens_before_the_role_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: Any) -> None:
+        raise ZeroDivisionError("while a module was imported")
+
+    def refuse(_: Any) -> str:
+        raise UserError("no server")
+
+    *_, crashed = run_as_json(monkeypatch, capsys, CRASHED, import_work=fail)
+    assert crashed["reason"] == "ZeroDivisionError: while a module was imported"
+    (refused,) = run_as_json(monkeypatch, capsys, REFUSED, resolve_server_url=refuse)
+    assert refused["reason"] == "no server"
+
+
+def run_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: int, **parts: Callable[[Any], Any]
+) -> list[dict[str, Any]]:
+    """The records of a role that ends with that status; ``parts`` stand in for those of its process."""
+    for owner, name in ((threading, "excepthook"), (sys, "unraisablehook")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end
+    parts = {"resolve_server_url": lambda _: "nats://127.0.0.1:1", "import_work": lambda _: None} | parts
+    for name, part in parts.items():
+        monkeypatch.setattr(roles, name, part)
+    monkeypatch.setattr(roles, "tune_collector", lambda: None)
+    try:
+        assert roles.run_role("environment", lambda: None, {"log__format": "json"}) == status  # type: ignore[arg-type, return-value]
+    finally:
+        logging.captureWarnings(False)
+    said = capsys.readouterr()
+    assert not said.out
+    return [json.loads(line) for line in said.err.splitlines()]

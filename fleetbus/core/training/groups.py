@@ -14,6 +14,8 @@ class Group(msgspec.Struct, kw_only=True):
     group_id: str
     size: int
     results: dict[str, EpisodeFinished] = msgspec.field(default_factory=dict)
+    deadlines_ns: dict[str, int] = msgspec.field(default_factory=dict)
+    """Of the requests of its episodes, as far as they are known: results do not have them."""
     unusable: dict[str, str] = msgspec.field(default_factory=dict)
     """Graded episodes that cannot be trained after all, and why."""
     is_cut: bool = False

@@ -20,6 +20,7 @@ from fleetbus.core.episode.history import shift_images
 from fleetbus.delivery.leases import Leases
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
 from fleetbus.log.episodes import RETRY_SECONDS, decode_entries
+from fleetbus.logs.trace_context import name_episode
 from fleetbus_schemas import (
     NEW_ROOT,
     Action,
@@ -137,7 +138,7 @@ class ObservationHandler:
         waiting = self._busy[turn] = {lease: observation}
         try:
             structlog.contextvars.bind_contextvars(
-                episode=observation.episode_id, attempt=observation.attempt, turn=observation.turn
+                **name_episode(observation), attempt=observation.attempt, turn=observation.turn
             )
             await self._handle_newest(waiting)
         except EngineFailed as failed:
@@ -148,7 +149,7 @@ class ObservationHandler:
             del self._busy[turn]
             for lease in waiting:
                 self._leases.take(lease)
-            structlog.contextvars.unbind_contextvars("episode", "attempt", "turn")  # the task is used again
+            structlog.contextvars.unbind_contextvars("episode", "deadline_ns", "attempt", "turn")  # the task is used again
 
     async def _handle_newest(self, waiting: dict[str, Observation]) -> None:
         """One answer serves all observations of a turn. What refuses one says nothing of the newest, which was routed again

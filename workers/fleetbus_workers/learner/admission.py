@@ -109,7 +109,7 @@ class Admission:
                 settled[request.group_id][request.sample_index] = request.episode_id
                 continue
             self._pool.admit(request.group_id, request.group_size, version=request.policy_version)
-            self._pool.expect(request.episode_id, request.group_id)
+            self._pool.expect(request.episode_id, request.group_id, request.deadline_ns)
             self._requests.track(request, sequence)
             members[request.group_id].add(request.sample_index)
         for group_id, indices in members.items():
@@ -181,7 +181,7 @@ class Admission:
                 lineage=self._lineage,
                 version=version,
             )
-            self._pool.expect(request.episode_id, group_id)
+            self._pool.expect(request.episode_id, group_id, request.deadline_ns)
             sequence, result = await self._requests.publish(request)
             if sequence < self._floor and parse_group_number(group_id) < self._first_new_group:
                 self._requests.mark_answered(request.episode_id)

@@ -122,10 +122,16 @@ def _exclude_broken(groups: Sequence[Group], actions: Mapping[str, Sequence[Acti
 
 
 def _exclude(groups: Sequence[Group], episode_id: str, error_class: str, reason: str) -> None:
-    log.error("actions cannot be trained; excluding the episode", episode=episode_id, error_class=error_class, reason=reason)
     for group in groups:
         if episode_id in group.results:
             group.unusable[episode_id] = error_class
+            log.error(
+                "actions cannot be trained; excluding the episode",
+                episode=episode_id,
+                deadline_ns=group.deadlines_ns.get(episode_id),
+                error_class=error_class,
+                reason=reason,
+            )
 
 
 def _list_leaves(groups: Sequence[Group], actions: Mapping[str, Sequence[Action]]) -> dict[str, tuple[Leaf, ...]]:

@@ -36,6 +36,7 @@ async def read_images(
     limiter = anyio.CapacityLimiter(EPISODES_AT_A_TIME)
 
     async def read(group: Group, episode: str) -> None:
+        structlog.contextvars.bind_contextvars(episode=episode, deadline_ns=group.deadlines_ns.get(episode))
         async with limiter:
             images, reason = await _load_images(reader, shown[episode])
         if reason:
@@ -69,7 +70,12 @@ async def exclude_mismatched(
         try:
             await runtime.offload(trainer.check_images, episode, ids, shown[episode])
         except ImageFailed as failed:
-            log.error("images cannot be trained; excluding the episode", episode=episode, reason=str(failed))
+            log.error(
+                "images cannot be trained; excluding the episode",
+                episode=episode,
+                deadline_ns=group.deadlines_ns.get(episode),
+                reason=str(failed),
+            )
             group.unusable[episode] = failed.error_class
             mismatches += [failed] if isinstance(failed, ImageMismatch) else []
     if mismatches and len(mismatches) == len(graded):

@@ -14,6 +14,7 @@ from fleetbus.log.floor import fence_floor
 from fleetbus_schemas import LineageStarted, Subjects
 from fleetbus_workers.learner.admission import Admission
 from fleetbus_workers.learner.base import Trainer
+from fleetbus_workers.learner.changed_settings import list_changed_settings
 from fleetbus_workers.learner.checkpoint_storage import CheckpointStorage
 from fleetbus_workers.learner.checkpoints import WrittenCheckpoint, find_origin, hash_index, is_there
 from fleetbus_workers.learner.group_judge import GroupJudge
@@ -95,6 +96,8 @@ class LineageStart:
         floor = await fence_floor(self._bus, self._subjects)
         versions = await self._publication.fence(started)
         log.info("lineage started", lineage=point.lineage, parent=point.parent, step=point.step)
+        if changed := list_changed_settings(point.settings_before, started.settings):
+            log.warning("settings differ from those of the lineage before", lineage=point.lineage, changed=changed)
         for version, step in versions.items():
             self._pool.record_version(version, step)
         run = configuration.run

@@ -104,9 +104,11 @@ class GroupPool:
         """The part of `lag` that passed after the group was complete; the rest passed while it was played."""
         return min(self.lag(group, step), step - self._completion_steps.get(group.group_id, step))
 
-    def expect(self, episode_id: str, group_id: str) -> None:
+    def expect(self, episode_id: str, group_id: str, deadline_ns: int = 0) -> None:
         """Enter an episode of an admitted group before its request is stored: its result may be read first."""
         self._group_of[episode_id] = group_id
+        if deadline_ns:
+            self._groups[group_id].deadlines_ns[episode_id] = deadline_ns
         self._ledger.register_pending(episode_id)
 
     def register_request(self, episode_id: str, sequence: int) -> bool:

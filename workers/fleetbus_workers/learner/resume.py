@@ -67,6 +67,8 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
     """Of each lineage so far the last step that counts once this one has begun; -1 if none does."""
     unrecorded: bool = False
     """The log does not name that checkpoint yet."""
+    settings_before: dict[str, dict[str, bool | int | float | str]] = msgspec.field(default_factory=dict)
+    """Those of the newest lineage so far; empty if there is none, or if it published none."""
 
     @property
     def step(self) -> int:
@@ -206,6 +208,7 @@ async def find_resume_point(
         next_group=max(checkpoint.next_group if checkpoint else 0, first_group),
         counted=counted,
         unrecorded=unrecorded,
+        settings_before=max(lineages, key=lambda each: lineage_number(each.lineage)).settings if lineages else {},
     )
 
 

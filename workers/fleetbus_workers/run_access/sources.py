@@ -14,7 +14,7 @@ from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration
 from fleetbus.recording.reader import RecordingReader, read_header
 from fleetbus_schemas import Message, Subjects
-from fleetbus_workers.observe.run.nats_http import parse_monitoring_address
+from fleetbus_workers.observe.run.nats_servers import parse_monitoring_addresses
 from fleetbus_workers.run_access.log_access import is_reachable, open_run
 from fleetbus_workers.run_access.server_address import read_server_address
 
@@ -96,9 +96,9 @@ def find_monitor_address(configuration: Configuration) -> str:
 
 
 def resolve_nats_http(configuration: Configuration, given: str) -> str | None:
-    """The address of the server's monitoring: the one that was given, or that of `up`; empty if it is unknown, None for a
-    run that is not served. Raises `UserError` for what is no address."""
-    known = parse_monitoring_address(given) or find_monitor_address(configuration)
+    """The addresses of the servers' monitoring, with commas: those that were given, or that of `up`; empty if it is
+    unknown, None for a run that is not served. Raises `UserError` for what is no address."""
+    known = parse_monitoring_addresses(given) or find_monitor_address(configuration)
     return known if known or configuration.nats.url else None
 
 

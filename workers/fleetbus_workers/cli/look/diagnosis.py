@@ -27,7 +27,7 @@ from fleetbus.errors import BusError, UserError
 from fleetbus_schemas import Heartbeat, Subjects
 from fleetbus_schemas.protocol import NEEDED, OWN, PROTOCOL, ProtocolVersion, find_misfit
 from fleetbus_workers.command.event_loop import run_async
-from fleetbus_workers.observe.run.nats_http import read_nats_server
+from fleetbus_workers.observe.run.nats_servers import read_nats_servers
 from fleetbus_workers.up.checks import check_writable
 
 State = Literal["ok", "warning", "failed"]
@@ -64,7 +64,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diagnose(configuration: Configuration, nats_http: str | None = None) -> list[Finding]:
-    """All findings for this machine and a configuration; ``nats_http`` as `read_nats_server` takes it."""
+    """All findings for this machine and a configuration; ``nats_http`` as `read_nats_servers` takes it."""
     folder = Path(configuration.run.folder).absolute()
     return [
         check_python(),
@@ -244,7 +244,7 @@ def check_nats_http(url: str | None, run: str) -> list[Finding]:
 
     if url is None:
         return []
-    server = read_nats_server(url, run, consumers=True)
+    server = read_nats_servers(url, run, consumers=True)
     if server.problem:
         return [Finding(name="nats monitoring", state="warning" if url else "ok", detail=server.problem)]
     stored = sum(stream.bytes for stream in server.streams)
@@ -261,6 +261,7 @@ def check_nats_http(url: str | None, run: str) -> list[Finding]:
         if each.pending_bytes >= SLOW_BYTES
     ]
     findings = [Finding(name="nats monitoring", state="ok", detail=detail)]
+    findings += [Finding(name="nats server", state="warning", detail=problem) for problem in server.problems]
     if server.storage_problem:
         from fleetbus_workers.observe.run.watchdog import DISK_ADVICE
 

@@ -93,12 +93,13 @@ def _open_archive(context: click.Context, _: click.Parameter, places: tuple[str,
 
 
 def nats_http_option(function: Callable[..., object]) -> Callable[..., Any]:
-    """Decorator: ``--nats-http URL`` as the argument ``nats_http``, for `read_nats_server`."""
+    """Decorator: ``--nats-http URL``, repeated, as the argument ``nats_http`` with commas, for `read_nats_servers`."""
     return click.option(
         "--nats-http",
         "--monitor-url",
         "nats_http",
         metavar="URL",
-        default="",
-        help="The NATS server's monitoring address (default: that of `up`)",
+        multiple=True,
+        callback=lambda _context, _option, urls: ",".join(urls),
+        help="The NATS server's monitoring address (default: that of `up`); once for each server of a cluster",
     )(function)

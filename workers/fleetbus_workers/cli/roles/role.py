@@ -25,7 +25,7 @@ from fleetbus.errors import BusClosed, BusError, LogLost, TakenOver, find_leaf, 
 from fleetbus_workers.assembly.work import Work, import_work, serve_role
 from fleetbus_workers.cli.options import load_settings, validate_name
 from fleetbus_workers.command.event_loop import run_async
-from fleetbus_workers.command.exit_status import CRASHED, FINISHED, INTERRUPTED
+from fleetbus_workers.command.exit_status import CRASHED, FINISHED, INTERRUPTED, REFUSED
 from fleetbus_workers.run_access.server_address import generate_worker_name, resolve_server_url
 from fleetbus_workers.up.parent_death import exit_with_parent
 
@@ -50,13 +50,17 @@ def run_role(
     """Run a role until it is finished, drained or interrupted; the command's exit code. ``check`` is called before anything is
     imported or connected. Raises `UserError`."""
     configuration = load_fitted(role, values)
-    check(configuration)
-    url = resolve_server_url(configuration)
+    url = ""
 
     async def serve(name: str, drain: anyio.Event) -> None:
         await serve_role(role, import_work(load_work), configuration, name, url, drain)
 
-    return run_process(role, values, configuration, serve, load_work)
+    def prepare() -> None:
+        nonlocal url
+        check(configuration)
+        url = resolve_server_url(configuration)
+
+    return run_process(role, values, configuration, serve, load_work, prepare=prepare)
 
 
 def run_process(
@@ -65,43 +69,65 @@ def run_process(
     configuration: Configuration,
     serve: Callable[[str, anyio.Event], Awaitable[None]],
     load_work: Callable[[], Work],
+    *,
+    prepare: Callable[[], None] = lambda: None,
 ) -> int:
-    """A process of a role around ``serve``, which gets the worker's name and the event that drains it."""
+    """A process of a role around ``serve``, which gets the worker's name and the event that drains it. ``prepare`` refuses what
+    can be refused before anything is imported. A JSON log holds every reason to end as one record: nothing is raised then."""
     import structlog
 
     from fleetbus.logs.setup import configure_logs
+    from fleetbus.logs.uncaught import log_uncaught
 
     name = values.get("name") or generate_worker_name(role)
     validate_name("--name", name)
     if values.get("supervised"):
         exit_with_parent()
     configure_logs(configuration.log, run=configuration.run.name, role=role, worker=name)
-    if role in TABLES and os.environ.get("RANK", "0") == "0":  # of several processes that share a model the first one speaks
-        structlog.get_logger().info(describe_profile(configuration, role))
-    os.environ.setdefault("TQDM_DISABLE", "1")  # a bar for weights that are read in a second is noise in a log
-    import_work(load_work)
-    tune_collector()
+    is_json, is_prepared = configuration.log.format == "json", False
+    if is_json:
+        log_uncaught()
     try:
+        prepare()
+        if (
+            role in TABLES and os.environ.get("RANK", "0") == "0"
+        ):  # of several processes that share a model the first one speaks
+            structlog.get_logger().info(describe_profile(configuration, role))
+        os.environ.setdefault("TQDM_DISABLE", "1")  # a bar for weights that are read in a second is noise in a log
+        import_work(load_work)
+        tune_collector()
+        is_prepared = True
         status = run_async(_serve, serve, name, configuration.log.alive)
         if (role == "inference" and values.get("supervised")) or find_running_calls():
             _exit_at_once(status)
         return status
-    except Exception as error:  # sorted by cause; what is none of them is raised again
-        if is_bad_input(error):
+    except Exception as error:  # sorted by cause
+        if not is_json and (is_bad_input(error) or not is_prepared):
             raise
-        if taken_over := find_leaf(error, TakenOver):
-            structlog.get_logger().warning("stopped for good: another worker has taken over", reason=str(taken_over))
-            return FINISHED
-        if lost := find_leaf(error, LogLost):
-            structlog.get_logger().error(
-                "stopped: the log lost entries; start again to go on from what is left", reason=str(lost)
-            )
-            return CRASHED
-        if (closed := find_leaf(error, BusClosed)) and all(isinstance(leaf, BusError) for leaf in iterate_leaves(error)):
-            structlog.get_logger().error("stopped: the connection is closed for good", reason=str(closed))
-            return CRASHED
-        structlog.get_logger().exception("crashed")
+        return log_end(error)
+
+
+def log_end(error: Exception) -> int:
+    """Say in one record why a role ends, and return its exit code."""
+    import structlog
+
+    from fleetbus.logs.uncaught import describe
+
+    log = structlog.get_logger()
+    if is_bad_input(error):
+        log.error("refused", reason=str(next(iterate_leaves(error))))
+        return REFUSED
+    if taken_over := find_leaf(error, TakenOver):
+        log.warning("stopped for good: another worker has taken over", reason=str(taken_over))
+        return FINISHED
+    if lost := find_leaf(error, LogLost):
+        log.error("stopped: the log lost entries; start again to go on from what is left", reason=str(lost))
         return CRASHED
+    if (closed := find_leaf(error, BusClosed)) and all(isinstance(leaf, BusError) for leaf in iterate_leaves(error)):
+        log.error("stopped: the connection is closed for good", reason=str(closed))
+        return CRASHED
+    log.error("crashed", reason=describe(error), exc_info=error)
+    return CRASHED
 
 
 def load_fitted(role: str, values: dict[str, Any]) -> Configuration:

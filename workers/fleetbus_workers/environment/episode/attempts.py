@@ -25,6 +25,7 @@ from fleetbus.delivery.leases import Leases
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
 from fleetbus.log.episodes import RETRY_SECONDS, read_answered_observations, read_episode_state, read_turns, store_result
 from fleetbus.log.floor import read_floor_after
+from fleetbus.logs.trace_context import name_episode
 from fleetbus_schemas import (
     Action,
     AttemptReleased,
@@ -126,7 +127,7 @@ class Attempts:
         if running is None:
             return
         runner: EpisodeRunner | None = None
-        structlog.contextvars.bind_contextvars(episode=running.request.episode_id, attempt=running.attempt)
+        structlog.contextvars.bind_contextvars(attempt=running.attempt)
         try:
             try:
                 with running.enter(anyio.CancelScope()):
@@ -152,6 +153,7 @@ class Attempts:
             log.error("request is malformed; acknowledging it unprocessed", reason=str(malformed))
             await delivery.ack()
             return None
+        structlog.contextvars.bind_contextvars(**name_episode(request))
         episode_state = await read_episode_state(self._bus, self._subjects, request.episode_id)
         if episode_state.result is not None or await self._is_below_floor(request, delivery):
             await delivery.ack()
@@ -370,7 +372,7 @@ class Attempts:
             except (Superseded, RequestUnanswered) as error:
                 if self._closed or self._bus.now_ns() >= request.deadline_ns:
                     raise
-                log.warning("cancelled result not stored; retrying", episode=request.episode_id, reason=str(error))
+                log.warning("cancelled result not stored; retrying", reason=str(error))
                 await anyio.sleep(RETRY_SECONDS)
 
     async def _release_attempt(self, running: RunningAttempt) -> None:

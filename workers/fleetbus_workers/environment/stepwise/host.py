@@ -202,6 +202,7 @@ class SessionHost:
             log.warning("call failed; sending no answer", subject=request.subject, reason=str(error))
         finally:
             self._calls -= 1
+            _forget_call()
 
     async def _handle_local(self, call: SessionCall, local_call: _LocalCall) -> None:
         try:
@@ -210,10 +211,11 @@ class SessionHost:
         except BusClosed:
             raise
         except BusError as error:
-            log.warning("call failed; sending no answer", session=call.session, reason=str(error))
+            log.warning("call failed; sending no answer", reason=str(error))
         finally:
             self._calls -= 1
             local_call.done.set()
+            _forget_call()
 
     def _encode_answer(self, call: SessionCall, answer: SessionAnswer) -> bytes:
         try:
@@ -222,6 +224,7 @@ class SessionHost:
             return encode(build_refusal(call, "conflict", f"the answer cannot be encoded: {malformed.reason}"))
 
     async def _answer(self, call: SessionCall) -> SessionAnswer:
+        structlog.contextvars.bind_contextvars(session=call.session, call_key=call.key)
         stepwise_session = self._sessions.get(call.session)
         if stepwise_session is None:
             async with self._lock_session(call.session):
@@ -354,3 +357,8 @@ class SessionHost:
         except (Superseded, LogUnavailable, BusError) as error:
             log.warning("session end failed; removing it from this worker", session=session, reason=str(error))
         self._remove(session, stepwise_session)
+
+
+def _forget_call() -> None:
+    """The task is used again, for a call of another session."""
+    structlog.contextvars.unbind_contextvars("session", "call_key")

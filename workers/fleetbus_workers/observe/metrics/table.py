@@ -280,6 +280,11 @@ LOG = (
         panel="Log: Connections",
     ),
     Metric(
+        name="fleetbus_nats_servers_failing", help="NATS servers that do not answer or store nothing, of those that are asked",
+        read=lambda view: None if view.server.connections is None else len(view.server.problems),
+        panel="Log: Connections",
+    ),
+    Metric(
         name="fleetbus_nats_slow_consumers", help="Clients that the NATS server has cut off for being slow",
         read=lambda view: view.server.slow_consumers, panel="Log: Slow consumers",
     ),

@@ -18,7 +18,8 @@ import msgspec
 from fleetbus.bus.base import CallBus
 from fleetbus.bus.streams import log_stream
 from fleetbus.errors import BusClosed, BusError, NotPermitted
-from fleetbus_workers.observe.run.nats_http import Client, NatsServer, SlowClientDisconnect, StreamBytes, read_nats_server
+from fleetbus_workers.observe.run.nats_http import Client, NatsServer, SlowClientDisconnect, StreamBytes
+from fleetbus_workers.observe.run.nats_servers import read_nats_servers
 
 ANSWER_SECONDS = 2.0
 PAGES = 8
@@ -36,7 +37,8 @@ class ConsumerPending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerView(msgspec.Struct, frozen=True, kw_only=True):
-    """None is unknown. ``oldest`` is the time of the first entry (RFC 3339); ``hint`` says why connections are unknown."""
+    """None is unknown. ``oldest`` is the time of the first entry (RFC 3339); ``hint`` says why connections are unknown,
+    ``problems`` what single servers of a cluster lack while the others serve."""
 
     entries: int | None = None
     bytes: int | None = None
@@ -53,6 +55,7 @@ class ServerView(msgspec.Struct, frozen=True, kw_only=True):
     streams: tuple[StreamBytes, ...] = ()
     storage_problem: str = ""
     hint: str = ""
+    problems: tuple[str, ...] = ()
 
     @property
     def pending(self) -> int:
@@ -64,14 +67,14 @@ class ServerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def fetch_server_view(bus: CallBus, run: str, nats_http: str | None = None) -> ServerView:
-    """The server's view of the run, as far as it can be had; ``nats_http`` as `read_nats_server` takes it."""
+    """The server's view of the run, as far as it can be had; ``nats_http`` as `read_nats_servers` takes it."""
     stream = log_stream(run)
     info = await _request_api(bus, f"$JS.API.STREAM.INFO.{stream}", {})
     state = info.get("state", {})
     consumers = await _fetch_consumers(bus, stream) if state else ()
     answered = NatsServer()
     if nats_http is not None:
-        answered = await anyio.to_thread.run_sync(partial(read_nats_server, nats_http, run, consumers=not consumers))
+        answered = await anyio.to_thread.run_sync(partial(read_nats_servers, nats_http, run, consumers=not consumers))
     return ServerView(
         entries=state.get("messages"),
         bytes=state.get("bytes"),
@@ -88,6 +91,7 @@ async def fetch_server_view(bus: CallBus, run: str, nats_http: str | None = None
         streams=answered.streams,
         storage_problem=answered.storage_problem,
         hint=answered.problem,
+        problems=answered.problems,
     )
 
 

@@ -66,13 +66,17 @@ class StreamBytes(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     entries: int
     bytes: int
+    leads: bool = True
+    """The server that says so leads it, or has the only copy."""
 
 
 class NatsServer(msgspec.Struct, frozen=True, kw_only=True):
     """None is unknown. ``clients`` are those of the run, and others that have unread bytes, those with most first;
     ``consumers`` as JetStream lists them."""
 
+    name: str = ""
     version: str = ""
+    started: str = ""
     uptime: str = ""
     connections: int | None = None
     slow_consumers: int | None = None
@@ -85,6 +89,8 @@ class NatsServer(msgspec.Struct, frozen=True, kw_only=True):
     storage_problem: str = ""
     """Why the server writes nothing any more, in its own words; empty if it does."""
     problem: str = ""
+    problems: tuple[str, ...] = ()
+    """Of single servers of a cluster, while the others serve (`fleetbus_workers.observe.run.nats_servers`)."""
 
 
 def parse_monitoring_address(url: str) -> str:
@@ -114,7 +120,9 @@ def read_nats_server(url: str | None, run: str, *, consumers: bool = False) -> N
         closed = _fetch(url, f"connz?state=closed&limit={CLIENTS}").get("connections") or []
         details = _fetch(url, f"jsz?streams=true&consumers={str(consumers).lower()}").get("account_details") or []
         return NatsServer(
+            name=str(about.get("server_name", "")),
             version=str(about.get("version", "")),
+            started=str(about.get("start", "")),
             uptime=str(about.get("uptime", "")),
             connections=about.get("connections"),
             slow_consumers=about.get("slow_consumers"),
@@ -122,7 +130,7 @@ def read_nats_server(url: str | None, run: str, *, consumers: bool = False) -> N
             cpu_percent=about.get("cpu"),
             clients=tuple(_parse_clients(clients, run)),
             cut=tuple(_parse_disconnects(closed, run)),
-            streams=tuple(_parse_streams(details, run)),
+            streams=tuple(_parse_streams(details, run, str(about.get("server_name", "")))),
             consumers=tuple(_parse_consumers(details, run)),
             storage_problem=_fetch_storage_problem(url),
         )
@@ -201,18 +209,25 @@ def _parse_client_name(each: dict[str, Any], run: str) -> tuple[str, str]:
     return "", name or f"connection {each.get('cid', '?')}"
 
 
-def _parse_streams(details: Iterable[dict[str, Any]], run: str) -> Iterator[StreamBytes]:
+def _parse_streams(details: Iterable[dict[str, Any]], run: str, server: str) -> Iterator[StreamBytes]:
     own = (log_stream(run), lane_stream(run), f"OBJ_{weights_bucket(run)}")
     for stream in _iterate_streams(details):
         if stream["name"] in own:
             state = stream["state"]
-            yield StreamBytes(name=stream["name"], entries=state["messages"], bytes=state["bytes"])
+            yield StreamBytes(
+                name=stream["name"], entries=state["messages"], bytes=state["bytes"], leads=is_led_by(stream, server)
+            )
 
 
 def _parse_consumers(details: Iterable[dict[str, Any]], run: str) -> Iterator[dict[str, Any]]:
     for stream in _iterate_streams(details):
         if stream["name"] == log_stream(run):
             yield from stream.get("consumer_detail") or ()
+
+
+def is_led_by(stored: dict[str, Any], server: str) -> bool:
+    """True if this server leads the stream or consumer that it reports, or if that has no copies."""
+    return bool((stored.get("cluster") or {}).get("leader", server) == server)
 
 
 def _iterate_streams(details: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

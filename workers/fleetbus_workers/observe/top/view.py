@@ -217,6 +217,7 @@ def _render_server(server: ServerView) -> list[RenderableType]:
     slow = [f"{each.worker} has {format_bytes(each.pending_bytes)} unread" for each in unread[:SHOWN_SLOW]]
     slow += [f"{each.worker} was disconnected at {each.at[11:19]}" for each in server.cut[-SHOWN_SLOW:]]
     lines: list[RenderableType] = [_Row(parts)] if parts else []
+    lines += [_Row([problem], "yellow") for problem in server.problems]
     return lines + ([_Row(slow, "yellow")] if slow else [])
 
 

@@ -126,6 +126,7 @@ function natsServer(server) {
   const clients = [["connection", (row) => row.worker], ["role", (row) => row.role], ["unread", (row) => el("span", { class: row.pending_bytes ? "warn" : "" }, bytes(row.pending_bytes)), "number"], ["received", (row) => number(row.received), "number"], ["sent", (row) => number(row.sent), "number"], ["idle", (row) => row.idle, "number"]];
   return section("NATS server",
     !server.version && !server.hint ? null : server.hint ? el("p", { class: "empty" }, server.hint) : el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
+    ...server.problems.map((problem) => el("p", { class: "warn" }, problem)),
     ...server.cut.map((each) => el("p", { class: "bad" }, `${each.worker} was disconnected at ${each.at}: ${each.reason}`)),
     el("div", { class: "grid" },
       server.consumers.length ? table("Durable consumers by content", consumers, server.consumers) : null,
