@@ -89,9 +89,8 @@ def run_process(
         log_uncaught()
     try:
         prepare()
-        if (
-            role in TABLES and os.environ.get("RANK", "0") == "0"
-        ):  # of several processes that share a model the first one speaks
+        speaks = os.environ.get("RANK", "0") == "0"  # of several processes that share a model the first one
+        if role in TABLES and speaks:
             structlog.get_logger().info(describe_profile(configuration, role))
         os.environ.setdefault("TQDM_DISABLE", "1")  # a bar for weights that are read in a second is noise in a log
         import_work(load_work)
