@@ -1,0 +1,80 @@
+"""The agents that are tried as they are shipped: what is installed of each, and how it is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from tests.agents.tried import programs
+from tests.agents.tried.place import Place
+
+PYTHON, JAVASCRIPT = "pip", "npm"
+
+
+class Shipped(msgspec.Struct, frozen=True, kw_only=True):
+    """``packages`` are installed into an environment of its own, the first is the agent, whose version is told. ``start`` gives
+    its command. ``policy`` is one of `policy.POLICIES`. ``kills`` are the calls in whose middle the inference worker and the
+    gateway die. ``needed``: what is not its default."""
+
+    name: str
+    by: str
+    packages: tuple[str, ...]
+    start: Callable[[Place], list[str]]
+    policy: str = "tools"
+    kills: tuple[int, int] = (1, 2)
+    needed: str = ""
+
+    @property
+    def package(self) -> str:
+        """Without what is added in brackets."""
+        return self.packages[0].partition("[")[0]
+
+
+def python(name: str, *packages: str, policy: str = "tools", kills: tuple[int, int] = (1, 2), needed: str = "") -> Shipped:
+    """An agent made of a package for Python: its player has its name."""
+
+    def start(place: Place) -> list[str]:
+        return place.python(f"{name.replace('-', '_')}.py")
+
+    return Shipped(name=name, by=PYTHON, packages=packages, start=start, policy=policy, kills=kills, needed=needed)
+
+
+def javascript(name: str, *packages: str, needed: str = "") -> Shipped:
+    """The same for Node."""
+
+    def start(place: Place) -> list[str]:
+        return place.node(f"{name.replace('-', '_')}.mjs")
+
+    return Shipped(name=name, by=JAVASCRIPT, packages=packages, start=start, needed=needed)
+
+
+program = partial(Shipped, by=JAVASCRIPT)
+
+SHIPPED = (
+    program(
+        name="claude-code",
+        packages=("@anthropic-ai/claude-code",),
+        start=programs.claude_code,
+        needed="`-p PROMPT --permission-mode bypassPermissions`",
+    ),
+    program(
+        name="codex",
+        packages=("@openai/codex",),
+        start=programs.codex,
+        needed="the endpoint as a provider of `-c`, its own sandbox off",
+    ),
+    program(
+        name="gemini-cli",
+        packages=("@google/gemini-cli",),
+        start=programs.gemini_cli,
+        needed="`gemini-api-key` as the chosen way in its settings, `--yolo`",
+    ),
+    program(name="opencode", packages=("opencode-ai",), start=programs.opencode, needed="the endpoint as a provider"),
+    program(name="qwen-code", packages=("@qwen-code/qwen-code",), start=programs.qwen_code, needed="`--yolo`"),
+    program(
+        name="pi", packages=("@mariozechner/pi-coding-agent",), start=programs.pi, needed="the endpoint in its `models.json`"
+    ),
+    program(name="continue", packages=("@continuedev/cli",), start=programs.continue_cli, needed="the endpoint in its settings"),
+)
