@@ -36,7 +36,7 @@ def python(name: str, *packages: str, policy: str = "tools", kills: tuple[int, i
     """An agent made of a package for Python: its player has its name."""
 
     def start(place: Place) -> list[str]:
-        return place.python(f"{name.replace('-', '_')}.py")
+        return place.python(f"play_{name.replace('-', '_')}.py")
 
     return Shipped(name=name, by=PYTHON, packages=packages, start=start, policy=policy, kills=kills, needed=needed)
 
@@ -45,7 +45,7 @@ def javascript(name: str, *packages: str, needed: str = "") -> Shipped:
     """The same for Node."""
 
     def start(place: Place) -> list[str]:
-        return place.node(f"{name.replace('-', '_')}.mjs")
+        return place.node(f"play_{name.replace('-', '_')}.mjs")
 
     return Shipped(name=name, by=JAVASCRIPT, packages=packages, start=start, needed=needed)
 
@@ -76,5 +76,32 @@ SHIPPED = (
     program(
         name="pi", packages=("@mariozechner/pi-coding-agent",), start=programs.pi, needed="the endpoint in its `models.json`"
     ),
-    program(name="continue", packages=("@continuedev/cli",), start=programs.continue_cli, needed="the endpoint in its settings"),
+    program(
+        name="continue", packages=("@continuedev/cli",), start=programs.continue_cli, needed="the endpoint in its settings"
+    ),
+    program(name="cline", packages=("cline",), start=programs.cline, needed="the endpoint in its settings"),
+    Shipped(
+        name="aider",
+        by=PYTHON,
+        packages=("aider-chat",),
+        start=programs.aider,
+        policy="edits",
+        kills=(0, 0),
+        needed="`--yes-always`",
+    ),
+    python("strands", "strands-agents[openai]"),
+    python("google-adk", "google-adk", "mcp"),
+    python("autogen", "autogen-agentchat", "autogen-ext[openai,mcp]", needed="`max_tool_iterations`, which is 1"),
+    python("crewai", "crewai"),
+    python("agent-framework", "agent-framework-core", "agent-framework-openai", "mcp"),
+    python("llama-index", "llama-index-core", "llama-index-llms-openai-like", "llama-index-tools-mcp"),
+    python("qwen-agent", "qwen-agent", "soundfile", "python-dateutil", "mcp", policy="nous"),
+    python("haystack", "haystack-ai", "mcp-haystack"),
+    python("mcp-agent", "mcp-agent[openai]"),
+    python("inspect_ai", "inspect_ai", "openai", "mcp"),
+    python("verifiers", "verifiers"),
+    python("openhands-sdk", "openhands-sdk", "openhands-tools"),
+    python("smolagents", "smolagents[openai]", policy="code"),
+    python("camel", "camel-ai"),
+    python("claude-agent-sdk", "claude-agent-sdk"),
 )

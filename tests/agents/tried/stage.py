@@ -15,7 +15,6 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import anyio
 import httpx
 
 from fleetbus.bus.base import Bus
