@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("agent", [pytest.param(each, id=each.name) for each in SHIPPED])
 async def test_an_agent_as_shipped_plays_and_what_it_shows_is_written_down(agent: Shipped, tmp_path: Path) -> None:
-    folder = ENVIRONMENTS / agent.name
+    folder = ENVIRONMENTS / agent.place
     if not folder.is_dir():
         pytest.skip(f"{agent.name} is not installed")
     async with running(tmp_path, agent.policy) as stage:

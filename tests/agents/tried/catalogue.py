@@ -25,6 +25,13 @@ class Shipped(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "tools"
     kills: tuple[int, int] = (1, 2)
     needed: str = ""
+    environment: str = ""
+    """The name of the agent whose environment it shares; empty: it has its own."""
+
+    @property
+    def place(self) -> str:
+        """The folder of its environment."""
+        return self.environment or self.name
 
     @property
     def package(self) -> str:
@@ -41,16 +48,18 @@ def python(name: str, *packages: str, policy: str = "tools", kills: tuple[int, i
     return Shipped(name=name, by=PYTHON, packages=packages, start=start, policy=policy, kills=kills, needed=needed)
 
 
-def javascript(name: str, *packages: str, needed: str = "") -> Shipped:
-    """The same for Node."""
+def javascript(name: str, *packages: str, player: str = "", way: str = "", environment: str = "", needed: str = "") -> Shipped:
+    """The same for Node; a player may go several ways."""
 
     def start(place: Place) -> list[str]:
-        return place.node(f"play_{name.replace('-', '_')}.mjs")
+        return [*place.node(f"play_{(player or name).replace('-', '_')}.mjs"), way]
 
-    return Shipped(name=name, by=JAVASCRIPT, packages=packages, start=start, needed=needed)
+    return Shipped(name=name, by=JAVASCRIPT, packages=packages, start=start, environment=environment, needed=needed)
 
 
 program = partial(Shipped, by=JAVASCRIPT)
+
+AI_SDK = ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "@ai-sdk/google", "@ai-sdk/mcp", "zod")
 
 SHIPPED = (
     program(
@@ -89,6 +98,14 @@ SHIPPED = (
         kills=(0, 0),
         needed="`--yes-always`",
     ),
+    javascript("ai-sdk-openai", *AI_SDK, player="ai-sdk", way="openai", environment="ai-sdk"),
+    javascript("ai-sdk-compatible", *AI_SDK, player="ai-sdk", way="compatible", environment="ai-sdk"),
+    javascript("ai-sdk-anthropic", *AI_SDK, player="ai-sdk", way="anthropic", environment="ai-sdk"),
+    javascript("ai-sdk-google", *AI_SDK, player="ai-sdk", way="google", environment="ai-sdk"),
+    javascript("langgraph-js", "@langchain/langgraph", "@langchain/openai", "@langchain/core", "langchain", "zod"),
+    javascript("mastra", "@mastra/core", "@mastra/mcp", "zod"),
+    javascript("codex-sdk", "@openai/codex-sdk"),
+    javascript("claude-agent-sdk-js", "@anthropic-ai/claude-agent-sdk", "zod"),
     python("strands", "strands-agents[openai]"),
     python("google-adk", "google-adk", "mcp"),
     python("autogen", "autogen-agentchat", "autogen-ext[openai,mcp]", needed="`max_tool_iterations`, which is 1"),

@@ -21,14 +21,14 @@ DONE = "installed"
 
 def install(agent: Shipped, folder: Path) -> None:
     """Raises `subprocess.CalledProcessError`."""
-    place = folder / agent.name
+    place = folder / agent.place
     if (place / DONE).exists():
         return
     place.mkdir(parents=True, exist_ok=True)
     if agent.by == JAVASCRIPT:
-        flags = ["--no-save", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", str(place)]
+        flags = ["--no-save", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", str(place.resolve())]
         variables = os.environ | {"PATH": f"{find_node(folder)}:{os.environ['PATH']}"}
-        run("npm", "install", *flags, *agent.packages, variables=variables)
+        run("npm", "install", *flags, *(f"{package}@latest" for package in agent.packages), variables=variables)
     else:
         make_python(place, *agent.packages)
     (place / DONE).touch()

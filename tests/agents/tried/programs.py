@@ -17,6 +17,7 @@ def codex(place: Place) -> list[str]:
     command, *arguments = place.look_server
     settings = (
         "model_provider=policy",
+        "mcp_optional_startup_grace_ms=60000",  # it waits half a second otherwise
         f'model_providers.policy={{name="policy", base_url="{url}", env_key="OPENAI_API_KEY", wire_api="responses"}}',
         f'mcp_servers.{SERVER_NAME}={{command="{command}", args={arguments!r}}}'.replace("'", '"'),
     )
@@ -85,4 +86,10 @@ def aider(place: Place) -> list[str]:
 
 
 def cline(place: Place) -> list[str]:
+    url, key = place.session["openai_base_url"], place.session["key"]
+    own = {"provider": "openai-compatible", "apiKey": key, "model": "policy", "baseUrl": url}
+    provider = {"settings": own, "updatedAt": "2026-01-01T00:00:00.000Z", "tokenSource": "manual"}
+    settings = {"version": 1, "lastUsedProvider": "openai-compatible", "modes": {}, "providers": {"openai-compatible": provider}}
+    place.write(".cline/data/settings/providers.json", settings)
+    place.write(".cline/data/settings/cline_mcp_settings.json", {"mcpServers": place.served})
     return [place.find("node_modules/.bin/cline"), place.prompt]

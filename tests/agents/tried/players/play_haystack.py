@@ -17,6 +17,6 @@ def look(at: Annotated[int, "The number of the place"]) -> str:
     return look_at(at)
 
 
-served = MCPToolset(StdioServerInfo(command=COMMAND, args=ARGUMENTS))
+served = MCPToolset(StdioServerInfo(command=COMMAND, args=ARGUMENTS), eager_connect=True)
 agent = Agent(chat_generator=OpenAIChatGenerator(model="policy"), tools=[look, *served])
 print(agent.run(messages=[ChatMessage.from_user(PROMPT)])["messages"][-1].text)

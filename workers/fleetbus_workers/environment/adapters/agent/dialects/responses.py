@@ -32,6 +32,9 @@ from fleetbus_workers.environment.adapters.agent.dialects.formats import Format,
 
 __all__ = ["FAILURE_HEAD", "KEEPALIVE", "parse", "render", "render_error", "stream"]
 
+NAMESPACE_END = "."
+"""Between a namespace and a tool of it: a function's name has none."""
+
 TEXT_PARTS = ("input_text", "output_text", "text")
 UNSAID: dict[str, object] = {
     "background": False,
@@ -72,7 +75,7 @@ def parse(body: dict[str, object]) -> AgentCall:
         messages.insert(0, ChatMessage(role="system", content=str(body["instructions"])))
     if not messages:
         raise InvalidCall("input is empty")
-    own, left_out = sort_tools(read_list(body.get("tools"), "tools"), "function", "")
+    own, left_out = sort_tools(_open_namespaces(read_list(body.get("tools"), "tools")), "function", "")
     tools = tuple(map(parse_function, own))
     return AgentCall(
         messages=tuple(messages),
@@ -84,6 +87,29 @@ def parse(body: dict[str, object]) -> AgentCall:
         stream=body.get("stream") is True,
         max_tokens=read_limit(body.get("max_output_tokens")),
     )
+
+
+def _open_namespaces(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tools, each of a namespace under a name that begins with it: Codex offers those of its servers so, and runs them."""
+    opened: list[dict[str, Any]] = []
+    for tool in tools:
+        if tool.get("type") != "namespace":
+            opened.append(tool)
+            continue
+        for inner in read_list(tool.get("tools"), "tools of a namespace"):
+            opened.append(inner | {"name": _join_name(tool.get("name"), inner.get("name"))})
+    return opened
+
+
+def _join_name(namespace: object, name: object) -> str:
+    """The name that the policy knows a tool by."""
+    return f"{namespace}{NAMESPACE_END}{name}" if namespace else str(name or "")
+
+
+def _split_name(name: str) -> dict[str, str]:
+    """The same in the fields of a call."""
+    namespace, _, inner = name.rpartition(NAMESPACE_END)
+    return {"name": inner, "namespace": namespace} if namespace and inner else {"name": name}
 
 
 def _parse_format(text: object) -> tuple[Format, ...]:
@@ -103,7 +129,7 @@ def _parse_items(items: list[dict[str, object]]) -> list[ChatMessage]:
         if kind == "function_call":
             arguments, text = read_arguments(item.get("arguments"))
             call = ToolCall(
-                name=str(item.get("name") or ""),
+                name=_join_name(item.get("namespace"), item.get("name")),
                 arguments=arguments,
                 id=str(item.get("call_id") or ""),
                 arguments_text=text,
@@ -187,7 +213,7 @@ def _render_items(answer: Answer) -> list[dict[str, Any]]:
                 "type": "function_call",
                 "status": "completed",
                 "call_id": call.id,
-                "name": call.name,
+                **_split_name(call.name),
                 "arguments": write_arguments(call),
             }
         )
