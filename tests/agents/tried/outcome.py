@@ -30,16 +30,16 @@ class Played(msgspec.Struct, kw_only=True):
     paths: list[str]
     answered: list[tuple[int, bool]]
     balanced: bool
+    probes: int = 0
 
     @property
     def right(self) -> bool:
         """True if the agent got its answer and said it."""
         return self.result is not None and self.result.outcome == "completed" and self.result.reward == 1.0
 
-    @property
-    def undelivered(self) -> int:
-        """Turns whose answers nobody got."""
-        return 0 if self.result is None else sum(each.reason == "not_delivered" for each in self.result.untrained)
+    def list_untrained(self, reason: str) -> set[int]:
+        """Turns that are not trained for this reason."""
+        return set() if self.result is None else {each.turn for each in self.result.untrained if each.reason == reason}
 
     @property
     def results(self) -> list[list[str]]:
@@ -71,10 +71,18 @@ def describe(agent: Shipped, version: str, calm: Played, disturbed: Played | Non
         extending=int(info.get("calls_extending", 0)),
         following=follow,
         segments=dict(info.get("segments_begun", {})),
-        refused=sorted({status for status, _ in calm.answered if status >= 400}),
+        refused=sorted(set(list_refused(calm))),
         kills=explain_kills(calm, disturbed),
         needed=agent.needed,
     )
+
+
+def list_refused(played: Played) -> list[int]:
+    """Statuses of calls that were refused; a probe that only asks for a head, as Claude Code's, is none."""
+    refused = [status for status, _ in played.answered if status >= 400]
+    for _ in range(min(played.probes, refused.count(404))):
+        refused.remove(404)
+    return refused
 
 
 def find_dialect(path: str) -> str:
@@ -86,12 +94,11 @@ def explain_kills(calm: Played, disturbed: Played | None) -> str:
     """`survives` if all was sampled once and delivered once; else what came of it."""
     if disturbed is None:
         return ""
-    if disturbed.right and len(disturbed.turns) == len(calm.turns) and not disturbed.undelivered:
-        return "survives"
+    lost = len(disturbed.list_untrained("not_delivered") - calm.list_untrained("side_call"))
     more = len(disturbed.turns) - len(calm.turns)
-    if disturbed.right:
-        return f"gets on with {more} more calls, {disturbed.undelivered} answers that it never got not trained"
-    return f"ends, {disturbed.undelivered} answers that it never got not trained"
+    if disturbed.right and not more and not lost:
+        return "survives"
+    return f"{'gets on' if disturbed.right else 'ends'}: {more} more sampled, {lost} not delivered and not trained"
 
 
 def write_tried(tried: TriedAgent) -> None:

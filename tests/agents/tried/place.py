@@ -38,7 +38,7 @@ class Place:
     @property
     def look_server(self) -> list[str]:
         """The command of the server with the tool `peek`."""
-        return [sys.executable, str(LOOK_SERVER)]
+        return [sys.executable, "-I", "-S", str(LOOK_SERVER)]
 
     @property
     def served(self) -> dict[str, Any]:

@@ -46,6 +46,7 @@ async def play(stage: Stage, agent: Shipped, folder: Path, scratch: Path, mode: 
         status=status,
         paths=[path for path in stage.balancer.list_paths() if "/sessions/" not in path],
         answered=list(stage.balancer.answered),
+        probes=len(stage.balancer.list_paths("HEAD")),
         balanced=(await audit_run(stage.bus, SUBJECTS)).balanced,
     )
 

@@ -151,11 +151,25 @@ def write_edits(said: Said, tools: Tools) -> str:
     return f"{ANSWER}\n\nmade.txt\n```\n<<<<<<< SEARCH\n=======\nlook-60\n>>>>>>> REPLACE\n```\n"
 
 
+def write_fields(said: Said, tools: Tools) -> str:
+    """For an agent whose answers are fields of a text, as DSPy reads them: a thought, a tool and its arguments."""
+    asked, told = said[0]["content"], said[-1]["content"]
+    if "next_tool_name" not in asked:
+        fields = {"reasoning": "They were looked at.", "answer": ANSWER}
+    else:
+        step = next((step for step in range(9) if f"observation_{step}" not in told), 9)
+        name, given = ("look", {"at": step + 1}) if step < 3 else ("finish", {})
+        fields = {"next_thought": "I look.", "next_tool_name": name, "next_tool_args": json.dumps(given)}
+    written = [f"[[ ## {name} ## ]]\n{value}" for name, value in fields.items()]
+    return "\n\n".join([*written, "[[ ## completed ## ]]"])
+
+
 POLICIES: dict[str, Callable[[Said, Tools], str]] = {
     "tools": use_tools,
     "nous": write_nous,
     "code": write_code,
     "edits": write_edits,
+    "fields": write_fields,
 }
 
 

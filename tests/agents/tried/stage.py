@@ -30,7 +30,7 @@ SUBJECTS = Subjects(RUN)
 ROOT = Path(__file__).resolve().parents[3]
 SAMPLING_SECONDS = {"calm": 0.0, "disturbed": 1.5}
 EPISODE_SECONDS = 400
-REQUEST = re.compile(rb"(POST|GET) (/[^ ]*) HTTP/1\.1\r\n")
+REQUEST = re.compile(rb"(POST|GET|HEAD) (/[^ ]*) HTTP/1\.1\r\n")
 HEAD = re.compile(rb"HTTP/1\.1 (\d\d\d) [^\r]*\r\n(.*?)\r\n\r\n", re.DOTALL)
 
 
@@ -51,9 +51,9 @@ class Balancer(Relay):
         self._upstream_port = port
         await self.mend()
 
-    def list_paths(self) -> list[str]:
-        """What was posted, in order."""
-        return [match[2].decode() for match in REQUEST.finditer(bytes(self.heard)) if match[1] == b"POST"]
+    def list_paths(self, method: str = "POST") -> list[str]:
+        """What was asked with this method, in order."""
+        return [match[2].decode() for match in REQUEST.finditer(bytes(self.heard)) if match[1].decode() == method]
 
     def forget(self) -> None:
         self.heard.clear()
