@@ -9,6 +9,7 @@ import pytest
 from fleetbus_workers.environment.adapters.agent import answers
 from fleetbus_workers.environment.adapters.agent.dialects.base import InvalidCall
 from tests.agents.endpoint_support import ANSWER, BODIES, CHAT, each_dialect, find_address, serving
+from tests.support.processes import until
 
 
 @each_dialect
@@ -22,8 +23,7 @@ async def test_a_stream_whose_session_moves_before_it_begins_is_told_to_come_aga
         group.start_soon(post)
         await session.next_call()
         session.move()
-        while not responses:
-            await anyio.sleep(0.01)
+        await until(lambda: bool(responses))
         assert (responses[0].status_code, responses[0].headers["retry-after"]) == (503, "1")
 
 
@@ -69,9 +69,7 @@ async def test_who_goes_away_before_a_stream_begins_waits_no_longer() -> None:
             pending = await session.next_call()
             assert pending.connected == 1
             group.cancel_scope.cancel()
-        while pending.connected:
-            await anyio.sleep(0.01)
+        await until(lambda: not pending.connected)
         assert pending.is_lost
         pending.set_answer(ANSWER)
-        while session.requests:
-            await anyio.sleep(0.01)
+        await until(lambda: not session.requests)

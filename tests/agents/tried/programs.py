@@ -89,7 +89,12 @@ def cline(place: Place) -> list[str]:
     url, key = place.session["openai_base_url"], place.session["key"]
     own = {"provider": "openai-compatible", "apiKey": key, "model": "policy", "baseUrl": url}
     provider = {"settings": own, "updatedAt": "2026-01-01T00:00:00.000Z", "tokenSource": "manual"}
-    settings = {"version": 1, "lastUsedProvider": "openai-compatible", "modes": {}, "providers": {"openai-compatible": provider}}
+    settings = {
+        "version": 1,
+        "lastUsedProvider": "openai-compatible",
+        "modes": {},
+        "providers": {"openai-compatible": provider},
+    }
     place.write(".cline/data/settings/providers.json", settings)
     place.write(".cline/data/settings/cline_mcp_settings.json", {"mcpServers": place.served})
     return [place.find("node_modules/.bin/cline"), place.prompt]

@@ -1,8 +1,8 @@
 """Answers to calls of agents over HTTP: as JSON, as server-sent events, or refused in the caller's protocol.
 
-A streamed answer begins when there is something to say. Clients repeat a call whose connection broke before an answer began, and
-few of them one that broke later: so a gateway that dies meanwhile, or loses the session, costs its clients a repetition and no
-more (docs/decisions/0235-an-answer-begins-when-it-is-there.md). Below: `sessions`. Above: `endpoint`.
+A streamed answer begins when there is something to say. Clients repeat a call whose connection broke before an answer began,
+and few of them one that broke later: so a gateway that dies meanwhile, or loses the session, costs its clients a repetition and
+no more (docs/decisions/0235-an-answer-begins-when-it-is-there.md). Below: `sessions`. Above: `endpoint`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fleetbus_workers.environment.adapters.agent.sessions import (
 )
 
 BEGIN_SECONDS = 50.0
-"""Until a stream begins whose answer is not there: proxies and clients take a server that says nothing for a minute for dead."""
+"""Until a stream begins whose answer is not there: proxies take a server that says nothing for a minute for dead."""
 
 KEEPALIVE_SECONDS = 10.0
 RETRY_SECONDS = "1"
