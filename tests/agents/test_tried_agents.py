@@ -50,7 +50,7 @@ def show(played: Played) -> None:
     """For the log of a test that fails."""
     print(played.said, f"status {played.status}", played.paths, played.answered, sep="\n")
     for turn in played.turns:
-        told = [(each["role"], str(each["content"])[-300:]) for each in turn["messages"]]
+        told = [(each["role"], str(each.get("content", ""))[-300:]) for each in turn["messages"]]
         print(turn["segment"], turn["origin"], len(turn["tools"]), told, "->", turn["text"])
     if (result := played.result) is not None:
         print(result.outcome, result.reward, result.error, result.info, result.untrained)

@@ -44,13 +44,13 @@ class Played(msgspec.Struct, kw_only=True):
     @property
     def results(self) -> list[list[str]]:
         """What tools gave, by call of the model's."""
-        return [[str(each["content"]) for each in turn["messages"] if each["role"] == "tool"] for turn in self.turns]
+        return [[str(each.get("content", "")) for each in turn["messages"] if each["role"] == "tool"] for turn in self.turns]
 
 
 def describe(agent: Shipped, version: str, calm: Played, disturbed: Played | None) -> TriedAgent:
     """The row of an agent that played."""
     told = [
-        text for turn in calm.turns for each in turn["messages"] if each["role"] != "system" for text in [str(each["content"])]
+        text for turn in calm.turns for each in turn["messages"] if each["role"] != "system" for text in [str(each.get("content", ""))]
     ]
     info = calm.result.info if calm.result is not None else {}
     sides = int(info.get("side_calls", 0))
@@ -74,7 +74,13 @@ def describe(agent: Shipped, version: str, calm: Played, disturbed: Played | Non
         refused=sorted(set(list_refused(calm))),
         kills=explain_kills(calm, disturbed),
         needed=agent.needed,
+        reason="" if calm.right else f"it ended with {calm.status}: {read_last_line(calm.said)}",
     )
+
+
+def read_last_line(said: str) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "it said nothing"
 
 
 def list_refused(played: Played) -> list[int]:

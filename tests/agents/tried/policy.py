@@ -145,10 +145,10 @@ def write_code(said: Said, tools: Tools) -> str:
 
 
 def write_edits(said: Said, tools: Tools) -> str:
-    """For an agent that edits files by blocks of text, as aider does: a new file, and after what it says of it nothing more."""
-    if any("made.txt" in each["content"] and "60" in each["content"] for each in said if each["role"] == "assistant"):
-        return ANSWER
-    return f"{ANSWER}\n\nmade.txt\n```\n<<<<<<< SEARCH\n=======\nlook-60\n>>>>>>> REPLACE\n```\n"
+    """For an agent that edits files by blocks of text, as aider does: a new file, and a second line when its test failed."""
+    turn = sum(each["role"] == "assistant" and "REPLACE" in each["content"] for each in said)
+    before, after = (("", "look-60\n"), ("look-60\n", "look-60\nright\n"))[min(turn, 1)]
+    return f"{ANSWER}\n\nmade.txt\n```\n<<<<<<< SEARCH\n{before}=======\n{after}>>>>>>> REPLACE\n```\n"
 
 
 def write_fields(said: Said, tools: Tools) -> str:

@@ -82,6 +82,7 @@ def continue_cli(place: Place) -> list[str]:
 
 def aider(place: Place) -> list[str]:
     flags = ["--model", "openai/policy", "--yes-always", "--no-git", "--no-show-model-warnings", "--no-check-update"]
+    flags += ["--auto-test", "--test-cmd", "echo look-test; grep right made.txt"]
     return [place.find("bin/aider"), *flags, "--analytics-disable", "--message", place.prompt, "made.txt"]
 
 

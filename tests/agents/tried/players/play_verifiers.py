@@ -1,20 +1,28 @@
-"""verifiers' ToolEnv: its own loop, evaluated on one example."""
+"""verifiers' evaluation of one task with its default harness, which has a shell, as a process of this machine."""
 
-import asyncio
+import subprocess
+from pathlib import Path
 
-import verifiers as vf
-from common import KEY, PROMPT, URL, look
-from datasets import Dataset
-from openai import AsyncOpenAI
+from common import PROMPT, URL
 
+TASKS = """
+import verifiers.v1 as vf
 
-async def main() -> None:
-    rubric = vf.Rubric(funcs=[lambda completion, **_: 1.0])
-    tasks = Dataset.from_list([{"question": PROMPT, "answer": "60"}])
-    environment = vf.ToolEnv(tools=[look], eval_dataset=tasks, rubric=rubric, max_turns=10)
-    client = AsyncOpenAI(base_url=URL, api_key=KEY)
-    outcome = await environment.evaluate(client, "policy", num_examples=1, rollouts_per_example=1)
-    print(outcome)
+__all__ = ["TriedTaskset"]
 
+class TriedTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+    @vf.reward(weight=1.0)
+    async def reward(self, trace: vf.Trace) -> float:
+        return 1.0
 
-asyncio.run(main())
+class TriedTaskset(vf.Taskset[TriedTask, vf.TasksetConfig]):
+    def load(self):
+        return [TriedTask(vf.TaskData(prompt=PROMPT), self.config.task)]
+"""
+Path("tried_tasks.py").write_text(f"PROMPT = {PROMPT!r}\n{TASKS}")
+client = ["--client.base-url", URL, "--client.api-key-var", "OPENAI_API_KEY", "-m", "policy"]
+where = ["--env.agent.runtime.type", "subprocess", "--no-push"]
+status = subprocess.run(["env", "PYTHONPATH=.", "vf-eval", "tried_tasks", "-n", "1", *client, *where]).returncode
+for traces in Path("outputs").rglob("traces.jsonl"):
+    print(traces.read_text()[-3000:])
+raise SystemExit(status)

@@ -42,3 +42,31 @@ class TriedAgent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def load_tried() -> tuple[TriedAgent, ...]:
     """By name."""
     return msgspec.json.decode(FILE.read_bytes(), type=tuple[TriedAgent, ...])
+
+
+def format_tried_rows() -> list[str]:
+    """The table of `docs/agents.md`."""
+    head = [
+        "| agent | version | speaks | own tools | MCP | side by side | streamed | on one path | kills in mid-answer | what was needed | tried |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    return head + [f"| {' | '.join(_list_cells(agent))} |" for agent in load_tried() if agent.plays]
+
+
+def format_left_rows() -> list[str]:
+    """Those that were not played to their end, and why."""
+    return [f"- {agent.name} {agent.version} (`{agent.install}`): {agent.reason}" for agent in load_tried() if not agent.plays]
+
+
+def _list_cells(agent: TriedAgent) -> tuple[str, ...]:
+    shown = (agent.own_tools, agent.mcp, agent.parallel, agent.streams)
+    return (
+        agent.name,
+        agent.version,
+        ", ".join(agent.dialects),
+        *("yes" if each else "not shown" for each in shown),
+        f"{agent.extending} of {agent.following}" + (f", {agent.side_calls} beside" if agent.side_calls else ""),
+        agent.kills,
+        agent.needed or "nothing",
+        agent.date,
+    )
