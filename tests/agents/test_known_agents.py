@@ -42,7 +42,8 @@ def test_they_are_listed_as_text_and_as_json() -> None:
 
 
 def test_the_documentation_shows_the_agents_that_were_played_as_shipped() -> None:
-    assert "\n".join([*format_tried_rows(), "", *format_left_rows()]).strip() in PAGE.read_text(), "print them anew"
+    for rows in (format_tried_rows(), format_left_rows()):
+        assert "\n".join(rows) in PAGE.read_text(), "print them anew: format_tried_rows(), format_left_rows()"
 
 
 def test_every_agent_that_is_tried_has_a_row_of_what_it_showed() -> None:

@@ -108,7 +108,9 @@ SHIPPED = (
     javascript("claude-agent-sdk-js", "@anthropic-ai/claude-agent-sdk", "zod"),
     python("strands", "strands-agents[openai]"),
     python("google-adk", "google-adk", "mcp"),
-    python("autogen", "autogen-agentchat", "autogen-ext[openai,mcp]", "mcp<2", needed="`max_tool_iterations`, which is 1; `mcp<2`"),
+    python(
+        "autogen", "autogen-agentchat", "autogen-ext[openai,mcp]", "mcp<2", needed="`max_tool_iterations`, which is 1; `mcp<2`"
+    ),
     python("crewai", "crewai"),
     python("agent-framework", "agent-framework-core", "agent-framework-openai", "mcp", "tenacity"),
     python("llama-index", "llama-index-core", "llama-index-llms-openai-like", "llama-index-tools-mcp"),
@@ -119,11 +121,11 @@ SHIPPED = (
     python("verifiers", "verifiers", "uv", needed="a runtime of this machine (`subprocess`) and the endpoint as its client"),
     python("openhands-sdk", "openhands-sdk", "openhands-tools"),
     python("smolagents", "smolagents[openai]", policy="code"),
-    python("camel", "camel-ai"),
+    python("camel", "camel-ai", "mcp<2", needed="`mcp<2`; a token counter, for its own fetches an encoding from outside"),
     python("claude-agent-sdk", "claude-agent-sdk"),
     python("openai-agents", "openai-agents"),
     python("pydantic-ai", "pydantic-ai-slim[openai,mcp]"),
     python("langgraph", "langgraph", "langchain", "langchain-openai", "langchain-mcp-adapters", "mcp<2"),
-    python("agno", "agno", "openai", "mcp"),
+    python("agno", "agno", "openai", "fastmcp>=4,<5"),
     python("dspy", "dspy", policy="fields"),
 )

@@ -1,4 +1,4 @@
-"""An inference worker of the policy that plays agents as shipped, as a process to be killed: ``... RUN NAME URL POLICY SECONDS``."""
+"""An inference worker of the policy that plays agents as shipped, to be killed: ``... RUN NAME URL POLICY SECONDS``."""
 
 from __future__ import annotations
 

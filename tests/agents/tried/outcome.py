@@ -21,7 +21,8 @@ DIALECTS = {
 
 
 class Played(msgspec.Struct, kw_only=True):
-    """One episode: ``turns`` as the trajectory shows them, ``said`` is what the agent printed, ``calls`` those of its client."""
+    """One episode: ``turns`` as the trajectory shows them, ``said`` is what the agent printed, ``paths`` what it asked,
+    ``answered`` statuses and whether as a stream, ``probes`` how often it only asked for a head."""
 
     result: EpisodeFinished | None
     turns: list[dict[str, Any]]
@@ -50,7 +51,11 @@ class Played(msgspec.Struct, kw_only=True):
 def describe(agent: Shipped, version: str, calm: Played, disturbed: Played | None) -> TriedAgent:
     """The row of an agent that played."""
     told = [
-        text for turn in calm.turns for each in turn["messages"] if each["role"] != "system" for text in [str(each.get("content", ""))]
+        text
+        for turn in calm.turns
+        for each in turn["messages"]
+        if each["role"] != "system"
+        for text in [str(each.get("content", ""))]
     ]
     info = calm.result.info if calm.result is not None else {}
     sides = int(info.get("side_calls", 0))

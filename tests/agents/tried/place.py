@@ -11,7 +11,7 @@ from typing import Any
 LOOK_SERVER = Path(__file__).with_name("look_server.py")
 PLAYERS = Path(__file__).with_name("players")
 SERVER_NAME = "places"
-PASSED = ("LANG", "LC_ALL", "TERM", "TMPDIR")
+PASSED = ("LANG", "LC_ALL", "TERM", "TMPDIR", "SSL_CERT_FILE", "PIP_CERT", "PIP_INDEX_URL", "UV_DEFAULT_INDEX")
 
 
 class Place:

@@ -56,7 +56,7 @@ async def run_agent(stage: Stage, agent: Shipped, place: Place, episode: str, mo
     command = agent.start(place)
     log = place.home / "said.log"
     with log.open("wb") as out:
-        process = subprocess.Popen(
+        process = subprocess.Popen(  # noqa: ASYNC220 - it starts at once
             command,
             cwd=place.work,
             env=place.variables,
@@ -70,7 +70,7 @@ async def run_agent(stage: Stage, agent: Shipped, place: Place, episode: str, mo
                 if mode == "disturbed":
                     group.start_soon(disturb, stage, agent, episode)
                 with anyio.move_on_after(SECONDS[mode]):
-                    while process.poll() is None:
+                    while process.poll() is None:  # noqa: ASYNC110
                         await anyio.sleep(0.1)
                 group.cancel_scope.cancel()
         finally:
@@ -91,7 +91,7 @@ async def disturb(stage: Stage, agent: Shipped, episode: str) -> None:
 
 
 async def wait_for_call(stage: Stage, episode: str, number: int) -> None:
-    while await stage.count_calls(episode) <= number:
+    while await stage.count_calls(episode) <= number:  # noqa: ASYNC110
         await anyio.sleep(0.1)
     await anyio.sleep(PAUSE)
 

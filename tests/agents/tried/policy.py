@@ -174,7 +174,7 @@ POLICIES: dict[str, Callable[[Said, Tools], str]] = {
 
 
 class PlayingSampler(StubSampler):
-    """`Sampler` that says what a policy of `POLICIES` says, after so many seconds. A long text is cut with reason ``length``."""
+    """`Sampler` that says what a policy of `POLICIES` says, after so many seconds; a long text is cut."""
 
     def __init__(self, policy: str, seconds: float) -> None:
         self._decide, self._seconds = POLICIES[policy], seconds

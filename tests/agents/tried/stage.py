@@ -1,7 +1,7 @@
-"""The run that agents as shipped are tried on: two gateways behind one address, an inference worker, each a process to be killed.
+"""The run that agents as shipped are tried on: two gateways behind one address, and an inference worker, to be killed.
 
-Agents know the address of a relay alone, which hands their connections to one gateway at a time, as a balancer does, and listens
-to what is asked and answered.
+Agents know the address of a relay alone, which hands their connections to one gateway at a time, as a balancer does, and
+listens to what is asked and answered.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from openhands.tools.terminal import TerminalTool
 from pydantic import SecretStr
 
 model = LLM(model="openai/policy", base_url=URL, api_key=SecretStr(KEY))
-server = {"mcpServers": {"places": {"command": COMMAND, "args": ARGUMENTS}}}
+server = {"places": {"command": COMMAND, "args": ARGUMENTS}}
 agent = Agent(llm=model, tools=[Tool(name=TerminalTool.name)], mcp_config=server)
 conversation = Conversation(agent=agent, workspace=os.getcwd())
 conversation.send_message(PROMPT)

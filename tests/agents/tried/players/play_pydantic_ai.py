@@ -1,4 +1,4 @@
-"""Pydantic AI: its own loop over OpenAI's chat completions, streamed."""
+"""Pydantic AI: its own loop over OpenAI's chat completions."""
 
 import asyncio
 
@@ -11,8 +11,8 @@ from pydantic_ai.models.openai import OpenAIChatModel
 async def main() -> None:
     served = MCPToolset({"mcpServers": {"places": {"command": COMMAND, "args": ARGUMENTS}}})
     agent = Agent(OpenAIChatModel("policy"), tools=[look], toolsets=[served])
-    async with agent, agent.run_stream(PROMPT) as result:
-        print(await result.get_output())
+    async with agent:
+        print((await agent.run(PROMPT)).output)
 
 
 asyncio.run(main())

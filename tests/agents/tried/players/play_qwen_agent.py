@@ -9,7 +9,7 @@ from qwen_agent.tools.base import BaseTool, register_tool
 @register_tool("look")
 class Look(BaseTool):
     description = "Looks at a place and says what is there."
-    parameters = {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["at"]}
+    parameters = {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["at"]}  # noqa: RUF012
 
     def call(self, params, **kwargs):
         return look_at(**self._verify_json_format_args(params))
@@ -18,7 +18,5 @@ class Look(BaseTool):
 server = {"mcpServers": {"places": {"command": COMMAND, "args": ARGUMENTS}}}
 model = {"model": "policy", "model_type": "oai", "model_server": URL, "api_key": KEY}
 agent = Assistant(llm=model, function_list=["look", server])
-answer = []
-for answer in agent.run(messages=[{"role": "user", "content": PROMPT}]):
-    pass
+*_, answer = agent.run(messages=[{"role": "user", "content": PROMPT}])
 print(answer[-1]["content"])

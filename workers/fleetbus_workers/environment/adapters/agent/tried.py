@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 FILE = Path(__file__).with_name("tried_agents.json")
+SHOWN = ("own tools", "MCP", "side by side", "streamed")
 
 
 class TriedAgent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -46,10 +47,8 @@ def load_tried() -> tuple[TriedAgent, ...]:
 
 def format_tried_rows() -> list[str]:
     """The table of `docs/agents.md`."""
-    head = [
-        "| agent | version | speaks | own tools | MCP | side by side | streamed | on one path | kills in mid-answer | what was needed | tried |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    names = ("agent", "version", "speaks", *SHOWN, "on one path", "kills in mid-answer", "what was needed", "tried")
+    head = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
     return head + [f"| {' | '.join(_list_cells(agent))} |" for agent in load_tried() if agent.plays]
 
 
