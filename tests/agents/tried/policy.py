@@ -22,6 +22,9 @@ LINE = 257
 """Begins a message, or the tools that are offered."""
 
 SHOWN_CHARS = 4000
+DEFERRED = re.compile(r"mcp__\w+__peek")
+"""The name of a tool that is told in a text and has to be searched for first, as Claude Code does it."""
+
 ANSWER = "The sum is 60."
 SHELLS = ("bash", "shell", "exec_command", "run_shell_command", "execute_command", "run_commands", "terminal", "execute_bash")
 COMMANDS = ("command", "cmd", "commands", "script")
@@ -40,7 +43,12 @@ class ShownTemplate(CannedTemplate):
         return [*encode_line({"tools": offered}), *self.encode_continuation((), messages)]
 
     def encode_continuation(self, last_sampled: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
-        return [each for message in messages for each in encode_line({"role": message.role, "content": show(message.content)})]
+        return [each for message in messages for each in encode_line(describe(message))]
+
+
+def describe(message: ChatMessage) -> dict[str, object]:
+    shown: dict[str, object] = {"role": message.role, "content": show(message.content)}
+    return shown | {"calls": [each.name for each in message.tool_calls]} if message.tool_calls else shown
 
 
 def shorten(schema: Any) -> dict[str, Any]:
@@ -52,7 +60,9 @@ def shorten(schema: Any) -> dict[str, Any]:
 
 def show(content: object) -> str:
     text = content if isinstance(content, str) else str(content)
-    return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS // 2] + text[-SHOWN_CHARS // 2 :]
+    if len(text) <= SHOWN_CHARS:
+        return text
+    return "\n".join([text[: SHOWN_CHARS // 2], text[-SHOWN_CHARS // 2 :], *DEFERRED.findall(text)])
 
 
 def encode_line(shown: object) -> list[int]:
@@ -115,6 +125,11 @@ def use_tools(said: Said, tools: Tools) -> str:
     if first is None or second is None:
         return "Looking at places"
     results = sum(each["role"] == "tool" for each in said)
+    searched = sum(each["role"] == "assistant" and "ToolSearch" in f"{each}" for each in said)
+    search, deferred = find_tool(tools, ["ToolSearch"]), {name for each in said for name in DEFERRED.findall(each["content"])}
+    if results == 2 and find_tool(tools, ["peek"]) is None and search is not None and deferred and not searched:
+        return write(fill(search, query=f"select:{min(deferred)}"))
+    results -= searched
     if results == 0:
         return write(call(first, 1), call(first, 2))
     if results == 1:
