@@ -7,11 +7,12 @@ import sys
 
 import anyio
 
+from fleetbus.auth.access import build_access
 from fleetbus.bus.nats import connect
+from fleetbus.client.blocking import AUTH_VARIABLE
 from fleetbus.config.settings import Configuration, InferenceSettings, RunSettings
 from fleetbus_workers.inference.worker import run_inference
 from tests.agents.tried.policy import PlayingSampler, ShownTemplate
-from tests.support.servers import AUTH_VARIABLE, build_access
 
 MAX_MODEL_LEN = 1 << 20
 
@@ -25,4 +26,5 @@ async def main(run: str, name: str, url: str, policy: str, seconds: str) -> None
 
 
 if __name__ == "__main__":
-    anyio.run(main, *sys.argv[1:])
+    run, name, url, policy, seconds = sys.argv[1:]
+    anyio.run(main, run, name, url, policy, seconds)

@@ -79,7 +79,7 @@ class StreamedAnswer(StreamingResponse):
 
     async def _begin(self, request: Request) -> Response | None:
         """Wait for the answer, or as long as its client may wait for a beginning; a refusal that comes instead."""
-        gone = Response(status_code=499)
+        gone: Response | None = Response(status_code=499)
         async with open_first_error_task_group() as group:
             group.start_soon(cancel_when_disconnected, request, group.cancel_scope)
             try:

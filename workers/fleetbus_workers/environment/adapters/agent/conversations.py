@@ -115,9 +115,9 @@ class Conversations:
         self._session.responses.add_messages(attached.segment, attached.messages)
 
     def _find_delivered(self, messages: Sequence[ChatMessage]) -> None:
-        """What a conversation brings of another segment's answer proves that it came; of words that were said twice, nothing."""
+        """An answer of another segment in a conversation proves that it came; words said twice prove none (decision 0236)."""
         for said in {identify(message) for message in messages if message.role == "assistant"}:
-            if len(turns := self._turns_by_words.get(said, ())) == 1:
+            if len(turns := self._turns_by_words.get(said, [])) == 1:
                 self._given[turns[0]].delivered = True
             self._words_before.add(said)
 
