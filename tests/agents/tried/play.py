@@ -18,7 +18,7 @@ from tests.agents.tried.policy import ANSWER
 from tests.agents.tried.stage import SUBJECTS, Stage
 
 PROMPT = "Look at the places 1 and 2, peek at the place 3, and say the sum."
-SECONDS = {"calm": 150, "disturbed": 240}
+SECONDS = {"calm": 240, "disturbed": 240}
 PAUSE = 0.4
 """After a call was seen: its answer takes longer."""
 

@@ -80,7 +80,7 @@ class Stage:
         return process
 
     def _start_gateway(self, port: int) -> subprocess.Popen[bytes]:
-        options = ["--run", RUN, "--nats", self._nats, "--port", f"{port}", "--limits-reset", "120", "--limits-step", "120"]
+        options = ["--run", RUN, "--nats", self._nats, "--port", f"{port}", "--limits-reset", "240", "--limits-step", "120"]
         return self._start(f"gateway-{port}.log", sys.executable, "-m", "fleetbus", "gateway", "agents", *options)
 
     async def start(self) -> None:
