@@ -106,7 +106,7 @@ def explain_kills(calm: Played, disturbed: Played | None) -> str:
     if disturbed is None:
         return ""
     lost = len(disturbed.list_untrained("not_delivered") - calm.list_untrained("side_call"))
-    more = len(disturbed.turns) - len(calm.turns)
+    more = max(0, len(disturbed.turns) - len(calm.turns))
     if disturbed.right and not more and not lost:
         return "survives"
     return f"{'gets on' if disturbed.right else 'ends'}: {more} more sampled, {lost} not delivered and not trained"
