@@ -1,4 +1,4 @@
-"""What is said of an agent: read from its two episodes, one of them disturbed by kills, and from what went over the wire."""
+"""The row of an agent: read from its two episodes, one of them disturbed by kills, and from what went over the wire."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Played(msgspec.Struct, kw_only=True):
 
     @property
     def results(self) -> list[list[str]]:
-        """What tools gave, by call of the model's."""
+        """The texts that tools gave, by call of the model's."""
         return [[str(each.get("content", "")) for each in turn["messages"] if each["role"] == "tool"] for turn in self.turns]
 
 

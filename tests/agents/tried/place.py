@@ -1,4 +1,4 @@
-"""Where an agent as shipped is played: its environment, a home of its own, the variables that point it to the gateway."""
+"""The place of an agent as shipped: its environment, a home of its own, the variables that point it to the gateway."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ async def play(stage: Stage, agent: Shipped, folder: Path, scratch: Path, mode: 
 
 
 async def run_agent(stage: Stage, agent: Shipped, place: Place, episode: str, mode: str) -> tuple[str, int]:
-    """What it printed, and its status: -9 if it had to be ended."""
+    """The text that it printed, and its status: -9 if it had to be ended."""
     command = agent.start(place)
     log = place.home / "said.log"
     with log.open("wb") as out:

@@ -52,7 +52,7 @@ def describe(message: ChatMessage) -> dict[str, object]:
 
 
 def shorten(schema: Any) -> dict[str, Any]:
-    """What a call has to fill."""
+    """The fields that a call has to fill."""
     known = schema if isinstance(schema, dict) else {}
     properties = {name: each.get("type", "") for name, each in known.get("properties", {}).items() if isinstance(each, dict)}
     return {"properties": properties, "required": known.get("required", [])}

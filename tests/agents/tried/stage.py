@@ -52,7 +52,7 @@ class Balancer(Relay):
         await self.mend()
 
     def list_paths(self, method: str = "POST") -> list[str]:
-        """What was asked with this method, in order."""
+        """The paths that were asked with this method, in order."""
         return [match[2].decode() for match in REQUEST.finditer(bytes(self.heard)) if match[1].decode() == method]
 
     def forget(self) -> None:

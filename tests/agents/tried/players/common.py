@@ -1,4 +1,4 @@
-"""What all players have in common: the prompt, a tool of the agent's own, the command of the server with another."""
+"""The things that all players have in common: the prompt, a tool of the agent's own, the command of the server with another."""
 
 from __future__ import annotations
 

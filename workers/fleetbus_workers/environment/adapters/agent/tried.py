@@ -14,7 +14,7 @@ SHOWN = ("own tools", "MCP", "side by side", "streamed")
 
 
 class TriedAgent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one agent showed. ``following`` are its calls but the first and those beside its task, ``extending`` those of them
+    """The things that one agent showed. ``following`` are its calls but the first and those beside its task, ``extending`` those of them
     that continued the token path; ``refused`` are statuses of calls that were refused; ``kills`` what became of the disturbed
     episode. ``reason``: why it was not played; nothing else but name, install and date is known of it then."""
 
