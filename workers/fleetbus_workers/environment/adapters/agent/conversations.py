@@ -115,7 +115,8 @@ class Conversations:
         self._session.responses.add_messages(attached.segment, attached.messages)
 
     def _find_delivered(self, messages: Sequence[ChatMessage]) -> None:
-        """An answer of another segment in a conversation proves that it came; words said twice prove none (decision 0236)."""
+        """An answer of another segment in a conversation proves that it came; words said twice prove none. See
+        docs/decisions/0236."""
         for said in {identify(message) for message in messages if message.role == "assistant"}:
             if len(turns := self._turns_by_words.get(said, [])) == 1:
                 self._given[turns[0]].delivered = True
