@@ -15,8 +15,8 @@ SHOWN = ("own tools", "MCP", "side by side", "streamed")
 
 class TriedAgent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The things that one agent showed. ``following`` are its calls but the first and those beside its task, ``extending``
-    those of them that continued the token path; ``refused`` are statuses of calls that were refused; ``kills`` what became of the disturbed
-    episode. ``reason``: why it was not played; nothing else but name, install and date is known of it then."""
+    those of them that continued the token path; ``refused`` are statuses of calls that were refused; ``kills`` what became
+    of the disturbed episode. ``reason``: why it did not play to its end."""
 
     name: str
     install: str
@@ -55,7 +55,8 @@ def format_tried_rows() -> list[str]:
 def format_left_rows() -> list[str]:
     """Those that were not played to their end, and why."""
     return [
-        f"- {agent.name} {agent.version} (`{agent.install}`): {agent.extending} of {agent.following} on one path, then {agent.reason}"
+        f"- {agent.name} {agent.version} (`{agent.install}`): {agent.extending} of {agent.following} on one path, "
+        f"then {agent.reason}"
         for agent in load_tried()
         if not agent.plays
     ]
