@@ -106,12 +106,13 @@ test-api *arguments:
     .venv-api/bin/pip install -q -c constraints.txt -e '.[test]' ipykernel nbclient nbformat pandas pyarrow
     .venv-api/bin/pytest -n0 -q -m 'slow or not slow' tests/system/test_api_examples.py tests/system/test_api_reader.py tests/unit/test_datasets.py {{arguments}}
 
-# Agents with their own loops, by the clients that people use, in a separate environment: minutes; the other tests of agents run with every change
+# Agents with their own loops: clients in one separate environment, agents as shipped in one each, outside the repository: an hour; the other tests of agents run with every change
 test-agents *arguments:
     test -d .venv-agents || python3 -m venv .venv-agents
-    .venv-agents/bin/pip install -q -e . openai anthropic google-genai openresponses-types litellm openai-agents langgraph langchain-openai 'pydantic-ai-slim[openai]' 'smolagents[openai]' mini-swe-agent
+    .venv-agents/bin/pip install -q -e . uv openai anthropic google-genai openresponses-types litellm openai-agents langgraph langchain-openai 'pydantic-ai-slim[openai]' 'smolagents[openai]' mini-swe-agent
     npm install --no-save --no-audit --no-fund --ignore-scripts --prefix .venv-agents/npm @anthropic-ai/claude-code @openai/codex
-    AGENTS_NPM=$PWD/.venv-agents/npm AGENTS_PYTHON=$PWD/.venv-agents/bin/python .venv/bin/pytest -n0 -q -m slow tests/agents {{arguments}}
+    PATH=$PWD/.venv-agents/bin:$PATH .venv/bin/python -m tests.agents.tried.install "${AGENTS_ENVIRONMENTS:-$HOME/.cache/fleetbus-agents}"
+    AGENTS_ENVIRONMENTS="${AGENTS_ENVIRONMENTS:-$HOME/.cache/fleetbus-agents}" AGENTS_NPM=$PWD/.venv-agents/npm AGENTS_PYTHON=$PWD/.venv-agents/bin/python .venv/bin/pytest -n0 -q -m slow tests/agents {{arguments}}
 
 # 64 agents at once while the workers that serve them are killed every five seconds: for 20 s, then for two minutes
 agent-kills *arguments:

@@ -16,7 +16,9 @@ from fleetbus_workers.environment.adapters.agent.sessions import MAX_WAITING, SE
 from tests.agents.endpoint_support import (
     ANSWER,
     BODIES,
+    CALL,
     CHAT,
+    FUNCTION,
     GEMINI,
     MESSAGES,
     RESPONSES,
@@ -163,7 +165,7 @@ async def test_what_cannot_be_trained_on_is_refused_by_name(path: str, field: di
 
 VENDORS_TOOLS: dict[str, list[dict[str, Any]]] = {
     CHAT: [{"type": "custom", "custom": {"name": "grep"}}],
-    RESPONSES: [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": []}],
+    RESPONSES: [{"type": "web_search"}, {"type": "image_generation"}],
     MESSAGES: [{"type": "bash_20250124", "name": "bash"}],
     GEMINI: [{"googleSearch": {}}],
 }
@@ -305,3 +307,25 @@ async def test_a_reward_is_taken_once_and_only_if_it_is_a_number() -> None:
         assert (await client.post("/v1/reward", json={"reward": 0.5})).status_code == 200
         assert (await client.post("/v1/reward", json={"reward": 1.0})).status_code == 409
         assert session.reward == 0.5
+
+
+async def test_tools_of_a_namespace_are_offered_and_called_by_their_own_names() -> None:
+    inner = {"type": "function", **FUNCTION}
+    tools = [{"type": "namespace", "name": "mcp__places", "description": "Places.", "tools": [inner]}]
+    called = {"type": "function_call", "call_id": "c1", "namespace": "mcp__places", "name": "look", "arguments": "{}"}
+    said = [{"role": "user", "content": "Where?"}, called, {"type": "function_call_output", "call_id": "c1", "output": "10"}]
+    offered = msgspec.structs.replace(CALL, name="mcp__places.look")
+    answer = msgspec.structs.replace(ANSWER, tool_calls=(offered,))
+    async with serving() as (client, session), anyio.create_task_group() as group:
+        responses: list[httpx.Response] = []
+
+        async def post() -> None:
+            responses.append(await client.post(RESPONSES, json={"input": said, "tools": tools}))
+
+        group.start_soon(post)
+        call = await answer_next(session, answer)
+    assert [tool.name for tool in call.tools] == ["mcp__places.look"]
+    assert call.messages[1].tool_calls[0].name == "mcp__places.look"
+    item = responses[0].json()["output"][1]
+    assert (item["namespace"], item["name"]) == ("mcp__places", "look")
+    assert not session.left_out

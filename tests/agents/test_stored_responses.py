@@ -9,6 +9,7 @@ from fleetbus_schemas import Action, ChatMessage, Observation, ToolCall, ToolSpe
 from fleetbus_workers.environment.adapters.agent.conversations import Conversations
 from fleetbus_workers.environment.adapters.agent.dialects import responses
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer, InvalidCall
+from fleetbus_workers.environment.adapters.agent.dialects.formats import tell_formats
 from fleetbus_workers.environment.adapters.agent.sessions import AgentSession
 from tests.agents.endpoint_support import BODIES, RESPONSES, serving
 
@@ -88,3 +89,32 @@ async def test_a_response_of_nobodys_is_refused_by_the_code_that_clients_know() 
     assert session.enter(ask("x", "resp_1"), "d", repetition=False).answer, "a session that is over says so all the same"
     with pytest.raises(InvalidCall):
         AgentSession(key="k").responses.expand(msgspec.structs.replace(ask("x"), previous="resp_1"))
+
+
+async def test_items_of_answers_that_are_only_named_are_what_was_answered() -> None:
+    session = AgentSession(key="k")
+    conversations = Conversations(session)
+    first = await play(conversations, session, ask("Go."), act(0, CALL, msgspec.structs.replace(CALL, id="call00001")))
+    *_, one, two = responses.render(first, "m")["output"]
+    results = [{"type": "function_call_output", "call_id": each["call_id"], "output": "seen"} for each in (one, two)]
+    named = [{"type": "item_reference", "id": each["id"]} for each in (one, two)]
+    said = [{"role": "user", "content": "Go."}, {"type": "item_reference", "id": "rs_1"}, *named, *results]
+    call = ask("", input=said)
+    second = await play(conversations, session, call, act(1))
+    item = {"type": "item_reference", "id": responses.render(second, "m")["output"][0]["id"]}
+    call = ask("", input=[*said, item, {"role": "user", "content": "On."}])
+    await play(conversations, session, call, act(2))
+    assert [str(message.content) for message in conversations.messages][-3:] == ["answer 1", "On.", "answer 2"]
+    with pytest.raises(InvalidCall, match="no response of this session"):
+        session.enter(ask("", input=[{"type": "item_reference", "id": "msg_x"}]), "d", repetition=False)
+
+
+async def test_items_are_found_behind_a_message_that_tells_a_format() -> None:
+    session = AgentSession(key="k")
+    conversations = Conversations(session)
+    first = await play(conversations, session, ask("Go."), act(0))
+    item = {"type": "item_reference", "id": responses.render(first, "m")["output"][0]["id"]}
+    wanted = {"format": {"type": "json_object"}}
+    call = responses.parse({"instructions": "Be brief.", "input": [{"role": "user", "content": "Go."}, item], "text": wanted})
+    call = msgspec.structs.replace(call, messages=tell_formats(call.messages, call.formats))
+    assert session.responses.expand(call).messages[-1].content == "answer 0"

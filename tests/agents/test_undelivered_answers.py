@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 
 from fleetbus.core.episode.result_checks import find_actions_problem
 from fleetbus_schemas import Action, ChatMessage, EpisodeFinished, Observation, UntrainedTurn, VersionSpan
+from fleetbus_schemas.segment import NEW_ROOT, SegmentOrigin
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs, pack_mask
 from fleetbus_workers.environment.adapters.agent.conversations import Conversations
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall
@@ -96,6 +98,40 @@ async def test_a_turn_that_a_later_call_continues_was_delivered() -> None:
     async with pending.hold_request():
         assert await conversations.receive_call() is not None
     assert conversations.list_untrained() == ()
+
+
+def begin_again(*said: str, head: str = "Be brief.") -> Observation:
+    """A second segment, whose conversation has these words of an assistant's in it."""
+    spoken = (ChatMessage(role="assistant", content=text) for text in said)
+    messages = (ChatMessage(role="system", content=head), *QUESTION, *spoken, ChatMessage(role="user", content="On."))
+    origin = SegmentOrigin(parent=NEW_ROOT, kept=0, reason="system_changed")
+    return msgspec.structs.replace(observe(1), segment=1, messages=messages, origin=origin)
+
+
+@pytest.mark.parametrize(("said", "lost"), [(("answer 0",), [1]), (("another",), [0, 1]), ((), [0, 1])])
+def test_a_conversation_that_begins_anew_with_an_answer_in_it_proves_after_a_takeover_that_it_came(
+    said: tuple[str, ...], lost: list[int]
+) -> None:
+    conversations = Conversations(AgentSession(key="k"))
+    conversations.restore_call(observe(0))
+    conversations.answer(act(0))
+    conversations.restore_call(begin_again(*said))
+    conversations.answer(act(1))
+    assert [each.turn for each in conversations.list_untrained()] == lost
+
+
+def test_words_that_an_agent_had_before_or_that_were_said_twice_prove_nothing() -> None:
+    conversations = Conversations(AgentSession(key="k"))
+    conversations.restore_call(msgspec.structs.replace(begin_again("answer 0"), segment=0))
+    conversations.answer(act(0))
+    conversations.restore_call(begin_again("answer 0", head="Be quick."))
+    assert [each.turn for each in conversations.list_untrained()] == [0], "it brought the words itself"
+    conversations = Conversations(AgentSession(key="k"))
+    for segment in range(2):
+        conversations.restore_call(msgspec.structs.replace(begin_again(head=f"{segment}"), segment=segment))
+        conversations.answer(act(0))
+    conversations.restore_call(msgspec.structs.replace(begin_again("answer 0"), segment=2))
+    assert [each.turn for each in conversations.list_untrained()] == [0, 1], "it is of neither"
 
 
 async def test_an_answer_that_comes_after_the_session_was_ended_was_not_delivered() -> None:

@@ -22,11 +22,11 @@ from fleetbus.core.algorithms.reward_components import VERIFIER
 from fleetbus.errors import UserError
 from fleetbus.tasks.files import build_tasks
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Task
+from fleetbus_workers.environment.adapters.agent.answers import cancel_when_disconnected
 from fleetbus_workers.environment.adapters.agent.endpoint import (
     REWARD_BYTES,
     PostedReward,
     build_application,
-    cancel_when_disconnected,
     parse_reward,
     read_keys,
     take_reward,

@@ -29,7 +29,7 @@ def find_continued(sessions: Sequence[AgentSession], call: AgentCall, digest: st
     Where the policy gave the same answer in several, it is the first that was not continued from there, else the newest.
     """
     for session in sessions:
-        if session.is_asked_again(call, digest, repetition=repetition) or session.responses.has(call.previous):
+        if session.is_asked_again(call, digest, repetition=repetition) or session.responses.continues(call):
             return session
     last = next((message for message in reversed(call.messages) if message.role == "assistant"), None)
     if last is None:

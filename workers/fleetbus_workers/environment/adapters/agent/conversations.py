@@ -18,7 +18,7 @@ from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall,
 from fleetbus_workers.environment.adapters.agent.dialects.formats import Format, find_unkept
 from fleetbus_workers.environment.adapters.agent.faults import find_problems, find_repair
 from fleetbus_workers.environment.adapters.agent.models import UNTRAINED_MODEL
-from fleetbus_workers.environment.adapters.agent.paths import Attachment, Paths
+from fleetbus_workers.environment.adapters.agent.paths import Attachment, Paths, identify
 from fleetbus_workers.environment.adapters.agent.sessions import AgentEnded, AgentSession, PendingCall
 from fleetbus_workers.environment.adapters.agent.side_calls import Line, describe_line, find_side_turns, is_probe
 from fleetbus_workers.environment.base import NO_LIMITS, TurnLimits
@@ -42,6 +42,10 @@ class Conversations:
         """Turns that asked for `UNTRAINED_MODEL`."""
         self._last_given: dict[int, PendingCall] = {}
         """By segment the answer that it ends with."""
+        self._turns_by_words: dict[bytes, list[int]] = {}
+        """The turns that said the same, by what identifies it, but for words that an agent had before."""
+        self._words_before: set[bytes] = set()
+        """What assistants say in the conversations that began."""
         self._problems: tuple[str, ...] = ()
         self._last: Answer | None = None
         self._formats: tuple[Format, ...] = ()
@@ -104,10 +108,19 @@ class Conversations:
         if (given := self._last_given.get(attached.segment)) is not None:
             given.delivered = True  # what follows an answer proves that it came
         if attached.segment not in self._lines:
+            self._find_delivered(attached.messages)
             self._tools[attached.segment] = attached.tools
             self._lines[attached.segment] = describe_line(attached.messages, attached.tools, max_tokens)
         self.messages += attached.messages
         self._session.responses.add_messages(attached.segment, attached.messages)
+
+    def _find_delivered(self, messages: Sequence[ChatMessage]) -> None:
+        """An answer of another segment in a conversation proves that it came; words said twice prove none. See
+        docs/decisions/0236."""
+        for said in {identify(message) for message in messages if message.role == "assistant"}:
+            if len(turns := self._turns_by_words.get(said, [])) == 1:
+                self._given[turns[0]].delivered = True
+            self._words_before.add(said)
 
     def answer(self, action: Action) -> Answer:
         """Pass the policy's turn to whoever waits for it."""
@@ -126,6 +139,8 @@ class Conversations:
         self._last, self._session.refused = answer, None
         is_given = pending.set_answer(answer)
         self._lines[self._attached.segment].turns.append(len(self._given))
+        if (answer.text or calls) and (words := identify(self.messages[-1])) not in self._words_before:
+            self._turns_by_words.setdefault(words, []).append(len(self._given))
         self._given.append(pending if is_given else PendingCall(AgentCall(messages=())))
         self._last_given[self._attached.segment] = pending
         return answer

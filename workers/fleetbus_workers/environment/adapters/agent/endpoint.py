@@ -21,25 +21,24 @@ import structlog
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
-from starlette.types import Receive, Scope, Send
 
 from fleetbus.concurrency.task_groups import open_first_error_task_group
+from fleetbus_workers.environment.adapters.agent.answers import (
+    REFUSALS,
+    StreamedAnswer,
+    answer_refusal,
+    get_status,
+    refuse,
+    wait_for_answer,
+)
 from fleetbus_workers.environment.adapters.agent.dialects import DIALECTS
 from fleetbus_workers.environment.adapters.agent.dialects.base import CHANGES_SAMPLING, AgentCall, Dialect, InvalidCall
 from fleetbus_workers.environment.adapters.agent.dialects.formats import tell_formats
 from fleetbus_workers.environment.adapters.agent.faults import Refused
-from fleetbus_workers.environment.adapters.agent.models import COUNTS, MODEL, describe_model, estimate_tokens, list_models
-from fleetbus_workers.environment.adapters.agent.sessions import (
-    AgentSession,
-    KeyRefused,
-    LocalSessions,
-    PendingCall,
-    SessionDirectory,
-    SessionMoved,
-    TooManyCalls,
-)
+from fleetbus_workers.environment.adapters.agent.models import COUNTS, describe_model, estimate_tokens, list_models
+from fleetbus_workers.environment.adapters.agent.sessions import AgentSession, LocalSessions, SessionDirectory
 from fleetbus_workers.serving.bounded_json import TooManyValues, check_values
 from fleetbus_workers.serving.browser_guard import BrowserGuard, GuardSettings, build_guard_settings
 from fleetbus_workers.serving.listeners import BACKLOG, bind
@@ -47,8 +46,6 @@ from fleetbus_workers.serving.request_body import BodyRefused, read_body
 from fleetbus_workers.serving.serve import serve
 
 HOST = "127.0.0.1"
-KEEPALIVE_SECONDS = 10.0
-RETRY_SECONDS = "1"
 BODY_BYTES = 4 << 20
 """Most of a request: about a million tokens."""
 
@@ -128,8 +125,7 @@ class ModelCalls:
                 call = self._parse(session, dialect, body, request)
                 pending = session.enter(call, digest_call(request, body), repetition=is_repetition(request))
                 if call.stream:
-                    events = stream_answer(dialect, call, pending)
-                    return StreamedAnswer(session, pending, events)
+                    return StreamedAnswer(session, dialect, call, pending)
                 return await wait_for_answer(dialect, call, pending, request)
         except BodyRefused as refused:
             return refuse(dialect, refused.status, str(refused))
@@ -191,23 +187,6 @@ def take_reward(session: AgentSession, body: PostedReward) -> Response | None:
     if not session.grade(body.reward, body.reason):
         return JSONResponse({"detail": "the episode has a reward, or is over"}, 409)
     return None
-
-
-class StreamedAnswer(StreamingResponse):
-    """Counts as a request of its session until its client has all of it, or is gone."""
-
-    def __init__(self, session: AgentSession, pending: PendingCall, events: AsyncIterator[bytes]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._session = session
-        self._pending = pending
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._session.requests += 1
-        try:
-            async with self._pending.hold_request():
-                await super().__call__(scope, receive, send)
-        finally:
-            self._session.requests -= 1
 
 
 class PostedReward(msgspec.Struct, forbid_unknown_fields=True):
@@ -276,71 +255,9 @@ def read_keys(request: Request) -> tuple[str, ...]:
     return tuple(filter(None, keys))
 
 
-REFUSALS = (KeyRefused, SessionMoved, TooManyCalls)
-
-
-def get_status(refused: Exception) -> int:
-    return next(
-        status for kind, status in ((KeyRefused, 401), (SessionMoved, 503), (TooManyCalls, 429)) if isinstance(refused, kind)
-    )
-
-
-async def answer_refusal(request: Request, refused: Exception) -> Response:
-    status = get_status(refused)
-    return JSONResponse({"detail": str(refused)}, status, headers={"Retry-After": RETRY_SECONDS} if status != 401 else {})
-
-
-def refuse(dialect: Dialect, status: int, message: str, code: str = "") -> Response:
-    headers = {"Retry-After": RETRY_SECONDS} if status in (429, 503) else {}
-    return JSONResponse(dialect.render_error(status, message, code), status, headers=headers)
-
-
-def write_failure(dialect: Dialect, status: int, failure: Exception) -> bytes:
-    """The end of a stream that has begun."""
-    return dialect.FAILURE_HEAD + msgspec.json.encode(dialect.render_error(status, str(failure))) + b"\n\n"
-
-
 async def refuse_body(request: Request, refused: Exception) -> Response:
     return JSONResponse({"detail": str(refused)}, refused.status if isinstance(refused, BodyRefused) else 400)
 
 
 async def drop_call(request: Request, gone: Exception) -> Response:
     return Response(status_code=499)
-
-
-async def wait_for_answer(dialect: Dialect, call: AgentCall, pending: PendingCall, request: Request) -> Response:
-    """The answer as JSON, unless its client goes away."""
-    async with pending.hold_request(), open_first_error_task_group() as group:
-        group.start_soon(cancel_when_disconnected, request, group.cancel_scope)
-        answer = await pending.wait()
-        group.cancel_scope.cancel()
-        pending.delivered = True
-        return JSONResponse(dialect.render(answer, call.model or MODEL))
-    return Response(status_code=499)
-
-
-async def cancel_when_disconnected(request: Request, scope: anyio.CancelScope) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    scope.cancel()
-
-
-async def stream_answer(dialect: Dialect, call: AgentCall, pending: PendingCall) -> AsyncIterator[bytes]:
-    """The answer as server-sent events, with events that clients skip while it is awaited."""
-    while True:
-        try:
-            with anyio.move_on_after(KEEPALIVE_SECONDS):
-                answer = await pending.wait()
-                break
-        except InvalidCall as invalid:
-            yield write_failure(dialect, 400, invalid)
-            return
-        except SessionMoved as moved:
-            yield write_failure(dialect, 503, moved)
-            return
-        yield dialect.KEEPALIVE
-    *events, last = dialect.stream(answer, call.model or MODEL, usage=call.stream_usage)
-    for event in events:
-        yield event
-    pending.delivered = True  # a client may close as soon as it has the last event
-    yield last

@@ -28,8 +28,9 @@ class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call of an agent: the whole conversation and the tools, as every protocol sends them. ``stream``: the answer is
     wanted as server-sent events, with usage at its end if ``stream_usage``. ``max_tokens``: the most that the answer may have,
     None if the call does not say; ``stop``: texts that end it. ``previous``: the id of the response that it continues, all
-    else being before that. ``formats``: what is wanted of the answer, which the protocols' messages do not say. ``left_out``:
-    the kinds of tools that the policy is not offered, for only their vendor runs them."""
+    else being before that. ``references``: by the number of an assistant's message the ids of items of answers, which it
+    begins with and which are not sent again. ``formats``: what is wanted of the answer, which the protocols' messages do not
+    say. ``left_out``: the kinds of tools that the policy is not offered, for only their vendor runs them."""
 
     messages: tuple[ChatMessage, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -40,6 +41,7 @@ class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     previous: str = ""
+    references: dict[int, tuple[str, ...]] = {}
     formats: tuple[Format, ...] = ()
 
 

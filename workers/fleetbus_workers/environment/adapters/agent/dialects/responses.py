@@ -32,6 +32,15 @@ from fleetbus_workers.environment.adapters.agent.dialects.formats import Format,
 
 __all__ = ["FAILURE_HEAD", "KEEPALIVE", "parse", "render", "render_error", "stream"]
 
+NAMESPACE_END = "."
+"""Between a namespace and a tool of it: a function's name has none."""
+
+MESSAGE_PREFIX, CALL_PREFIX = "msg_", "fc_"
+"""Begin the ids of items: an answer's id follows, and of a call its number among those of the answer."""
+
+REASONING = "rs_"
+"""Begins the ids of items that are no answer's here."""
+
 TEXT_PARTS = ("input_text", "output_text", "text")
 UNSAID: dict[str, object] = {
     "background": False,
@@ -66,13 +75,16 @@ FORBIDDEN = (
 
 def parse(body: dict[str, object]) -> AgentCall:
     refuse_fields(body, FORBIDDEN)
-    items = body.get("input")
-    messages = [ChatMessage(role="user", content=items)] if isinstance(items, str) else _parse_items(read_list(items, "input"))
-    if body.get("instructions"):
-        messages.insert(0, ChatMessage(role="system", content=str(body["instructions"])))
+    items, instructions = body.get("input"), body.get("instructions")
+    messages = [ChatMessage(role="system", content=str(instructions))] if instructions else []
+    references: dict[int, tuple[str, ...]] = {}
+    if isinstance(items, str):
+        messages.append(ChatMessage(role="user", content=items))
+    else:
+        references = _parse_items(read_list(items, "input"), messages)
     if not messages:
         raise InvalidCall("input is empty")
-    own, left_out = sort_tools(read_list(body.get("tools"), "tools"), "function", "")
+    own, left_out = sort_tools(_open_namespaces(read_list(body.get("tools"), "tools")), "function", "")
     tools = tuple(map(parse_function, own))
     return AgentCall(
         messages=tuple(messages),
@@ -80,10 +92,34 @@ def parse(body: dict[str, object]) -> AgentCall:
         formats=(*parse_choice(body.get("tool_choice"), tools), *_parse_format(body.get("text"))),
         left_out=left_out,
         previous=str(body.get("previous_response_id") or ""),
+        references=references,
         model=str(body.get("model") or ""),
         stream=body.get("stream") is True,
         max_tokens=read_limit(body.get("max_output_tokens")),
     )
+
+
+def _open_namespaces(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tools, each of a namespace under a name that begins with it: Codex offers those of its servers so, and runs them."""
+    opened: list[dict[str, Any]] = []
+    for tool in tools:
+        if tool.get("type") != "namespace":
+            opened.append(tool)
+            continue
+        inner = read_list(tool.get("tools"), "tools of a namespace")
+        opened += [each | {"name": _join_name(tool.get("name"), each.get("name"))} for each in inner]
+    return opened
+
+
+def _join_name(namespace: object, name: object) -> str:
+    """The name that the policy knows a tool by."""
+    return f"{namespace}{NAMESPACE_END}{name}" if namespace else str(name or "")
+
+
+def _split_name(name: str) -> dict[str, str]:
+    """The same in the fields of a call."""
+    namespace, _, inner = name.rpartition(NAMESPACE_END)
+    return {"name": inner, "namespace": namespace} if namespace and inner else {"name": name}
 
 
 def _parse_format(text: object) -> tuple[Format, ...]:
@@ -95,15 +131,19 @@ def _parse_format(text: object) -> tuple[Format, ...]:
     return (read_json_format("text.format", wanted.get("schema")),)
 
 
-def _parse_items(items: list[dict[str, object]]) -> list[ChatMessage]:
-    """Messages; an assistant's text and the calls after it are one message."""
-    messages: list[ChatMessage] = []
+def _parse_items(items: list[dict[str, object]], messages: list[ChatMessage]) -> dict[int, tuple[str, ...]]:
+    """Adds to the messages; an assistant's text and the calls after it are one. Returns the items that are only named, by the
+    number of the assistant's message that they are (`StoredResponses.expand`)."""
+    references: dict[int, tuple[str, ...]] = {}
     for item in items:
         kind = item.get("type", "message")
+        if kind == "item_reference":
+            _add_reference(str(item.get("id") or ""), messages, references)
+            continue
         if kind == "function_call":
             arguments, text = read_arguments(item.get("arguments"))
             call = ToolCall(
-                name=str(item.get("name") or ""),
+                name=_join_name(item.get("namespace"), item.get("name")),
                 arguments=arguments,
                 id=str(item.get("call_id") or ""),
                 arguments_text=text,
@@ -121,7 +161,17 @@ def _parse_items(items: list[dict[str, object]]) -> list[ChatMessage]:
             messages.append(ChatMessage(role=role, content=content))  # type: ignore[arg-type]
         elif kind != "reasoning":  # an answer's reasoning is not sent out, so what comes back is not the policy's
             raise InvalidCall(f"input has an item of type {kind!r}, which is not supported here")
-    return messages
+    return references
+
+
+def _add_reference(name: str, messages: list[ChatMessage], references: dict[int, tuple[str, ...]]) -> None:
+    """One message for the items of one answer."""
+    if name.startswith(REASONING):
+        return
+    if not messages or messages[-1].role != "assistant":
+        messages.append(ChatMessage(role="assistant"))
+    number = sum(message.role == "assistant" for message in messages) - 1
+    references[number] = (*references.get(number, ()), name)
 
 
 def render(answer: Answer, model: str) -> dict[str, Any]:
@@ -173,7 +223,7 @@ def _render_items(answer: Answer) -> list[dict[str, Any]]:
         part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
         items.append(
             {
-                "id": f"msg_{answer.id or answer.number}",
+                "id": f"{MESSAGE_PREFIX}{answer.id or answer.number}",
                 "type": "message",
                 "role": "assistant",
                 "status": "completed",
@@ -183,11 +233,11 @@ def _render_items(answer: Answer) -> list[dict[str, Any]]:
     for index, call in enumerate(answer.tool_calls):
         items.append(
             {
-                "id": f"fc_{answer.id or answer.number}_{index}",
+                "id": f"{CALL_PREFIX}{answer.id or answer.number}_{index}",
                 "type": "function_call",
                 "status": "completed",
                 "call_id": call.id,
-                "name": call.name,
+                **_split_name(call.name),
                 "arguments": write_arguments(call),
             }
         )

@@ -1,0 +1,76 @@
+"""Agents that were played as they are shipped, as data that `just test-agents` writes: ``tried_agents.json`` beside this file.
+
+Each played two episodes of a run through ``fleetbus gateway agents`` with a scripted policy: in the second the inference worker
+was killed in the middle of one answer and the gateway in the middle of another.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+FILE = Path(__file__).with_name("tried_agents.json")
+SHOWN = ("own tools", "MCP", "side by side", "streamed")
+
+
+class TriedAgent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The things that one agent showed. ``following`` are its calls but the first and those beside its task, ``extending``
+    those of them that continued the token path; ``refused`` are statuses of calls that were refused; ``kills`` what became
+    of the disturbed episode. ``reason``: why it did not play to its end."""
+
+    name: str
+    install: str
+    date: str
+    version: str = ""
+    dialects: list[str] = []
+    plays: bool = False
+    own_tools: bool = False
+    mcp: bool = False
+    parallel: bool = False
+    streams: bool = False
+    calls: int = 0
+    side_calls: int = 0
+    extending: int = 0
+    following: int = 0
+    segments: dict[str, int] = {}
+    refused: list[int] = []
+    kills: str = ""
+    needed: str = ""
+    reason: str = ""
+
+
+@cache
+def load_tried() -> tuple[TriedAgent, ...]:
+    """By name."""
+    return msgspec.json.decode(FILE.read_bytes(), type=tuple[TriedAgent, ...])
+
+
+def format_tried_rows() -> list[str]:
+    """The table of `docs/agents.md`."""
+    names = ("agent", "version", "speaks", *SHOWN, "on one path", "kills in mid-answer", "what was needed", "tried")
+    head = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+    return head + [f"| {' | '.join(_list_cells(agent))} |" for agent in load_tried() if agent.plays]
+
+
+def format_left_rows() -> list[str]:
+    """Those that were not played to their end, and why."""
+    return [
+        f"- {agent.name} {agent.version} (`{agent.install}`): {agent.extending} of {agent.following} on one path, "
+        f"then {agent.reason}"
+        for agent in load_tried()
+        if not agent.plays
+    ]
+
+
+def _list_cells(agent: TriedAgent) -> tuple[str, ...]:
+    shown = (agent.own_tools, agent.mcp, agent.parallel, agent.streams)
+    return (
+        agent.name,
+        agent.version,
+        ", ".join(agent.dialects),
+        *("yes" if each else "not shown" for each in shown),
+        f"{agent.extending} of {agent.following}" + (f", {agent.side_calls} beside" if agent.side_calls else ""),
+        agent.kills,
+        agent.needed or "nothing",
+        agent.date,
+    )
