@@ -59,7 +59,7 @@ def test_each_unit_starts_a_command_that_exists_with_options_that_it_takes(file:
 
 
 def test_a_command_line_that_the_program_refuses_is_found() -> None:
-    for wrong in (["enviroment"], ["recorder", "--archives", "x"], ["gateway"], ["gateway", "gum"], ["metrics", "--port", "x"]):
+    for wrong in (["environments"], ["recorder", "--archives", "x"], ["gateway"], ["gateway", "gum"], ["metrics", "--port", "x"]):
         with pytest.raises(click.UsageError):
             parse_command_line(wrong)
 
@@ -108,8 +108,8 @@ def test_systemd_takes_each_unit(file: Path, tmp_path: Path) -> None:
     copy = tmp_path / file.name
     copy.write_text(file.read_text().replace("/opt/fleetbus/bin", str(tmp_path)))
     assert verify(analyze, copy) == (0, "")
-    copy.write_text(copy.read_text().replace("KillMode=mixed", "KillMode=some").replace("[Install]", "[Instal]"))
-    assert "Instal" in verify(analyze, copy)[1], "what is wrong is found"
+    copy.write_text(copy.read_text().replace("KillMode=mixed", "KillMode=some").replace("[Install]", "[Installed]"))
+    assert "Installed" in verify(analyze, copy)[1], "what is wrong is found"
 
 
 def verify(analyze: str, unit: Path) -> tuple[int, str]:
