@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
 import httpx
+import psutil
 
 from fleetbus.audit.run import audit_run
 from tests.agents.gateway_support import bearer, grader
@@ -75,10 +77,18 @@ async def run_agent(stage: Stage, agent: Shipped, place: Place, episode: str, mo
                 group.cancel_scope.cancel()
         finally:
             status = process.poll()
-            process.kill()
+            end_all_of(place.home)
             process.wait()
     text = log.read_text(errors="replace")
     return text[-BYTES_SHOWN:], -9 if status is None else status
+
+
+def end_all_of(home: Path) -> None:
+    """An agent may leave a server of its own behind, in a session of its own: its HOME tells."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("HOME") == str(home):
+                process.kill()
 
 
 async def disturb(stage: Stage, agent: Shipped, episode: str) -> None:
