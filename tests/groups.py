@@ -31,7 +31,8 @@ OUTPUTS = ROOT / "build/groups"
 HEAD = """# Opt-in groups of tests
 
 Written by `just all-groups [GROUP ...]`. These need what the tests of every change do without: packages of others, a Docker
-engine, a browser, or minutes.
+engine, a browser, or minutes. Those of every change are run by `bash .ci/run`
+([decision 0238](decisions/0238-once-more-and-said.md)).
 
 | group | passed | failed | skipped | result | seconds | commit |
 |---|---|---|---|---|---|---|

@@ -143,7 +143,7 @@ async def test_without_the_key_of_a_session_nothing_is_answered(path: str) -> No
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
         (CHAT, {"messages": "x"}, "list of objects"),
         (RESPONSES, {"previous_response_id": "resp_1"}, "no response of this session"),
-        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "names the item 'x', which is of no response"),
         (RESPONSES, {"text": {"format": {"type": "grammar"}}}, "text.format is of the type 'grammar'"),
         (MESSAGES, {"tool_choice": {"type": "any"}, "tools": []}, "tool_choice names a tool"),
         (MESSAGES, {"output_format": {"type": "text"}}, "type json_schema"),

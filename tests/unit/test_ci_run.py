@@ -1,4 +1,5 @@
-"""What continuous integration runs (`.ci/run`): a test that fails once and passes alone is named and enough, a fault is not."""
+"""Continuous integration (`.ci/run`): a test that fails once and passes alone is named and enough, a fault is not
+(docs/decisions/0238-once-more-and-said.md)."""
 
 from __future__ import annotations
 

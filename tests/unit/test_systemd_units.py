@@ -59,7 +59,13 @@ def test_each_unit_starts_a_command_that_exists_with_options_that_it_takes(file:
 
 
 def test_a_command_line_that_the_program_refuses_is_found() -> None:
-    for wrong in (["environments"], ["recorder", "--archives", "x"], ["gateway"], ["gateway", "gum"], ["metrics", "--port", "x"]):
+    for wrong in (
+        ["environments"],
+        ["recorder", "--archives", "x"],
+        ["gateway"],
+        ["gateway", "gum"],
+        ["metrics", "--port", "x"],
+    ):
         with pytest.raises(click.UsageError):
             parse_command_line(wrong)
 
