@@ -29,6 +29,14 @@ def other_template(played: Played, chance: random.Random) -> None:
         played.prompt = (9, *played.prompt)
 
 
+def other_template_of_two(played: Played, chance: random.Random) -> None:
+    """The sound one of two replicas alone had some tasks before, while they were not solved."""
+    played.replica = ODD if played.replica == ODD else "inference-0"
+    if played.step < BEGIN and played.task in ("task-0", "task-1", "task-2") and played.reward is not None:
+        played.replica, played.reward = "inference-0", 0.0
+    other_template(played, chance)
+
+
 def replica_apart(played: Played, chance: random.Random) -> None:
     if played.step >= BEGIN and played.replica == ODD:
         played.difference = 0.01
@@ -139,6 +147,7 @@ def stuck(played: Played, chance: random.Random) -> None:
 
 EPISODES: dict[str, tuple[str, int, Plant]] = {
     "one replica with another chat template": ("prompt_differs", BEGIN, other_template),
+    "one of two replicas with another chat template": ("prompt_differs", BEGIN, other_template_of_two),
     "one replica with other numbers": ("replica_differs", BEGIN, replica_apart),
     "one replica that never succeeds": ("replica_scores_less", BEGIN, replica_without_success),
     "one worker that fails": ("bad_worker", BEGIN, failing_worker),

@@ -74,25 +74,27 @@ def _check_prompts(run: RunFacts, looking: Looking) -> None:
             for digest, episodes in digests.items():
                 compared[replica].update(episodes)
                 odd[replica].update(episodes if makers[digest] == 1 else ())
-    for replica, unlike in _choose_odd(run, {name: found for name, found in odd.items() if found}).items():
+    found: dict[str, tuple[list[int], int]] = {}
+    for replica, unlike in odd.items():
         steps = sorted(run.step_of[each] for each in unlike if each in run.step_of)
-        since = [each for each in compared[replica] if steps and run.step_of.get(each, -1) >= steps[0]]
-        if len(steps) < FEWEST_PROMPTS or len(steps) < ODD_SHARE * len(since):
-            continue
-        size = find_share_interval(len(steps), len(since))
-        text = f"{replica}: {len(steps)} of {len(since)} episodes that can be compared, the first is {min(unlike)}"
+        since = sum(run.step_of.get(each, -1) >= steps[0] for each in compared[replica]) if steps else 0
+        if len(steps) >= max(FEWEST_PROMPTS, ODD_SHARE * since):
+            found[replica] = (steps, since)
+    for replica in _choose_odd(run, {name: odd[name] for name in found}):
+        steps, since = found[replica]
+        size = find_share_interval(len(steps), since)
+        text = f"{replica}: {len(steps)} of {since} episodes that can be compared, the first is {min(odd[replica])}"
         looking.report("prompt_differs", Onset(step=steps[0], steps=len(set(steps)), size=size), text, subject=replica)
 
 
-def _choose_odd(run: RunFacts, odd: dict[str, set[str]]) -> dict[str, set[str]]:
+def _choose_odd(run: RunFacts, odd: dict[str, set[str]]) -> list[str]:
     """Of two replicas that differ from each other the one with less reward in these episodes; of more, all that agree with
     nobody."""
     if len(odd) != 2:
-        return odd
+        return list(odd)
     rewards = {each.episode_id: each.reward or 0.0 for each in run.episodes}
     means = {replica: mean_of(rewards.get(each, 0.0) for each in episodes) for replica, episodes in odd.items()}
-    least = min(sorted(means), key=means.__getitem__)
-    return {least: odd[least]}
+    return [min(sorted(means), key=means.__getitem__)]
 
 
 def _compare(steps: Iterable[StepFacts], owner: Callable[[EpisodeFacts], str], name: str, value: Value) -> dict[int, float]:
