@@ -182,9 +182,9 @@ class PlantedEnvironment:
 
 class SlowTasks(Plant):
     """A quarter of the tasks take so many versions to grade that their groups are stale, and dropped: the first of them when
-    its grading has ended."""
+    its grading has ended. They come in every other two steps, and fewer than five such steps prove nothing."""
 
-    kind = "tasks_dropped"
+    kind, steps = "tasks_dropped", 26
     learner: ClassVar[dict[str, Any]] = {"stale_groups": "drop", "max_staleness": 2}
     delay_versions = 4
     step = PLANTED_VERSION + delay_versions

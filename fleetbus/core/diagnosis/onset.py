@@ -49,6 +49,13 @@ def find_onset(
     return Onset(step=known[begin][0], steps=len(since), size=find_mean_interval(since))
 
 
+def find_begin(values: Mapping[int, float], reference: float) -> int | None:
+    """The first of the last steps whose values are together above ``reference``, certain or not; None if there are none."""
+    known = [(step, value) for step, value in values.items() if math.isfinite(value)]
+    begin = _find_last_minimum([value - reference for _, value in known])
+    return known[begin][0] if begin < len(known) else None
+
+
 def find_growth_onset(values: Mapping[int, float], reference: float, *, tests: int = 1) -> Onset | None:
     """`find_onset` of the logarithm, for positive quantities that change by factors; the size is of the values themselves."""
     logarithms = {step: math.log(value) if value > 0 else math.nan for step, value in values.items()}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from fleetbus.core.diagnosis.facts import EpisodeFacts, RunFacts, StepFacts, mean_of
 from fleetbus.core.diagnosis.intervals import find_mean_interval, find_share_interval
 from fleetbus.core.diagnosis.looking import Looking
-from fleetbus.core.diagnosis.onset import FALSE_ALARMS, Onset, find_onset
+from fleetbus.core.diagnosis.onset import FALSE_ALARMS, FEWEST_STEPS, TESTS, Onset, find_begin, find_onset
 
 ALL_WRONG = 0.5
 ALL_RIGHT = 0.9
@@ -75,7 +75,7 @@ def check_dropped(run: RunFacts, looking: Looking) -> None:
         own = mean_of(_is_dropped(each) for each in step.settled if each.task in losing)
         others = mean_of(_is_dropped(each) for each in step.settled if each.task not in losing)
         values[step.step] = own - others
-    onset = find_onset(values, DROPPED)
+    onset = find_onset(values, DROPPED) or _find_onset_by_groups(run, values)
     if onset is None:
         return
     since = [each for step in run.steps if step.step >= onset.step for each in step.settled]
@@ -122,6 +122,29 @@ def _is_dead(members: Sequence[EpisodeFacts], is_right: bool) -> bool:
 def _is_improbable(tries: int, rate: float, tasks: int) -> bool:
     """True if a task that is `HARDER` than the others would hardly have failed so often, whichever of the tasks it is."""
     return rate > 0 and tries * math.log1p(-min(rate / HARDER, 0.999)) < math.log(FALSE_ALARMS / tasks)
+
+
+def _find_onset_by_groups(run: RunFacts, values: Mapping[int, float]) -> Onset | None:
+    """The same by whole groups, where few steps settle any of the tasks that lose: a group that is stale leaves as one, so
+    tasks and run are judged by how many of their groups did."""
+    if (begin := find_begin(values, DROPPED)) is None:
+        return None
+    groups: dict[str, dict[str, bool]] = defaultdict(dict)
+    steps: dict[str, set[int]] = defaultdict(set)
+    for step in run.steps:
+        for each in step.settled if step.step >= begin else ():
+            groups[each.task][each.group_id] = _is_dropped(each)
+            steps[each.task].add(step.step)
+    overall = mean_of(is_dropped for of_task in groups.values() for is_dropped in of_task.values())
+    level = 1 - 2 * FALSE_ALARMS / max(len(groups), 1)
+    losing = [name for name, each in groups.items() if find_share_interval(sum(each.values()), len(each), level).low > overall]
+    own = [is_dropped for task in losing for is_dropped in groups[task].values()]
+    others = mean_of(is_dropped for task in groups.keys() - losing for is_dropped in groups[task].values())
+    lost, counted = sum(own), set[int]().union(*(steps[task] for task in losing))
+    strict = find_share_interval(lost, max(len(own), 1), 1 - 2 * FALSE_ALARMS / (TESTS * len(values)))
+    if len(counted) < FEWEST_STEPS or not strict.low > DROPPED + others:
+        return None
+    return Onset(step=begin, steps=len(counted), size=find_share_interval(lost, len(own)))
 
 
 def _loses_more(of_task: Sequence[EpisodeFacts], overall: float, tasks: int) -> bool:
