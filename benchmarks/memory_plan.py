@@ -94,11 +94,12 @@ def watch_peak(found: dict[str, int], name: str, base: int) -> Iterator[None]:
     found[name] = max(peak[0], read_anonymous()) - base
 
 
-def draw_batch(vocabulary: int, tokens: int) -> list[Any]:
+def draw_batch(vocabulary: int, tokens: int, *, sequences: int = SEQUENCES, prompt: int = 8) -> list[Any]:
+    """Sequences of random ids, sampled from ``prompt`` on."""
     from fleetbus_workers.learner.base import TrainingSequence
 
     draw = np.random.default_rng(0)
-    mask = np.arange(tokens) >= 8
+    mask = np.arange(tokens) >= prompt
     return [
         TrainingSequence(
             episode_id=f"e{index}",
@@ -109,7 +110,7 @@ def draw_batch(vocabulary: int, tokens: int) -> list[Any]:
             advantages=np.where(mask, draw.normal(), 0).astype(np.float32),
             versions=np.where(mask, 0, -1).astype(np.int32),
         )
-        for index in range(SEQUENCES)
+        for index in range(sequences)
     ]
 
 

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.memory_plan import draw_batch
 from fleetbus.config.profile import apply_profile
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus_schemas import SamplingSettings
@@ -112,22 +113,6 @@ def measure_engine(folder: Path, name: str, rows: int, dtype: torch.dtype) -> di
     return {"rows": rows, "dtype": str(dtype)[6:], **tokens, "ratio": round(found["ours"] / found["plain"], 2)}
 
 
-def draw_batch(vocabulary: int, sequences: int, tokens: int) -> list[TrainingSequence]:
-    draw, mask = np.random.default_rng(0), np.arange(tokens) >= tokens // 2
-    return [
-        TrainingSequence(
-            episode_id=f"e{index}",
-            group_id="g",
-            ids=draw.integers(3, vocabulary, tokens).astype(np.int32),
-            loss_mask=mask,
-            logprobs=np.where(mask, -np.log(vocabulary), 0).astype(np.float32),
-            advantages=np.where(mask, draw.normal(), 0).astype(np.float32),
-            versions=np.where(mask, 0, -1).astype(np.int32),
-        )
-        for index in range(sequences)
-    ]
-
-
 def build_plain_step(folder: Path, batch: list[TrainingSequence], budget: int) -> Callable[[], None]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -175,7 +160,7 @@ def measure_trainer(folder: Path, name: str, scratch: Path, sequences: int, toke
     learner = msgspec.structs.replace(configuration.learner, micro_batch_size=64)
     planned = msgspec.structs.replace(configuration, trainer=table, learner=learner, episode=episode)
     plan = plan_learner(shape, planned, 1, on_gpu=True)
-    batch = draw_batch(SHAPES[name][1]["vocab_size"], sequences, tokens)
+    batch = draw_batch(SHAPES[name][1]["vocab_size"], tokens, sequences=sequences, prompt=tokens // 2)
     found: dict[str, tuple[float, float]] = {}
     made: list[TorchTrainer] = []
     found["load"] = measure_peak(lambda: made.append(TorchTrainer(folder, settings=settings)))
@@ -206,7 +191,7 @@ def measure_trainer(folder: Path, name: str, scratch: Path, sequences: int, toke
 
 
 def measure_plain(folder: Path, name: str, sequences: int, tokens: int, budget: int) -> dict[str, Any]:
-    batch = draw_batch(SHAPES[name][1]["vocab_size"], sequences, tokens)
+    batch = draw_batch(SHAPES[name][1]["vocab_size"], tokens, sequences=sequences, prompt=tokens // 2)
     try:
         step = build_plain_step(folder, batch, budget)
         step()

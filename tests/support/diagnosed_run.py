@@ -191,3 +191,18 @@ def find_subject(message: Message) -> str:
         case Action():
             return SUBJECTS.action("e0", message.episode_id)
     return SUBJECTS.episode(message.episode_id)  # type: ignore[attr-defined]
+
+
+TOLERANCE = 2
+"""Steps."""
+
+
+def expect(found: Diagnosis, kind: str, step: int) -> None:
+    """Assert that a finding of this kind is there, with the step at which it began."""
+    named = {each.kind: each for each in found.findings}
+    assert kind in named, f"{kind} is not among {sorted(named)}"
+    finding = named[kind]
+    assert abs(finding.step - step) <= TOLERANCE, f"step {finding.step} instead of {step}"
+    assert finding.size.low <= finding.size.value <= finding.size.high
+    assert finding.evidence
+    assert finding.advice.endswith(".")

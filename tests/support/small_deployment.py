@@ -230,7 +230,7 @@ class SmallDeployment:
                 async with self.connect(member.name) as bus:
                     member.bus = bus
                     is_known = isinstance(bus, MemoryBus) or member.name.startswith(member.role)
-                    assert is_known, f"{member.name}: on a server a worker has the key of the role that its name begins with"
+                    assert is_known, f"{member.name}: on a server its name begins with its role, whose key it has"
                     await work(member, cast(Bus, CheckedBus(bus, member.role)))
         except Exception as error:  # the end of a process: what a shell would see as a traceback and exit code 1
             member.error = error
@@ -396,7 +396,5 @@ async def small_deployment(
                 yield fleet
                 await fleet.drain_members()
                 group.cancel_scope.cancel()
-        failed = {
-            member.name: member.error for member in fleet.members.values() if member.error and not member.is_expected_to_fail
-        }
+        failed = {each.name: each.error for each in fleet.members.values() if each.error and not each.is_expected_to_fail}
         assert not failed, failed

@@ -8,18 +8,16 @@ import random
 import pytest
 
 from fleetbus.core.diagnosis.diagnose import diagnose
-from fleetbus.core.diagnosis.findings import KINDS, Diagnosis
+from fleetbus.core.diagnosis.findings import KINDS
 from fleetbus.core.diagnosis.fold import DiagnosisFold
 from fleetbus.log.stored_entries import decode_stored
 from fleetbus_schemas import ChatMessage
 from fleetbus_schemas.tokens import pack_logprobs
-from tests.support.diagnosed_run import DiagnosedRun, MetricsPlant, Plant, Played
+from tests.support.diagnosed_run import DiagnosedRun, MetricsPlant, Plant, Played, expect
 from tests.support.log_builder import LogBuilder, read_entries
 
 BEGIN = 11
 """The step at which faults are planted, unless they are there from the start."""
-
-TOLERANCE = 2
 
 OLD, ODD = "environment-2", "inference-1"
 
@@ -242,43 +240,10 @@ STEPS: dict[str, tuple[str, int, MetricsPlant]] = {
 }
 
 
-def expect(found: Diagnosis, kind: str, step: int) -> None:
-    named = {each.kind: each for each in found.findings}
-    assert kind in named, f"{kind} is not among {sorted(named)}"
-    finding = named[kind]
-    assert abs(finding.step - step) <= TOLERANCE, f"step {finding.step} instead of {step}"
-    assert finding.size.low <= finding.size.value <= finding.size.high
-    assert finding.evidence
-    assert finding.advice.endswith(".")
-
-
 @pytest.mark.parametrize("name", EPISODES)
 def test_a_fault_of_episodes_is_named_with_its_step(name: str) -> None:
     kind, step, plant = EPISODES[name]
     expect(DiagnosedRun(1, plant=plant).diagnose(), kind, step)
-
-
-def test_tasks_that_are_dropped_in_groups_are_named_though_few_steps_settle_any_of_them() -> None:
-    """Two tasks of 32, which come every fourth step: in two of seven such steps one of them is trained."""
-    trained = {(21, "task-1"), (29, "task-0")}
-
-    def drop(played: Played, chance: random.Random) -> None:
-        slow = played.task in ("task-0", "task-1") and played.step >= BEGIN
-        if slow and (played.step, played.task) not in trained and played.reward is not None:
-            played.reason = "stale"
-
-    expect(DiagnosedRun(1, steps=40, plant=drop).diagnose(), "tasks_dropped", BEGIN + 2)
-
-
-@pytest.mark.parametrize("share", [0.1, 0.3])
-def test_groups_that_are_dropped_whatever_their_task_are_no_finding_about_tasks(share: float) -> None:
-    groups: dict[tuple[int, str], bool] = {}
-
-    def drop(played: Played, chance: random.Random) -> None:
-        if groups.setdefault((played.step, played.task), chance.random() < share) and played.reward is not None:
-            played.reason = "stale"
-
-    assert "tasks_dropped" not in {each.kind for each in DiagnosedRun(1, plant=drop).diagnose().findings}
 
 
 @pytest.mark.parametrize("name", STEPS)
