@@ -62,3 +62,8 @@ def test_each_address_is_checked_and_named_once() -> None:
 def test_of_several_addresses_where_nobody_answers_each_is_named() -> None:
     seen = read_nats_servers("http://127.0.0.1:1,http://localhost:1", "r")
     assert "127.0.0.1:1: Connection refused" in seen.problem and "localhost:1" in seen.problem and seen.connections is None
+
+
+def test_more_servers_than_are_asked_are_refused() -> None:
+    with pytest.raises(UserError, match="17 addresses of one cluster; give 16 at most"):
+        parse_monitoring_addresses(",".join(f"http://10.0.0.{number}:8222" for number in range(17)))

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from fleetbus.errors import UserError
 from fleetbus_workers.observe.run.nats_http import NatsServer, is_led_by, parse_monitoring_address, read_nats_server
 
 MAX_SERVERS = 16
@@ -22,14 +23,17 @@ Number = TypeVar("Number", int, float)
 
 def parse_monitoring_addresses(urls: str) -> str:
     """``urls``, separated by commas, if each can be an address of monitoring; without repetitions. Raises `UserError`."""
-    return ",".join(dict.fromkeys(parse_monitoring_address(url.strip()) for url in urls.split(",") if url.strip()))
+    found = dict.fromkeys(parse_monitoring_address(url.strip()) for url in urls.split(",") if url.strip())
+    if len(found) > MAX_SERVERS:
+        raise UserError(f"--nats-http: {len(found)} addresses of one cluster; give {MAX_SERVERS} at most")
+    return ",".join(found)
 
 
 def read_nats_servers(urls: str | None, run: str, *, consumers: bool = False) -> NatsServer:
     """As `read_nats_server`, of all addresses in ``urls``; blocking, no longer than for the slowest of them.
 
     ``problem`` is set if none answers; ``problems`` are of single servers while others serve."""
-    addresses = urls.split(",")[:MAX_SERVERS] if urls else []
+    addresses = urls.split(",") if urls else []
     ask = partial(read_nats_server, run=run, consumers=consumers)
     if len(addresses) < 2:
         return ask(urls)
