@@ -34,6 +34,7 @@ from fleetbus_schemas.message import MAX_INLINE_BYTES, MAX_MESSAGE_BYTES, Malfor
 from fleetbus_schemas.observation import Observation
 from fleetbus_schemas.policy import PolicyPublished, TensorEntry, WeightsOffered
 from fleetbus_schemas.retention import FloorRaised
+from fleetbus_schemas.seat import EpisodeSeat
 from fleetbus_schemas.segment import NEW_ROOT, ContextChange, EpisodeSegment, SegmentOrigin, SegmentReason
 from fleetbus_schemas.session import SessionAnswer, SessionCall, SessionClaimed, SessionEnded, SessionRecorded
 from fleetbus_schemas.subjects import ANY_LANE, InvalidName, Subjects
@@ -98,6 +99,7 @@ __all__ = [
     "EpisodeFinished",
     "EpisodeLabeled",
     "EpisodeRequested",
+    "EpisodeSeat",
     "EpisodeSegment",
     "EvaluationFinished",
     "Exclusion",

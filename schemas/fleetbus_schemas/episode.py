@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from fleetbus_schemas.message import Message
+from fleetbus_schemas.seat import EpisodeSeat
 from fleetbus_schemas.segment import EpisodeSegment
 
 Split = Literal["train", "eval"]
@@ -131,8 +132,9 @@ class ActionReference(msgspec.Struct, frozen=True, kw_only=True, array_like=True
     turn: int
 
 
-UntrainedReason = Literal["not_delivered", "side_call"]
-"""Why a turn is not trained: the agent that asked for it never had its answer, or asked for it beside its task."""
+UntrainedReason = Literal["not_delivered", "side_call", "seat"]
+"""Why a turn is not trained: the agent that asked for it never had its answer, or asked for it beside its task, or its seat
+has no reward."""
 
 
 class UntrainedTurn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -157,7 +159,8 @@ class EpisodeFinished(Message, frozen=True, kw_only=True):
 
     ``reward_components`` are what ``reward`` was made of, by name, before weights: ``verifier``, ``judge`` and what the
     environment's verdict names; empty from workers that did not record them. ``transcript`` is what a judge of whole groups is
-    shown; empty without one. ``untrained`` are turns that ``loss_mask`` leaves out, in their order.
+    shown; empty without one. ``untrained`` are turns that ``loss_mask`` leaves out, in their order. ``seats`` are those that
+    acted, if the environment has several: each is trained with its own reward; ``reward`` is the episode's for all else.
     """
 
     episode_id: str
@@ -193,3 +196,4 @@ class EpisodeFinished(Message, frozen=True, kw_only=True):
     reward_components: dict[str, float] = msgspec.field(default_factory=dict)
     transcript: str = ""
     untrained: tuple[UntrainedTurn, ...] = ()
+    seats: tuple[EpisodeSeat, ...] = ()

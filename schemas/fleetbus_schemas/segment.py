@@ -9,7 +9,14 @@ import msgspec
 from fleetbus_schemas.chat import ToolSpec
 
 SegmentReason = Literal[
-    "context_dropped", "summarised", "sub_agent", "reasoning_dropped", "tools_changed", "system_changed", "history_edited"
+    "context_dropped",
+    "summarised",
+    "sub_agent",
+    "reasoning_dropped",
+    "tools_changed",
+    "system_changed",
+    "history_edited",
+    "seat",
 ]
 """Why a segment begins that is not the episode's first."""
 

@@ -21,6 +21,7 @@ from fleetbus_schemas import (
     EpisodeFinished,
     EpisodeLabeled,
     EpisodeRequested,
+    EpisodeSeat,
     EpisodeSegment,
     EvaluationFinished,
     Exclusion,
@@ -187,6 +188,7 @@ _EXAMPLES: tuple[Message, ...] = (
         segment=2,
         origin=ORIGIN,
         segments=3,
+        seat="second",
     ),
     Action(
         episode_id="s3-g7-k2",
@@ -250,6 +252,10 @@ _EXAMPLES: tuple[Message, ...] = (
         reward_components={"judge": 0.25, "verifier": 0.5},
         transcript="[user]\nCount the crates.",
         untrained=(UntrainedTurn(turn=1, reason="not_delivered"),),
+        seats=(
+            EpisodeSeat(name="first", turns=(0, 2), reward=0.5, reason="won"),
+            EpisodeSeat(name="second", turns=(1,), reward=-0.5, reason="lost"),
+        ),
     ),
     PolicyPublished(
         policy="main",

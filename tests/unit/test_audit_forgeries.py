@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fleetbus.core.audit.findings import KINDS
-from fleetbus_schemas import AttemptReleased, EpisodeSegment, FloorRaised, SegmentOrigin, VersionSpan
+from fleetbus_schemas import AttemptReleased, EpisodeSeat, EpisodeSegment, FloorRaised, SegmentOrigin, VersionSpan
 from fleetbus_schemas.tokens import pack_logprobs
 from tests.support.forged_claims import (
     checkpoint_in_another_place,
@@ -186,6 +186,10 @@ def segments_invented(log_builder: LogBuilder) -> None:
     log_builder.play("a", segments=(first, EpisodeSegment(origin=origin, first_turn=1, turns=1, tokens=4)))
 
 
+def seats_invented(log_builder: LogBuilder) -> None:
+    log_builder.play("a", seats=(EpisodeSeat(name="first", turns=(0,), reward=1.0),))
+
+
 def loss_mask_unsampled(log_builder: LogBuilder) -> None:
     log_builder.play("a", turns=1, loss_mask=b"\x1c")
 
@@ -350,6 +354,7 @@ FORGERIES: list[tuple[Callable[[LogBuilder], None], str, str]] = [
     (loss_mask_length, "loss_mask_length", "a"),
     (loss_mask_bytes, "loss_mask_length", "a"),
     (segments_invented, "segments_wrong", "a"),
+    (seats_invented, "seats_wrong", "a"),
     (loss_mask_unsampled, "loss_mask_unsampled", "a"),
     (reward_missing, "reward_not_of_outcome", "a"),
     (reward_of_a_failure, "reward_not_of_outcome", "a"),

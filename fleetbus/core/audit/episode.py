@@ -38,7 +38,7 @@ _WORD = 32
 
 class ActionFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The facts kept of an Action: its token counts, its segment, the history hashes before (of its observation) and after it,
-    and the kinds of findings that its result has if it names this Action."""
+    the seat that was observed, and the kinds of findings that its result has if it names this Action."""
 
     prompt: int
     sampled: int
@@ -46,6 +46,7 @@ class ActionFacts(msgspec.Struct, frozen=True, kw_only=True):
     after: bytes
     segment: int
     origin: SegmentOrigin | None
+    seat: str
     faults: tuple[str, ...]
 
 
@@ -78,6 +79,10 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
     has_actions: bool = False
     oldest_version: int = -1
     """That sampled any of the result's tokens; -1 if none did."""
+    seats: dict[tuple[int, int], str] = {}
+    """Observed by (attempt, turn), where an episode has several."""
+    seat_rewards: tuple[tuple[str, float], ...] = ()
+    """Of the seats that have one; none without seats."""
 
     def on_request(self, sequence: int, request: EpisodeRequested, findings: Findings) -> None:
         if self.requested:
@@ -116,6 +121,8 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
             self.observed[attempt, word] = self.observed.get((attempt, word), 0) | 1 << bit
         if not self.result_sequence:
             self.hashes[attempt, observation.turn] = observation.history_hash
+            if observation.seat:
+                self.seats[attempt, observation.turn] = observation.seat
 
     def on_action(self, sequence: int, lane: str, action: Action, published: Container[int], findings: Findings) -> None:
         """An Action that comes after the result is late and trains nothing; it must have been asked for all the same."""
@@ -129,7 +136,7 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
         turn = (action.attempt, action.turn)
         if any((other.action.attempt, other.action.turn) == turn for other in self.turns):
             findings.add("action_repeated", self.episode_id, sequence)
-        self.actions[sequence] = _summarize_action(action, self.hashes.get(turn, EMPTY_HISTORY))
+        self.actions[sequence] = _summarize_action(action, self.hashes.get(turn, EMPTY_HISTORY), self.seats.get(turn, ""))
         self.turns.append(Turn(sequence=sequence, lane=lane, action=_strip_action(action)))
 
     def on_result(self, sequence: int, result: EpisodeFinished, findings: Findings) -> None:
@@ -139,18 +146,19 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
         self.result_sequence = sequence
         self.outcome = result.outcome
         self.reward = result.reward
+        self.seat_rewards = tuple((seat.name, seat.reward) for seat in result.seats if seat.reward is not None)
         self.has_actions = bool(result.actions)
         self.oldest_version = min(result.policy_versions, default=-1)
         if result.attempt != (self.claims[-1].attempt if self.claims else 0):
             findings.add("result_not_newest", self.episode_id, sequence)
         if (result.reward is not None) != (result.outcome in GRADED):
             findings.add("reward_not_of_outcome", self.episode_id, sequence)
-        if not all(map(math.isfinite, (result.reward or 0.0, *result.turn_rewards))):
+        if not all(map(math.isfinite, (result.reward or 0.0, *result.turn_rewards, *dict(self.seat_rewards).values()))):
             findings.add("reward_not_finite", self.episode_id, sequence)
         if self.requested and (result.group_id, result.split) != (self.group_id, self.split):
             findings.add("result_not_of_request", self.episode_id, sequence)
         self._check_actions(sequence, result, findings)
-        self.claims, self.turns, self.hashes, self.actions = [], [], {}, {}
+        self.claims, self.turns, self.hashes, self.actions, self.seats = [], [], {}, {}, {}
 
     def _check_actions(self, sequence: int, result: EpisodeFinished, findings: Findings) -> None:
         """A result may stop before the end of its history: an Action came when it was no longer awaited."""
@@ -167,6 +175,8 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
             findings.add("history_hash_wrong", self.episode_id, sequence)
         if _describe_segments(named) != result.segments:
             findings.add("segments_wrong", self.episode_id, sequence)
+        if not _fit_their_seats(named, result):
+            findings.add("seats_wrong", self.episode_id, sequence)
         counts = [(action.prompt, action.sampled) for action in named]
         tokens = sum(prompt + sampled for prompt, sampled in counts)
         if result.tokens != tokens or len(result.loss_mask) != (tokens + 7) // 8:
@@ -186,6 +196,19 @@ def _follow_their_segments(named: Sequence[ActionFacts]) -> bool:
     return True
 
 
+def _fit_their_seats(named: Sequence[ActionFacts], result: EpisodeFinished) -> bool:
+    """True if the result's seats are those that its turns were observed for, and what has no reward is not trained."""
+    turns: dict[str, list[int]] = {}
+    for turn, action in enumerate(named):
+        turns.setdefault(action.seat, []).append(turn)
+    if set(turns) <= {""}:
+        return not result.seats
+    if [(seat.name, list(seat.turns)) for seat in result.seats] != list(turns.items()):
+        return False
+    unseated = {turn for seat in result.seats if seat.reward is None for turn in seat.turns}
+    return result.outcome not in GRADED or unseated == {each.turn for each in result.untrained}
+
+
 def _describe_segments(named: Sequence[ActionFacts]) -> tuple[EpisodeSegment, ...] | None:
     """The segments of a result with these Actions; None if they are no tree."""
     tree = SegmentTree()
@@ -197,7 +220,7 @@ def _describe_segments(named: Sequence[ActionFacts]) -> tuple[EpisodeSegment, ..
     return describe_segments(tree.segments)
 
 
-def _summarize_action(action: Action, before: bytes) -> ActionFacts:
+def _summarize_action(action: Action, before: bytes, seat: str) -> ActionFacts:
     prompt, sampled = count_tokens(action.prompt_delta), count_tokens(action.sampled)
     """What a segment keeps of its parent is no longer known here: the first hash of its chain is left to the deep audit."""
     start = before if action.origin is None else EMPTY_HISTORY
@@ -217,6 +240,7 @@ def _summarize_action(action: Action, before: bytes) -> ActionFacts:
         after=action.history_hash,
         segment=action.segment,
         origin=action.origin,
+        seat=seat,
         faults=tuple(kind for kind, found in faults.items() if found),
     )
 

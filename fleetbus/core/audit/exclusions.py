@@ -9,9 +9,9 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 import msgspec
 
 from fleetbus.core.algorithms.reward_components import NOT_FINITE, OUT_OF_BOUNDS
-from fleetbus.core.algorithms.shaping import has_zero_variance
 from fleetbus.core.audit.episode import EpisodeAudit
 from fleetbus.core.training.capacity import lag
+from fleetbus.core.training.rewarded_parts import has_no_signal
 from fleetbus_schemas import GRADED, Exclusion
 
 OUTCOMES = frozenset({"env_failed", "verifier_unknown", "timeout", "lost", "cancelled"})
@@ -65,7 +65,7 @@ def _is_founded(excluding: Excluding, reason: str, episode: EpisodeAudit, member
             minimum = learner.get("min_group_size")
             return None if minimum is None else len(members) < float(minimum)
         case "no_signal":
-            return has_zero_variance([member.reward or 0.0 for member in members])
+            return has_no_signal([member.seat_rewards or [("", member.reward or 0.0)] for member in members])
     return None
 
 

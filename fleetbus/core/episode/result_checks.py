@@ -23,6 +23,8 @@ def find_actions_problem(result: EpisodeFinished, actions: Sequence[Action], *, 
     for turn, action in enumerate(actions):
         if problem := _find_action_problem(action, result.episode_id, turn, vocabulary or MAX_INT32 + 1):
             return f"turn {turn}: {problem}"
+    if result.seats and sorted(turn for seat in result.seats for turn in seat.turns) != list(range(len(actions))):
+        return "its seats have other turns than were played, or one turn twice"
     untrained = {each.turn for each in result.untrained}
     counts = [(count_tokens(action.prompt_delta), count_tokens(action.sampled)) for action in actions]
     counts = [(sum(each), 0) if turn in untrained else each for turn, each in enumerate(counts)]

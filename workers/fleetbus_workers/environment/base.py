@@ -33,7 +33,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     image, the bytes of an image file, or an array (see `fleetbus_workers.environment.images.observation.encode_image_file`).
 
     Where the first ``prompted`` messages tell the policy of its tools, ``offered`` has these tools: for clients of gateways,
-    who are shown the environment and not a prompt that was made for a policy.
+    who are shown the environment and not a prompt that was made for a policy. ``seat`` is the part of the episode that acts
+    first, where there are several (docs/environments.md); empty: there is one.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -42,6 +43,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     images: Sequence[Any] = ()
     prompted: int = 0
     offered: tuple[ToolSpec, ...] = ()
+    seat: str = ""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +55,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     this step did. ``info`` and ``images``: see `Start`; ``success`` (or ``is_success``) in ``info`` says whether the episode is
     a success. ``unrewarded`` says why there is no reward at all, which then counts as 0 in sums and goes out as null; empty if
     there is one. ``output``: what the called tool gave, where ``messages`` say it in words for a policy. ``context``: how the
-    policy's context continues, if not by growing.
+    policy's context continues, if not by growing. ``seat`` is the part of the episode that acts next, in a context of its own;
+    empty: the same as before. When a seat acts for the first time, ``messages`` are its whole prompt, and ``tools`` its tools.
     """
 
     messages: tuple[ChatMessage, ...] = ()
@@ -67,6 +70,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     output: ToolOutput | None = None
     context: ContextChange | None = None
     unrewarded: str = ""
+    seat: str = ""
+    tools: tuple[ToolSpec, ...] = ()
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,13 +80,15 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     ``reward`` is the total of the episode, the rewards of its steps included: what the steps were not rewarded of it is paid
     with the last one, to the learner's turns and through every gateway. An environment that rewards its steps and has nothing
     to add gives their sum. ``components`` are parts of it by name, recorded in the result; `reward.weights` may weigh them.
-    ``transcript`` is for a judge of whole groups.
+    ``transcript`` is for a judge of whole groups. ``seats`` are the rewards of the seats by name:
+    each is trained with its own. A seat with None, or one that is not named, is not trained.
     """
 
     reward: float | None
     reason: str = ""
     components: dict[str, float] = msgspec.field(default_factory=dict)
     transcript: str = ""
+    seats: dict[str, float | None] = msgspec.field(default_factory=dict)
 
 
 class EnvironmentFailed(Exception):

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
+import msgspec
+
 from fleetbus.core.algorithms.reward_components import JUDGE, VERIFIER, combine, find_missing
 from fleetbus_schemas import Action, ChatMessage, EpisodeRequested, Task, UntrainedTurn
 from fleetbus_workers.environment.adapter_context import EnvironmentFactory
@@ -137,7 +139,9 @@ class ComposedRewardEnvironment:
             why = f": {reason}" if reason else ""
             return Verdict(reward=None, reason=f"no value of {', '.join(missing)}{why}", components=components)
         transcript = self._format_transcript() if self._factory.judges_groups else ""
-        return Verdict(reward=combine(components, weights), reason=reason, components=components, transcript=transcript)
+        return msgspec.structs.replace(
+            verdict, reward=combine(components, weights), components=components, transcript=transcript
+        )
 
     async def close(self) -> None:
         await self._inner.close()

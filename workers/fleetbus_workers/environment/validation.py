@@ -13,6 +13,8 @@ import msgspec
 from fleetbus.core.algorithms.reward_components import MAX_COMPONENTS, MAX_NAME_CHARACTERS
 from fleetbus_schemas import ChatMessage, ContextChange, ToolSpec
 from fleetbus_schemas.chat import Role
+from fleetbus_schemas.seat import MAX_SEATS
+from fleetbus_schemas.subjects import is_name
 from fleetbus_workers.environment.base import Start, Step, Verdict
 from fleetbus_workers.environment.failure_location import locate_method
 from fleetbus_workers.environment.normalization import to_plain_number
@@ -63,11 +65,12 @@ def _validate(kind: type[T], value: object, call: str) -> T:
                 "tools": _check_tools(value.tools, "Start.tools"),
                 "offered": _check_tools(value.offered, "Start.offered"),
                 "prompted": _check_count(value.prompted, "Start.prompted"),
+                "seat": _check_seat(value.seat, "Start.seat"),
             }
             _check_info(value.info, "Start.info")
         case Step():
             messages = check_messages(value.messages, "Step.messages")
-            if value.context is None and messages is value.messages and _has_plain_fields(value):
+            if value.context is None and not value.seat and messages is value.messages and _has_plain_fields(value):
                 return cast("T", value)
             changed = {
                 "messages": messages,
@@ -76,6 +79,8 @@ def _validate(kind: type[T], value: object, call: str) -> T:
                 "truncated": _check_flag(value.truncated, "Step.truncated"),
                 "tool_calls": _check_count(value.tool_calls, "Step.tool_calls"),
                 "tool_errors": _check_count(value.tool_errors, "Step.tool_errors"),
+                "seat": _check_seat(value.seat, "Step.seat"),
+                "tools": _check_tools(value.tools, "Step.tools"),
             }
             _check_info(value.info, "Step.info")
             if value.context is not None:
@@ -84,6 +89,7 @@ def _validate(kind: type[T], value: object, call: str) -> T:
             changed = {
                 "reward": None if value.reward is None else _check_number(value.reward, "Verdict.reward"),
                 "components": _check_components(value.components),
+                "seats": _check_seats(value.seats),
             }
             for name in ("reason", "transcript"):
                 if not isinstance(getattr(value, name), str):
@@ -169,6 +175,21 @@ def _check_components(components: object) -> dict[str, float]:
         if not math.isfinite(checked[name]):
             raise InvalidReturn(f"Verdict.components[{name!r}] is {checked[name]}; it must be a finite number")
     return checked
+
+
+def _check_seat(name: object, where: str) -> str:
+    if not isinstance(name, str) or (name and not is_name(name)):
+        raise InvalidReturn(f"{where} must be a name of 1 to 128 letters, digits, '-' or '_', not {_describe(name)}")
+    return name
+
+
+def _check_seats(seats: object) -> dict[str, float | None]:
+    if not isinstance(seats, Mapping) or len(seats) > MAX_SEATS:
+        raise InvalidReturn(f"Verdict.seats must be at most {MAX_SEATS} numbers by name, not {_describe(seats)}")
+    return {
+        _check_seat(name, "Verdict.seats"): None if value is None else _check_number(value, f"Verdict.seats[{name!r}]")
+        for name, value in seats.items()
+    }
 
 
 def _check_count(value: Any, where: str) -> int:

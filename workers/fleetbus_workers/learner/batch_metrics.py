@@ -3,6 +3,7 @@
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import structlog
@@ -11,6 +12,7 @@ from fleetbus.core.algorithms.reward_components import MAX_COMPONENTS, MAX_NAME_
 from fleetbus.core.training.evaluation_summary import is_success
 from fleetbus.core.training.groups import Group
 from fleetbus.core.training.learning_signal import LearningSignal
+from fleetbus.core.training.rewarded_parts import has_no_signal, list_rewards
 from fleetbus.core.training.task_losses import TaskLosses
 from fleetbus_schemas import EpisodeFinished, EvaluationFinished, StepTrained
 from fleetbus_workers.learner.base import TrainingSequence
@@ -55,7 +57,7 @@ def compute_group_metrics(
     queued = queued or [0] * len(lags)
     results = [result for group in groups for result in group.graded]
     rewards = [result.reward for result in results if result.reward is not None]
-    flat = sum(len({result.reward for result in group.graded}) == 1 for group in groups)
+    flat = sum(has_no_signal(map(list_rewards, group.graded)) for group in groups)
     return {
         "reward": statistics.fmean(rewards),
         "success": statistics.fmean(float(is_success(result, success_threshold)) for result in results),
@@ -72,11 +74,13 @@ def compute_group_metrics(
 
 
 def measure_components(results: Sequence[EpisodeFinished]) -> dict[str, float]:
-    """The mean of each component of rewards, as ``reward_NAME``, over the episodes that have it: of the `MAX_MEANS` that most
-    have, without values and names that no environment may give. One worker that writes such would spoil the step's entry."""
+    """The mean of each component of rewards, as ``reward_NAME``, and of each seat's reward, as ``reward_of_SEAT``, over the
+    episodes that have it: of the `MAX_MEANS` that most have, without values and names that no environment may give. One worker
+    that writes such would spoil the step's entry."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for result in results:
-        for name, value in result.reward_components.items():
+        seats = ((f"of_{seat.name}", seat.reward) for seat in result.seats if seat.reward is not None)
+        for name, value in chain(result.reward_components.items(), seats):
             if len(name) <= MAX_NAME_CHARACTERS and not find_reward_problem([value], MAX_COMPONENT):
                 values[f"reward_{name}"].append(value)
     most = sorted(values, key=lambda name: (-len(values[name]), name))[:MAX_MEANS]

@@ -23,6 +23,7 @@ from fleetbus.core.algorithms.turn_credit import compute_turn_advantages, comput
 from fleetbus.core.episode.result_checks import find_actions_problem
 from fleetbus.core.episode.segments import SegmentError
 from fleetbus.core.training.groups import Group
+from fleetbus.core.training.rewarded_parts import RewardedPart, list_parts
 from fleetbus.log.actions import are_lost, find_actions
 from fleetbus_schemas import Action, EpisodeFinished, Subjects
 from fleetbus_workers.images.reader import ImageReader
@@ -149,36 +150,44 @@ def _list_leaves(groups: Sequence[Group], actions: Mapping[str, Sequence[Action]
 def compute_episode_advantages(groups: Sequence[Group], plan: CreditPlan) -> list[list[float]]:
     """The advantage of every turn of every graded episode of ``groups``, in their order.
 
-    An episode's reward is its total. With credit per turn, what its turns were not rewarded of it comes with its last turn.
+    What is compared within a group is an episode's reward, which is its total, or where it has seats each seat's reward with
+    that of the same seat. With credit per turn, what turns were not rewarded of it comes with the last of them. Turns of a seat
+    without a reward have 0.
     """
     results = [result for group in groups for result in group.graded]
-    numbers = [number for number, group in enumerate(groups) for _ in group.graded]
-    rewards = [_shape_reward(result, plan) for result in results]
-    turns = [len(result.actions) for result in results]
+    parts = list_parts(groups)
+    rewards = [part.reward + _penalise_length(results[part.episode], plan) for part in parts]
+    numbers = [part.group for part in parts]
     if plan.credit_assignment == "turn":
-        returns = [
-            compute_turn_returns(
-                result.turn_rewards,
-                unpaid_reward(reward, result.turn_rewards[:count]),
-                turns=count,
-                discount=plan.turn_discount,
-            )
-            for result, reward, count in zip(results, rewards, turns, strict=True)
+        by_turn = [
+            _credit_turns(results[part.episode], part, reward, plan) for part, reward in zip(parts, rewards, strict=True)
         ]
-        if plan.advantage_estimator == "gae":
-            return returns
-        return compute_turn_advantages(returns, numbers, minimum=plan.minimum, normalise=plan.advantage_estimator == "grpo")
-    estimate = load_advantage(plan.advantage) if plan.advantage else ADVANTAGES[plan.advantage_estimator]
-    advantages = estimate(np.array(rewards, dtype=np.float64), np.array(numbers), minimum=plan.minimum)
-    return [[float(value)] * count for value, count in zip(advantages, turns, strict=True)]
+        if plan.advantage_estimator != "gae":
+            normalise = plan.advantage_estimator == "grpo"
+            by_turn = compute_turn_advantages(by_turn, numbers, minimum=plan.minimum, normalise=normalise)
+    else:
+        estimate = load_advantage(plan.advantage) if plan.advantage else ADVANTAGES[plan.advantage_estimator]
+        values = estimate(np.array(rewards, dtype=np.float64), np.array(numbers), minimum=plan.minimum)
+        by_turn = [[float(value)] * len(part.turns) for value, part in zip(values, parts, strict=True)]
+    advantages: list[dict[int, float]] = [{} for _ in results]
+    for part, of_part in zip(parts, by_turn, strict=True):
+        advantages[part.episode].update(zip(part.turns, of_part, strict=True))
+    return [
+        [of_turns.get(turn, 0.0) for turn in range(len(result.actions))]
+        for result, of_turns in zip(results, advantages, strict=True)
+    ]
 
 
-def _shape_reward(result: EpisodeFinished, plan: CreditPlan) -> float:
-    assert result.reward is not None
-    penalty = overlong_penalty(
+def _credit_turns(result: EpisodeFinished, part: RewardedPart, reward: float, plan: CreditPlan) -> list[float]:
+    rewards = [result.turn_rewards[turn] for turn in part.turns if turn < len(result.turn_rewards)]
+    unpaid = unpaid_reward(reward, rewards)
+    return compute_turn_returns(rewards, unpaid, turns=len(part.turns), discount=plan.turn_discount)
+
+
+def _penalise_length(result: EpisodeFinished, plan: CreditPlan) -> float:
+    return overlong_penalty(
         result.tokens, limit=plan.overlong_limit, buffer=plan.overlong_buffer, factor=plan.overlong_penalty_factor
     )
-    return result.reward + penalty
 
 
 def build_sequence(

@@ -14,10 +14,10 @@ import msgspec
 
 from fleetbus.config.settings import Configuration
 from fleetbus.core.algorithms.reward_components import MAX_ABS_REWARD, find_reward_problem
-from fleetbus.core.algorithms.shaping import has_zero_variance
 from fleetbus.core.training.capacity import lag
 from fleetbus.core.training.groups import Group
 from fleetbus.core.training.ledger import Ledger
+from fleetbus.core.training.rewarded_parts import has_no_signal, list_rewards
 from fleetbus.core.training.task_losses import TaskLosses
 from fleetbus_schemas import EpisodeFinished, Exclusion
 
@@ -133,7 +133,8 @@ class GroupPool:
         requested = self._ledger.register_result(result.episode_id, result.request_sequence, sequence)
         group.add(msgspec.structs.replace(result, request_sequence=requested))
         self.losses.record_result(result)
-        rewards = (*result.turn_rewards, 0.0 if result.reward is None else result.reward)
+        seats = [seat.reward for seat in result.seats if seat.reward is not None]
+        rewards = (*result.turn_rewards, 0.0 if result.reward is None else result.reward, *seats)
         if problem := find_reward_problem(rewards, self._max_abs_reward):  # of any author: one would spoil the whole batch
             group.unusable[result.episode_id] = problem
         self._complete(group)
@@ -156,7 +157,7 @@ class GroupPool:
         self._failures = self._failures + 1 if too_small else 0
         if too_small:
             self._discard(group, "group_too_small")
-        elif self._may_replace and has_zero_variance([float(result.reward or 0.0) for result in group.graded]):
+        elif self._may_replace and has_no_signal(map(list_rewards, group.graded)):
             self._replaced_count += 1
             self._discard(group, "no_signal")
 

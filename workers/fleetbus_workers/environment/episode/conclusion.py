@@ -1,12 +1,14 @@
 """The end of an attempt, as its runner keeps it: what becomes a result once there is a verdict. Pure data."""
 
-from typing import Any
+import math
 
 import msgspec
 
-from fleetbus_schemas import Outcome
+from fleetbus.core.algorithms.reward_components import find_reward_problem
+from fleetbus_schemas import GRADED, EpisodeSeat, Outcome
 from fleetbus_workers.environment.base import Verdict
-from fleetbus_workers.environment.episode.stages import DEADLINE_PASSED
+from fleetbus_workers.environment.episode.seats import EpisodeSeats
+from fleetbus_workers.environment.episode.stages import DEADLINE_PASSED, to_printable
 
 
 class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,11 +23,61 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     components: dict[str, float] = {}
     transcript: str = ""
+    seats: dict[str, float | None] = {}
 
 
-def take_parts(verdict: Verdict) -> dict[str, Any]:
-    """The parts of a grade beside the reward, as fields of a `Conclusion`."""
-    return {"components": verdict.components, "transcript": verdict.transcript.encode("utf-8", "replace").decode()}
+def apply_verdict(
+    conclusion: Conclusion, verdict: Verdict, *, seats: EpisodeSeats, location: str, max_abs_reward: float
+) -> Conclusion:
+    """The conclusion with its grade; ``verifier_unknown`` if the verdict, or that of all seats, is none."""
+    problem, error = _find_problem(verdict, seats.describe(verdict.seats), max_abs_reward)
+    if not problem:
+        return msgspec.structs.replace(
+            conclusion,
+            reward=verdict.reward,
+            components=verdict.components,
+            transcript=_make_encodable(verdict.transcript),
+            seats=verdict.seats,
+        )
+    return Conclusion(
+        outcome="verifier_unknown",
+        error_class=problem,
+        error=to_printable(error),
+        location=location,
+        components=verdict.components,
+        transcript=_make_encodable(verdict.transcript),
+    )
+
+
+def _find_problem(verdict: Verdict, seats: tuple[EpisodeSeat, ...], limit: float) -> tuple[str, str]:
+    """The error class of what keeps the verdict from being a grade, and the words for it; both empty if it is one."""
+    if verdict.reward is None:
+        return "no_verdict", verdict.reason
+    if not math.isfinite(verdict.reward):
+        reason = f"; {verdict.reason}" if verdict.reason else ""
+        return "no_verdict", f"verify: the reward is {verdict.reward}, which is no grade{reason}"
+    if problem := find_reward_problem([verdict.reward], limit):
+        return problem, f"the verdict is {verdict.reward:g}"
+    rewards = {seat.name: seat.reward for seat in seats if seat.reward is not None}
+    if seats and not rewards:
+        return "no_verdict", f"no seat has a reward; of {seats[0].name}: {seats[0].reason}"
+    for name, reward in rewards.items():
+        if problem := find_reward_problem([reward], limit):
+            return problem, f"the verdict of the seat {name} is {reward:g}"
+    return "", ""
+
+
+def describe_seats(conclusion: Conclusion, seats: EpisodeSeats) -> tuple[EpisodeSeat, ...]:
+    """The seats as the result carries them. The grade of a time-out is that of each."""
+    if conclusion.outcome not in GRADED:
+        return seats.describe_equal(None, conclusion.outcome)
+    if conclusion.error_class == TIMED_OUT.error_class:
+        return seats.describe_equal(conclusion.reward, "")
+    return seats.describe(conclusion.seats)
+
+
+def _make_encodable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
 
 
 def grade_timeout(conclusion: Conclusion, reward: float | None, turns: int) -> Conclusion:

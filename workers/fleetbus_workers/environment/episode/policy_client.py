@@ -174,6 +174,7 @@ class PolicyClient:
         *,
         tokens_left: int,
         placement: Placement = FIRST,
+        seat: str = "",
     ) -> Awaitable[Turn]:
         """Publish the observation of ``turn`` and wait for its Action. The caller's scope limits the wait.
 
@@ -200,6 +201,7 @@ class PolicyClient:
             segment=placement.segment,
             origin=placement.origin,
             segments=placement.segments,
+            seat=seat,
         )
         lane = self._lane if self._lane_status.is_usable(self._lane) and not self._lane_status.is_full(self._lane) else ANY_LANE
         return self._await_answer(observation, lane)

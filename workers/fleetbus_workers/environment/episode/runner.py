@@ -6,7 +6,6 @@ verify and close run before the result exists. What is not the policy's doing ne
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager
 
@@ -32,9 +31,10 @@ from fleetbus_schemas import (
 )
 from fleetbus_schemas.tokens import count_tokens, pack_mask
 from fleetbus_workers.environment.base import Environment, ReportsUntrained, ShowsWhole, Start, Step, Verdict
-from fleetbus_workers.environment.episode.conclusion import TIMED_OUT, Conclusion, grade_timeout, take_parts
+from fleetbus_workers.environment.episode.conclusion import TIMED_OUT, Conclusion, apply_verdict, describe_seats, grade_timeout
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
+from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats, SeatError, list_unseated
 from fleetbus_workers.environment.episode.segments import FIRST, EpisodeContext, Placement, append_line, find_context_tokens
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, to_printable
 from fleetbus_workers.environment.examples import insert_examples
@@ -71,6 +71,7 @@ class EpisodeRunner:
         "_policy_client",
         "_recorded",
         "_request",
+        "_seats",
         "_settings",
         "_stages",
         "_tool_calls",
@@ -119,6 +120,7 @@ class EpisodeRunner:
         """What the policy shall see when it has written the summary that it was asked for; None if it was not asked."""
         self._lack_of_room = ""
         self._last = NO_STEP
+        self._seats = UNSEATED
 
     @property
     def timings(self) -> dict[str, float]:
@@ -169,7 +171,7 @@ class EpisodeRunner:
             if turn is None and tokens_left > 0:
                 with self._limit_answer():
                     turn = await self._policy_client.ask(
-                        self.turn, messages, tools, tokens_left=tokens_left, placement=placement
+                        self.turn, messages, tools, tokens_left=tokens_left, placement=placement, seat=self._seats.current
                     )
                 turn = self._check_answer(turn)
             if turn is None:
@@ -192,7 +194,9 @@ class EpisodeRunner:
             await self._environment.open(self._request.task)
         with self._stages.time_limit("reset", self._limits.reset):
             start = validate_return(Start, await self._environment.reset(), "reset", self._environment)
-            return insert_examples(start.messages, self._examples), start.tools
+        if start.seat:
+            self._seats = EpisodeSeats(start.seat)
+        return insert_examples(start.messages, self._examples), start.tools
 
     def _append_status(self, messages: tuple[ChatMessage, ...], placement: Placement) -> tuple[ChatMessage, ...]:
         """The policy's budget at the end of what it sees next, if that is wanted."""
@@ -210,9 +214,14 @@ class EpisodeRunner:
     def _plan_turn(self, step: Step) -> tuple[tuple[ChatMessage, ...], tuple[ToolSpec, ...], Placement]:
         """The messages that the policy sees next, and their segment."""
         messages, context = step.messages, self._context
-        if step.context is not None:
-            placement = self._change_context(step.context)
-            return self._append_status(messages, placement), step.context.tools, placement
+        try:
+            change = self._seats.take(step) or step.context
+        except SeatError as error:
+            raise EpisodeEnded("env_failed", "seat", str(error), location=locate_method(self._environment, "step")) from error
+        if change is not None:
+            placement = self._change_context(change)
+            if change is step.context or change.resume is None:
+                return self._append_status(messages, placement), change.tools, placement
         if not context.needs_compaction(messages):
             placement = context.extend()
         elif self._settings.compaction == "summarise":
@@ -242,7 +251,8 @@ class EpisodeRunner:
         if self.turn >= len(self._recorded):
             return None
         before = self._observed.get(self.turn)
-        if before is not None and (before.messages, Placement.of(before)) != (messages, placement):
+        shown = (messages, placement, self._seats.current)
+        if before is not None and (before.messages, Placement.of(before), before.seat) != shown:
             raise EpisodeEnded("lost", "diverged", f"turn {self.turn} shows something else than was recorded")
         return self._recorded[self.turn]
 
@@ -286,6 +296,7 @@ class EpisodeRunner:
         )
 
     def _append_turn(self, turn: Turn, messages: tuple[ChatMessage, ...]) -> None:
+        self._seats.append(len(self._turns), turn.action.segment)
         self._turns.append(turn)
         try:
             self._context.append(turn, messages)
@@ -324,22 +335,12 @@ class EpisodeRunner:
                 location=ended.location,
                 traceback=self._first_failures.describe(ended),
             )
-        if verdict.reward is not None and math.isfinite(verdict.reward):
-            if problem := find_reward_problem([verdict.reward], self._settings.max_abs_reward):
-                location = locate_method(environment, "verify")
-                error = f"the verdict is {verdict.reward:g}"
-                return Conclusion(outcome="verifier_unknown", error_class=problem, error=error, location=location)
-            return msgspec.structs.replace(conclusion, reward=verdict.reward, **take_parts(verdict))
-        reason = verdict.reason
-        if verdict.reward is not None:
-            reason = f"verify: the reward is {verdict.reward}, which is no grade{f'; {reason}' if reason else ''}"
-        location = locate_method(environment, "verify")
-        return Conclusion(
-            outcome="verifier_unknown",
-            error_class="no_verdict",
-            error=to_printable(reason),
-            location=location,
-            **take_parts(verdict),
+        return apply_verdict(
+            conclusion,
+            verdict,
+            seats=self._seats,
+            location=locate_method(environment, "verify"),
+            max_abs_reward=self._settings.max_abs_reward,
         )
 
     async def _close(self) -> None:
@@ -355,6 +356,8 @@ class EpisodeRunner:
         reporting = self._environment
         untrained = reporting.list_untrained() if isinstance(reporting, ReportsUntrained) else ()
         untrained = tuple(each for each in untrained if each.turn < len(self._turns))
+        if (seats := describe_seats(conclusion, self._seats)) and conclusion.outcome in GRADED:
+            untrained = list_unseated(seats)
         mask = loss_mask(self._turns, {each.turn for each in untrained})
         info = clip_values(self._last.info, INFO_BYTES)
         limit = self._settings.max_abs_reward
@@ -393,4 +396,5 @@ class EpisodeRunner:
             reward_components=conclusion.components,
             transcript=conclusion.transcript,
             untrained=untrained,
+            seats=seats,
         )

@@ -292,6 +292,8 @@ class StepwiseSession:
         with self._stages.time_limit("step", self._context.limits.step):
             environment = self._require_environment()
             step = validate_return(Step, await environment.step(action), "step", environment)
+            if step.seat:
+                raise EpisodeEnded("env_failed", "seat", f"the seat {step.seat} acts next, and a session has one: use episodes")
             self._turn += 1
             self._is_episode_over = step.terminated or step.truncated
             if problem := find_reward_problem([step.reward], self._context.settings.max_abs_reward):

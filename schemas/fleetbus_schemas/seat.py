@@ -1,0 +1,22 @@
+"""Seats: several parts in one episode that a policy plays, each with its own context, tokens and reward. Parts of messages."""
+
+from __future__ import annotations
+
+import msgspec
+
+MAX_SEATS = 64
+"""Of one episode."""
+
+
+class EpisodeSeat(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One seat of a finished episode, in the order in which the seats first acted.
+
+    ``turns`` are the numbers of its turns, ascending; each turn of an episode with seats is in one of them. ``reward`` is the
+    seat's own, compared with that of the same seat in other episodes of the group. None: it is not trained, ``reason`` says
+    why, and its turns are in `EpisodeFinished.untrained`.
+    """
+
+    name: str
+    turns: tuple[int, ...]
+    reward: float | None = None
+    reason: str = ""

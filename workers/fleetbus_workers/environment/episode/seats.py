@@ -1,0 +1,86 @@
+"""The seats of one attempt: who acts next and in which context, and what each was worth. Pure.
+
+Each seat has a context of its own: its first turn begins with a whole prompt, later ones continue where its last turn was
+played. All follows from what the environment says, so that an attempt that takes over seats its turns as the one before it did.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from fleetbus_schemas import ContextChange, EpisodeSeat, UntrainedTurn
+from fleetbus_schemas.seat import MAX_SEATS
+from fleetbus_workers.environment.base import Step
+
+UNNAMED = "Verdict.seats has no reward for it"
+
+
+class SeatError(ValueError):
+    """An environment names seats as it may not."""
+
+
+class EpisodeSeats:
+    """Turns by seat. Without a first seat the episode has none, and all calls say so."""
+
+    __slots__ = ("_segments", "_turns", "current")
+
+    def __init__(self, first: str) -> None:
+        self.current = first
+        self._turns: dict[str, list[int]] = {}
+        self._segments: dict[str, int] = {}
+
+    def append(self, turn: int, segment: int) -> None:
+        """The present seat played ``turn``, in ``segment``."""
+        if self.current:
+            self._turns.setdefault(self.current, []).append(turn)
+            self._segments[self.current] = segment
+
+    def take(self, step: Step) -> ContextChange | None:
+        """Seat who acts after ``step``; the change of context that this asks for, None if it continues. Raises `SeatError`."""
+        seat = step.seat or self.current
+        if seat == self.current:
+            return None
+        if not self.current:
+            raise SeatError(f"the step names the seat {seat}, and Start.seat names none")
+        if step.context is not None:
+            raise SeatError(f"the step gives the turn to the seat {seat} and changes a context: one step does one of them")
+        if seat not in self._segments and len(self._segments) == MAX_SEATS:
+            raise SeatError(f"the step names the seat {seat}, and {MAX_SEATS} have acted, which is the most")
+        self.current = seat
+        if seat in self._segments:
+            return ContextChange(resume=self._segments[seat])
+        if not step.messages:
+            raise SeatError(f"the seat {seat} acts for the first time, and Step.messages are empty: they are its whole prompt")
+        return ContextChange(reason="seat", tools=step.tools)
+
+    def describe(self, rewards: Mapping[str, float | None]) -> tuple[EpisodeSeat, ...]:
+        """The seats as a graded result carries them, in the order in which they first acted."""
+        return tuple(_describe(name, tuple(turns), rewards) for name, turns in self._turns.items())
+
+    def describe_equal(self, reward: float | None, reason: str) -> tuple[EpisodeSeat, ...]:
+        """The same where no verdict tells the seats apart."""
+        return tuple(
+            EpisodeSeat(name=name, turns=tuple(turns), reward=reward, reason=reason) for name, turns in self._turns.items()
+        )
+
+
+UNSEATED = EpisodeSeats("")
+"""Of every episode without seats: nothing is ever added to it."""
+
+
+def _describe(name: str, turns: tuple[int, ...], rewards: Mapping[str, float | None]) -> EpisodeSeat:
+    reward = rewards.get(name)
+    if reward is None:
+        reason = "its verdict is None" if name in rewards else UNNAMED
+    elif not math.isfinite(reward):
+        reward, reason = None, f"its verdict is {reward}, which is no grade"
+    else:
+        reason = ""
+    return EpisodeSeat(name=name, turns=turns, reward=reward, reason=reason)
+
+
+def list_unseated(seats: tuple[EpisodeSeat, ...]) -> tuple[UntrainedTurn, ...]:
+    """The turns of seats without a reward: they are not trained."""
+    turns = sorted(turn for seat in seats if seat.reward is None for turn in seat.turns)
+    return tuple(UntrainedTurn(turn=turn, reason="seat") for turn in turns)
