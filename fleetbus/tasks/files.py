@@ -293,8 +293,6 @@ def build_task_entry(task: Task) -> dict[str, object]:
     """A task as an entry of a tasks file."""
     clashing = {name: value for name, value in task.config.items() if name in _KNOWN}
     entry = {
-        "key": task.key,
-        "prompt": task.prompt,
         "env_key": task.env,
         "version": task.version,
         "task_modality": task.modality,
@@ -303,6 +301,9 @@ def build_task_entry(task: Task) -> dict[str, object]:
         "seed": task.seed,
         "config": clashing,
     }
-    return {name: value for name, value in entry.items() if value not in (None, "", {})} | {
-        name: value for name, value in task.config.items() if name not in _KNOWN
-    }
+    given = {name: value for name, value in entry.items() if value not in (None, "", {})}
+    return (
+        {"key": task.key, "prompt": task.prompt}
+        | given
+        | {name: value for name, value in task.config.items() if name not in _KNOWN}
+    )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetbus.errors import UserError
-from fleetbus.tasks.files import dump_tasks, load_tasks
+from fleetbus.tasks.files import build_tasks, dump_tasks, load_tasks
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.adapters.warehouse.tasks import build_train_tasks
 
@@ -149,3 +149,7 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "tasks.json").write_bytes(b'["\xff"]')
     with pytest.raises(UserError, match=r"is not UTF-8 \(byte 2\)"):
         load_tasks(tmp_path / "tasks.json")
+
+
+def test_a_task_whose_environment_gives_the_prompt_is_read_back() -> None:
+    assert build_tasks([Task(key="t1")]) == build_tasks([{"key": "t1", "prompt": ""}]) == [Task(key="t1")]
