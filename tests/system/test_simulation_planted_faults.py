@@ -17,6 +17,7 @@ from tests.simulation.scenario.shape import FaultSet, Scenario, ScheduledFault
 from tests.simulation.seed_pool import run_safely
 from tests.support import planted_in_episodes as episodes
 from tests.support import planted_in_retention as retention
+from tests.support import planted_in_seats as seats
 from tests.support import planted_in_segments as segments
 from tests.support import planted_in_sessions as sessions
 from tests.support import planted_in_training as training
@@ -82,6 +83,13 @@ PLANTS: dict[Plant, Found] = {
     retention.floor_not_read: Found(5, "one environment per attempt", "usual"),
     retention.removed_before_the_floor_is_raised: Found(5, "a request is stored once", "usual"),
     retention.floor_above_open_groups: Found(20, "nothing open lies below the floor", "usual"),
+    seats.turn_of_another_seat: Found(4, "a turn belongs to the seat that acted", "usual"),
+    seats.rewards_exchanged: Found(1, "a seat's reward is the verifier's", "usual"),
+    seats.unrewarded_seat_trained: Found(1, "a result refers to the history of its claims", "usual"),
+    seats.seat_lost_in_a_takeover: Found(1, "the audit balances", "usual"),
+    seats.seat_in_the_context_of_another: Found(1, "the audit balances", "usual"),
+    seats.seats_compared_with_each_other: Found(1, "an episode's reward is counted once", "usual"),
+    seats.reward_of_the_episode_for_each_seat: Found(1, "an episode's reward is counted once", "usual"),
     segments.token_trained_twice: Found(1, "a sampled token is trained once", "usual"),
     segments.leaf_lost_in_a_takeover: Found(5, "every sampled token is trained", "usual"),
     segments.reward_counted_per_leaf: Found(1, "an episode's reward is counted once", "usual"),
@@ -110,6 +118,8 @@ SAMPLE: tuple[Plant, ...] = (
     training.floor_above_open_requests,
     training.tasks_begin_anew_with_each_learner,
     training.exclusions_forgotten,
+    seats.rewards_exchanged,
+    seats.seat_in_the_context_of_another,
     segments.token_trained_twice,
     segments.reward_counted_per_leaf,
     sessions.answer_not_recorded,

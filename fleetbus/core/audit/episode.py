@@ -197,10 +197,15 @@ def _follow_their_segments(named: Sequence[ActionFacts]) -> bool:
 
 
 def _fit_their_seats(named: Sequence[ActionFacts], result: EpisodeFinished) -> bool:
-    """True if the result's seats are those that its turns were observed for, and what has no reward is not trained."""
+    """True if the result's seats are those that its turns were observed for, each in contexts of its own, and what has no reward
+    is not trained."""
     turns: dict[str, list[int]] = {}
+    owners: dict[int, str] = {}
     for turn, action in enumerate(named):
         turns.setdefault(action.seat, []).append(turn)
+        stands_on = action.segment if action.origin is None else action.origin.parent
+        if owners.setdefault(action.segment, action.seat) != action.seat or owners.get(stands_on, action.seat) != action.seat:
+            return False
     if set(turns) <= {""}:
         return not result.seats
     if [(seat.name, list(seat.turns)) for seat in result.seats] != list(turns.items()):

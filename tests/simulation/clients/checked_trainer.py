@@ -13,6 +13,7 @@ import numpy as np
 from fleetbus.config.settings import Configuration
 from fleetbus.core.algorithms.advantages import ADVANTAGES
 from fleetbus.core.episode.history import Turn
+from fleetbus_schemas import EpisodeFinished
 from fleetbus_schemas.tokens import unpack_ids, unpack_logprobs
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.scripted import ScriptedTrainer
@@ -43,7 +44,8 @@ class CheckedTrainer(ScriptedTrainer):
 
     def _check(self, leaves: Mapping[str, Sequence[TrainingSequence]]) -> None:
         for episode, sequences in leaves.items():
-            expected = Counter(list_sampled_tokens(self._find_turns(episode)))
+            by_turn, unseated = self._list_tokens(episode), self._find_unseated(episode)
+            expected = Counter(token for turn, tokens in enumerate(by_turn) if turn not in unseated for token in tokens)
             trained = Counter(token for sequence in sequences for token in list_trained_tokens(sequence))
             name = f"{episode}: {len(sequences)} leaves, {trained.total()} of {expected.total()} tokens"
             self._observer.require(trained <= expected, "a sampled token is trained once", name)
@@ -52,48 +54,68 @@ class CheckedTrainer(ScriptedTrainer):
         if self._algorithm.credit_assignment == "episode":
             self._check_advantages(leaves)
 
-    def _find_turns(self, episode: str) -> tuple[Turn, ...]:
-        record = self._record[episode]
-        assert record.result is not None
-        return record.history(record.result.attempt)[: record.result.turns]
+    def _list_tokens(self, episode: str) -> list[list[TrainedToken]]:
+        record, result = self._record[episode], self._find_result(episode)
+        return list_sampled_tokens(record.history(result.attempt)[: result.turns])
+
+    def _find_unseated(self, episode: str) -> set[int]:
+        """Turns of seats that have no reward."""
+        return {turn for seat in self._find_result(episode).seats if seat.reward is None for turn in seat.turns}
 
     def _check_advantages(self, leaves: Mapping[str, Sequence[TrainingSequence]]) -> None:
-        """A group's advantages come from one reward per episode, however many leaves it has."""
-        rewards = [self._read_reward(episode) for episode in leaves]
-        numbers: dict[str, int] = {}
-        groups = [numbers.setdefault(sequences[0].group_id, len(numbers)) for sequences in leaves.values()]
+        """A group's advantages come from one reward per episode, or per seat of it, however many leaves it has."""
+        rewards: list[tuple[float, tuple[str, str], str, set[int]]] = []
+        for episode, sequences in leaves.items():
+            result = self._find_result(episode)
+            assert result.reward is not None
+            parts = [(seat.name, seat.reward, set(seat.turns)) for seat in result.seats if seat.reward is not None]
+            for name, reward, turns in parts or [("", result.reward, set(range(result.turns)))]:
+                rewards.append((reward, (sequences[0].group_id, name), episode, turns))
+        numbers: dict[tuple[str, str], int] = {}
+        groups = [numbers.setdefault(group, len(numbers)) for _, group, _, _ in rewards]
         estimate = ADVANTAGES[self._learner.advantage_estimator]
-        expected = estimate(np.array(rewards), np.array(groups), minimum=self._learner.min_group_size)
-        for (episode, sequences), advantage in zip(leaves.items(), expected, strict=True):
-            given = np.concatenate([sequence.advantages[sequence.loss_mask] for sequence in sequences])
-            right = np.allclose(given, advantage, atol=1e-6)
-            self._observer.require(right, "an episode's reward is counted once", f"{episode}: {set(given)}, not {advantage}")
+        values = np.array([reward for reward, _, _, _ in rewards])
+        expected = estimate(values, np.array(groups), minimum=self._learner.min_group_size)
+        for (_, _, episode, turns), advantage in zip(rewards, expected, strict=True):
+            own = {token for turn, tokens in enumerate(self._list_tokens(episode)) if turn in turns for token in tokens}
+            given = {value for sequence in leaves[episode] for token, value in list_advantages(sequence) if token in own}
+            right = np.allclose(list(given), advantage, atol=1e-6)
+            self._observer.require(right, "an episode's reward is counted once", f"{episode}: {given}, not {advantage}")
 
-    def _read_reward(self, episode: str) -> float:
+    def _find_result(self, episode: str) -> EpisodeFinished:
         result = self._record[episode].result
-        assert result is not None and result.reward is not None
-        return result.reward
+        assert result is not None
+        return result
 
 
-def list_sampled_tokens(turns: Sequence[Turn]) -> list[TrainedToken]:
-    """Every token that the turns sampled, after the ids of its segment before it."""
+def list_sampled_tokens(turns: Sequence[Turn]) -> list[list[TrainedToken]]:
+    """By turn every token that it sampled, after the ids of its segment before it."""
     segments: list[list[int]] = []
-    sampled = []
+    sampled: list[list[TrainedToken]] = []
     for turn in turns:
         action, origin = turn.action, turn.action.origin
         if action.segment == len(segments):
             segments.append(segments[origin.parent][: origin.kept] if origin is not None and origin.parent >= 0 else [])
         ids = segments[action.segment]
         ids += unpack_ids(action.prompt_delta)
+        sampled.append([])
         for token, logprob in zip(unpack_ids(action.sampled), unpack_logprobs(action.logprobs), strict=True):
-            sampled.append((np.array(ids, np.int32).tobytes(), token, logprob))
+            sampled[-1].append((np.array(ids, np.int32).tobytes(), token, logprob))
             ids.append(token)
     return sampled
 
 
 def list_trained_tokens(sequence: TrainingSequence) -> list[TrainedToken]:
     """Every token of a sequence that is trained, after the ids before it."""
+    return [token for token, _ in list_advantages(sequence)]
+
+
+def list_advantages(sequence: TrainingSequence) -> list[tuple[TrainedToken, float]]:
+    """The same with the advantage of each."""
     return [
-        (sequence.ids[:place].tobytes(), int(sequence.ids[place]), float(sequence.logprobs[place]))
+        (
+            (sequence.ids[:place].tobytes(), int(sequence.ids[place]), float(sequence.logprobs[place])),
+            float(sequence.advantages[place]),
+        )
         for place in np.flatnonzero(sequence.loss_mask)
     ]

@@ -296,6 +296,7 @@ class Deployment:
                 replayable=self._scenario.replayable,
                 work=1.0 if is_session else self._scenario.pace.work,
                 segments=self._scenario.segments,
+                seats=0 if is_session else self._scenario.seats,
                 seed=self._scenario.seed,
                 draw=draw,
                 observer=self._observer,

@@ -49,6 +49,9 @@ class EnvironmentRecord(msgspec.Struct, kw_only=True):
     """Calls in work."""
     called_until: float = 0.0
     reward: float | None = None
+    acted: list[str] = msgspec.field(default_factory=list)
+    """The seat of each action that was executed; empty texts without seats."""
+    seats: dict[str, float | None] = msgspec.field(default_factory=dict)
     fault_profile: set[str] = msgspec.field(default_factory=set)
     diverges: bool = False
 
@@ -72,10 +75,16 @@ def compute_reward(seen: str) -> float:
     return (1 + int(seen[:2], 16) % 4) / 4
 
 
+def compute_seat_reward(seat: str, seen: str) -> float | None:
+    """Of one seat, in (0, 1]; one time in four there is none, as of one that is played by somebody else."""
+    drawn = hashlib.blake2b(f"{seat}/{seen}".encode(), digest_size=1).digest()[0] % 8
+    return None if drawn < 2 else drawn / 8
+
+
 class SimulatedEnvironment:
     """One episode's world, or one of a step-wise ``session``; ``draw`` decides what goes wrong with this very instance,
-    ``register`` hears when it is opened. After the share ``segments`` of its steps the policy's context changes. Steps take
-    ``work`` times as long."""
+    ``register`` hears when it is opened. After the share ``segments`` of its steps the policy's context changes. With ``seats``
+    what it shows decides which of so many acts next. Steps take ``work`` times as long."""
 
     def __init__(
         self,
@@ -84,6 +93,7 @@ class SimulatedEnvironment:
         *,
         replayable: bool,
         segments: float,
+        seats: int,
         seed: int,
         draw: random.Random,
         observer: Observer,
@@ -101,6 +111,7 @@ class SimulatedEnvironment:
         self.replayable = replayable
         self._fault_profile = fault_profile
         self._segments = segments
+        self._seats = seats
         self._seed = seed
         self._draw = draw
         self._observer = observer
@@ -124,19 +135,25 @@ class SimulatedEnvironment:
 
     async def reset(self) -> Start:
         await self._work("reset", 0.1)
-        return Start(messages=(ChatMessage(role="user", content=self._render()),))
+        return Start(messages=(ChatMessage(role="user", content=self._render()),), seat=self._choose_seat())
 
     async def step(self, action: Action) -> Step:
         await self._work("step", 0.4)
         if is_selected(f"{self._seed}/poison/{self.environment_record.episode}", self._mischief.poison_episode):
             await self._kill_worker()
+        acted = self._choose_seat()
+        self.environment_record.acted.append(acted)
         self._sampled.append(action.sampled or action.text.encode())
         failed = is_selected(self._render(), self._mischief.tool_error)
         if len(self._sampled) >= self._turns:
             return Step(terminated=True, tool_calls=1, tool_errors=int(failed))
-        shown = ChatMessage(role="tool", content=self._render())
-        reward, change = self._compute_turn_reward(), self._choose_context()
-        return Step(messages=(shown,), reward=reward, tool_calls=1, tool_errors=int(failed), context=change)
+        shown, seat = ChatMessage(role="tool", content=self._render()), self._choose_seat()
+        reward, change = self._compute_turn_reward(), self._choose_context() if seat == acted else None
+        return Step(messages=(shown,), reward=reward, tool_calls=1, tool_errors=int(failed), context=change, seat=seat)
+
+    def _choose_seat(self) -> str:
+        """The same after the same actions."""
+        return f"seat-{int(self._render()[-4:], 16) % self._seats}" if self._seats else ""
 
     def _choose_context(self) -> ContextChange | None:
         """The same after the same actions: turns dropped, a new prompt, or back to the first segment."""
@@ -159,8 +176,12 @@ class SimulatedEnvironment:
         if self._draw.random() < self._mischief.odd_verdict:
             self.environment_record.fault_profile.add("verify")
             return Verdict(reward=self._draw.choice((None, math.nan)), reason="no verdict")
-        self.environment_record.reward = compute_reward(self._render())
-        return Verdict(reward=self.environment_record.reward)
+        record, seen = self.environment_record, self._render()
+        record.reward = compute_reward(seen)
+        record.seats = {seat: compute_seat_reward(seat, seen) for seat in dict.fromkeys(record.acted)} if self._seats else {}
+        if record.seats and all(reward is None for reward in record.seats.values()):
+            record.fault_profile.add("verify")
+        return Verdict(reward=record.reward, seats=record.seats)
 
     async def close(self) -> None:
         self.environment_record.closes += 1

@@ -220,7 +220,8 @@ class EpisodeChecker:
 
     def _check_history(self, result: EpisodeFinished, history: Sequence[Turn], name: str) -> None:
         """The result refers to the folded history, mask and versions included."""
-        mask = loss_mask(history)
+        unseated = {turn for seat in result.seats if seat.reward is None for turn in seat.turns}
+        mask = loss_mask(history, unseated if result.outcome in GRADED else ())
         versions = {span.version for turn in history for span in turn.action.versions}
         holds = (
             tuple(turn.reference for turn in history) == result.actions

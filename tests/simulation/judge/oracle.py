@@ -126,8 +126,19 @@ class FaultOracle:
         if result.outcome in GRADED:
             right = environment_record is not None and environment_record.reward == result.reward
             self._observer.require(right, "the reward is the verifier's", name)
+            if environment_record is not None:
+                self._check_seats(environment_record, result, name)
         elif not self._has_cause(record, result, environment_record):
             self._observer.violate("every failure has a cause", name)
+
+    def _check_seats(self, environment_record: EnvironmentRecord, result: EpisodeFinished, name: str) -> None:
+        """Turns are those of who acted, rewards those of the verifier. Summaries are turns that no environment sees."""
+        rewards = {seat.name: seat.reward for seat in result.seats}
+        self._observer.require(rewards == environment_record.seats, "a seat's reward is the verifier's", f"{name}: {rewards}")
+        acted = {turn: seat.name for seat in result.seats for turn in seat.turns}
+        if result.seats and len(environment_record.acted) == result.turns:
+            right = [acted.get(turn) for turn in range(result.turns)] == environment_record.acted
+            self._observer.require(right, "a turn belongs to the seat that acted", f"{name}: {result.seats}")
 
     def _mark_superseded(self, record: EpisodeRecord) -> None:
         """The newest attempt is superseded: its worker must stop it."""

@@ -100,6 +100,7 @@ def _draw_usual(seed: int) -> Scenario:
         blocking_seconds=draw.choice((0.2, 1.0, 4.0)),
         segments=contexts.choice((0.0, 0.0, 0.2, 0.5)),
         compaction=contexts.choice(("off", "off", "off", "drop", "summarise")),
+        seats=random.Random(f"seats/{seed}").choice((0, 0, 2, 3)),
     )
     settling = random.Random(f"settling/{seed}")
     scenario = msgspec.structs.replace(

@@ -138,7 +138,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     ``settle_seconds``: what was settled for so long leaves the log. ``late_copies``: copies of requests that left it are stored
     again. In groups of two, one failure leaves a group without a baseline. ``blocking_seconds``: the longest half of what
     training, saving weights or writing a checkpoint takes. ``heals_at``: from then on nothing more goes wrong, and every
-    wait has a bound. ``segments``: share of steps after which an environment changes the policy's context. ``gateways_host``:
+    wait has a bound. ``segments``: share of steps after which an environment changes the policy's context. ``seats``: so many
+    parts of an episode act, each in its own context; 0: it has none. ``gateways_host``:
     gateways have environments in their own process. ``archive_seconds``: the longest half of what a write of the archive takes.
     ``strangers``: clients that ask of sessions what nobody may.
     """
@@ -191,6 +192,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     fault_profile: FaultProfile = FaultProfile()
     fault_schedule: tuple[ScheduledFault, ...] = ()
     segments: float = 0.0
+    seats: int = 0
     compaction: Literal["off", "drop", "summarise"] = "off"
     log_bytes: int = ROOMY_LOG_BYTES
     power_losses: tuple[PowerLoss, ...] = ()

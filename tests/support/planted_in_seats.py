@@ -1,0 +1,83 @@
+"""Faults to plant into episodes with several seats. See `tests/system/test_simulation_planted_faults.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+
+import fleetbus.core.training.rewarded_parts as parts
+import fleetbus_workers.environment.episode.runner as runner
+from fleetbus.core.episode.history import Turn
+from fleetbus_schemas import ChatMessage, ContextChange, EpisodeFinished, EpisodeSeat
+from fleetbus_workers.environment.base import Step
+from fleetbus_workers.environment.episode.seats import EpisodeSeats
+
+
+def turn_of_another_seat(patch: pytest.MonkeyPatch) -> None:
+    """A turn that gives the turn to somebody else is counted as theirs."""
+    append = EpisodeSeats.append
+
+    def faulty(self: EpisodeSeats, turn: int, segment: int) -> None:
+        own, names = self.current, list(self._turns)
+        self.current = names[0] if names and turn % 3 == 2 else own
+        append(self, turn, segment)
+        self.current = own
+
+    patch.setattr(EpisodeSeats, "append", faulty)
+
+
+def rewards_exchanged(patch: pytest.MonkeyPatch) -> None:
+    """Each seat has the reward of the next one."""
+    describe = EpisodeSeats.describe
+
+    def faulty(self: EpisodeSeats, rewards: Mapping[str, float | None]) -> tuple[EpisodeSeat, ...]:
+        values = list(rewards.values())
+        return describe(self, dict(zip(rewards, values[1:] + values[:1], strict=True)))
+
+    patch.setattr(EpisodeSeats, "describe", faulty)
+
+
+def unrewarded_seat_trained(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(runner, "list_unseated", lambda seats: ())
+
+
+def seat_lost_in_a_takeover(patch: pytest.MonkeyPatch) -> None:
+    """Turns that an attempt before played are seated by nobody."""
+    append = runner.EpisodeRunner._append_turn
+
+    def faulty(self: runner.EpisodeRunner, turn: Turn, messages: tuple[ChatMessage, ...]) -> None:
+        seats = self._seats
+        if any(turn is each for each in self._recorded):
+            self._seats = EpisodeSeats("")
+        append(self, turn, messages)
+        self._seats = seats
+
+    patch.setattr(runner.EpisodeRunner, "_append_turn", faulty)
+
+
+def seat_in_the_context_of_another(patch: pytest.MonkeyPatch) -> None:
+    """A seat that acts again goes on in the context of the first one."""
+    take = EpisodeSeats.take
+
+    def faulty(self: EpisodeSeats, step: Step) -> ContextChange | None:
+        change = take(self, step)
+        return change if change is None or change.resume is None else ContextChange(resume=0)
+
+    patch.setattr(EpisodeSeats, "take", faulty)
+
+
+def seats_compared_with_each_other(patch: pytest.MonkeyPatch) -> None:
+    """All seats of a group have one baseline."""
+    split = parts._split
+
+    def faulty(result: EpisodeFinished) -> object:
+        return [("", turns, reward) for _, turns, reward in split(result)]
+
+    patch.setattr(parts, "_split", faulty)
+
+
+def reward_of_the_episode_for_each_seat(patch: pytest.MonkeyPatch) -> None:
+    split = parts._split
+    patch.setattr(parts, "_split", lambda result: split(msgspec.structs.replace(result, seats=())))
