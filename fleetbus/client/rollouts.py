@@ -13,7 +13,7 @@ is one, do not count them.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Container, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from fleetbus.delivery.requests import Requests
 from fleetbus.log.actions import MissingActions, read_actions
 from fleetbus.log.episodes import decode_episode_entry
 from fleetbus.logs.trace_context import name_episode
-from fleetbus_schemas import GRADED, EpisodeFinished, Outcome, Subjects, Task
+from fleetbus_schemas import GRADED, EpisodeFinished, EpisodeSeat, Outcome, Subjects, Task
 from fleetbus_schemas.tokens import unpack_logprobs
 
 log = structlog.get_logger()
@@ -45,13 +45,15 @@ class SampledSequence(msgspec.Struct, frozen=True, kw_only=True):
 
     ``ids``: all token ids in order, as they were sampled and never re-tokenised; ``loss_mask``: True for those that are trained
     here, which are the policy's own, each in one sequence of the episode only; ``logprobs``: one per id under the sampling
-    temperature, 0.0 where the mask is False. All three have the same length.
+    temperature, 0.0 where the mask is False. All three have the same length. ``seat`` is whose it is, if there are
+    several: its reward is that of the same name in `Episode.seats`.
     """
 
     ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
     logprobs: tuple[float, ...]
     segment: int = 0
+    seat: str = ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -64,8 +66,8 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
 
     ``sequences``: what was sampled, one sequence unless the policy's context changed on the way; `ids`, `loss_mask`, `logprobs`
     and `prompt_tokens` are those of the only one. ``texts``: what the policy said, by turn. ``reward`` is the total of the
-    episode, however many sequences it has, ``turn_rewards`` included. ``success``, ``info`` and ``last_observation`` are as in
-    `EpisodeFinished`.
+    episode, however many sequences it has, ``turn_rewards`` included. ``success``, ``info``, ``last_observation`` and ``seats``
+    are as in `EpisodeFinished`.
     """
 
     episode_id: str
@@ -80,6 +82,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     success: bool | None = None
     info: dict[str, Any] = msgspec.field(default_factory=dict)
     last_observation: str = ""
+    seats: tuple[EpisodeSeat, ...] = ()
 
     @property
     def only_sequence(self) -> SampledSequence:
@@ -280,18 +283,21 @@ def _build_episode(task: Task, result: EpisodeFinished, turns: Sequence[Turn], *
         outcome=outcome,
         reward=result.reward if outcome in GRADED else None,
         turn_rewards=result.turn_rewards,
-        sequences=tuple(_collect_sequences(turns, {each.turn for each in result.untrained})),
+        sequences=tuple(_collect_sequences(turns, result)),
         texts=tuple(turn.action.text for turn in turns),
         policy_versions=result.policy_versions,
         error=error,
         success=result.success,
         info=result.info,
         last_observation=result.last_observation,
+        seats=result.seats,
     )
 
 
-def _collect_sequences(turns: Sequence[Turn], untrained: Container[int]) -> Iterator[SampledSequence]:
+def _collect_sequences(turns: Sequence[Turn], result: EpisodeFinished) -> Iterator[SampledSequence]:
     """The leaves of these turns; each sampled token is trained in the first that holds it. Raises `SegmentError`."""
+    untrained = {each.turn for each in result.untrained}
+    seats = {turn: seat.name for seat in result.seats for turn in seat.turns}
     ids, mask = collect_token_ids(turns), loss_mask(turns, untrained)
     trained_turns = [turn for number, turn in enumerate(turns) if number not in untrained]
     sampled = iter([value for turn in trained_turns for value in unpack_logprobs(turn.action.logprobs)])
@@ -305,4 +311,5 @@ def _collect_sequences(turns: Sequence[Turn], untrained: Container[int]) -> Iter
             ids=tuple(ids[place] for place, _ in places),
             loss_mask=trained,
             logprobs=tuple(logprobs[place] if own else 0.0 for (place, _), own in zip(places, trained, strict=True)),
+            seat=seats.get(leaf.turns[-1], ""),
         )

@@ -133,7 +133,7 @@ class EpisodeIndex:
 
 class TranscriptTurn(msgspec.Struct, frozen=True, kw_only=True):
     """One turn: what the policy was shown, and the Action that answered it (None while there is none); ``time_ns`` is the log's
-    time of the Action."""
+    time of the Action. ``seat`` is who acts, if the episode has several."""
 
     turn: int
     attempt: int
@@ -142,6 +142,7 @@ class TranscriptTurn(msgspec.Struct, frozen=True, kw_only=True):
     action: Action | None = None
     sequence: int = 0
     time_ns: int = 0
+    seat: str = ""
 
 
 class Transcript(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,8 +242,11 @@ def _build_turns(
             action=turn.action,
             sequence=turn.sequence,
             time_ns=times.get(turn.sequence, 0),
+            seat=asked.seat if asked else "",
         )
     newest = claims[-1].attempt if claims else 1
     waiting = seen.get((newest, len(history)))
     if waiting is not None:
-        yield TranscriptTurn(turn=waiting.turn, attempt=newest, messages=waiting.messages, tools=waiting.tools)
+        yield TranscriptTurn(
+            turn=waiting.turn, attempt=newest, messages=waiting.messages, tools=waiting.tools, seat=waiting.seat
+        )

@@ -197,8 +197,8 @@ def _follow_their_segments(named: Sequence[ActionFacts]) -> bool:
 
 
 def _fit_their_seats(named: Sequence[ActionFacts], result: EpisodeFinished) -> bool:
-    """True if the result's seats are those that its turns were observed for, each in contexts of its own, and what has no reward
-    is not trained."""
+    """True if the result's seats are those that its turns were observed for, each in contexts of its own, and what has no
+    reward is not trained."""
     turns: dict[str, list[int]] = {}
     owners: dict[int, str] = {}
     for turn, action in enumerate(named):

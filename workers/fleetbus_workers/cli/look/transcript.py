@@ -44,6 +44,9 @@ def print_transcript(transcript: Transcript, episode: str, *, tokens: bool, trai
     timings = ", ".join(f"{stage} {seconds:.3f} s" for stage, seconds in result.timings.items())
     print(f"\nresult: {result.outcome}{error} · reward {reward} · {result.turns} turns, {result.tokens} tokens")
     print(f"times: {timings}" if timings else "")
+    for seat in result.seats:
+        worth = f"no reward ({seat.reason}), not trained" if seat.reward is None else f"reward {seat.reward:g}"
+        print(f"seat {seat.name}: {worth} · {len(seat.turns)} turns")
     if result.error_location:
         print(f"failed at {result.error_location}")
     if result.traceback:
@@ -62,7 +65,7 @@ def _print_labels(transcript: Transcript) -> None:
 
 
 def _print_turn(turn: TranscriptTurn, context: TurnContext | None, trainer: TrainerColumns, *, tokens: bool) -> None:
-    print(f"\n── turn {turn.turn} " + "─" * 50)
+    print(f"\n── turn {turn.turn} {f'· {turn.seat} ' if turn.seat else ''}" + "─" * 50)
     if turn.tools:
         print(f"tools: {', '.join(tool.name for tool in turn.tools)}")
     for message in turn.messages:

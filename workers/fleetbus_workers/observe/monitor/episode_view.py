@@ -41,6 +41,7 @@ def describe_episode(
             {
                 "turn": turn.turn,
                 "attempt": turn.attempt,
+                "seat": turn.seat,
                 "messages": turn.messages,
                 "tools": turn.tools,
                 "action": turn.action and describe_action(turn.action, words, columns[number]),
