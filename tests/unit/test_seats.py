@@ -75,6 +75,7 @@ def test_a_seat_begins_with_a_prompt_of_its_own_and_goes_on_where_it_last_acted(
     [
         (EpisodeSeats(""), Step(seat=SECOND, messages=SHOWN), "Start.seat names none"),
         (play((FIRST, 0)), Step(seat=SECOND), "Step.messages are empty"),
+        (play((FIRST, 0), (SECOND, 1)), Step(messages=SHOWN, context=ContextChange(resume=0)), "it is first's"),
         (play((FIRST, 0)), Step(seat=SECOND, messages=SHOWN, context=ContextChange()), "one step does one of them"),
         (play(*((f"s{n}", n) for n in range(MAX_SEATS))), Step(seat="more", messages=SHOWN), f"{MAX_SEATS} have acted"),
     ],

@@ -233,8 +233,16 @@ def _check_rollout(episode: Episode, episodes: EpisodeChecker, observer: Observe
     right = [list(sequence.ids) for sequence in episode.sequences] == expected
     observer.require(right, "a rollout has the tokens of its result", f"{episode.episode_id}: {len(episode.sequences)}")
     trained = sum(sum(sequence.loss_mask) for sequence in episode.sequences)
+    owners = {turn: seat for seat in result.seats for turn in seat.turns}
+    unseated = {turn for turn, seat in owners.items() if seat.reward is None} if result.outcome in GRADED else set()
+    seated = all(
+        {sequence.seat} == {owners[turn].name for turn in leaf.turns}
+        for sequence, leaf in zip(episode.sequences, find_leaves(fold_segments(history)), strict=False)
+        if owners
+    )
+    observer.require(seated, "a rollout's sequence is one seat's", episode.episode_id)
     observer.require(
-        trained == sum(loss_mask(history)), "a rollout's tokens are trained once", f"{episode.episode_id}: {trained}"
+        trained == sum(loss_mask(history, unseated)), "a rollout's tokens are trained once", f"{episode.episode_id}: {trained}"
     )
     right = episode.reward == (result.reward if episode.outcome in GRADED else None)
     observer.require(right, "a rollout has the reward of its result", episode.episode_id)

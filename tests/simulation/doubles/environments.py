@@ -161,12 +161,12 @@ class SimulatedEnvironment:
         if not is_selected(name, self._segments):
             return None
         match hashlib.blake2b(name.encode(), digest_size=1).digest()[0] % 4:
-            case 0:
+            case 0 if not self._seats:
                 return ContextChange(resume=0)
             case 1:
                 return ContextChange(reason="sub_agent")
             case turns:
-                return ContextChange(keep_turns=turns - 1)
+                return ContextChange(keep_turns=max(turns - 1, 0))
 
     async def state(self) -> dict[str, Any]:
         return {"actions": len(self._sampled)}

@@ -23,23 +23,28 @@ class SeatError(ValueError):
 class EpisodeSeats:
     """Turns by seat. Without a first seat the episode has none, and all calls say so."""
 
-    __slots__ = ("_segments", "_turns", "current")
+    __slots__ = ("_owners", "_segments", "_turns", "current")
 
     def __init__(self, first: str) -> None:
         self.current = first
         self._turns: dict[str, list[int]] = {}
         self._segments: dict[str, int] = {}
+        self._owners: dict[int, str] = {}
 
     def append(self, turn: int, segment: int) -> None:
         """The present seat played ``turn``, in ``segment``."""
         if self.current:
             self._turns.setdefault(self.current, []).append(turn)
             self._segments[self.current] = segment
+            self._owners[segment] = self.current
 
     def take(self, step: Step) -> ContextChange | None:
         """Seat who acts after ``step``; the change of context that this asks for, None if it continues. Raises `SeatError`."""
         seat = step.seat or self.current
         if seat == self.current:
+            resumed = step.context.resume if step.context is not None else None
+            if resumed is not None and self._owners.get(resumed, seat) != seat:
+                raise SeatError(f"the step resumes segment {resumed} for the seat {seat}, and it is {self._owners[resumed]}'s")
             return None
         if not self.current:
             raise SeatError(f"the step names the seat {seat}, and Start.seat names none")
