@@ -36,6 +36,12 @@ CASES = {
         "differed",
         "FAILED",
     ),
+    "no first seat": (
+        "step",
+        "return Step(messages=(ChatMessage(role='user', content='go'),), seat='two')",
+        "the step names the seat two, and Start.seat names none",
+        "FAILED",
+    ),
     "close": ("close", "raise OSError('gone')", "close: OSError", "FAILED"),
     "blocks": ("step", "import time; time.sleep(0.8)", "step blocked the event loop for 0.", "warning"),
     "free success": ("verify", "return Verdict(reward=1.0)", "doing nothing is rewarded 1", "warning"),
@@ -81,6 +87,15 @@ def test_the_template_passes_and_its_transcript_is_shown(tmp_path: Path, options
     assert played.returncode == 0, played
     assert "[user] Guess my number between 0 and 9" in played.stdout and "[assistant]" in played.stdout
     assert "replayable: yes" in played.stdout and "ok  task my_game-0" in played.stdout and "times: open" in played.stdout
+
+
+def test_seats_that_the_verdict_does_not_name_are_named_with_its_place(tmp_path: Path) -> None:
+    make(tmp_path, "reset", "return Start(messages=(ChatMessage(role='user', content='go'),), seat='one')")
+    checked = fleetbus(tmp_path, *CHECK)
+    assert checked.returncode == 1
+    assert "── turn 0 · one ──" in checked.stdout
+    assert "no seat has a reward: Verdict.seats gives them by name" in checked.stdout
+    assert "in MyGame.verify" in checked.stdout
 
 
 def test_the_oracle_of_a_task_must_succeed(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import pytest
 from fleetbus.audit.run import audit_run
 from fleetbus.client.sessions import Session, SessionFailed
 from fleetbus_schemas import MAX_MESSAGE_BYTES, SessionCall
+from fleetbus_workers.environment.base import Start
 from tests.support.small_deployment import SmallDeployment
-from tests.support.stepwise_fixtures import TASK, World, read_text, session_fixture
+from tests.support.stepwise_fixtures import TASK, CountingEnvironment, World, read_text, session_fixture
 from tests.support.virtual_time import virtual_time
 
 anyio_backend = virtual_time
@@ -105,6 +106,26 @@ async def test_an_environment_that_raises_ends_its_session_once_and_for_all() ->
         assert world.steps == []
         await here.empty(worker)
         assert world.opened == world.closed
+
+
+class Seated(CountingEnvironment):
+    """Names a seat."""
+
+    async def reset(self) -> Start:
+        return msgspec.structs.replace(await super().reset(), seat="first")
+
+
+class SeatedWorld(World):
+    def __call__(self) -> Seated:
+        return Seated(self)
+
+
+async def test_an_environment_with_seats_is_refused_by_name() -> None:
+    async with session_fixture() as here:
+        here.worker("e1", SeatedWorld())
+        async with here.client.open(TASK) as session:
+            with pytest.raises(SessionFailed, match="this environment has seats, which a session cannot drive"):
+                await session.reset()
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def _print_episode(report: CheckReport) -> None:
     if episode.tools:
         print(f"tools: {', '.join(tool.name for tool in episode.tools)}")
     for turn, exchange in enumerate(episode.exchanges):
-        print(f"── turn {turn} " + "─" * 50)
+        print(f"── turn {turn} {f'· {exchange.seat} ' if exchange.seat else ''}" + "─" * 50)
         for message in exchange.messages:
             print(f"[{message.role}] {_read_text(message)}")
         reward = f"   (reward {exchange.reward:g})" if exchange.reward else ""

@@ -18,6 +18,7 @@ from fleetbus.core.text.tool_calls import parse_tool_calls
 from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
 from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
 from fleetbus_workers.environment.check.policies import Policy
+from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats, SeatError
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages
 from fleetbus_workers.environment.failure_location import format_traceback, locate_error, locate_method
 from fleetbus_workers.environment.validation import check_messages, validate_return
@@ -39,11 +40,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn: what the environment showed and what the policy answered."""
+    """One turn: what the environment showed and what the policy answered, in which seat if there are several."""
 
     messages: tuple[ChatMessage, ...]
     said: str
     reward: float = 0.0
+    seat: str = ""
 
 
 class PlayedEpisode(msgspec.Struct, kw_only=True):
@@ -86,6 +88,7 @@ class _Player:
         self._stages = Stages()
         self._said: list[ChatMessage] = []
         self._longest_gap = 0.0
+        self._seats = UNSEATED
         self.episode = PlayedEpisode()
 
     async def play(self, make: Callable[[], Environment]) -> None:
@@ -115,6 +118,7 @@ class _Player:
             start = validate_return(Start, await self._call(environment, "reset", environment.reset()), "reset", environment)
         self._check_start(start, environment)
         shown = start.messages
+        self._seats = EpisodeSeats(start.seat)
         for turn in range(self._turns):
             step = await self._step(environment, turn, shown)
             shown = step.messages
@@ -140,12 +144,22 @@ class _Player:
         with self._stages.time_limit("step", self._limits.step):
             step = validate_return(Step, await self._call(environment, "step", environment.step(action)), "step", environment)
         self.episode.longest_step = max(self.episode.longest_step, time.perf_counter() - began)
-        self.episode.exchanges.append(Exchange(messages=shown, said=text, reward=step.reward))
+        self.episode.exchanges.append(Exchange(messages=shown, said=text, reward=step.reward, seat=self._seats.current))
+        self._follow_seats(turn, step, environment)
         self._check_reward(step.reward, "step", environment)
         self._check_encodable(step.info, "step", environment)
         if not step.messages and not (step.terminated or step.truncated):
             self._fail("step returned no messages and did not end the episode", locate_method(environment, "step"))
         return step
+
+    def _follow_seats(self, turn: int, step: Step, environment: Environment) -> None:
+        """A seat stands for its context here: nothing is left out of one."""
+        self._seats.append(turn, turn)
+        try:
+            if not (step.terminated or step.truncated):
+                self._seats.take(msgspec.structs.replace(step, context=None))
+        except SeatError as error:
+            self._fail(str(error), locate_method(environment, "step"))
 
     async def _call(self, environment: Environment, call: str, work: Awaitable[T]) -> T:
         """The result of a call; that it blocked the event loop is a problem."""
@@ -187,6 +201,14 @@ class _Player:
                 self._fail("verify gave no verdict and no reason: an episode without one is never trained", location)
             return
         self._check_reward(verdict.reward, "verify", environment)
+        seats, location = self._seats.describe(verdict.seats), locate_method(environment, "verify")
+        if seats and all(seat.reward is None for seat in seats):
+            self._fail("no seat has a reward: Verdict.seats gives them by name; such an episode is never trained", location)
+        for seat in seats:
+            if seat.reward is not None:
+                self._check_reward(seat.reward, "verify", environment)
+            elif seat.name not in verdict.seats:
+                self._warn(f"the seat {seat.name} is never trained: {seat.reason}", location)
         paid = sum(exchange.reward for exchange in self.episode.exchanges)
         if paid and not verdict.reward:
             self._warn(

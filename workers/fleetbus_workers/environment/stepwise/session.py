@@ -270,6 +270,10 @@ class StepwiseSession:
         with self._stages.time_limit("reset", self._context.limits.reset):
             environment = self._require_environment()
             start = validate_return(Start, await environment.reset(), "reset", environment)
+            if start.seat:
+                raise EpisodeEnded(
+                    "env_failed", "seat", "this environment has seats, which a session cannot drive: use episodes"
+                )
             messages = clip_messages(start.messages, self._context.settings.observation_bytes)
             state = to_plain_values(start.info)
         self._turn, self._rewards = 0, []
@@ -292,8 +296,6 @@ class StepwiseSession:
         with self._stages.time_limit("step", self._context.limits.step):
             environment = self._require_environment()
             step = validate_return(Step, await environment.step(action), "step", environment)
-            if step.seat:
-                raise EpisodeEnded("env_failed", "seat", f"the seat {step.seat} acts next, and a session has one: use episodes")
             self._turn += 1
             self._is_episode_over = step.terminated or step.truncated
             if problem := find_reward_problem([step.reward], self._context.settings.max_abs_reward):
