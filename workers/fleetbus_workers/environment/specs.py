@@ -79,7 +79,10 @@ ADAPTERS = (
     Adapter(
         "reasoning-gym[:DATASET]", "reasoning_gym:build", "texts", "questions that are made and scored", task_key="dataset",
     ),
-    Adapter("textarena[:ID]", "textarena:build", "texts", "text games for one player", task_key="id"),
+    Adapter(
+        "textarena[:ID]", "textarena:build", "texts",
+        "text games for one player, or several: `players` in the task's config", task_key="id",
+    ),
     Adapter("coding", "coding.factory:build", "", "Python in a sandbox: bubblewrap (Debian package), or user namespaces"),
     Adapter(
         "harbor:DIR", "harbor.factory:build", "",
