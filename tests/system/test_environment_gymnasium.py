@@ -260,7 +260,7 @@ async def test_a_text_game_is_played_to_its_end() -> None:
 async def test_each_player_of_a_text_game_is_a_seat_with_its_own_view_and_reward() -> None:
     pytest.importorskip("textarena")
     environment = make("textarena:TicTacToe-v0")
-    shown = [await begin(environment, seed=3, config={"players": 2})]
+    shown: list[Start | Step] = [await begin(environment, seed=3, config={"players": 2})]
     for square in (4, 0, 2, 1, 6):  # the first player's diagonal
         (step,) = await act(environment, f"[{square}]")
         shown += [] if step.terminated else [step]
@@ -268,7 +268,7 @@ async def test_each_player_of_a_text_game_is_a_seat_with_its_own_view_and_reward
     assert ["You are Player" in str(each.messages[0].content) for each in shown] == [True, True, False, False, False]
     verdict = await environment.verify()
     assert (verdict.reward, verdict.seats) == (1.0, {"player-0": 1.0, "player-1": -1.0})
-    with pytest.raises(EnvironmentFailed, match=r"has to be 2, received 1 \(config.players of the task\)"):
+    with pytest.raises(EnvironmentFailed, match=r"has to be 2, received 1 \(config\.players of the task\)"):
         await begin(make("textarena:TicTacToe-v0"), seed=3)
-    with pytest.raises(EnvironmentFailed, match="config.players must be"):
+    with pytest.raises(EnvironmentFailed, match=r"config\.players must be"):
         await begin(make("textarena:TicTacToe-v0"), seed=3, config={"players": "2"})

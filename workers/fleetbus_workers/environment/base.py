@@ -6,7 +6,7 @@ one outside system. `close` is called exactly once, in every case, even after a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
@@ -88,7 +88,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     components: dict[str, float] = msgspec.field(default_factory=dict)
     transcript: str = ""
-    seats: dict[str, float | None] = msgspec.field(default_factory=dict)
+    seats: Mapping[str, float | None] = msgspec.field(default_factory=dict)
 
 
 class EnvironmentFailed(Exception):

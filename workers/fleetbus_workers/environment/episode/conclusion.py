@@ -1,6 +1,7 @@
 """The end of an attempt, as its runner keeps it: what becomes a result once there is a verdict. Pure data."""
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 
@@ -23,7 +24,7 @@ class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     components: dict[str, float] = {}
     transcript: str = ""
-    seats: dict[str, float | None] = {}
+    seats: Mapping[str, float | None] = {}
 
 
 def apply_verdict(
