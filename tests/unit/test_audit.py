@@ -109,8 +109,9 @@ async def test_turns_that_results_leave_out_are_counted_by_their_reasons() -> No
     left_out = (UntrainedTurn(turn=0, reason="side_call"), UntrainedTurn(turn=1, reason="not_delivered"))
     log_builder.play("a", untrained=left_out)
     log_builder.play("b", untrained=left_out[:1])
+    log_builder.play("c", untrained=(UntrainedTurn(turn=0, reason="seat"),))
     report = await audit_log(log_builder)
-    assert (report.side_calls, report.undelivered) == (2, 1)
+    assert (report.side_calls, report.undelivered, report.unrewarded) == (2, 1, 1)
 
 
 async def test_a_trimmed_log_is_not_judged_without_its_archive() -> None:

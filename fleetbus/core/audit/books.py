@@ -184,6 +184,7 @@ class Audit(msgspec.Struct):
             refused=self._counts["refused"],
             undelivered=self._counts["not_delivered"],
             side_calls=self._counts["side_call"],
+            unrewarded=self._counts["seat"],
             begins=self._beginning.sequence,
             sessions=self._sessions.count(),
         )

@@ -182,6 +182,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Turns that results leave out of training, for their agents never had the answers."""
     side_calls: int = 0
     """Turns that results leave out of training, for their agents asked for them beside the task."""
+    unrewarded: int = 0
+    """Turns that results leave out of training, for their seats have no reward."""
     begins: int = 1
     """The position of the first entry that could be read; those before it were removed by an archive's retention."""
     sessions: SessionBooks = SessionBooks()

@@ -189,6 +189,8 @@ def _print(report: Report, run: str) -> None:
         print(f"  {report.undelivered} turns that are not trained: their agents never had the answers")
     if report.side_calls:
         print(f"  {report.side_calls} turns that are not trained: their agents asked for them beside the task")
+    if report.unrewarded:
+        print(f"  {report.unrewarded} turns that are not trained: their seats have no reward")
     if (sessions := report.sessions).opened:
         ended = [f"{count} {end}" for end, count in sessions.ended.items()]
         counted = ", ".join([*ended, f"{sessions.open} open"])
