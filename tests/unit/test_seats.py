@@ -185,6 +185,16 @@ def test_a_group_of_a_game_whose_sum_is_zero_has_a_signal() -> None:
     assert (metrics["groups_without_signal"], metrics["reward_of_first"], metrics["reward_of_second"]) == (0, 1.0, -1.5)
 
 
-def test_a_result_whose_seats_do_not_share_out_its_turns_is_not_trained() -> None:
-    result = replace(finish("a", [(FIRST, 1.0)]), seats=(EpisodeSeat(name=FIRST, turns=(0, 7), reward=1.0),), actions=())
-    assert find_actions_problem(result, []) == "its seats have other turns than were played, or one turn twice"
+@pytest.mark.parametrize(
+    ("seats", "problem"),
+    [
+        ([(FIRST, (0, 7))], "its seats have other turns than were played, or one turn twice"),
+        ([(FIRST, (0, 1)), (SECOND, (1,))], "its seats have other turns than were played, or one turn twice"),
+        ([(FIRST, ()), (FIRST, ())], f"its seats are not up to {MAX_SEATS} different names"),
+        ([("\x1b[2J", ())], f"its seats are not up to {MAX_SEATS} different names"),
+        ([(f"s{number}", ()) for number in range(MAX_SEATS + 1)], f"its seats are not up to {MAX_SEATS} different names"),
+    ],
+)
+def test_a_result_whose_seats_are_forged_is_not_trained(seats: Sequence[tuple[str, tuple[int, ...]]], problem: str) -> None:
+    forged = tuple(EpisodeSeat(name=name, turns=turns, reward=1.0) for name, turns in seats)
+    assert find_actions_problem(replace(finish("a", [(FIRST, 1.0)]), seats=forged, actions=()), []) == problem

@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 
 from fleetbus_schemas import Action, EpisodeFinished
+from fleetbus_schemas.seat import MAX_SEATS
+from fleetbus_schemas.subjects import is_name
 from fleetbus_schemas.tokens import TOKEN_BYTES, count_tokens, unpack_ids, unpack_logprobs
 
 MAX_INT32 = 2**31 - 1
@@ -23,14 +25,23 @@ def find_actions_problem(result: EpisodeFinished, actions: Sequence[Action], *, 
     for turn, action in enumerate(actions):
         if problem := _find_action_problem(action, result.episode_id, turn, vocabulary or MAX_INT32 + 1):
             return f"turn {turn}: {problem}"
-    if result.seats and sorted(turn for seat in result.seats for turn in seat.turns) != list(range(len(actions))):
-        return "its seats have other turns than were played, or one turn twice"
+    if result.seats and (problem := _find_seats_problem(result, len(actions))):
+        return problem
     untrained = {each.turn for each in result.untrained}
     counts = [(count_tokens(action.prompt_delta), count_tokens(action.sampled)) for action in actions]
     counts = [(sum(each), 0) if turn in untrained else each for turn, each in enumerate(counts)]
     tokens = sum(map(sum, counts))
     if result.tokens != tokens or result.loss_mask != build_sampled_mask(counts).to_bytes((tokens + 7) // 8, "little"):
         return f"the result counts {result.tokens} tokens, and its mask is not that of the {tokens} of its Actions"
+    return ""
+
+
+def _find_seats_problem(result: EpisodeFinished, turns: int) -> str:
+    names = {seat.name for seat in result.seats}
+    if not len(result.seats) == len(names) <= MAX_SEATS or not all(map(is_name, names)):
+        return f"its seats are not up to {MAX_SEATS} different names"
+    if sorted(turn for seat in result.seats for turn in seat.turns) != list(range(turns)):
+        return "its seats have other turns than were played, or one turn twice"
     return ""
 
 

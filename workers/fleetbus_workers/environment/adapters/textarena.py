@@ -65,8 +65,8 @@ class TextArenaEnvironment:
         return Step(messages=(message,), seat=seat)
 
     def _show(self) -> tuple[ChatMessage, str]:
-        """The text that the player whose move it is has not seen yet, after the task's prompt at first, and their seat. The game
-        always returns its whole text."""
+        """The text that the player whose move it is has not seen yet, after the task's prompt at first, and their seat. The
+        game always returns its whole text."""
         player, text = self._game.get_observation()
         before, seen = self._seen.get(player), str(text).strip()
         self._seen[player] = seen
