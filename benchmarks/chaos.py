@@ -3,6 +3,7 @@
     python benchmarks/chaos.py --seed 1 --seconds 120 --quiet 60 --json
     python benchmarks/chaos.py --kills --seconds 240 --quiet 20 --json      # one kill at a time: what recovery takes
     python benchmarks/chaos.py --segments --seconds 45 --quiet 20 --json    # in a context too small for a whole episode
+    python benchmarks/chaos.py --seats --seconds 60 --quiet 15 --json       # Kuhn poker: two seats in each episode
 
 From a seed, members are killed (SIGKILL), paused (SIGSTOP, SIGCONT) and terminated while they train the starter policy; what
 ended is started again. Then comes a quiet time, the learner stops, every episode gets its outcome, a last learner evaluates the
@@ -55,6 +56,7 @@ from fleetbus.config.settings import (
 from fleetbus.core.audit.findings import Report
 from fleetbus.log.archive_reader import scan_archive_and_log
 from fleetbus.log.episodes import decode_entries
+from fleetbus.tasks.files import dump_tasks
 from fleetbus_schemas import (
     MESSAGES,
     AttemptStarted,
@@ -66,6 +68,7 @@ from fleetbus_schemas import (
     Message,
     Observation,
     Subjects,
+    Task,
     WorkerStarted,
     decode,
 )
@@ -81,6 +84,8 @@ LEARNING_RATE = 1e-4
 
 SMALL_CONTEXT_TOKENS = 250
 """With ``--segments``: most episodes drop turns. None counts as poison, however often its workers are killed."""
+
+KUHN = Path(__file__).resolve().parent.parent / "docs" / "examples" / "kuhn.py"
 
 STRIKE_PATIENCE_SECONDS = 5.0
 """With ``--segments`` a fault waits so long for a turn of a later segment to be asked for, and strikes while it is out."""
@@ -100,8 +105,12 @@ def configuration(url: str, folder: Path, plan: Plan) -> Configuration:
     if plan.segments:
         environment = EnvironmentSettings(compaction="drop", compaction_turns=1, compaction_share=0.8, max_attempts=9)
         inference = InferenceSettings(max_model_len=SMALL_CONTEXT_TOKENS)
+    run = RunSettings(name=RUN, folder=str(folder / "runs"), seed=plan.seed)
+    if plan.seats:
+        dump_tasks([Task(key=first + second) for first in "JQK" for second in "JQK" if first != second], folder / "deals.json")
+        run = msgspec.structs.replace(run, environment=f"{KUHN}:Kuhn", tasks=str(folder / "deals.json"))
     return Configuration(
-        run=RunSettings(name=RUN, folder=str(folder / "runs"), seed=plan.seed),
+        run=run,
         nats=NatsSettings(url=url),
         limits=LimitSettings(episode=60, grace=10, drain=DRAIN_SECONDS),
         environment=environment,
@@ -281,6 +290,7 @@ def _build_figures(log: Iterable[Entry], audit: Report, summary: Summary) -> dic
         "proven": audit.proven,
         "segments_per_episode": dict(sorted(Counter(max(len(result.segments), 1) for result in results).items())),
         "taken_over_between_segments": _count_taken_over(log),
+        "seats_per_episode": dict(sorted(Counter(len(result.seats) for result in results).items())),
         "audit_balanced": audit.balanced,
         "audit_findings": {finding.kind: [finding.count, *finding.ids[:5]] for finding in audit.findings},
         "books": msgspec.to_builtins(audit.books),
@@ -353,12 +363,15 @@ def parse_arguments() -> Plan:
     parser.add_argument("--mean", type=float, default=MEAN_SECONDS, help="mean seconds between faults of workers")
     parser.add_argument("--kills", action="store_true", help="kills alone, one at a time: measures recovery")
     parser.add_argument("--segments", action="store_true", help="a context too small for a whole episode: turns are dropped")
+    parser.add_argument("--seats", action="store_true", help="Kuhn poker instead of the warehouse: two seats in each episode")
     parser.add_argument("--groups", type=int, default=4, help="groups of eight episodes per optimizer step")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--evaluate", type=int, default=128, help="held-out episodes at the start and at the end; 0: none")
     parser.add_argument("--folder", help="keep stores and logs there")
     parser.add_argument("--json", action="store_true", help="one JSON object on one line")
     plan = parser.parse_args()
+    if plan.seats:
+        plan.evaluate = 0  # the last policy is the first one's opponent: neither is a success
     if plan.folder and (Path(plan.folder) / "nats").exists():
         parser.error(f"{plan.folder} holds a run already: name another folder")
     return plan

@@ -47,6 +47,20 @@ async def test_segments_of_processes_that_are_killed_are_trained_once(seed: int,
     assert report["episodes"].keys() <= {"completed", "truncated"}, "an episode was lost"
 
 
+@pytest.mark.chaos
+@pytest.mark.timeout(LIMIT_SECONDS + 30)
+async def test_seats_of_processes_that_are_killed_are_trained_once(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--seats", "--seed", "1", "--seconds", "40", "--quiet", "15"]
+    with anyio.fail_after(LIMIT_SECONDS):
+        done = await anyio.run_process([*command, "--folder", str(tmp_path), "--json"], check=False, stderr=None)
+    assert done.returncode == 0, done.stdout
+    report = json.loads(done.stdout)
+    assert report["audit_findings"] == {}
+    assert report["proven"] == report["books"]["trained"] > 0
+    assert any(int(attempts) > 1 for attempts in report["attempts_per_episode"]), "nothing was struck"
+    assert "2" in report["seats_per_episode"]
+
+
 async def test_a_chaos_run_that_is_told_to_stop_takes_all_its_processes_along(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--folder", str(tmp_path), "--seconds", "0"]
     async with await anyio.open_process(command, stdout=subprocess.DEVNULL, stderr=None) as process:
