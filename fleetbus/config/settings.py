@@ -13,6 +13,7 @@ from msgspec import Meta
 from fleetbus.config.engines import EngineName
 from fleetbus.config.environment_settings import EnvironmentSettings as EnvironmentSettings
 from fleetbus.config.table import Settings
+from fleetbus.config.training_settings import DEVICE, DEVICES
 from fleetbus.config.training_settings import AlgorithmSettings as AlgorithmSettings
 from fleetbus.config.training_settings import LearnerSettings as LearnerSettings
 from fleetbus.config.training_settings import RewardSettings as RewardSettings
@@ -158,7 +159,12 @@ class InferenceSettings(Settings, frozen=True, kw_only=True):
         Literal["float32", "bfloat16", "auto"],
         Meta(description="Data type of engines vllm and torch; auto with torch: bfloat16 if the processor or GPU has it"),
     ] = "float32"
-    device: Annotated[str, Meta(description="Device of engine torch: cpu, cuda, cuda:1; auto: a GPU if there is one")] = "cpu"
+    device: Annotated[
+        str,
+        Meta(
+            pattern=DEVICE, title=DEVICES, description="Device of engine torch: cpu, cuda, cuda:1; auto: a GPU if there is one"
+        ),
+    ] = "cpu"
     head_dtype: Annotated[
         Literal["float32", "model"],
         Meta(description="Data type in which engine vllm computes logits: float32, as the trainer does, or that of the model"),

@@ -8,6 +8,9 @@ from msgspec import Meta
 
 from fleetbus.config.table import Settings
 
+DEVICE, DEVICES = r"^(auto|cpu|mps|cuda(:\d{1,3})?)$", "auto, cpu, cuda, or a GPU by its number, such as cuda:1"
+"""Names of torch's devices as a pattern and in words."""
+
 
 class LearnerSettings(Settings, frozen=True, kw_only=True):
     """The learner."""
@@ -177,7 +180,10 @@ class TrainerSettings(Settings, frozen=True, kw_only=True):
     shard_processes: Annotated[
         int, Meta(ge=0, description="Processes that one copy of the model is sharded over, such as those of a node; 0: all")
     ] = 0
-    device: Annotated[str, Meta(description="Device: cpu, cuda, cuda:1; auto: a GPU if there is one")] = "cpu"
+    device: Annotated[
+        str,
+        Meta(pattern=DEVICE, title=DEVICES, description="Device: cpu, cuda, cuda:1; auto: a GPU if there is one"),
+    ] = "cpu"
     precision: Annotated[
         Literal["float32", "bfloat16", "auto"],
         Meta(description="Precision of computation; weights stay float32; auto: bfloat16 on a GPU or if the processor has it"),

@@ -60,7 +60,7 @@ def configure_structlog(settings: LogSettings, stream: TextIO | None = None) -> 
     structlog.configure(
         processors=[RepeatedWarnings().process, *context, structlog.processors.add_log_level, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(settings.level),
-        logger_factory=structlog.PrintLoggerFactory(target),
+        logger_factory=structlog.WriteLoggerFactory(target),  # a line at once: other threads write, too
         cache_logger_on_first_use=False,
     )
     return context, rendering

@@ -39,4 +39,8 @@ def describe(error: BaseException) -> str:
     """One line: of what its tasks met, the first is nearest to the cause."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".rstrip(": ")
+    try:
+        words = str(error)
+    except Exception as unreadable:  # noqa: BLE001 - the exceptions of environments are anybody's code
+        words = f"(its text cannot be had: {type(unreadable).__name__})"
+    return f"{type(error).__name__}: {' '.join(words.split())[:500]}".rstrip(": ")

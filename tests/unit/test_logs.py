@@ -8,6 +8,7 @@ import logging
 import sys
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -18,7 +19,7 @@ from fleetbus.config.settings import LogSettings
 from fleetbus.core.episode.trace_ids import build_call_path, build_turn_path, compute_session_trace_id, span_id, trace_id
 from fleetbus.logs.setup import configure_logs, redact_event
 from fleetbus.logs.trace_context import name_episode
-from fleetbus.logs.uncaught import log_uncaught
+from fleetbus.logs.uncaught import describe, log_uncaught
 from fleetbus_schemas import EpisodeRequested, Task
 
 SEED = "S" + "UAB" * 19
@@ -137,6 +138,37 @@ def test_libraries_log_in_the_same_format() -> None:
         "some.library",
         "w",
     )
+
+
+def test_records_of_threads_do_not_tear_each_other(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w", buffering=1) as stream:
+        configure_logs(LogSettings(format="json"), stream=stream)
+
+        def write_own() -> None:
+            for _ in range(200):
+                structlog.get_logger().error("own", reason="x" * 20_000)  # more than a stream's buffer, as of a traceback
+
+        def write_librarys() -> None:
+            for number in range(1000):
+                logging.getLogger("library").warning("%d %s", number, "y" * 300)
+
+        threads = [threading.Thread(target=write) for write in (write_own, write_librarys) * 2]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert len(lines) == 2400 and all(json.loads(line) for line in lines)
+
+
+class UnreadableError(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no words")
+
+
+def test_an_error_without_words_or_whose_words_cannot_be_had_is_named() -> None:
+    assert describe(ValueError()) == "ValueError"
+    assert describe(ExceptionGroup("tasks", [UnreadableError()])) == "UnreadableError: (its text cannot be had: KeyError)"
 
 
 def test_records_of_an_episode_have_the_ids_of_its_trace() -> None:

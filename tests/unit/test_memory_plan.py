@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from fleetbus.config.engine_arguments import count_engine_gpus
@@ -14,8 +15,9 @@ from fleetbus.config.profile import replace_settings
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.errors import UserError
 from fleetbus_workers.cli.train.plan import command
+from fleetbus_workers.inference.torch.slots import SlotCache
 from fleetbus_workers.up import command as up
-from fleetbus_workers.up.memory import plan_engine, plan_learner, read_shape
+from fleetbus_workers.up.memory import TORCH_REMEMBERED_BYTES, plan_engine, plan_learner, plan_torch_engine, read_shape
 from fleetbus_workers.up.placement import place_roles
 from fleetbus_workers.up.plan import build_plan, format_plan
 from fleetbus_workers.up.profile import fit_machine
@@ -262,10 +264,26 @@ def test_a_small_model_is_sampled_on_the_only_gpu_and_a_large_one_beside_it(fold
         assert placement.learner == ("0",) and placement.inference == (("0",) if device == "cuda" else (),)
     fitted, _ = fit_machine(mine, {"inference.device": ""}, ("0",), GB80, small, starts=False)
     assert fitted.inference.device == "cpu"
-    longer = {"inference.max_model_len": 8192, "episode.max_episode_tokens": 8192, "inference.max_num_seqs": 56}
+    longer = {"inference.max_model_len": 8192, "episode.max_episode_tokens": 8192, "inference.max_num_seqs": 16}
     forced = replace_settings(fitted, {"inference.device": "cuda", **longer})
     (shortage,) = build_plan(small, forced, place_roles(forced, ("0",)), GB80).shortages
     assert shortage.startswith("roles that share a GPU need ") and "inference.device = cpu" in shortage
+
+
+def test_engine_torch_is_planned_with_what_its_slots_hold_once_one_history_is_long() -> None:
+    shape = read_shape(MODELS["Qwen/Qwen3-8B"])
+    settings = {"inference.max_model_len": 2048, "episode.max_episode_tokens": 2048, "inference.max_num_seqs": 4}
+    planned = plan_torch_engine(shape, replace_settings(Configuration(), settings)).parts["cache"] - TORCH_REMEMBERED_BYTES
+    cache = SlotCache(4, 2048, spare=1)
+    place: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("meta")}
+    heads = (shape.layers, 0, shape.kv_heads)
+    cache.add((*heads, shape.head_dim, 0), slot=1, time=4, **place)
+    cache.add((*heads, 0, shape.head_dim), slot=1, time=3, **place)
+    cache.reserve(1100)
+    before = sum(block.tensor.nbytes for block in cache.blocks)
+    cache.reserve(2048)
+    held = sum(block.tensor.nbytes for block in cache.blocks)
+    assert held <= held + before / 2 <= planned < 2 * held, "the last block that grows is there twice"
 
 
 def test_lines_name_what_does_not_fit(folder: Path) -> None:

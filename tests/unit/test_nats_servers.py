@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
+import time
 from typing import Any
 
 import pytest
 
 from fleetbus.errors import UserError
+from fleetbus_workers.observe.run import nats_http
 from fleetbus_workers.observe.run.nats_http import Client, NatsServer, StreamBytes
 from fleetbus_workers.observe.run.nats_servers import combine, parse_monitoring_addresses, read_nats_servers
 
@@ -67,3 +72,54 @@ def test_of_several_addresses_where_nobody_answers_each_is_named() -> None:
 def test_more_servers_than_are_asked_are_refused() -> None:
     with pytest.raises(UserError, match="17 addresses of one cluster; give 16 at most"):
         parse_monitoring_addresses(",".join(f"http://10.0.0.{number}:8222" for number in range(17)))
+
+
+def test_one_server_under_two_addresses_counts_once() -> None:
+    twice = build_server("a", id="NA", storage_problem="no space left on device")
+    seen = combine([twice, build_server("b", id="NB", leads=True), twice])
+    assert (seen.connections, seen.name, len(seen.clients)) == (6, "a,b", 2)
+    assert not seen.storage_problem, "one of two stores nothing"
+
+
+def answer_as(*parts: bytes, pause: float = 0.0) -> tuple[str, threading.Thread]:
+    """The address of a server that says this to who connects, once, whatever is asked."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def say() -> None:
+        with listener:
+            listener.settimeout(10)
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(4096)
+                for part in parts:
+                    connection.sendall(part)
+                    time.sleep(pause)
+
+    thread = threading.Thread(target=say)
+    thread.start()
+    return f"http://127.0.0.1:{listener.getsockname()[1]}", thread
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ((b'INFO {"server_id":"N"} \r\n',), "the endpoint is not a nats-server"),  # the port of its clients
+        ((b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 200_000,), "the endpoint is not a nats-server"),
+        ((b"HTTP/1.1 200 OK\r\n\r\n", *(b" " for _ in range(30))), "timed out"),
+    ],
+)
+def test_what_speaks_otherwise_or_never_ends_is_unknown_and_no_error(
+    said: tuple[bytes, ...], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nats_http, "ANSWER_SECONDS", 0.3)
+    url, thread = answer_as(*said, pause=0.1 if len(said) > 1 else 0.0)
+    begun = time.monotonic()
+    assert read_nats_servers(url, "r").problem == f"no server monitoring at {url}: {problem}"
+    assert time.monotonic() - begun < 2
+    thread.join()
+
+
+def test_numbers_that_are_none_are_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nats_http, "_fetch", lambda url, endpoint: {"connections": [], "server_name": "a"})
+    problem = read_nats_servers("http://h:1", "r").problem
+    assert problem == "http://h:1 does not answer as nats-server does (ValidationError)"

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
+from fleetbus.config.load import load_configuration
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, InferenceSettings, TrainerSettings
 from fleetbus.errors import UserError
@@ -54,6 +55,23 @@ def test_engines_torch_have_gpus_of_their_own_where_there_are_enough_and_share_t
     assert (placement.learner, placement.inference, placement.processes) == (learner, engines, len(learner))
     with pytest.raises(UserError, match=r"inference\.device = cuda: no GPU is visible here"):
         place_roles(Configuration(inference=replace_device(wanted, "cuda")), ())
+
+
+def test_gpus_by_number_are_for_all_roles_or_none_and_have_to_be_there() -> None:
+    wanted = configured("torch", device="cuda:0")
+    by_number = msgspec.structs.replace(wanted, inference=replace_device(wanted, "cuda:1"))
+    assert not place_roles(by_number, ("0", "1")).decided
+    with pytest.raises(UserError, match=r"^trainer\.device = cuda:0: no GPU is visible here; set trainer\.device = cpu"):
+        place_roles(by_number, ())
+    mixed = msgspec.structs.replace(configured("torch"), inference=by_number.inference)
+    with pytest.raises(UserError, match=r"^inference\.device = cuda:1: `up` gives each role GPUs"):
+        place_roles(mixed, ("0", "1"))
+
+
+@pytest.mark.parametrize("setting", ["trainer.device", "inference.device"])
+def test_a_device_that_torch_does_not_have_is_refused_where_it_is_set(setting: str) -> None:
+    with pytest.raises(UserError, match="it takes auto, cpu, cuda, or a GPU by its number"):
+        load_configuration(flags={setting: "gpu"})
 
 
 def replace_device(configuration: Configuration, device: str) -> InferenceSettings:

@@ -13,7 +13,7 @@ import pytest
 
 from fleetbus.errors import BusClosed, RequestUnanswered, UserError
 from fleetbus_workers.cli.roles import role as roles
-from fleetbus_workers.command.exit_status import CRASHED, REFUSED
+from fleetbus_workers.command.exit_status import CRASHED, INTERRUPTED, REFUSED
 
 CLOSED, UNANSWERED = BusClosed("the connection is closed"), RequestUnanswered("no answer")
 
@@ -36,6 +36,19 @@ def test_a_role_whose_connection_is_closed_for_good_ends_with_one_line(
 ) -> None:
     said = run_until(error, monkeypatch, capsys)
     assert said.count("closed for good") == 1 and "Traceback" not in said
+
+
+def test_a_json_log_says_that_a_role_was_interrupted_while_it_was_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        *_, last = run_as_json(monkeypatch, capsys, INTERRUPTED, import_work=interrupt)
+    except KeyboardInterrupt:
+        pytest.fail("no record: pytest itself would end by this")
+    assert (last["event"], last["reason"]) == ("stopped: interrupted", "SIGINT")
 
 
 def test_a_fault_is_shown_although_the_connection_closed_as_well(

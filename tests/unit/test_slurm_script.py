@@ -36,6 +36,10 @@ SCANCEL = """#!/bin/bash
 echo "scancel $*" >> calls
 kill -TERM "$(cat step)"
 """
+SLEEP = """#!/bin/bash
+[ -f notice ] && kill -TERM "$PPID"
+exit 0
+"""
 RUNNING, PREEMPTED = "JobState=RUNNING PreemptTime=None", "JobState=RUNNING PreemptTime=2026-11-27T16:37:19"
 CANCELLED = "JobState=COMPLETING PreemptTime=2026-11-27T16:37:19"
 
@@ -44,7 +48,7 @@ def start(folder: Path, job: str) -> subprocess.Popen[bytes]:
     (folder / "job").write_text(job)
     os.mkfifo(folder / "pipe")
     srun = SRUN.replace("trap", "echo $$ > step\ntrap", 1)
-    for name, text in (("scontrol", SCONTROL), ("srun", srun), ("scancel", SCANCEL), ("sleep", "#!/bin/bash\nexit 0\n")):
+    for name, text in (("scontrol", SCONTROL), ("srun", srun), ("scancel", SCANCEL), ("sleep", SLEEP)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     variables = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "FLEETBUS_NATS_URL": "nats://h"}
@@ -82,6 +86,13 @@ def test_a_notice_before_the_time_limit_drains_the_worker_and_queues_the_job_aga
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
+    assert read_calls(tmp_path) == [WORKER, "scancel --quiet --signal=TERM 7", "scontrol requeue 7"]
+
+
+def test_a_notice_between_two_workers_begins_no_other_one(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("3\n")
+    (tmp_path / "notice").touch()
+    assert start(tmp_path, RUNNING).wait(20) == 0
     assert read_calls(tmp_path) == [WORKER, "scancel --quiet --signal=TERM 7", "scontrol requeue 7"]
 
 

@@ -67,6 +67,7 @@ async def test_captured_steps_sample_what_others_do_however_many_rows_there_are(
         found = await play_all(sampler, 60)
     shapes = {tuple(logits.shape) for logits in captures}
     assert {8, 16, 24} >= {rows for rows, _ in shapes} and len(captures) < 20
+    assert len({logits.untyped_storage().data_ptr() for logits in captures}) == 1, "graphs share what only one uses at a time"
     monkeypatch.undo()
     async with open_engine(folder, slots=24) as sampler:
         expected = await play_all(sampler, 60)

@@ -27,6 +27,12 @@ FRAGMENT_SHARE = 0.05
 TORCH_COPIES = 4
 """Of the weights in engine torch, at most."""
 
+TORCH_GROWTH = 1.5
+"""Times the keys and values of engine torch, while those grow by copying: the larger ones and half of what they replace."""
+
+TORCH_REMEMBERED_BYTES = 5 << 28
+"""Of keys and values that engine torch keeps of histories and prompts beside those of its sequences."""
+
 ENGINE_OVERHEAD = 3 << 30
 RUNTIME_BYTES = 2 << 30
 """Assumed, not measured: vLLM's activations and CUDA graphs; of any process the CUDA context, NCCL's buffers, fragments."""
@@ -193,11 +199,12 @@ def plan_engine(shape: ModelShape, configuration: Configuration, memory: int) ->
 
 def plan_torch_engine(shape: ModelShape, configuration: Configuration) -> Parts:
     """An engine torch on a GPU while it takes over weights: those that it was opened with, those that it computes with, those
-    that came and what is made of them, and keys and values in float32 of as many sequences as it decodes, of half the length
-    that they may have."""
+    that came and what is made of them, and keys and values in float32 of as many sequences as it decodes and a spare one. Each
+    has room for the longest that was ever decoded, which is given out by doubling."""
     inference = configuration.inference
-    length = min(inference.max_model_len, configuration.episode.max_episode_tokens) // 2
-    cache = inference.max_num_seqs * length * shape.count_cached() * MASTER_BYTES
+    length = min(inference.max_model_len, 2 * configuration.episode.max_episode_tokens)
+    held = (inference.max_num_seqs + 1) * length * shape.count_cached() * MASTER_BYTES
+    cache = int(TORCH_GROWTH * held) + TORCH_REMEMBERED_BYTES
     parts = {"weights": TORCH_COPIES * MASTER_BYTES * shape.parameters, "cache": cache, "runtime": RUNTIME_BYTES}
     return Parts(name="inference", parts=parts, note=f"cache for {inference.max_num_seqs} sequences of {length:,} tokens")
 

@@ -92,16 +92,18 @@ def place_roles(configuration: Configuration, gpus: Sequence[str]) -> Placement:
     processes = trainer.processes
     trains_there = local and trainer.device in ("auto", "cuda")
     samples_there = inference.engine == "vllm" or (inference.engine == "torch" and inference.device in ("auto", "cuda"))
+    devices = {"trainer.device": trainer.device if local else ""}
+    devices["inference.device"] = inference.device if inference.engine == "torch" else ""
     if not gpus or not (trains_there or samples_there):
-        if local and trainer.device == "cuda":
-            raise UserError(
-                "trainer.device = cuda: no GPU is visible here; set trainer.device = cpu, or see CUDA_VISIBLE_DEVICES"
-            )
-        if inference.engine == "torch" and inference.device == "cuda":
-            raise UserError(
-                "inference.device = cuda: no GPU is visible here; set inference.device = cpu, or see CUDA_VISIBLE_DEVICES"
-            )
+        for name, device in devices.items():
+            if device.startswith("cuda") and not gpus:
+                raise UserError(f"{name} = {device}: no GPU is visible here; set {name} = cpu, or see CUDA_VISIBLE_DEVICES")
         return Placement(processes=max(processes, 1))
+    for name, device in devices.items():
+        if device.startswith("cuda:"):
+            raise UserError(
+                f"{name} = {device}: `up` gives each role GPUs, which it counts from 0; set cuda, or name the other role's too"
+            )
     engines = inference.workers if samples_there else 0
     each = count_engine_gpus(inference.vllm) if inference.engine == "vllm" else 1
     if engines and inference.engine == "torch" and len(gpus) < engines + trains_there:

@@ -142,7 +142,7 @@ def _count_checkpoint(plan: Plan) -> int:
 
 def _advise(role: str, part: str) -> str:
     if role == "inference":
-        return "a shorter inference.max_model_len or inference.kv_cache_mib; a model shared by several GPUs is not supported"
+        return "lower inference.max_model_len, inference.max_num_seqs or, with vLLM, inference.kv_cache_mib"
     if part in ("activations", "logits"):
         return "lower trainer.token_budget, or set trainer.gradient_checkpointing = true"
     offload = "trainer.offload_optimizer = true, " if part == "optimizer" else ""

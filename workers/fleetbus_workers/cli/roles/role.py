@@ -104,6 +104,11 @@ def run_process(
         if not is_json and (is_bad_input(error) or not is_prepared):
             raise
         return log_end(error)
+    except KeyboardInterrupt:  # before its work began, or after: in between signals drain it
+        if not is_json:
+            raise
+        structlog.get_logger().warning("stopped: interrupted", reason="SIGINT")
+        return INTERRUPTED
 
 
 def log_end(error: Exception) -> int:

@@ -53,6 +53,8 @@ class CapturedSteps:
         self._device = keys.tensor.device
         self._capture = capture or GraphCapture(self._device)
         self._group_numbers = torch.arange(groups, device=self._device)
+        self._logits = torch.empty((cache.slots, weights.head.shape[1]), device=self._device)
+        """Of whichever graph was replayed last: each has a different number of rows or tokens, and a vocabulary is large."""
         self._capacity = 0
         self._replays: dict[tuple[int, int], Callable[[Batch], torch.Tensor]] = {}
 
@@ -82,7 +84,8 @@ class CapturedSteps:
             ids, positions, slots = given.unbind()
             lanes = slots[:, None] * len(self._group_numbers) + self._group_numbers
             tokens = Tokens(ids, lanes, positions, rows, longest, 0, [], [], [])
-            return compute_logits(self._weights, tokens, self._keys.tensor, self._values.tensor)
+            computed = compute_logits(self._weights, tokens, self._keys.tensor, self._values.tensor)
+            return self._logits[:rows].copy_(computed)
 
         fill(first)
         logits, replay = self._capture(compute)

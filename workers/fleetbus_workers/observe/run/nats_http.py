@@ -7,7 +7,9 @@ why. Fields as of nats-server 2.15 (docs.nats.io/running-a-nats-service/nats_adm
 
 from __future__ import annotations
 
+import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
@@ -75,6 +77,8 @@ class NatsServer(msgspec.Struct, frozen=True, kw_only=True):
     ``consumers`` as JetStream lists them."""
 
     name: str = ""
+    id: str = ""
+    """Of the process: no other server has it, under whatever address."""
     version: str = ""
     started: str = ""
     uptime: str = ""
@@ -119,8 +123,9 @@ def read_nats_server(url: str | None, run: str, *, consumers: bool = False) -> N
         clients = _fetch(url, f"connz?state=open&sort=pending&limit={CLIENTS}").get("connections") or []
         closed = _fetch(url, f"connz?state=closed&limit={CLIENTS}").get("connections") or []
         details = _fetch(url, f"jsz?streams=true&consumers={str(consumers).lower()}").get("account_details") or []
-        return NatsServer(
+        found = NatsServer(
             name=str(about.get("server_name", "")),
+            id=str(about.get("server_id", "")),
             version=str(about.get("version", "")),
             started=str(about.get("start", "")),
             uptime=str(about.get("uptime", "")),
@@ -134,9 +139,10 @@ def read_nats_server(url: str | None, run: str, *, consumers: bool = False) -> N
             consumers=tuple(_parse_consumers(details, run)),
             storage_problem=_fetch_storage_problem(url),
         )
+        return msgspec.convert(msgspec.to_builtins(found), NatsServer)  # a number is one, whatever answered
     except _EndpointUnavailable as silent:
         return NatsServer(problem=f"no server monitoring at {strip_credentials(url)}: {silent}")
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, msgspec.ValidationError) as error:
         return NatsServer(problem=f"{strip_credentials(url)} does not answer as nats-server does ({type(error).__name__})")
 
 
@@ -147,17 +153,28 @@ class _EndpointUnavailable(Exception):
 def _fetch(url: str, endpoint: str) -> dict[str, Any]:
     try:
         with _OPENER.open(f"{url}/{endpoint}", timeout=ANSWER_SECONDS) as answer:
-            content = json.loads(answer.read(MAX_ANSWER_BYTES))
+            content = json.loads(_read(answer))
     except urllib.error.HTTPError as error:
         raise _EndpointUnavailable(f"status {error.code}") from error
     except OSError as error:
         reason = getattr(error, "reason", error)
         raise _EndpointUnavailable(getattr(reason, "strerror", None) or str(reason) or "no answer") from error
-    except ValueError as error:
+    except (ValueError, RecursionError, http.client.HTTPException) as error:  # as of a port that speaks no HTTP
         raise _EndpointUnavailable("the endpoint is not a nats-server") from error
     if not isinstance(content, dict):
         raise _EndpointUnavailable("the endpoint is not a nats-server")
     return content
+
+
+def _read(answer: http.client.HTTPResponse) -> bytes:
+    """The body, as far as it may be long; what comes byte by byte takes no longer than what does not come."""
+    end, parts, left = time.monotonic() + ANSWER_SECONDS, [], MAX_ANSWER_BYTES
+    while left and (part := answer.read1(left)):
+        parts.append(part)
+        left -= len(part)
+        if time.monotonic() > end:
+            raise TimeoutError("timed out")
+    return b"".join(parts)
 
 
 def _fetch_storage_problem(url: str) -> str:
@@ -169,10 +186,10 @@ def _fetch_storage_problem(url: str) -> str:
     except urllib.error.HTTPError as error:
         try:
             said = str(json.loads(error.read(MAX_ANSWER_BYTES)).get("error", ""))
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, AttributeError, RecursionError, http.client.HTTPException):
             return ""
         return said.rpartition(": ")[2] if WRITE_ERROR in said else ""
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return ""
 
 

@@ -42,14 +42,14 @@ def read_nats_servers(urls: str | None, run: str, *, consumers: bool = False) ->
 
 
 def combine(servers: Sequence[NatsServer]) -> NatsServer:
-    """The servers as one. A log with copies is stored as long as most of its servers store: until then a full disk is a problem
-    of its server alone."""
-    answered = [each for each in servers if not each.problem]
+    """The servers as one; one that answers under two addresses counts once. A log with copies is stored as long as most of its
+    servers store: until then a full disk is a problem of its server alone."""
+    answered = list({each.id or number: each for number, each in enumerate(servers) if not each.problem}.values())
     silent = [each.problem for each in servers if each.problem]
     if not answered:
         return NatsServer(problem="; ".join(silent))
     full = [each for each in answered if each.storage_problem]
-    is_stopped = 2 * len(full) > len(servers)
+    is_stopped = 2 * len(full) > len(answered) + len(silent)
     failing = [f"{each.name} stores nothing since a write failed ({each.storage_problem})" for each in full]
     return NatsServer(
         name=",".join(each.name for each in answered),
