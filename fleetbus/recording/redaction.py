@@ -16,6 +16,7 @@ from fleetbus.bus.base import StreamEntry
 from fleetbus.config.load import strip_credentials
 from fleetbus.logs.secret_formats import FORMAT, REDACTED, redact_formats
 from fleetbus.logs.setup import SECRET_WORDS
+from fleetbus_schemas.message import UNREADABLE
 
 SHORTEST_KNOWN_SECRET = 8
 """Shorter values of secret keys are not searched for elsewhere: they would hit innocent text."""
@@ -77,15 +78,16 @@ class Redactor:
             return entry
         try:
             content = msgspec.msgpack.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            if not isinstance(content, dict):
+                return self._replace_unreadable(entry)
+            cleaned = self._clean_message(content)
+            if cleaned == content:
+                return entry
+            written = msgspec.msgpack.encode(cleaned)
+        except UNREADABLE:  # also values in values that decode, and are too deep for us
             return self._replace_unreadable(entry)
-        if not isinstance(content, dict):
-            return self._replace_unreadable(entry)
-        cleaned = self._clean_message(content)
-        if cleaned == content:
-            return entry
         self.redacted += 1
-        return msgspec.structs.replace(entry, payload=msgspec.msgpack.encode(cleaned))
+        return msgspec.structs.replace(entry, payload=written)
 
     def finds_secret(self, content: bytes) -> bool:
         """True if a secret can be read in a file's bytes. Compressed content and pixels are not inspected."""
