@@ -6,7 +6,6 @@ guesses those.
 
 from __future__ import annotations
 
-import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +17,10 @@ from fleetbus.errors import UserError
 from fleetbus.log.archive_format import BEGUN, CONTINUED, MAGIC, ArchiveDamaged, build_segment_path, encode_frame
 from fleetbus.log.archive_reader import read_archive
 from tests.fuzz.mutation import write_msgpack
-from tests.fuzz.targets import ROOT
+from tests.fuzz.targets import ROOT, make_folder
 
 TREE = (msgspec.msgpack.decode, msgspec.msgpack.encode)
-_FOLDER = tempfile.TemporaryDirectory(prefix="fleetbus-fuzz-")
+_FOLDER = make_folder()
 
 
 def run(data: bytes) -> None:

@@ -6,6 +6,7 @@ The first byte of an input chooses the parser (its lowest bit) and how many byte
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from functools import cache
 from typing import Any
@@ -175,9 +176,7 @@ class Server:
 @cache
 def build_protocols() -> list[Any]:
     """The protocols with limits of their own."""
-    return [
-        type(parser.__name__, (parser,), {"bounds": BOUNDS, "waiting": protocol_choice.OrderedDict()}) for parser in PARSERS
-    ]
+    return [type(parser.__name__, (parser,), {"bounds": BOUNDS, "waiting": OrderedDict()}) for parser in PARSERS]
 
 
 @cache

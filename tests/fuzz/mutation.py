@@ -94,7 +94,7 @@ def _tweak(container: Any, key: Any, random: Random, places: list[Place]) -> Non
         container[key] = value + random.choice((-1, 1, 2**32)) if random.random() < 0.7 else -value
     elif isinstance(value, (str, bytes)):
         place = random.randrange(len(value) + 1)
-        piece = random.choice([each for each in SCALARS if isinstance(each, type(value))])
+        piece: Any = random.choice([each for each in SCALARS if isinstance(each, type(value))])
         container[key] = value[:place] + piece + value[place + random.choice((0, 1, 9)) :]
 
 

@@ -6,7 +6,6 @@ these are encoded, compressed and framed with right check sums, which no fuzzer 
 
 from __future__ import annotations
 
-import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,9 +34,9 @@ from fleetbus_workers.cli.look.transcript import build_facts
 from fleetbus_workers.observe.run.state import RunState
 from fleetbus_workers.observe.tracing.fold import LogTraces
 from tests.fuzz.mutation import write_msgpack
-from tests.fuzz.targets import ROOT
+from tests.fuzz.targets import ROOT, make_folder
 
-_FOLDER = tempfile.TemporaryDirectory(prefix="fleetbus-fuzz-")
+_FOLDER = make_folder()
 
 
 def run(data: bytes) -> None:

@@ -98,7 +98,7 @@ def run_slice(name: str, seconds: float, tally: Tally) -> Tally:
 
 def run_fuzzer(name: str, words: list[str]) -> None:
     """The process that fuzzes: does not return."""
-    import atheris  # of .venv-fuzz alone
+    import atheris  # type: ignore[import-untyped,import-not-found]  # of .venv-fuzz alone
 
     logging.disable(logging.CRITICAL)
     with atheris.instrument_imports(include=list(PACKAGES)):
@@ -110,7 +110,7 @@ def run_fuzzer(name: str, words: list[str]) -> None:
         if fault := find_fault(target, data):
             keep_smallest(found, data, fault)
 
-    parse, write = target.TREE if hasattr(target, "TREE") else (None, None)
+    parse, write = getattr(target, "TREE", (None, bytes))
 
     def mutate(data: bytes, max_size: int, seed: int) -> bytes:
         chance = random.Random(seed)

@@ -9,6 +9,8 @@ See docs/decisions/0239-fuzzing-guided-by-coverage.md.
 from __future__ import annotations
 
 import importlib
+import os
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator
@@ -32,6 +34,12 @@ MAX_SECONDS = 5.0
 """CPU time of one input."""
 
 OWN = tuple(f"{ROOT}/{folder}/" for folder in ("schemas", "fleetbus", "workers"))
+
+
+def make_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for files that an input becomes, in memory where that is possible: opening files takes longer than reading them."""
+    memory = Path("/dev/shm")
+    return tempfile.TemporaryDirectory(prefix="fleetbus-fuzz-", dir=memory if os.access(memory, os.W_OK) else None)
 
 
 def load_target(name: str) -> ModuleType:

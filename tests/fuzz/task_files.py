@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ from fleetbus.errors import UserError
 from fleetbus.tasks.files import build_task_entry, check_verifiers, list_forgeable_verifiers, load_dataset
 from fleetbus.tasks.harbor import check_harbor
 from tests.fuzz.mutation import DEPTH, write_json
+from tests.fuzz.targets import make_folder
 
 TREE = (json.loads, write_json)
-_FOLDER = tempfile.TemporaryDirectory(prefix="fleetbus-fuzz-")
+_FOLDER = make_folder()
 
 TOML = """
 schema_version = "1.4"

@@ -35,7 +35,7 @@ def server_options(function: Callable[..., object]) -> Callable[..., Any]:
     """Decorator: a server whose runs are meant, and not those of a folder."""
     url = click.option("--nats", "nats__url", metavar="URL", help="Use the runs on this server instead of a folder")
     auth = click.option(
-        "--nats-auth", "nats__auth", metavar="FOLDER", help="Folder with key and certificates (fleetbus auth init)"
+        "--nats-auth", "nats__auth", metavar="PATH", help="Folder with keys (fleetbus auth init), or a .creds file"
     )
     return url(auth(function))
 
