@@ -28,7 +28,7 @@ from tests.fuzz.mutation import mutate_tree
 from tests.fuzz.targets import CORPORA, MAX_INPUT_BYTES, ROOT, TARGETS, find_fault, list_kept, load_target
 
 BUILD = ROOT / "build/fuzz"
-SLICE_SECONDS = 600
+SLICE_SECONDS = 900
 """A process is replaced after so long: what libraries keep for good is no leak of ours."""
 
 MEMORY_MB = 1024

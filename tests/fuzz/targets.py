@@ -37,7 +37,7 @@ OWN = tuple(f"{ROOT}/{folder}/" for folder in ("schemas", "fleetbus", "workers")
 
 
 def make_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for files that an input becomes, in memory where that is possible: opening files takes longer than reading them."""
+    """A folder for files that an input becomes, in memory where that is possible: opening files takes longer than reading."""
     memory = Path("/dev/shm")
     return tempfile.TemporaryDirectory(prefix="fleetbus-fuzz-", dir=memory if os.access(memory, os.W_OK) else None)
 
