@@ -24,7 +24,7 @@ SHORTEST_KNOWN_SECRET = 8
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]{0,31}://[^\s/@\"'<>]+@[^\s\"'<>]+")
 _WORDS = "|".join(word.replace("_", "[_-]?") for word in SECRET_WORDS if word not in ("seed", "credential"))
 _ASSIGNED = re.compile(
-    rf"(?i)([\w-]{{0,64}}(?:{_WORDS}|access[_-]?token|auth[_-]?token)[\w-]*[\"']?\s*[:=]\s*[\"']?)([^\s\"',;}}\]]{{4,}})"
+    rf"(?i)((?:{_WORDS}|access[_-]?token|auth[_-]?token)[\w-]{{0,64}}[\"']?\s*[:=]\s*[\"']?)([^\s\"',;}}\]]{{4,}})"
 )
 _MARKS = b"""
     api authorization cookie credential passw private secret :// sk- hf_ akia asia a3t abia acca xox xapp- eyj aiza ya29. 1//0
