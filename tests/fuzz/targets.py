@@ -25,7 +25,7 @@ CRASHES = HERE / "crashes"
 """Inputs that once were findings, in a folder per target, each by the name of what it did."""
 
 CORPORA = HERE / "corpora"
-"""Inputs that together reach what fuzzing has reached so far: a ZIP file per target."""
+"""The smallest inputs that reached something new: a ZIP file per target."""
 
 MAX_INPUT_BYTES = 1 << 14
 """Of targets that say nothing else."""
