@@ -67,7 +67,7 @@ class Redactor:
     def __init__(self, known: Iterable[str] = ()) -> None:
         self._known = {value for value in known if len(value) >= SHORTEST_KNOWN_SECRET}
         self._known_bytes = _compile_alternatives(self._known)
-        self._wiped: set[tuple[str, int]] = set()
+        self._wiped: set[tuple[str, str]] = set()
         self.redacted = 0
 
     def clean(self, entry: StreamEntry) -> StreamEntry:
@@ -120,13 +120,13 @@ class Redactor:
 
     def _clean_message(self, content: dict[str, Any]) -> dict[str, object]:
         cleaned: dict[str, Any] = self.clean_value("", content)
-        turn = (content.get("episode_id", ""), content.get("turn", 0))
+        turn = str(content.get("episode_id", "")), str(content.get("turn", 0))  # which may be anything
         match content.get("type"):
             case "Observation" if cleaned != content:
                 self._wiped.add(turn)
             case "Action":
                 wipe = _TOKEN_FIELDS if cleaned != content else _TOKEN_FIELDS[:1] if turn in self._wiped else ()
-                cleaned |= {field: bytes(len(content[field])) for field in wipe if content.get(field)}
+                cleaned |= {field: _wipe(content[field]) for field in wipe if content.get(field)}
             case "EpisodeFinished":
                 self._wiped = {each for each in self._wiped if each[0] != turn[0]}
         return cleaned
@@ -162,6 +162,10 @@ def _is_text(content: bytes) -> bool:
 def find_environment_secrets(variables: Mapping[str, str]) -> list[str]:
     """Values of environment variables whose names are those of secrets."""
     return [value for name, value in variables.items() if _is_secret(name) and not value.startswith(("/", "."))]
+
+
+def _wipe(tokens: object) -> bytes:
+    return bytes(len(tokens)) if isinstance(tokens, bytes) else b""
 
 
 def is_wiped(ids: bytes) -> bool:

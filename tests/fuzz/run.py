@@ -80,6 +80,7 @@ def run_slice(name: str, seconds: float, tally: Tally) -> Tally:
         f"-max_total_time={max(int(seconds), 1)}",
         f"-rss_limit_mb={MEMORY_MB}",
         f"-timeout={HANG_SECONDS}",
+        f"-report_slow_units={HANG_SECONDS}",
         f"-max_len={getattr(load_target(name), 'MAX_BYTES', MAX_INPUT_BYTES)}",
         f"-artifact_prefix={folder}/stopped/",
         "-print_final_stats=1",
