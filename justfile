@@ -145,6 +145,13 @@ soak-deployed minutes="120":
 upgrade *arguments:
     .venv/bin/pytest -n0 -q -s -m slow tests/system/test_rolling_upgrade.py {{arguments}}
 
+# What reads the bytes of others - messages, recordings, archives, http_reader, task_files, dialects, or all - fuzzed for so many
+# seconds each, guided by coverage, in a separate environment; what it found is named, and is in build/fuzz
+fuzz target="all" seconds="60" *arguments:
+    test -d .venv-fuzz || python3 -m venv .venv-fuzz
+    .venv-fuzz/bin/pip install -q -c constraints.txt -e '.[test]' 'atheris>=3,<4'
+    .venv-fuzz/bin/python -m tests.fuzz.run {{target}} {{seconds}} {{arguments}}
+
 # Kill and pause real processes: for a minute as a test, then for two minutes per seed, with figures: `just chaos 1 2 3`
 chaos *seeds="1":
     .venv/bin/pytest -q -n0 -m chaos tests/system/test_chaos.py

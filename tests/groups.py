@@ -96,6 +96,7 @@ GROUPS = {
     "compose": Group("test-compose", 40, lacks_compose),
     "pythons": Group("test-pythons", 40),
     "attacks": Group("attacks", 40),
+    "fuzz": Group("fuzz all 600", 75),
     "upgrade": Group("upgrade", 10),
     "slow": Group("test-slow", 120),
     "chaos": Group("chaos 1", 20),

@@ -24,6 +24,7 @@ from fleetbus.bus.base import StreamEntry
 from fleetbus.core.audit.books import Audit
 from fleetbus.errors import UserError
 from fleetbus.files import replace_file
+from fleetbus_schemas.message import UNREADABLE
 
 _MAGIC = b"fleetbus audit state\n"
 _DIGEST_BYTES = 32
@@ -83,7 +84,7 @@ def read_audit_state(file: Path, run: str) -> tuple[Audit, LogPosition] | None:
             raise UserError(f"{file} is of run {state.run}: give another --state for run {run}")
         with _without_garbage_collection():
             return Audit.decode(state.books), state.position
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise UserError(f"{file} cannot be read ({error}): {again}") from error
 
 

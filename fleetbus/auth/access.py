@@ -18,6 +18,7 @@ class Access(TypedDict, total=False):
     """Arguments of `fleetbus.bus.nats.connect`; empty where nothing is asked."""
 
     nkey_seed: Path
+    credentials: Path
     tls: ssl.SSLContext
     user: str
     narrow: bool
@@ -25,11 +26,21 @@ class Access(TypedDict, total=False):
     readers: tuple[str, ...]
 
 
+def is_credentials(auth: str) -> bool:
+    """True if the setting ``nats.auth`` names a file of credentials, and not a folder of keys."""
+    return Path(auth).expanduser().is_file() or auth.endswith(".creds")
+
+
 def build_access(role: str, folder: str, run: str) -> Access:
     """Access of a role, or of a command of that name, to a run. ``folder`` is the setting ``nats.auth``; empty: without keys
-    and TLS."""
+    and TLS. It may be a file of credentials, too: then the server's accounts are of another issuer, and all of the run is in
+    the account of that user (docs/decisions/0240-credentials-of-other-issuers.md)."""
     if not folder:
         return Access()
+    if is_credentials(folder):
+        from fleetbus.bus.nats.credentials import check_credentials  # nats-py, which the rest of this does without
+
+        return Access(credentials=check_credentials(Path(folder).expanduser()))
     user, files = get_user(role), AuthFolder(Path(folder).expanduser())
     key = files.key(run, user)
     for file, what in ((files.authority, "certificate authority"), (key, f"key of the user {user} of run {run}")):

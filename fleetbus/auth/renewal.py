@@ -16,6 +16,7 @@ from fleetbus.auth.certificates import Certificates, make_certificates, read_hos
 from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.secret_files import create_secret_file, lock_folder, replace_secret_file
 from fleetbus.errors import UserError
+from fleetbus_schemas.message import UNREADABLE
 
 NEXT = "certificates.next"
 
@@ -59,5 +60,5 @@ def _read_or_make(kept: Path, certificate: Path, days: int) -> Certificates:
         create_secret_file(kept, msgspec.json.encode(made))
     try:
         return msgspec.json.decode(kept.read_bytes(), type=Certificates)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise UserError(f"{kept} is not whole ({error}): remove it to begin the renewal anew") from error

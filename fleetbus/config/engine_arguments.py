@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from fleetbus.errors import UserError
+from fleetbus_schemas.message import UNREADABLE
 
 OWN_SETTINGS = {
     "model": "run.model",
@@ -30,7 +31,7 @@ def parse_engine_arguments(text: str) -> dict[str, Any]:
     """Parse the setting ``inference.vllm``. Raises `UserError` for what is no JSON object, or is not to be set there."""
     try:
         found = msgspec.json.decode(text, type=dict[str, Any]) if text.strip() else {}
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise UserError(f'inference.vllm = {text[:80]}: write a JSON object, such as {{"tensor_parallel_size": 2}}') from error
     for name in found:
         if name in OWN_SETTINGS:

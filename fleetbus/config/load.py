@@ -19,6 +19,7 @@ from fleetbus.config.check import check_configuration
 from fleetbus.config.fields import VARIABLE_PREFIX, InvalidValue, Setting, list_settings, tables
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.errors import UserError
+from fleetbus_schemas.message import UNREADABLE
 
 DEFAULT_FILE = "fleetbus.toml"
 """Read from the working folder when no file is named."""
@@ -84,7 +85,7 @@ def read_tables(file: Path) -> dict[str, object]:
         decoded = msgspec.json.decode(content) if file.suffix == ".json" else tomllib.loads(content.decode())
     except OSError as error:
         raise UserError(f"cannot read the configuration {file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, *UNREADABLE) as error:
         raise UserError(f"{file.name} cannot be parsed: {error}") from error
     if not isinstance(decoded, dict):
         raise UserError(f"{file.name} contains no tables")

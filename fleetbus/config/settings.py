@@ -66,8 +66,8 @@ class RunSettings(Settings, frozen=True, kw_only=True):
 class NatsSettings(Settings, frozen=True, kw_only=True):
     """The broker and the log."""
 
-    url: Annotated[str, Meta(description="Server to use; empty: `up` starts one")] = ""
-    auth: Annotated[str, Meta(description="Folder of `fleetbus auth init` with key and certificates; empty: neither")] = ""
+    url: Annotated[str, Meta(description="Server to use, or a context of the nats command line; empty: `up` starts one")] = ""
+    auth: Annotated[str, Meta(description="Folder of `fleetbus auth init`, or a .creds file; empty: neither")] = ""
     port: Annotated[int, Meta(ge=0, le=65535, description="Port of the server that `up` starts; 0: a free one")] = 0
     sync: Annotated[
         float, Meta(ge=0, description="Seconds of the log that a power failure may lose on that server; 0: none, but slower")

@@ -20,6 +20,7 @@ from fleetbus.interchange.times import parse_time
 from fleetbus.interchange.token_sequences import place_tokens
 from fleetbus.interchange.turn_facts import read_turn_facts
 from fleetbus_schemas import ChatMessage, SegmentOrigin
+from fleetbus_schemas.message import UNREADABLE
 
 MAX_DEPTH = 8
 """Sub-agents of sub-agents."""
@@ -46,7 +47,7 @@ def read_trajectory(data: bytes, place: str) -> ImportedEpisode:
     """The episode of a trajectory. Raises `UserError` for what is none."""
     try:
         root = _decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise UserError(f"{place} is no ATIF trajectory: {error}") from error
     reader = _Reader(place)
     reader.walk(root, 0)

@@ -14,7 +14,7 @@ from fleetbus.interchange.atif_export import build_calls
 from fleetbus.interchange.episode_facts import find_episode_id
 from fleetbus.interchange.segment_contents import iterate_prompts
 from fleetbus.interchange.times import format_time
-from fleetbus.recording.episodes import Transcript, TranscriptTurn
+from fleetbus.recording.episodes import MAX_SECONDS, Transcript, TranscriptTurn
 from fleetbus_schemas import Action, ToolSpec
 from fleetbus_schemas.tokens import count_tokens
 
@@ -93,7 +93,8 @@ def _join(spans: Iterator[Span]) -> Iterator[Span]:
 def _build_model(turn: TranscriptTurn, refs: list[Span], tools: tuple[ToolSpec, ...], answer: Any, began: int) -> Event:
     action = turn.action
     assert action is not None
-    model, took = answer["model"], max(action.seconds_generating, 0.0)
+    model = answer["model"]
+    took = action.seconds_generating if 0.0 <= action.seconds_generating < MAX_SECONDS else 0.0  # or any number
     shown, sampled = count_tokens(action.prompt_delta), count_tokens(action.sampled)
     output = {
         "model": model,

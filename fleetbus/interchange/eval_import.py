@@ -14,6 +14,7 @@ from fleetbus.interchange.imported import ImportedEpisode, ImportedTokens, Impor
 from fleetbus.interchange.times import parse_time
 from fleetbus.interchange.turn_facts import read_turn_facts
 from fleetbus_schemas import ChatMessage, SegmentOrigin, ToolSpec
+from fleetbus_schemas.message import UNREADABLE
 
 GRADES: Mapping[object, float] = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0, "yes": 1.0, "no": 0.0, "true": 1.0, "false": 0.0}
 """Values of scores that are no numbers, as Inspect counts them."""
@@ -63,7 +64,7 @@ def read_sample(data: bytes, place: str, *, score: str = "") -> ImportedEpisode:
         sample = _decode(data)
     except msgspec.ValidationError as error:
         raise UserError(f"{place} is no sample of Inspect: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise UserError(f"{place} is no JSON: {error}") from error
     if len(sample.messages) > MAX_MESSAGES:
         raise UserError(f"{place} has more than {MAX_MESSAGES} messages")

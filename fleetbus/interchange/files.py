@@ -14,6 +14,7 @@ from fleetbus.interchange.episode_facts import KEY, read_number, read_text
 from fleetbus.interchange.eval_file import iterate_samples
 from fleetbus.interchange.eval_import import read_sample
 from fleetbus.interchange.imported import ImportedEpisode
+from fleetbus_schemas.message import UNREADABLE
 
 MAX_LINE_BYTES = 256 << 20
 ZIP = b"PK"
@@ -75,7 +76,7 @@ def _add_verdict(episode: ImportedEpisode, path: Path) -> ImportedEpisode:
     try:
         with file.open("rb") as opened:
             trial = msgspec.json.decode(opened.read(MAX_LINE_BYTES), type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise UserError(f"{file} is no result of a trial: {error}") from error
     verdict = trial.get("verifier_result")
     rewards = verdict.get("rewards") if isinstance(verdict, dict) else None

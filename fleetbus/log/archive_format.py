@@ -18,6 +18,7 @@ import msgspec
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
+from fleetbus_schemas.message import UNREADABLE
 
 FORMAT = 2
 PLAIN_FORMAT = 1
@@ -117,7 +118,7 @@ def read_header(file: BufferedReader, segment: Path, run: str | None) -> int:
         raise TornRecord(0)
     try:
         header = _decode_header(read_frame(file))
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ArchiveDamaged(f"{segment} begins with what no recorder wrote: restore it from a copy") from error
     if header.format not in (FORMAT, PLAIN_FORMAT):
         raise UserError(f"{segment} has format {header.format}; this fleetbus reads up to {FORMAT}: upgrade it")
@@ -138,7 +139,7 @@ def read_entries(file: BufferedReader, format: int = FORMAT) -> Iterator[StreamE
             content = _decompress(stream, content[1:], offset)
         try:
             entry = _decode_entry(content)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise _refuse(file, offset) from error
         if not is_stored_subject(entry.subject):
             raise _refuse(file, offset)

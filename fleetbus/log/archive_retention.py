@@ -30,7 +30,7 @@ from fleetbus.log.archive_format import (
 )
 from fleetbus_schemas import LineageStarted, MalformedMessage
 from fleetbus_schemas.channels import STORED
-from fleetbus_schemas.message import decode_any
+from fleetbus_schemas.message import UNREADABLE, decode_any
 
 NOTE = "removed.json"
 HOUR_NS = 3_600_000_000_000
@@ -106,7 +106,7 @@ def parse_removed(content: bytes, where: str) -> Removed:
     """The note that was read from ``where``. Raises `ArchiveDamaged`."""
     try:
         return msgspec.json.decode(content, type=Removed)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ArchiveDamaged(f"{where} cannot be read: restore it from a copy") from error
 
 

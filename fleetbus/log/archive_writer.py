@@ -33,6 +33,7 @@ from fleetbus.log.archive_format import (
     replace_synced,
     sync_folder,
 )
+from fleetbus_schemas.message import UNREADABLE
 
 SEGMENT_BYTES = 64 << 20
 GUARD = "trimmed.json"
@@ -196,6 +197,6 @@ def _read_guard(folder: Path) -> int:
     with suppress(FileNotFoundError):
         try:
             return msgspec.json.decode((folder / GUARD).read_bytes(), type=Guard).trimmed
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise ArchiveDamaged(f"{folder / GUARD} cannot be read: restore it from a copy") from error
     return 0

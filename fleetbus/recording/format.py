@@ -25,6 +25,7 @@ from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
 from fleetbus.log.archive_format import ArchivedEntry, TornRecord, encode_frame, read_frame
 from fleetbus_schemas import MESSAGES
+from fleetbus_schemas.message import UNREADABLE
 from fleetbus_schemas.subjects import InvalidName, check_name
 
 FORMAT = 1
@@ -139,7 +140,7 @@ def read_start(file: BufferedReader, path: Path) -> RecordingHeader:
         raise RecordingDamaged(f"{path} is not a recording: create one with `fleetbus record RUN -o FILE{SUFFIX}`")
     try:
         header = _decode_header(read_frame(file))
-    except (TornRecord, msgspec.DecodeError) as error:
+    except (TornRecord, *UNREADABLE) as error:
         raise RecordingDamaged(f"{path} has no whole header: nothing of it can be read") from error
     if header.format != FORMAT:
         raise UserError(f"{path} has format {header.format}; this fleetbus reads {FORMAT}: upgrade it")
@@ -186,7 +187,7 @@ def _decode_part(kind: bytes, content: bytes, offset: int) -> Part:
         raise TornRecord(offset)
     try:
         part: Part = decoder(content)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise TornRecord(offset) from error
     return part
 

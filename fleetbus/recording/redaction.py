@@ -16,6 +16,7 @@ from fleetbus.bus.base import StreamEntry
 from fleetbus.config.load import strip_credentials
 from fleetbus.logs.secret_formats import FORMAT, REDACTED, redact_formats
 from fleetbus.logs.setup import SECRET_WORDS
+from fleetbus_schemas.message import UNREADABLE
 
 SHORTEST_KNOWN_SECRET = 8
 """Shorter values of secret keys are not searched for elsewhere: they would hit innocent text."""
@@ -23,7 +24,7 @@ SHORTEST_KNOWN_SECRET = 8
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]{0,31}://[^\s/@\"'<>]+@[^\s\"'<>]+")
 _WORDS = "|".join(word.replace("_", "[_-]?") for word in SECRET_WORDS if word not in ("seed", "credential"))
 _ASSIGNED = re.compile(
-    rf"(?i)([\w-]{{0,64}}(?:{_WORDS}|access[_-]?token|auth[_-]?token)[\w-]*[\"']?\s*[:=]\s*[\"']?)([^\s\"',;}}\]]{{4,}})"
+    rf"(?i)((?:{_WORDS}|access[_-]?token|auth[_-]?token)[\w-]{{0,64}}[\"']?\s*[:=]\s*[\"']?)([^\s\"',;}}\]]{{4,}})"
 )
 _MARKS = b"""
     api authorization cookie credential passw private secret :// sk- hf_ akia asia a3t abia acca xox xapp- eyj aiza ya29. 1//0
@@ -66,7 +67,7 @@ class Redactor:
     def __init__(self, known: Iterable[str] = ()) -> None:
         self._known = {value for value in known if len(value) >= SHORTEST_KNOWN_SECRET}
         self._known_bytes = _compile_alternatives(self._known)
-        self._wiped: set[tuple[str, int]] = set()
+        self._wiped: set[tuple[str, str]] = set()
         self.redacted = 0
 
     def clean(self, entry: StreamEntry) -> StreamEntry:
@@ -77,15 +78,16 @@ class Redactor:
             return entry
         try:
             content = msgspec.msgpack.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            if not isinstance(content, dict):
+                return self._replace_unreadable(entry)
+            cleaned = self._clean_message(content)
+            if cleaned == content:
+                return entry
+            written = msgspec.msgpack.encode(cleaned)
+        except UNREADABLE:  # also values in values that decode, and are too deep for us
             return self._replace_unreadable(entry)
-        if not isinstance(content, dict):
-            return self._replace_unreadable(entry)
-        cleaned = self._clean_message(content)
-        if cleaned == content:
-            return entry
         self.redacted += 1
-        return msgspec.structs.replace(entry, payload=msgspec.msgpack.encode(cleaned))
+        return msgspec.structs.replace(entry, payload=written)
 
     def finds_secret(self, content: bytes) -> bool:
         """True if a secret can be read in a file's bytes. Compressed content and pixels are not inspected."""
@@ -118,13 +120,13 @@ class Redactor:
 
     def _clean_message(self, content: dict[str, Any]) -> dict[str, object]:
         cleaned: dict[str, Any] = self.clean_value("", content)
-        turn = (content.get("episode_id", ""), content.get("turn", 0))
+        turn = str(content.get("episode_id", "")), str(content.get("turn", 0))  # which may be anything
         match content.get("type"):
             case "Observation" if cleaned != content:
                 self._wiped.add(turn)
             case "Action":
                 wipe = _TOKEN_FIELDS if cleaned != content else _TOKEN_FIELDS[:1] if turn in self._wiped else ()
-                cleaned |= {field: bytes(len(content[field])) for field in wipe if content.get(field)}
+                cleaned |= {field: _wipe(content[field]) for field in wipe if content.get(field)}
             case "EpisodeFinished":
                 self._wiped = {each for each in self._wiped if each[0] != turn[0]}
         return cleaned
@@ -160,6 +162,10 @@ def _is_text(content: bytes) -> bool:
 def find_environment_secrets(variables: Mapping[str, str]) -> list[str]:
     """Values of environment variables whose names are those of secrets."""
     return [value for name, value in variables.items() if _is_secret(name) and not value.startswith(("/", "."))]
+
+
+def _wipe(tokens: object) -> bytes:
+    return bytes(len(tokens)) if isinstance(tokens, bytes) else b""
 
 
 def is_wiped(ids: bytes) -> bool:

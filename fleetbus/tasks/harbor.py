@@ -221,7 +221,7 @@ def read_harbor_task(folder: Path) -> HarborTask:
         raw = tomllib.loads((folder / "task.toml").read_text())
         raw.setdefault("schema_version", raw.pop("version", "1.4"))
         config = msgspec.convert(_without_deprecated(folder, raw), HarborConfig)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
         raise UserError(f"{folder}/task.toml: {error}") from None
     if not re.fullmatch(r"1\.[0-4]", config.schema_version):
         raise UserError(f"{folder}/task.toml: schema_version is {config.schema_version!r}; 1.0 to 1.4 are read")

@@ -21,6 +21,10 @@ MAX_INLINE_BYTES = 256 << 10
 MAX_REASON_CHARACTERS = 300
 """Longest ``reason`` of a `MalformedMessage`."""
 
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""The errors of msgspec for bytes that are none of what is expected. Text that is no UTF-8, and values in values without end,
+are no `DecodeError` of its own."""
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Base of everything that travels on the bus: immutable, tagged with its class name."""
@@ -87,7 +91,7 @@ def decode_any(expected: tuple[type[M], ...], payload: bytes, *, subject: str = 
         decoder = _decoders[expected] = msgspec.msgpack.Decoder(reduce(or_, expected, _Untagged))
     try:
         message = decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError, ValueError) as error:
+    except (*UNREADABLE, OverflowError, ValueError) as error:
         raise MalformedMessage(subject, _format_one_line(error)) from error
     if not isinstance(message, expected):
         raise MalformedMessage(subject, "the type is empty")

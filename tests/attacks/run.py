@@ -1,7 +1,8 @@
 """Every attack under every user and isolation that this machine can give, and a table of what was tried: ``just attacks``.
 
 Users: root if this is root, and one without rights. Isolations: bubblewrap, namespaces alone, and neither, where a filter of
-system calls refuses new namespaces to everybody. Arguments go to pytest. Exits with 1 if an attack succeeded or none was tried.
+system calls refuses new namespaces to everybody. All attacks run under the first isolation that this machine has; under each
+further one those that depend on it. Arguments go to pytest. Exits with 1 if an attack succeeded or none was tried.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from fleetbus_workers.environment.isolation.sandbox.inside import confine
@@ -32,6 +34,7 @@ BY_ISOLATION = (
 )
 """What depends on the isolation; everything else depends at most on the user."""
 
+ISOLATIONS = ("bubblewrap", "namespaces", "none")
 NAMESPACES = {"unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "pivot_root": (155, 41)}
 
 
@@ -40,15 +43,46 @@ def main() -> int:
     users = [0, NOBODY] if os.geteuid() == 0 else [os.geteuid()]
     rows, failed = [], False
     for user in users:
-        for isolation in ("bubblewrap", "namespaces", "none"):
-            whole = isolation == "bubblewrap"
+        lacking = {isolation: find_lack(user, isolation) for isolation in ISOLATIONS}
+        for isolation, whole in plan(lacking):
+            head = f"{'root' if user == 0 else f'user {user}':10} {isolation:11}"
+            if lacking[isolation]:
+                rows.append(f"{head} not possible here: {lacking[isolation]}")
+                continue
             found, code = attack(user, isolation, whole=whole)
             failed |= code != 0 or not found.get("passed")
-            name = "root" if user == 0 else f"user {user}"
-            row = f"{name:10} {isolation:11} refused {found.get('passed', 0):4}  succeeded {found.get('failed', 0):3}"
+            row = f"{head} refused {found.get('passed', 0):4}  succeeded {found.get('failed', 0):3}"
             rows.append(f"{row}  not possible here {found.get('skipped', 0):3}")
     print("", *rows, sep="\n")
     return int(failed)
+
+
+def plan(lacking: Mapping[str, str]) -> list[tuple[str, bool]]:
+    """The isolations in order, and under which of them all attacks are tried: the first one that this machine has."""
+    first = next(isolation for isolation in ISOLATIONS if not lacking[isolation])
+    return [(isolation, isolation == first) for isolation in ISOLATIONS]
+
+
+def find_lack(user: int, isolation: str) -> str:
+    """The reason why this user has no such isolation here, in one line; empty if it has."""
+    if isolation == "none":
+        return ""
+    asked = (
+        "from fleetbus_workers.environment.isolation.sandbox.backends import IsolationUnavailable, require_isolation\n"
+        f"try: require_isolation(({isolation!r},))\nexcept IsolationUnavailable as unavailable: print(unavailable)"
+    )
+    with tempfile.TemporaryDirectory(prefix="fleetbus-attacks-") as home:
+        os.chown(home, user, -1)
+        done = subprocess.run(
+            [sys.executable, "-c", asked],
+            cwd=ROOT,
+            env=os.environ | {"HOME": home, "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            preexec_fn=lambda: enter(user, isolation, Path(home)),
+        )
+    return " ".join((done.stdout or done.stderr[-200:]).split())[:200]
 
 
 def attack(user: int, isolation: str, *, whole: bool) -> tuple[dict[str, int], int]:

@@ -32,6 +32,7 @@ from fleetbus.bus.nats.reader import NAME_SECONDS, NoNameLeft, merge_entries, op
 from fleetbus.bus.nats.retention_api import count_unacked, list_floors, list_subjects, purge, read_floor
 from fleetbus.bus.nats.run_protocol import read_protocol
 from fleetbus.bus.nats.runs import RunOnServer, list_runs, remove_run
+from fleetbus.bus.nats.server_context import build_options, read_server_context
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, StreamPlan, lane_stream, log_stream
 from fleetbus.config.load import strip_credentials
@@ -334,7 +335,8 @@ async def connect(
 ) -> AsyncGenerator[NatsBus]:
     """A bus for the length of the block.
 
-    ``url`` may list several servers, separated by commas; ``nkey_seed`` and ``credentials`` are files. With ``tls`` the
+    ``url`` may list several servers, separated by commas, or be the name of a context of the nats command line
+    (`fleetbus.bus.nats.server_context`); ``nkey_seed`` and ``credentials`` are files. With ``tls`` the
     handshake comes first, so that nothing is ever said in the clear. ``user`` has the rights to be used, on a server with
     accounts (default: a server without, and ``role``); ``narrow`` reads histories by filtered consumers, for users that must
     not read the whole log; ``plan_on_server`` says under which names an admin declares a plan; ``readers`` are the names that
@@ -343,6 +345,9 @@ async def connect(
     `BusClosed` when the connection is gone for good (with ``reconnect`` False: as soon as it is lost).
     """
     options: dict[str, Any] = {}
+    if (context := read_server_context(url)) is not None:
+        options = build_options(url, context, identified=not (nkey_seed is None and credentials is None))
+        url = context.url
     if nkey_seed is not None:
         options["nkeys_seed"] = str(nkey_seed)
     if credentials is not None:

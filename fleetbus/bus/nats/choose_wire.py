@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 from anyio.abc import TaskGroup
@@ -11,6 +12,7 @@ from fleetbus.bus.nats.client_wire import ClientWire
 from fleetbus.bus.nats.nats_py import find_unsupported, warn_once
 from fleetbus.bus.nats.socket_wire import SocketWire, TransportUnused
 from fleetbus.bus.nats.wire import Wire
+from fleetbus.errors import UserError
 
 
 async def connect_wire(
@@ -29,6 +31,8 @@ async def connect_wire(
         except TransportUnused:
             reason = "nats-py ignores the transport that it was given"
             await wire.close()
+    if any("ws" in each.partition("://")[0] for each in servers if "://" in each) and find_spec("aiohttp") is None:
+        raise UserError("WebSocket (ws://, wss://) needs the package aiohttp: pip install 'fleetbus[websocket]'")
     warn_once(reason)
     wire = ClientWire(on_crash, tasks)
     on_wire(wire)

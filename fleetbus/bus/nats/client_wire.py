@@ -184,6 +184,8 @@ class ClientWire(Wire):
         self._subscriptions.clear()
 
     async def _hear_error(self, error: Exception) -> None:
+        if type(error).__module__.startswith("aiohttp.") and not isinstance(error, OSError):  # a refused handshake
+            error = ConnectionError(str(error))
         try:
             await self._error_cb(error)
         except BaseException:

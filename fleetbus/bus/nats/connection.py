@@ -24,6 +24,8 @@ from fleetbus.bus.nats.choose_wire import connect_wire
 from fleetbus.bus.nats.local_key import read_local_key
 from fleetbus.bus.nats.protocol import publish_command
 from fleetbus.bus.nats.request_mux import RequestMux
+from fleetbus.bus.nats.server_context import describe_missing_context
+from fleetbus.bus.nats.socket_transport import TlsMissing
 from fleetbus.bus.nats.wire import Wire
 from fleetbus.bus.streams import API
 from fleetbus.concurrency.task_groups import open_flat_task_group
@@ -54,7 +56,7 @@ HEADER_BYTES = 1024
 MINIMUM_VERSION = (2, 11)
 MINIMUM_PAYLOAD_BYTES = MAX_MESSAGE_BYTES + HEADER_BYTES
 _RECONNECT_WAIT_SECONDS = (0.15, 0.35)
-_CREDENTIALS = frozenset({"nkeys_seed", "user_credentials", "tls"})
+_CREDENTIALS = frozenset({"nkeys_seed", "user_credentials", "tls", "user", "token"})
 """Options by which a caller says who it is: no key is looked up then."""
 
 _VIOLATION = re.compile(r"permissions violation for (publish|subscription) to \"([^\"]*)\"")
@@ -265,7 +267,9 @@ async def _connect(connection: Connection, url: str, **options: object) -> None:
         reason = connection.first_error or error
         if isinstance(reason, ssl.SSLError):
             raise UserError(_describe_tls_error(strip_credentials(url), reason, has_authority="tls" in options)) from error
-        raise UserError(f"no NATS server answers at {strip_credentials(url)}: start one, or check --nats") from reason
+        raise UserError(
+            f"no NATS server answers at {strip_credentials(url)}: start one, or check --nats{describe_missing_context(url)}"
+        ) from reason
     except (ValueError, TypeError, AttributeError) as error:  # nats-py's, about a greeting that is no INFO or has odd fields
         raise UserError(_describe_stranger(url)) from error
     finally:
@@ -290,7 +294,10 @@ def _describe_stranger(url: str) -> str:
 
 
 def _describe_tls_error(url: str, reason: ssl.SSLError, *, has_authority: bool) -> str:
+    if isinstance(reason, TlsMissing):
+        return f"the NATS server at {url} offers no TLS, which tls:// asks for: write nats://, or check --nats"
     if not has_authority:
-        return f"the NATS server at {url} speaks TLS: give --nats-auth FOLDER with its certificate authority and your key"
+        known = "--nats-auth FOLDER with its certificate authority and your key, or a context with its ca"
+        return f"the NATS server at {url} speaks TLS: give {known}"
     detail = reason.verify_message if isinstance(reason, ssl.SSLCertVerificationError) else reason.reason or str(reason)
     return f"the NATS server at {url} is not the one that was expected ({detail}): check --nats, or ca.pem in --nats-auth"

@@ -18,6 +18,7 @@ import msgspec
 
 from fleetbus.config.load import strip_credentials
 from fleetbus.errors import UserError
+from fleetbus_schemas.message import UNREADABLE
 
 KEY_FILE = "local.nk"
 """No file of `fleetbus auth init` is called so: a server that lies about its folder gets no signature of another key."""
@@ -86,7 +87,7 @@ async def _receive_greeting(stream: anyio.abc.ByteStream) -> _Greeting | None:
             received += await stream.receive()
         verb, _, content = received.partition(b"\n")[0].partition(b" ")
         return msgspec.json.decode(content, type=_Greeting) if verb == b"INFO" else None
-    except (anyio.EndOfStream, anyio.BrokenResourceError, msgspec.DecodeError):
+    except (anyio.EndOfStream, anyio.BrokenResourceError, *UNREADABLE):
         return None
 
 

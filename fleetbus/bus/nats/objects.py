@@ -31,6 +31,7 @@ from fleetbus.bus.nats.publisher import Publisher
 from fleetbus.bus.objects import ObjectMissing, ObjectTooLarge, check_object_name
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.errors import BusClosed, BusError, LogFull, PublishUnanswered
+from fleetbus_schemas.message import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +214,7 @@ class NatsObjectStore:
             raise ObjectMissing(f"object {name} is not in bucket {self._bucket}")
         try:
             return msgspec.json.decode(stored.payload, type=_Meta)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise ObjectMissing(f"object {name} of bucket {self._bucket}: its entry cannot be read: {error}") from error
 
     async def _publish(self, subject: str, payload: bytes) -> int:

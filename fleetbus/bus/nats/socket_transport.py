@@ -27,6 +27,10 @@ MAX_LINES = 10_000
 OnError = Callable[[Exception], Awaitable[None]]
 
 
+class TlsMissing(ssl.SSLError):
+    """The server offers no TLS, though the URL asks for it: nats-py would say in the clear who connects."""
+
+
 class Socket(asyncio.Protocol):
     """One connection. ``on_writable`` is called when the peer has read all that waited, ``on_lost`` when it has ended."""
 
@@ -104,12 +108,14 @@ class SocketTransport(Transport):  # type: ignore[misc]  # nats-py is untyped
         self._on_lost = on_lost
         self._on_error = on_error
         self.socket: Socket | None = None
+        self._wants_tls = False
         self._left_behind: asyncio.Task[object] | None = None
 
     async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
         self.abort()  # an earlier attempt that got no greeting would leave its socket open
         self._left_behind = self.socket.reader if self.socket is not None else None
         host, port = uri.hostname or "", uri.port or 0  # nats-py has filled in both
+        self._wants_tls = uri.scheme == "tls"
         async with asyncio.timeout(connect_timeout):
             _, self.socket = await asyncio.get_running_loop().create_connection(self._make_socket, host, port)
 
@@ -123,8 +129,11 @@ class SocketTransport(Transport):  # type: ignore[misc]  # nats-py is untyped
         if transport is None:
             raise ConnectionError("the connection ended during the TLS handshake")
         socket.use(transport)
+        self._wants_tls = False
 
     def write(self, payload: bytes) -> None:
+        if self._wants_tls:
+            raise TlsMissing("the server offers no TLS")
         if self.socket is not None and not self.socket.is_lost:
             self.socket.transport.write(payload)
 

@@ -20,6 +20,7 @@ import msgspec
 from fleetbus.errors import UserError
 from fleetbus.files import find_cache_folder
 from fleetbus.python_process import build_module_command
+from fleetbus_schemas.message import UNREADABLE
 
 DIGESTS = "digests.json"
 """By name the SHA-256 of the other files of a converted folder, written last."""
@@ -45,7 +46,7 @@ def is_whole(folder: Path) -> bool:
     try:
         digests = msgspec.json.decode((folder / DIGESTS).read_bytes(), type=dict[str, str])
         return bool(digests) and all(_hash_file(folder / name) == digest for name, digest in digests.items())
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return False
 
 

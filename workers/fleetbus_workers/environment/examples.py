@@ -11,6 +11,7 @@ import msgspec
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import ChatMessage
+from fleetbus_schemas.message import UNREADABLE
 
 MAX_BYTES = 1 << 18
 """Of an examples file: more than any context takes."""
@@ -29,7 +30,7 @@ def read_examples(path: str) -> tuple[ChatMessage, ...]:
         if len(content) > MAX_BYTES:
             raise UserError(f"environment.examples = {path}: over {MAX_BYTES} bytes")
         messages = msgspec.json.decode(content, type=tuple[ChatMessage, ...])
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise UserError(
             f"environment.examples = {path}: {error}; write a JSON list of messages with role and content"
         ) from error

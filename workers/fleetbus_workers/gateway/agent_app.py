@@ -22,6 +22,7 @@ from fleetbus.core.algorithms.reward_components import VERIFIER
 from fleetbus.errors import UserError
 from fleetbus.tasks.files import build_tasks
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Task
+from fleetbus_schemas.message import UNREADABLE
 from fleetbus_workers.environment.adapters.agent.answers import cancel_when_disconnected
 from fleetbus_workers.environment.adapters.agent.endpoint import (
     REWARD_BYTES,
@@ -281,7 +282,7 @@ def parse_body(body: bytes) -> WantedSession:
         check_values(body)
         wanted = msgspec.json.decode(body, type=WantedSession)
         msgspec.msgpack.encode(wanted)
-    except (msgspec.DecodeError, TooManyValues, RecursionError, OverflowError, UnicodeEncodeError) as error:
+    except (TooManyValues, OverflowError, UnicodeEncodeError, *UNREADABLE) as error:
         raise ValueError(f"the body asks for no session: {error}") from None
     if wanted.temperature is not None and not 0 <= wanted.temperature <= 10:
         raise ValueError("temperature is a number from 0 to 10")

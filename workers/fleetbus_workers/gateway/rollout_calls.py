@@ -8,6 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from fleetbus_schemas.message import UNREADABLE
 from fleetbus_workers.environment.adapters.agent.dialects.base import Dialect
 from fleetbus_workers.environment.adapters.agent.endpoint import (
     BODY_BYTES,
@@ -76,7 +77,7 @@ def read_name(request: Request, body: bytes) -> str:
         return named
     try:
         return msgspec.json.decode(body, type=_Named).prompt_cache_key or ""
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         return ""  # said when the body is parsed
 
 

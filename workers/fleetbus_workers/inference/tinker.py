@@ -17,6 +17,7 @@ import msgspec
 from fleetbus.config.settings import TinkerSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import PolicyPublished, VersionSpan
+from fleetbus_schemas.message import UNREADABLE
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused, list_distorting
 from fleetbus_workers.inference.engine_context import EngineContext
 from fleetbus_workers.inference.weight_folders import parse_file_uri
@@ -140,7 +141,7 @@ class TinkerSampler:
             try:
                 content = await anyio.Path(parse_file_uri(policy.uri)).read_bytes()
                 path = msgspec.json.decode(content, type=SamplerPath).sampler
-            except (OSError, msgspec.DecodeError) as error:
+            except (OSError, *UNREADABLE) as error:
                 raise WeightsRejected(
                     f"{policy.uri} is not a version of a Tinker service ({format_error(error)}): set learner.trainer = tinker"
                 ) from error

@@ -21,6 +21,7 @@ import msgspec
 import structlog
 
 from fleetbus.errors import UserError
+from fleetbus_schemas.message import UNREADABLE
 from fleetbus_workers.learner.base import FinishWriting, Trainer
 from fleetbus_workers.learner.disk_full import detect_full_disk
 
@@ -148,7 +149,7 @@ def open_checkpoint(path: Path, index_sha256: str = "") -> Checkpoint:
         raise CheckpointDamaged(f"{INDEX} is not the one that the log names")
     try:
         checkpoint = msgspec.json.decode((path / INDEX).read_bytes(), type=Checkpoint)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise CheckpointDamaged(f"{INDEX}: {error}") from error
     for name in checkpoint.sha256:
         _expect_file(path, name)
@@ -241,7 +242,7 @@ def is_there(path: Path) -> bool:
     try:
         index = msgspec.json.decode((path / INDEX).read_bytes(), type=Checkpoint)
         return all((path / name).stat().st_size for name in index.sha256)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return False
 
 

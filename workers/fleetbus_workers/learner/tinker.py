@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from fleetbus.config.settings import LearnerSettings, TinkerSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import TensorEntry
+from fleetbus_schemas.message import UNREADABLE
 from fleetbus_workers.images.placed_image import PlacedImage
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.checkpoints import STATE, WEIGHTS
@@ -109,7 +110,7 @@ class TinkerTrainer:
         state = folder / STATE
         try:
             stored = msgspec.json.decode(state.read_bytes(), type=StatePath)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise UserError(f"{state} is not a checkpoint of a Tinker service: {error}") from error
         try:
             self._model.load_state_with_optimizer(stored.state).result(timeout=CALL_SECONDS)

@@ -23,6 +23,19 @@ OTHER_FILES = 256
 class H11BoundedProtocol(BoundedProtocol, H11Protocol):
     """With h11, which is everywhere."""
 
+    def send_400_response(self, msg: str) -> None:
+        """End the connection, for what is no HTTP. uvicorn would say so though a request is in work, whose own answer h11 then
+        refuses with an error that is logged with its traceback: as often as a client likes."""
+        if self.cycle is None or self.cycle.response_complete:
+            super().send_400_response(msg)
+            return
+        if self.cycle.response_started:
+            self.abort_connection()
+        else:
+            super().send_400_response(msg)
+        self.cycle.disconnected = True
+        self.cycle.message_event.set()
+
     def _between_requests(self) -> bool:
         return self.cycle is not None and self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
 

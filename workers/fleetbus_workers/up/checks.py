@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from fleetbus.auth.access import build_access
+from fleetbus.auth.access import build_access, is_credentials
 from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.server_config import WRITTEN_BY, parse_runs, run_accounts
 from fleetbus.auth.stores import check_store
+from fleetbus.bus.nats.server_context import resolve_url
 from fleetbus.config.check import check_trained_distribution
 from fleetbus.config.engines import ENGINES
 from fleetbus.config.load import strip_credentials
@@ -71,10 +72,12 @@ def check_everything(
         check_environment(run.environment, run.tasks, configuration if plays else None, select_served(configuration), python)
     if nats.auth:
         check_access(nats.auth, configuration.run.name)
+        if not nats.url and is_credentials(nats.auth):
+            raise UserError(f"--nats-auth {nats.auth} holds credentials for a server of others: say which with --nats")
         if not nats.url:
             check_rights(configuration)
     if nats.url:
-        check_server_answers(nats.url)
+        check_server_answers(resolve_url(nats.url))
     else:
         check_server_program()
         check_port_free(nats.port)

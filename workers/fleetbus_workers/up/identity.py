@@ -12,6 +12,7 @@ from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus.files import replace_file
+from fleetbus_schemas.message import UNREADABLE
 
 _DEFAULTS = {"model": "the starter policy", "tasks": "the warehouse tasks"}
 
@@ -40,7 +41,7 @@ def check_identity(file: Path, identity: Identity, given: Mapping[str, str]) -> 
         return
     try:
         before = msgspec.json.decode(file.read_bytes(), type=Identity)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise UserError(
             f"{file} cannot be read ({error}): restore it, or remove it if the arguments are those of the run, "
             "or give a new name with --run"

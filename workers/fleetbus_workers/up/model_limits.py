@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from fleetbus.config.settings import Configuration
+from fleetbus_schemas.message import UNREADABLE
 from fleetbus_workers.assembly.model import find_model_folder
 
 LARGEST_DEFAULT_TOKENS = 8192
@@ -63,7 +64,7 @@ def read_context_length(folder: Path) -> int:
     """Number of tokens that a model takes by its ``config.json``; 0 if that does not say."""
     try:
         content = msgspec.json.decode((folder / "config.json").read_bytes())
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return 0
     return find_context_length(content) if isinstance(content, dict) else 0
 

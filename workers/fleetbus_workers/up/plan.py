@@ -7,6 +7,7 @@ import msgspec
 
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
+from fleetbus_schemas.message import UNREADABLE
 from fleetbus_workers.up.memory import ModelShape, Parts, count_usable, plan_engine, plan_learner, plan_torch_engine, read_shape
 from fleetbus_workers.up.placement import Placement
 from fleetbus_workers.up.step_time import Device, StepTime, estimate_step, format_step
@@ -119,7 +120,7 @@ def load_shape(folder: Path) -> ModelShape:
     """The shape of the model in a folder. Raises `UserError`."""
     try:
         config = msgspec.json.decode((folder / "config.json").read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise UserError(f"{folder} has no config.json that can be read: {error}") from error
     if not isinstance(config, dict):
         raise UserError(f"{folder}: config.json holds no JSON object")

@@ -8,6 +8,7 @@ import msgspec
 
 from fleetbus.config.run_folder import RunFolder
 from fleetbus.files import replace_file
+from fleetbus_schemas.message import UNREADABLE
 from fleetbus_workers.observe.run.formatting import format_duration, format_interval
 from fleetbus_workers.observe.run.resume_command import build_resume_command
 from fleetbus_workers.observe.run.termination import compute_next_step_goal
@@ -30,7 +31,7 @@ def load_summary(folder: RunFolder) -> Summary | None:
     """The summary that an earlier `up` wrote, or None if there is none or it is of another release."""
     try:
         return msgspec.json.decode(folder.summary.read_bytes(), type=Summary)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return None
 
 

@@ -10,9 +10,9 @@ import click
 def reach_options(function: Callable[..., object]) -> Callable[..., Any]:
     """Decorator: where the run is. The values have the names that `fleetbus_workers.cli.options.load_settings` takes."""
     options = [
-        click.option("--nats", "nats__url", metavar="URL", help="Server to use (default: the run's own)"),
+        click.option("--nats", "nats__url", metavar="URL", help="Server to use, or a NATS context (default: the run's own)"),
         click.option(
-            "--nats-auth", "nats__auth", metavar="FOLDER", help="Folder with key and certificates (fleetbus auth init)"
+            "--nats-auth", "nats__auth", metavar="PATH", help="Folder with keys (fleetbus auth init), or a .creds file"
         ),
         click.option("--run-folder", "run__folder", metavar="FOLDER", help="Folder in which each run has a folder of its own"),
         click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="TOML file with settings"),

@@ -15,7 +15,7 @@ from fleetbus.config.run_folder import RunFolder
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import FleetbusError, UserError
 from fleetbus_schemas import CheckpointStored, EvaluationFinished, LineageStarted, StepTrained, Subjects, TrainingFinished
-from fleetbus_schemas.message import decode_any
+from fleetbus_schemas.message import UNREADABLE, decode_any
 from fleetbus_workers.cli.look.server_runs import list_on_server, print_server_runs, remove_from_server
 from fleetbus_workers.cli.options import load_settings, validate_name
 from fleetbus_workers.cli.output import build_table, json_option, print_json
@@ -35,7 +35,7 @@ def server_options(function: Callable[..., object]) -> Callable[..., Any]:
     """Decorator: a server whose runs are meant, and not those of a folder."""
     url = click.option("--nats", "nats__url", metavar="URL", help="Use the runs on this server instead of a folder")
     auth = click.option(
-        "--nats-auth", "nats__auth", metavar="FOLDER", help="Folder with key and certificates (fleetbus auth init)"
+        "--nats-auth", "nats__auth", metavar="PATH", help="Folder with keys (fleetbus auth init), or a .creds file"
     )
     return url(auth(function))
 
@@ -191,7 +191,7 @@ async def _ask_for_step(configuration: Configuration) -> int | None:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = msgspec.json.decode(file.read_bytes())
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -13,7 +13,7 @@ import anyio.to_thread
 import click
 import msgspec
 
-from fleetbus.auth.access import build_access
+from fleetbus.auth.access import build_access, is_credentials
 from fleetbus.auth.folder import list_runs_with_keys
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.config.run_folder import RunFolder
@@ -62,7 +62,7 @@ async def _find_runs(configuration: Configuration, names: Sequence[str] | None) 
     """The runs on the server by name; with keys each is in an account of its own, and its admin is asked. ``names``: no
     others are wanted."""
     auth = configuration.nats.auth
-    if not auth:
+    if not auth or is_credentials(auth):
         return await _find_in_account(configuration, configuration.run.name)
     admins = list_runs_with_keys(auth) if names is None else [name for name in names if name in list_runs_with_keys(auth)]
     if not admins:

@@ -13,6 +13,7 @@ import msgspec
 
 from fleetbus.errors import UserError
 from fleetbus.files import create_folder
+from fleetbus_schemas.message import UNREADABLE
 from fleetbus_workers.observe import monitor
 from fleetbus_workers.observe.bundle.page_script import build_index, join_modules
 
@@ -71,7 +72,7 @@ def check_folder(output: Path) -> None:
         return
     try:
         known = msgspec.json.decode((output / LISTING).read_bytes(), type=list[str])
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         raise UserError(f"{output} is not empty and no copy that fleetbus bundle made: give another --output") from None
     held = {str(file.relative_to(output)) for file in output.rglob("*") if not file.is_dir() or file.is_symlink()}
     if foreign := sorted(held - {*known, LISTING}):

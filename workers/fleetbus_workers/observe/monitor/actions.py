@@ -23,6 +23,7 @@ from fleetbus.errors import FleetbusError, iterate_leaves
 from fleetbus.log.labels import LabelsRefused, store_labels
 from fleetbus_schemas import EpisodeLabeled, Subjects
 from fleetbus_schemas.label import MAX_LABELS
+from fleetbus_schemas.message import UNREADABLE
 from fleetbus_schemas.subjects import InvalidName, check_name
 from fleetbus_workers.serving.request_body import BodyRefused, read_body
 
@@ -142,7 +143,7 @@ class Actions:
             body = msgspec.json.decode(await read_body(request, limit=MAX_BODY), type=kind)
         except BodyRefused as refused:
             return PlainTextResponse(f"not done: {refused}", refused.status)
-        except (ClientDisconnect, msgspec.DecodeError) as error:
+        except (ClientDisconnect, *UNREADABLE) as error:
             return PlainTextResponse(f"not done: {error}", 400)
         asked = {name: value for name, value in msgspec.structs.asdict(body).items() if name != "comment"}
         log.info("acting for the page", action=request.url.path.rpartition("/")[2], asked=asked)

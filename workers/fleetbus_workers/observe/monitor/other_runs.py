@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from fleetbus.config.run_folder import RunFolder
+from fleetbus_schemas.message import UNREADABLE
 
 MAX_BYTES = 64 << 20
 
@@ -39,5 +40,5 @@ def read_other_run(folder: Path, run: str) -> OtherRun | None:
         if file.stat().st_size > MAX_BYTES:
             return None
         return msgspec.json.decode(file.read_bytes(), type=OtherRun)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return None

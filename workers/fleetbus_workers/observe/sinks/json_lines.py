@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from fleetbus.errors import UserError
+from fleetbus_schemas.message import UNREADABLE
 from fleetbus_workers.observe.sinks.base import SinkTarget
 
 
@@ -22,7 +23,7 @@ class JsonlSink:
             self._file = path.open("ab")
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}") from error
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except UNREADABLE as error:
             raise UserError(f"{path} is not a metrics file and stays unchanged: {error}") from error
 
     def write(self, step: int, time_seconds: float, values: Mapping[str, float], evaluation: str = "") -> None:

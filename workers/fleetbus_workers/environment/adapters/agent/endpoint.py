@@ -25,6 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from fleetbus.concurrency.task_groups import open_first_error_task_group
+from fleetbus_schemas.message import UNREADABLE
 from fleetbus_workers.environment.adapters.agent.answers import (
     REFUSALS,
     StreamedAnswer,
@@ -176,7 +177,7 @@ def parse_reward(body: bytes) -> PostedReward | Response:
     """The reward in a body; what is wrong with it otherwise."""
     try:
         return msgspec.json.decode(body, type=PostedReward)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         return JSONResponse({"detail": f"the body is no reward: {error}"}, 400)
 
 
@@ -218,7 +219,7 @@ def parse_call(dialect: Dialect, body: bytes, named: Mapping[str, object]) -> Ag
         decoded = msgspec.json.decode(body)
     except TooManyValues as many:
         raise InvalidCall(str(many)) from None
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise InvalidCall(f"the body is no JSON: {error}") from None
     if not isinstance(decoded, dict):
         raise InvalidCall("the body has to be a JSON object")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from fleetbus.bus.nats.server_context import list_context_files
 from fleetbus.config.load import DEFAULT_FILE
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration
@@ -59,7 +60,12 @@ def list_secret_files(settings: Configuration) -> list[Path]:
     """List what an agent never sees, unless it is listed: the run's files, its tasks, keys and configuration."""
     tasks = settings.run.tasks.removeprefix(HARBOR)
     places = [DEFAULT_FILE, tasks, split_version(tasks)[0], settings.nats.auth]
-    return [run_folder(settings.run).path, *(Path(place).expanduser() for place in places if place and not is_remote(place))]
+    context = list_context_files(settings.nats.url)
+    return [
+        run_folder(settings.run).path,
+        *context,
+        *(Path(place).expanduser() for place in places if place and not is_remote(place)),
+    ]
 
 
 def split_names(text: str) -> set[str]:

@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from fleetbus.concurrency.wakeup import Wakeup
+from fleetbus_schemas.message import UNREADABLE
 from fleetbus_workers.environment.adapters.agent.host import AgentHost
 from fleetbus_workers.environment.adapters.agent.process import AgentLimits, AgentProcess
 from fleetbus_workers.environment.adapters.foreign.pipes import open_pipes, remove_names
@@ -189,7 +190,7 @@ class ForeignHost(AgentHost):
             for line in lines:
                 try:
                     reply = msgspec.json.decode(line, type=Reply)
-                except msgspec.DecodeError as error:
+                except UNREADABLE as error:
                     return self._end_runner(f"the process wrote what is no reply: {error}")
                 if reply.ready:
                     remove_names(folder)

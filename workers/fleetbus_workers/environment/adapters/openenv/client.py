@@ -12,6 +12,7 @@ import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
+from fleetbus_schemas.message import UNREADABLE
 from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.serving.bounded_json import TooManyValues, check_values
 
@@ -92,7 +93,7 @@ class _Frame(msgspec.Struct, frozen=True):
 
 
 _frame = msgspec.json.Decoder(_Frame)
-_UNREADABLE = (TooManyValues, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_UNREADABLE = (TooManyValues, *UNREADABLE)
 """What reading a frame raises. A ping is read in no episode: nothing but an `EnvironmentFailed` may come of it."""
 _encoder = msgspec.json.Encoder()
 
