@@ -189,10 +189,10 @@ POLICIES: dict[str, Callable[[Said, Tools], str]] = {
 
 
 class PlayingSampler(StubSampler):
-    """`Sampler` that says what a policy of `POLICIES` says, after so many seconds; a long text is cut."""
+    """`Sampler` that says what a policy says, one of `POLICIES` by its name, after so many seconds; a long text is cut."""
 
-    def __init__(self, policy: str, seconds: float) -> None:
-        self._decide, self._seconds = POLICIES[policy], seconds
+    def __init__(self, policy: str | Callable[[Said, Tools], str], seconds: float) -> None:
+        self._decide, self._seconds = POLICIES[policy] if isinstance(policy, str) else policy, seconds
 
     async def generate(self, request: GenerationRequest) -> Generation:
         await anyio.sleep(self._seconds)
