@@ -109,6 +109,7 @@ async def test_an_agent_as_shipped_repairs_five_repositories_in_the_default_sand
     assert [(each.outcome, each.reward) for each in results] == [("completed", 1.0)] * len(REPAIRS)
     assert told.count("AssertionError") >= len(REPAIRS) and told.count("OK") >= len(REPAIRS), "its tests fail, then pass"
     assert told.count("Name:\thead") >= len(REPAIRS), "what its shell starts reads /proc"
+    assert [each.info["calls_extending"] for each in results] == [4] * len(REPAIRS), "each call continues the one before"
     assert report.balanced, report.findings
     assert not children()
 
