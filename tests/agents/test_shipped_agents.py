@@ -4,6 +4,7 @@ scripted policy that works with their own tools: `just test-agents`."""
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from fleetbus_schemas import EpisodeFinished, EpisodeRequested, SamplingSettings
 from fleetbus_workers.environment.isolation.verifier import Verifier, VerifierLimits
 from fleetbus_workers.environment.specs import build_environment_factory
 from fleetbus_workers.inference.base import Sampler
+from tests.agents.delegation_policy import DelegatingSampler, build_task
 from tests.agents.repair_policy import RepairingSampler
 from tests.agents.repairs import REPAIRS
 from tests.agents.shipped_agent import AGENTS
@@ -92,18 +94,17 @@ async def play(fleet: SmallDeployment, episode: str, task: Task) -> EpisodeFinis
         return await fleet.result(episode)
 
 
-async def list_told(fleet: SmallDeployment) -> str:
-    """All that tools gave."""
-    return "\n".join(
-        str(message.content) for each in await fleet.observations() for message in each.messages if message.role == "tool"
-    )
+async def list_told(fleet: SmallDeployment, *roles: str) -> str:
+    """All that was said in these roles."""
+    messages = [message for each in await fleet.observations() for message in each.messages]
+    return "\n".join(str(message.content) for message in messages if message.role in roles)
 
 
 @pytest.mark.parametrize("name", AGENTS)
 async def test_an_agent_as_shipped_repairs_five_repositories_in_the_default_sandbox(name: str) -> None:
     async with playing(name, RepairingSampler("right")) as fleet:
         results = [await play(fleet, each.name, each.build_task()) for each in REPAIRS]
-        told = await list_told(fleet)
+        told = await list_told(fleet, "tool")
         report = await audit_run(fleet.bus, fleet.subjects)
     print(told[-6000:], *((each.task_key, each.info) for each in results), sep="\n")
     assert [(each.outcome, each.reward) for each in results] == [("completed", 1.0)] * len(REPAIRS)
@@ -119,3 +120,15 @@ async def test_a_wrong_edit_of_an_agent_as_shipped_is_worth_nothing(name: str) -
     async with playing(name, RepairingSampler("wrong")) as fleet:
         results = [await play(fleet, each.name, each.build_task()) for each in REPAIRS]
     assert [(each.outcome, each.reward) for each in results] == [("completed", 0.0)] * len(REPAIRS)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+async def test_an_agent_as_shipped_reads_an_image_and_starts_a_sub_agent(name: str) -> None:
+    async with playing(name, DelegatingSampler()) as fleet:
+        result = await play(fleet, "e", build_task())
+        told = await list_told(fleet, "tool", "user")  # data beside a result is no part of it
+    print(told[-6000:], result.info, result.error, sep="\n")
+    assert (result.outcome, result.reward) == ("completed", 1.0)
+    assert re.search(r"(image|inlineData) left out", told), "what it read came as an image"
+    begun: Any = result.info["segments_begun"]
+    assert begun["sub_agent"] == 1, begun
