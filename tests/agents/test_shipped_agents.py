@@ -24,6 +24,7 @@ from tests.agents.delegation_policy import DelegatingSampler, build_task
 from tests.agents.repair_policy import RepairingSampler
 from tests.agents.repairs import REPAIRS
 from tests.agents.shipped_agent import AGENTS
+from tests.agents.tried.outcome import write_shown
 from tests.agents.tried.place import find_node
 from tests.agents.tried.policy import ShownTemplate
 from tests.support.processes import children
@@ -113,6 +114,7 @@ async def test_an_agent_as_shipped_repairs_five_repositories_in_the_default_sand
     assert [each.info["calls_extending"] for each in results] == [4] * len(REPAIRS), "each call continues the one before"
     assert report.balanced, report.findings
     assert not children()
+    write_shown(PROGRAMS[name][0], repairs=len(REPAIRS))
 
 
 @pytest.mark.parametrize("name", AGENTS)
@@ -132,3 +134,4 @@ async def test_an_agent_as_shipped_reads_an_image_and_starts_a_sub_agent(name: s
     assert re.search(r"(image|inlineData) left out", told), "what it read came as an image"
     begun: Any = result.info["segments_begun"]
     assert begun["sub_agent"] == 1, begun
+    write_shown(PROGRAMS[name][0], images=True, sub_agents=True)

@@ -65,7 +65,9 @@ class CallIds:
             return message
         calls = tuple(self._restore_call(call, defaults.get(call.name, {})) for call in message.tool_calls)
         original = self._find(message.tool_call_id)
-        return msgspec.structs.replace(message, tool_calls=calls, tool_call_id=original.id if original else message.tool_call_id)
+        return msgspec.structs.replace(
+            message, tool_calls=calls, tool_call_id=original.id if original else message.tool_call_id
+        )
 
     def _restore_call(self, call: ToolCall, defaults: dict[str, Any]) -> ToolCall:
         original = self._find(call.id)
