@@ -1,4 +1,4 @@
-"""A policy that looks at a picture and has a sub-agent of the agent's own look, too: what it says at the end is what that said."""
+"""A policy that looks at a picture and asks a sub-agent of the agent's own: what it says at the end is what that said."""
 
 from __future__ import annotations
 
