@@ -6,7 +6,8 @@ sessions, in the providers' form; in what it sends back the template's ids are p
 session's key and the number of the answer, so that a gateway that takes over gives the same ones.
 
 Some agents fill in the defaults of a tool's schema before they send a call back, as Claude Code does those of its `Edit`: that
-says nothing new, and the call is the policy's as it was sampled (docs/decisions/0242-defaults-that-are-filled-in-say-nothing.md).
+says nothing new, and the call is the policy's as it was sampled
+(docs/decisions/0242-defaults-that-are-filled-in-say-nothing.md).
 """
 
 import hashlib

@@ -89,7 +89,7 @@ KNOWN_AGENTS = (
         install="npm install @google/gemini-cli",
         dialects=(GEMINI,),
         cases=("gemini_cli_streamed",),
-        needed="`gemini-api-key` as the chosen way in its settings, `--yolo`; in the sandbox its folder among `environment.agent_files`",
+        needed="`gemini-api-key` as the chosen way in its settings, `--yolo`; its folder in `environment.agent_files`",
     ),
 )
 

@@ -1,7 +1,7 @@
 """Python for verifiers: interpreters of the sandbox that nothing of the policy's has touched.
 
-Above it are environments whose policy writes code, below it one sandbox per call. What an interpreter with code of the policy says
-may be made up by that code, so a verifier compares values in its own process.
+Above it are environments whose policy writes code, below it one sandbox per call. The words of an interpreter with code of the
+policy may be made up by that code, so a verifier compares values in its own process.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ EXITED_EARLY = 1
 
 
 class FreshPython:
-    """``make_session`` gives a sandbox of its own to each call; ``seconds`` bound each piece of code, None for the sandbox's."""
+    """``make_session`` gives a sandbox of its own to each call; ``seconds`` bound each piece of code, None: the sandbox's."""
 
     def __init__(self, make_session: Callable[[], SandboxSession], seconds: float | None = None) -> None:
         self._make_session = make_session
