@@ -50,7 +50,8 @@ async def test_no_call_is_sampled_twice_and_nothing_unseen_is_trained_while_ship
     agents = {each.name: each for each in SHIPPED}
     held: list[int] = []
     async with running(tmp_path, "marked", Listening) as stage:
-        stage.start_inference("calm", 1)
+        for place in range(2):
+            stage.start_inference("disturbed", place)  # which takes its time, so that kills come in mid-answer
         crowd = Crowd(stage, ENVIRONMENTS, tmp_path)
         async with anyio.create_task_group() as outer:
             outer.start_soon(watch_memory, held)

@@ -84,7 +84,7 @@ async def kill_in_turn(stage: Stage[Listening], seconds: float, pause: float) ->
         if kills % 4 == 3:
             await stage.replace_gateway()
         else:
-            stage.start_inference("calm", kills % 2)
+            stage.start_inference("disturbed", kills % 2)
         kills += 1
     return kills
 
