@@ -110,9 +110,8 @@ test-api *arguments:
 test-agents *arguments:
     test -d .venv-agents || python3 -m venv .venv-agents
     .venv-agents/bin/pip install -q -e . uv openai anthropic google-genai openresponses-types litellm openai-agents langgraph langchain-openai 'pydantic-ai-slim[openai]' 'smolagents[openai]' mini-swe-agent
-    npm install --no-save --no-audit --no-fund --ignore-scripts --prefix .venv-agents/npm @anthropic-ai/claude-code @openai/codex
     PATH=$PWD/.venv-agents/bin:$PATH .venv/bin/python -m tests.agents.tried.install "${AGENTS_ENVIRONMENTS:-$HOME/.cache/fleetbus-agents}"
-    AGENTS_ENVIRONMENTS="${AGENTS_ENVIRONMENTS:-$HOME/.cache/fleetbus-agents}" AGENTS_NPM=$PWD/.venv-agents/npm AGENTS_PYTHON=$PWD/.venv-agents/bin/python .venv/bin/pytest -n0 -q -m slow tests/agents {{arguments}}
+    AGENTS_ENVIRONMENTS="${AGENTS_ENVIRONMENTS:-$HOME/.cache/fleetbus-agents}" AGENTS_PYTHON=$PWD/.venv-agents/bin/python .venv/bin/pytest -n0 -q -m slow tests/agents {{arguments}}
 
 # 64 agents at once while the workers that serve them are killed every five seconds: for 20 s, then for two minutes
 agent-kills *arguments:

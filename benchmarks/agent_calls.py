@@ -6,7 +6,8 @@ The engine is scripted: it answers at once with token ids and log-probabilities,
 inference worker. Every client holds one conversation that grows by an answer and a message with each call; the same clients, in
 one process, ask all three, one after another, in every round, after some calls that do not count. Through fleetbus a call is an
 Observation and an Action in the log of a real server before it is answered; the proxy keeps calls in memory. ``p50_ms`` and
-``p99_ms`` are of a call as its client sees it.
+``p99_ms`` are of a call as its client sees it; ``cpu_us`` is CPU per call of each process, which says what the queue of 32
+clients waits for, on a machine with other work too.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import anyio
 import httpx
+import psutil
 import structlog
 import uvloop
 
@@ -151,13 +153,14 @@ async def ask_all(sessions: list[list[str]], calls: int) -> dict[str, float]:
         for url, key in sessions:
             group.create_task(converse(url, key, calls, warm, latencies))
         await warm.wait()
-        started = time.perf_counter()
-    wall = time.perf_counter() - started
+        started, spent = time.perf_counter(), time.process_time()
+    wall, spent = time.perf_counter() - started, time.process_time() - spent
     latencies.sort()
     return {
         "calls_per_second": round(len(latencies) / wall, 1),
         "p50_ms": round(1e3 * statistics.median(latencies), 3),
         "p99_ms": round(1e3 * latencies[int(0.99 * len(latencies))], 3),
+        "cpu_us_clients": round(1e6 * spent / len(latencies)),
     }
 
 
@@ -169,11 +172,26 @@ async def run_clients(sessions: list[list[str]], calls: int) -> dict[str, float]
     return found
 
 
+def read_cpu(process: int) -> float:
+    """Seconds of CPU."""
+    spent = psutil.Process(process).cpu_times()
+    return spent.user + spent.system
+
+
+async def run_clients_of(processes: dict[str, int], sessions: list[list[str]], calls: int) -> dict[str, float]:
+    """The same with the CPU per call of these processes, calls that do not count included."""
+    before = {name: read_cpu(process) for name, process in processes.items()}
+    found = await run_clients(sessions, calls)
+    played = len(sessions) * (WARM_CALLS + calls) / 1e6
+    return found | {f"cpu_us_{name}": round((read_cpu(process) - before[name]) / played) for name, process in processes.items()}
+
+
 @asynccontextmanager
-async def running(*command: str, **variables: str) -> AsyncIterator[None]:
+async def running(*command: str, **variables: str) -> AsyncIterator[int]:
+    """A process, by its id."""
     process = subprocess.Popen(command, env=os.environ | variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        yield
+        yield process.pid
     finally:
         process.kill()
         process.wait()
@@ -198,12 +216,15 @@ async def measure_fleetbus(clients: int, calls: int) -> dict[str, float]:
         serve = (sys.executable, __file__, "--serve", url, "--clients", str(clients))
         with tempfile.TemporaryDirectory() as keys:
             async with (
-                running(*serve, BENCHMARK_ROLE="inference"),
-                running(*serve, BENCHMARK_ROLE="environment", AGENT_KEYS=keys),
+                running(*serve, BENCHMARK_ROLE="inference") as inference,
+                running(*serve, BENCHMARK_ROLE="environment", AGENT_KEYS=keys) as environment,
             ):
+                (nats,) = (each.pid for each in psutil.Process().children() if "nats-server" in each.name())
+                processes = {"inference": inference, "environment": environment, "nats": nats}
                 for number in range(clients):
                     await request(bus, subjects, f"e{number}", calls)
-                return await run_clients(await anyio.to_thread.run_sync(read_keys, Path(keys), clients), calls)
+                sessions = await anyio.to_thread.run_sync(read_keys, Path(keys), clients)
+                return await run_clients_of(processes, sessions, calls)
 
 
 def read_keys(folder: Path, count: int) -> list[list[str]]:
@@ -244,13 +265,13 @@ async def measure_proxy(python: str, engine: int, port: int, clients: int, calls
 async def main(rounds: int, counts: list[int], calls: int, as_json: bool) -> None:
     python = os.environ.get("OPENENV_PYTHON", "")
     engine, proxy = find_free_port(), find_free_port()
-    async with running(sys.executable, __file__, "--engine", str(engine)):
+    async with running(sys.executable, __file__, "--engine", str(engine)) as serving:
         await wait_for_port(engine)
         for clients in counts:
             found: dict[str, list[dict[str, float]]] = {"direct": [], "fleetbus": [], "openenv": []}
             for _ in range(rounds):
                 direct = [[f"http://127.0.0.1:{engine}/v1", "k"]] * clients
-                found["direct"].append(await run_clients(direct, calls))
+                found["direct"].append(await run_clients_of({"engine": serving}, direct, calls))
                 found["fleetbus"].append(await measure_fleetbus(clients, calls))
                 if python:
                     found["openenv"].append(await measure_proxy(python, engine, proxy, clients, calls))

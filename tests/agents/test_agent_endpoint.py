@@ -209,6 +209,15 @@ async def test_an_image_that_a_tool_gave_is_named_in_its_place_and_the_agent_goe
     assert said.startswith("nothing\n[") and said.endswith("left out: only text is supported here]")
 
 
+async def test_an_image_beside_the_result_that_gave_it_is_the_tools_as_gemini_cli_sends_it() -> None:
+    body = json.loads(json.dumps(BODIES[GEMINI]))
+    body["contents"][-1]["parts"].append({"inlineData": {"mimeType": "image/png", "data": "eA=="}})
+    async with serving() as (client, session):
+        response, call = await ask(client, session, GEMINI, **body)
+    assert response.status_code == 200
+    assert call.messages[-1].content == "[inlineData left out: only text is supported here]"
+
+
 async def test_a_client_that_sends_only_what_is_new_is_told_so_by_a_code_that_it_knows() -> None:
     async with serving() as (client, _):
         response = await client.post(MESSAGES, json=BODIES[MESSAGES] | {"thread": {"type": "create"}})

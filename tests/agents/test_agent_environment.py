@@ -18,6 +18,7 @@ from fleetbus.errors import UserError
 from fleetbus_schemas import Action, Task, ToolCall
 from fleetbus_workers.environment.adapters.agent.environment import AgentEnvironment, FolderTools
 from fleetbus_workers.environment.adapters.agent.sessions import SESSION_OVER
+from fleetbus_workers.environment.adapters.common.fresh_python import FreshPython
 from fleetbus_workers.environment.base import EnvironmentFailed, Verdict
 from fleetbus_workers.environment.specs import build_environment_factory
 from tests.support.processes import children
@@ -73,7 +74,7 @@ async def test_the_calls_of_an_agent_are_the_turns_of_its_episode() -> None:
 
 
 def environment_tools(environment: AgentEnvironment) -> FolderTools:
-    return FolderTools(environment._folder)
+    return FolderTools(environment._folder, FreshPython(environment._host.make_session))
 
 
 async def test_a_function_of_the_users_module_is_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,12 @@ def test_an_earlier_conversation_is_taken_up_again() -> None:
     assert (back.segment, back.messages) == (0, (user("c"),))
 
 
+def test_a_sub_agent_may_begin_with_the_same_instructions() -> None:
+    paths = begin(SYSTEM, user("here"), user("a"), answer=assistant("b"))
+    assert paths.attach([SYSTEM, user("here"), user("sub")], ()).reason == "sub_agent"
+    assert paths.attach([SYSTEM, user("here"), user("sum"), assistant("b"), user("c")], ()).reason == "history_edited"
+
+
 def test_the_same_question_again_is_another_sample() -> None:
     paths = begin(SYSTEM, user("a"), answer=assistant("b"))
     assert paths.attach([SYSTEM, user("a")], ()).segment == 1

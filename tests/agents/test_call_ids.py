@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import Any
+
+import msgspec
+import pytest
 
 from fleetbus_schemas import Action, ChatMessage, ToolCall, ToolSpec
 from fleetbus_workers.environment.adapters.agent.conversations import Conversations
@@ -53,6 +57,37 @@ async def test_what_an_agent_sends_back_has_the_ids_of_the_template_again() -> N
         conversations.answer(act(2))
 
 
+EDIT = ToolSpec(
+    name="look",
+    parameters={"properties": {"all": {"type": "boolean", "default": False}, "at": {"default": 1}, "from": {"type": "string"}}},
+)
+
+
+@pytest.mark.parametrize(
+    ("sent_back", "reason"),
+    [
+        ({"all": False}, {}),
+        ({"all": False, "at": 1}, {}),
+        ({"all": True}, {"history_edited": 1}),
+        ({"all": 0}, {"history_edited": 1}),
+        ({"from": ""}, {"history_edited": 1}),
+    ],
+)
+async def test_a_default_of_the_schema_that_an_agent_fills_in_edits_no_history(
+    sent_back: dict[str, Any], reason: dict[str, int]
+) -> None:
+    session = AgentSession()
+    conversations = Conversations(session)
+    said: tuple[ChatMessage, ...] = (ChatMessage(role="system", content="S"), ChatMessage(role="user", content="Go."))
+    first = await play(conversations, session, AgentCall(messages=said, tools=(EDIT,)), 1)
+    (call,) = first.tool_calls
+    filled = msgspec.structs.replace(call, arguments=sent_back)
+    said += (ChatMessage(role="assistant", content=first.text, tool_calls=(filled,)),)
+    said += (ChatMessage(role="tool", content="seen", tool_call_id=call.id),)
+    await play(conversations, session, AgentCall(messages=said, tools=(EDIT,)), 2)
+    assert conversations.describe()["segments_begun"] == reason
+
+
 async def test_a_gateway_that_takes_over_gives_the_ids_that_were_given_and_another_session_has_others() -> None:
     asked = AgentCall(messages=(ChatMessage(role="user", content="Go."),), tools=(LOOK,))
     given = []
@@ -76,4 +111,4 @@ async def test_each_protocol_has_its_own_form_of_ids() -> None:
     response = responses.render(answer, "m")
     assert re.fullmatch(r"resp_\w{24}", response["id"]) and response["output"][-1]["call_id"] == call["id"]
     back = (ChatMessage(role="tool", content="", tool_call_id=said["content"][-1]["id"]),)
-    assert session.call_ids.restore(back)[0].tool_call_id == "call00000"
+    assert session.call_ids.restore(back, ())[0].tool_call_id == "call00000"

@@ -84,3 +84,13 @@ async def test_what_is_listed_is_read(folder: Path) -> None:
     listed = f"{folder}/verifiers.py,{folder}/tasks.json"
     paths = [folder / name for name in SECRET]
     assert await list_read("agent:my_agent:play", *paths, agent_files=listed) == ["tasks.json", "verifiers.py"]
+
+
+async def test_what_is_hidden_is_hidden_where_a_link_leads_to_it_too(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(folder)
+    linked = tmp_path / "link" / "my_package"
+    (folder / "my_package" / "tasks.json").write_text("# the answer is 4711")
+    spec = f"agent:{sys.executable} {linked}/agent.py {linked}"
+    tasks = str(folder / "my_package" / "tasks.json")
+    paths = [linked / "tasks.json", linked / "part.py"]
+    assert await list_read(spec, *paths, tasks=tasks) == ["part.py"]

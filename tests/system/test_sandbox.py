@@ -99,6 +99,15 @@ async def test_code_gives_output_errors_and_an_exit_code_and_keeps_its_variables
     assert (await run(session, "print(x)")).stdout == "20\n"
 
 
+async def test_a_file_is_seen_at_a_path_that_leads_over_a_link(isolation: Isolation, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "said.txt").write_text("hello")
+    (tmp_path / "here").symlink_to(tmp_path / "there")
+    file = str(tmp_path / "here" / "said.txt")
+    done = await anyio.run_process(isolation.command(["/bin/cat", file], visible=[file], tools=True), env={}, cwd="/")
+    assert done.stdout == b"hello"
+
+
 async def test_code_that_takes_too_long_is_stopped_and_its_variables_stay(session: SandboxSession) -> None:
     await run(session, "x = 1")
     stopped = await run(session, "import time\nprint('so far')\ntime.sleep(600)", seconds=2)

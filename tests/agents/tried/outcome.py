@@ -19,6 +19,9 @@ DIALECTS = {
     "streamGenerateContent": "gemini",
 }
 
+ELSEWHERE = ("sub_agents", "images", "repairs")
+"""What `test_shipped_agents` shows of some."""
+
 
 class Played(msgspec.Struct, kw_only=True):
     """One episode: ``turns`` as the trajectory shows them, ``said`` is what the agent printed, ``paths`` what it asked,
@@ -113,8 +116,22 @@ def explain_kills(calm: Played, disturbed: Played | None) -> str:
 
 
 def write_tried(tried: TriedAgent) -> None:
-    """Put one agent's row in the place of the one that it had."""
-    known = {each.name: each for each in msgspec.json.decode(FILE.read_bytes(), type=list[TriedAgent])}
-    known[tried.name] = tried
-    rows = [msgspec.json.encode(known[name]).decode() for name in sorted(known)]
-    FILE.write_text("[\n" + ",\n".join(rows) + "\n]\n")
+    """Put one agent's row in the place of the one that it had; what another test shows of it stays."""
+    before = read_rows().get(tried.name)
+    kept = {name: getattr(before, name) for name in ELSEWHERE} if before else {}
+    write_row(msgspec.structs.replace(tried, **kept))
+
+
+def write_shown(name: str, **shown: object) -> None:
+    """Add to an agent's row what another test shows, the `ELSEWHERE`."""
+    assert shown.keys() <= set(ELSEWHERE)
+    write_row(msgspec.structs.replace(read_rows()[name], **shown))
+
+
+def read_rows() -> dict[str, TriedAgent]:
+    return {each.name: each for each in msgspec.json.decode(FILE.read_bytes(), type=list[TriedAgent])}
+
+
+def write_row(row: TriedAgent) -> None:
+    known = read_rows() | {row.name: row}
+    FILE.write_text("[\n" + ",\n".join(msgspec.json.encode(known[name]).decode() for name in sorted(known)) + "\n]\n")

@@ -66,7 +66,9 @@ class Place:
     def node(self, player: str) -> list[str]:
         """The same for one in JavaScript; packages are looked for beside it, so it is copied there."""
         copied = self.folder / player
-        copied.write_text((PLAYERS / player).read_text())
+        text = (PLAYERS / player).read_text()
+        if not copied.exists() or copied.read_text() != text:  # many may be started at once
+            copied.write_text(text)
         return ["node", str(copied), self.prompt]
 
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import anyio
 import httpx
@@ -17,7 +18,7 @@ from tests.agents.tried.catalogue import Shipped
 from tests.agents.tried.outcome import Played
 from tests.agents.tried.place import Place
 from tests.agents.tried.policy import ANSWER
-from tests.agents.tried.stage import SUBJECTS, Stage
+from tests.agents.tried.stage import SUBJECTS, Balancer, Stage
 
 PROMPT = "Look at the places 1 and 2, peek at the place 3, and say the sum."
 SECONDS = {"calm": 240, "disturbed": 240}
@@ -27,7 +28,7 @@ PAUSE = 0.4
 BYTES_SHOWN = 6000
 
 
-async def play(stage: Stage, agent: Shipped, folder: Path, scratch: Path, mode: str) -> Played:
+async def play(stage: Stage[Balancer], agent: Shipped, folder: Path, scratch: Path, mode: str) -> Played:
     """``mode`` is `calm` or `disturbed`. The agent is given the time of `SECONDS`, and is ended then."""
     episode = f"{agent.name}-{mode}"
     stage.balancer.forget()
@@ -53,7 +54,7 @@ async def play(stage: Stage, agent: Shipped, folder: Path, scratch: Path, mode: 
     )
 
 
-async def run_agent(stage: Stage, agent: Shipped, place: Place, episode: str, mode: str) -> tuple[str, int]:
+async def run_agent(stage: Stage[Any], agent: Shipped, place: Place, episode: str, mode: str) -> tuple[str, int]:
     """The text that it printed, and its status: -9 if it had to be ended."""
     command = agent.start(place)
     log = place.home / "said.log"
@@ -91,7 +92,7 @@ def end_all_of(home: Path) -> None:
                 process.kill()
 
 
-async def disturb(stage: Stage, agent: Shipped, episode: str) -> None:
+async def disturb(stage: Stage[Any], agent: Shipped, episode: str) -> None:
     """Kill the inference worker in the middle of one answer, and the gateway in the middle of another."""
     inference, gateway = agent.kills
     await wait_for_call(stage, episode, inference)
@@ -100,7 +101,7 @@ async def disturb(stage: Stage, agent: Shipped, episode: str) -> None:
     await stage.kill_gateway()
 
 
-async def wait_for_call(stage: Stage, episode: str, number: int) -> None:
+async def wait_for_call(stage: Stage[Any], episode: str, number: int) -> None:
     while await stage.count_calls(episode) <= number:  # noqa: ASYNC110
         await anyio.sleep(0.1)
     await anyio.sleep(PAUSE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ DEFERRED = re.compile(r"mcp__\w+__peek")
 """The name of a tool that is told in a text and has to be searched for first, as Claude Code does it."""
 
 ANSWER = "The sum is 60."
+MARK = "sample-"
 SHELLS = ("bash", "shell", "exec_command", "run_shell_command", "execute_command", "run_commands", "terminal", "execute_bash")
 COMMANDS = ("command", "cmd", "commands", "script")
 FINISHES = ("attempt_completion", "final_answer", "finish", "submit", "submit_and_exit")
@@ -179,20 +181,26 @@ def write_fields(said: Said, tools: Tools) -> str:
     return "\n\n".join([*written, "[[ ## completed ## ]]"])
 
 
+def write_marked(said: Said, tools: Tools) -> str:
+    """`use_tools`, with another word each time: it tells whose sample an agent got."""
+    return f"{MARK}{secrets.token_hex(8)} {use_tools(said, tools)}"
+
+
 POLICIES: dict[str, Callable[[Said, Tools], str]] = {
     "tools": use_tools,
     "nous": write_nous,
     "code": write_code,
     "edits": write_edits,
     "fields": write_fields,
+    "marked": write_marked,
 }
 
 
 class PlayingSampler(StubSampler):
-    """`Sampler` that says what a policy of `POLICIES` says, after so many seconds; a long text is cut."""
+    """`Sampler` that says what a policy says, one of `POLICIES` by its name, after so many seconds; a long text is cut."""
 
-    def __init__(self, policy: str, seconds: float) -> None:
-        self._decide, self._seconds = POLICIES[policy], seconds
+    def __init__(self, policy: str | Callable[[Said, Tools], str], seconds: float) -> None:
+        self._decide, self._seconds = POLICIES[policy] if isinstance(policy, str) else policy, seconds
 
     async def generate(self, request: GenerationRequest) -> Generation:
         await anyio.sleep(self._seconds)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import anyio
 import httpx
 
 from fleetbus.bus.base import Bus
@@ -34,22 +36,29 @@ REQUEST = re.compile(rb"(POST|GET|HEAD) (/[^ ]*) HTTP/1\.1\r\n")
 HEAD = re.compile(rb"HTTP/1\.1 (\d\d\d) [^\r]*\r\n(.*?)\r\n\r\n", re.DOTALL)
 
 
-class Balancer(Relay):
-    """Keeps what was answered too, by status and kind of content."""
+class Switch(Relay):
+    """Hands connections to one port at a time."""
 
     def __init__(self, port: int) -> None:
         super().__init__(f"http://127.0.0.1:{port}")
-        self.answered: list[tuple[int, bool]] = []
-
-    async def _answered(self, chunk: bytes) -> None:
-        for head in HEAD.finditer(chunk):
-            self.answered.append((int(head[1]), b"text/event-stream" in head[2].lower()))
 
     async def turn_to(self, port: int) -> None:
         """All connections end; new ones go there."""
         await self.cut()
         self._upstream_port = port
         await self.mend()
+
+
+class Balancer(Switch):
+    """Keeps what was asked and answered too, by path, status and kind of content."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port)
+        self.answered: list[tuple[int, bool]] = []
+
+    async def _answered(self, chunk: bytes) -> None:
+        for head in HEAD.finditer(chunk):
+            self.answered.append((int(head[1]), b"text/event-stream" in head[2].lower()))
 
     def list_paths(self, method: str = "POST") -> list[str]:
         """The paths that were asked with this method, in order."""
@@ -60,16 +69,19 @@ class Balancer(Relay):
         self.answered.clear()
 
 
-class Stage:
-    """``url`` is what agents call. `kill_inference` and `kill_gateway` replace what they kill."""
+B = TypeVar("B", bound=Switch)
 
-    def __init__(self, url: str, bus: Bus, folder: Path, policy: str, stack: ExitStack) -> None:
+
+class Stage(Generic[B]):
+    """``balancer.url`` is what agents call; `replace_gateway` and `start_inference` replace what they kill."""
+
+    def __init__(self, url: str, bus: Bus, folder: Path, policy: str, stack: ExitStack, balance: Callable[[int], B]) -> None:
         self._nats, self.bus, self._folder, self._policy, self._stack = url, bus, folder, policy, stack
         self._names = (f"i{number}" for number in range(100))
         self._ports = [find_port(), find_port()]
         self._gateways = [self._start_gateway(port) for port in self._ports]
-        self._inference: subprocess.Popen[bytes] | None = None
-        self.balancer = Balancer(self._ports[0])
+        self._inference: dict[int, subprocess.Popen[bytes]] = {}
+        self.balancer = balance(self._ports[0])
 
     def _start(self, log: str, *command: str) -> subprocess.Popen[bytes]:
         said = self._stack.enter_context((self._folder / log).open("ab"))
@@ -81,6 +93,7 @@ class Stage:
 
     def _start_gateway(self, port: int) -> subprocess.Popen[bytes]:
         options = ["--run", RUN, "--nats", self._nats, "--port", f"{port}", "--limits-reset", "240", "--limits-step", "120"]
+        options += ["--environment-max-attempts", "1000"]
         return self._start(f"gateway-{port}.log", sys.executable, "-m", "fleetbus", "gateway", "agents", *options)
 
     async def start(self) -> None:
@@ -89,13 +102,13 @@ class Stage:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
                 await wait_for(client)
 
-    def start_inference(self, mode: str) -> None:
-        """Another one for the one there was: `calm` or `disturbed`, which takes its time."""
-        if self._inference is not None:
-            self._inference.kill()
+    def start_inference(self, mode: str, place: int = 0) -> None:
+        """Another one for the one there was at this place: `calm` or `disturbed`, which takes its time."""
+        if place in self._inference:
+            self._inference[place].kill()
         module = "tests.agents.tried.inference_process"
         words = (RUN, next(self._names), self._nats, self._policy, f"{SAMPLING_SECONDS[mode]}")
-        self._inference = self._start("inference.log", sys.executable, "-m", module, *words)
+        self._inference[place] = self._start("inference.log", sys.executable, "-m", module, *words)
 
     async def kill_gateway(self) -> None:
         """The one that has the connections: they end, and the other one gets those that come."""
@@ -103,6 +116,11 @@ class Stage:
         self._gateways.reverse()
         self._ports.reverse()
         await self.balancer.turn_to(self._ports[0])
+
+    async def replace_gateway(self) -> None:
+        """The same, and another one for it, which gets the connections when the other one is killed."""
+        await self.kill_gateway()
+        self._gateways[1] = self._start_gateway(self._ports[1])
 
     async def request(self, episode: str, prompt: str) -> None:
         asked = EpisodeRequested(
@@ -119,11 +137,18 @@ class Stage:
         await self.bus.publish(SUBJECTS.task("default", episode), encode(asked), expected_last=0)
 
     async def take(self) -> dict[str, Any]:
-        """The next session, with addresses of the balancer."""
+        """The next session, with addresses of the balancer; asked for again, by the same key, when a gateway dies."""
         url = self.balancer.url.replace("nats:", "http:")
-        async with httpx.AsyncClient(base_url=url, timeout=90) as client:
-            answer = await client.get("/sessions/next", params={"wait": 50})
-            assert answer.status_code == 200, answer.text
+        headers = {"Idempotency-Key": secrets.token_hex(16)}
+        async with httpx.AsyncClient(base_url=url, timeout=90, headers=headers) as client:
+            while True:
+                try:
+                    answer = await client.get("/sessions/next", params={"wait": 50})
+                    if answer.status_code == 200:
+                        break
+                except httpx.TransportError:
+                    pass
+                await anyio.sleep(0.5)
         session: dict[str, Any] = answer.json()
         direct = session["url"].partition("/sessions")[0]
         return {name: each.replace(direct, url) if isinstance(each, str) else each for name, each in session.items()}
@@ -146,14 +171,14 @@ class Stage:
 
 
 @asynccontextmanager
-async def running(folder: Path, policy: str) -> AsyncIterator[Stage]:
+async def running(folder: Path, policy: str, balance: Callable[[int], B] = Balancer) -> AsyncIterator[Stage[B]]:  # type: ignore[assignment]
     """A stage with a server of its own."""
     async with run_server(folder / "store") as server, connect(server.url, run=RUN, role="up", worker="driver") as bus:
         await bus.declare(plan_run(RUN, lanes=4, max_bytes=1 << 30))
         published = PolicyPublished(policy="default", version=0, lineage="l1", step=0, uri="", manifest=(), size_bytes=0)
         await bus.publish(SUBJECTS.policy("default"), encode(published))
         with ExitStack() as stack:
-            stage = Stage(server.url, bus, folder, policy, stack)
+            stage = Stage(server.url, bus, folder, policy, stack, balance)
             stage.start_inference("calm")
             await stage.start()
             async with stage.balancer.running():

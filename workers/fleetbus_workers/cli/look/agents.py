@@ -8,7 +8,7 @@ import msgspec
 from fleetbus_workers.cli.output import json_option
 from fleetbus_workers.command.exit_status import FINISHED
 from fleetbus_workers.environment.adapters.agent.known import KNOWN_AGENTS
-from fleetbus_workers.environment.adapters.agent.tried import TriedAgent, load_tried
+from fleetbus_workers.environment.adapters.agent.tried import SHOWN, TriedAgent, load_tried
 
 
 @click.command("agents")
@@ -38,7 +38,6 @@ def describe_tried(agent: TriedAgent) -> str:
     """One line of what an agent showed."""
     if not agent.plays:
         return f"{agent.version} {agent.date}: {agent.reason}"
-    named = {"own tools": agent.own_tools, "MCP": agent.mcp, "side by side": agent.parallel, "streamed": agent.streams}
-    shown = [name for name, is_shown in named.items() if is_shown]
+    shown = [name for name, field in SHOWN.items() if getattr(agent, field)]
     path = f"{agent.extending} of {agent.following} calls on one path"
     return f"{agent.version} {agent.date}: {', '.join([*agent.dialects, *shown, path])}; kills: {agent.kills}"

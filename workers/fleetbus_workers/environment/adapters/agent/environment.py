@@ -3,8 +3,9 @@
 Per episode the agent is started with a base URL and a key of its own. Its first call is what the policy sees first, the
 policy's action is the answer to it, its next call the next observation: it continues an earlier conversation token for token,
 or begins a segment, where the agent edited its history, changed its tools or started a sub-agent. When the agent ends, it is
-graded: by the task's verifier, which may read the files of its working folder, or by what a function returned. What posts a
-reward never stands where the policy's own programs could read it (docs/decisions/0185-rewards-have-a-key-of-their-own.md).
+graded: by the task's verifier, which may read the files of its working folder and call the code in them, or by what a function
+returned. What posts a reward never stands where the policy's own programs could read it
+(docs/decisions/0185-rewards-have-a-key-of-their-own.md).
 """
 
 from collections.abc import Sequence
@@ -23,8 +24,10 @@ from fleetbus_workers.environment.adapters.agent.faults import is_programs_error
 from fleetbus_workers.environment.adapters.agent.host import AgentHost
 from fleetbus_workers.environment.adapters.agent.process import AgentProcess
 from fleetbus_workers.environment.adapters.agent.sessions import AgentSession
+from fleetbus_workers.environment.adapters.common.fresh_python import CALL, FRESH, FreshPython
 from fleetbus_workers.environment.base import NO_LIMITS, EnvironmentFailed, Start, Step, TurnLimits, Verdict
 from fleetbus_workers.environment.isolation.foreign_files import find_outside, read_regular_file
+from fleetbus_workers.environment.isolation.sandbox import IsolationUnavailable
 from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
 
 OwnReward = Literal["never", "returns", "posts"]
@@ -165,7 +168,7 @@ class AgentEnvironment:
             self._task,
             final_answer=said.final_answer,
             conversation=said.messages,
-            tools=FolderTools(self._folder),
+            tools=FolderTools(self._folder, FreshPython(self._host.make_session)),
         )
 
     async def close(self) -> None:
@@ -178,15 +181,22 @@ class AgentEnvironment:
 
 
 class FolderTools:
-    """The one tool of a verifier: ``read_file`` with a ``path`` below the agent's working folder."""
+    """The tools of a verifier: ``read_file`` with a ``path`` below the agent's working folder, and those of `FreshPython`, for
+    code that the agent wrote (decision 0241)."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: FreshPython) -> None:
         self._folder = folder
+        self._python = python
 
     async def call_tool(self, name: str, arguments: dict[str, object]) -> Any:
-        if name != "read_file":
-            raise LookupError(f"unknown tool {name!r}: there is read_file")
-        return await anyio.to_thread.run_sync(self._read_file, str(arguments.get("path", "")))
+        if name == "read_file":
+            return await anyio.to_thread.run_sync(self._read_file, str(arguments.get("path", "")))
+        if name not in (FRESH, CALL):
+            raise LookupError(f"unknown tool {name!r}: there are read_file, {FRESH} and {CALL}")
+        try:
+            return await self._python.call_tool(name, arguments)
+        except IsolationUnavailable as unavailable:
+            raise LookupError(f"{name}: {unavailable}") from unavailable
 
     def _read_file(self, path: str) -> str:
         file = find_outside({"/": self._folder}, f"/{path}")

@@ -21,6 +21,7 @@ from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.agent.environment import AgentEnvironment, OwnReward
 from fleetbus_workers.environment.adapters.agent.host import AgentHost
 from fleetbus_workers.environment.adapters.agent.visible import list_module
+from fleetbus_workers.environment.isolation.sandbox import SandboxLimits
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 RUNNER = "fleetbus_workers.environment.adapters.agent.run_function"
@@ -47,6 +48,7 @@ def build(context: AdapterContext) -> Factory:
         passed=split_names(wanted.pass_variables),
         files=files,
         secret_files=list_secret_files(settings),
+        code_limits=SandboxLimits(seconds=context.call_seconds),
     )
     grades: OwnReward = "returns" if is_function else "never"
     if wanted.agent_reward_url:

@@ -34,7 +34,7 @@ from fleetbus_workers.environment.isolation.foreign_files import (
     remove_tree,
     sweep_folders,
 )
-from fleetbus_workers.environment.isolation.sandbox import Isolation, IsolationUnavailable
+from fleetbus_workers.environment.isolation.sandbox import Isolation, IsolationUnavailable, SandboxLimits, SandboxSession
 from fleetbus_workers.environment.isolation.sandbox.backends import require_isolation
 from fleetbus_workers.environment.isolation.sandbox.memory import MemoryWatch
 from fleetbus_workers.environment.isolation.sandbox.session import allocate_user
@@ -69,6 +69,7 @@ class AgentHost:
         files: Collection[str] = (),
         secret_files: Collection[Path] = (),
         limits: AgentLimits | None = None,
+        code_limits: SandboxLimits | None = None,
     ) -> None:
         self._command = command
         self._passed = passed
@@ -79,6 +80,7 @@ class AgentHost:
         self._root = Path()
         self._group: TaskGroup | None = None
         self.limits = limits or AgentLimits()
+        self.code_limits = code_limits or SandboxLimits()
         self.endpoint = AgentEndpoint()
 
     @asynccontextmanager
@@ -98,6 +100,10 @@ class AgentHost:
         finally:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(remove_tree, self._root)
+
+    def make_session(self) -> SandboxSession:
+        """A sandbox for a verifier's code, also where agents have none. Raises `IsolationUnavailable`."""
+        return SandboxSession(require_isolation(), self.code_limits, self._watch)
 
     def make_folder(self) -> Path:
         """A working folder of nobody else's."""

@@ -84,6 +84,13 @@ KNOWN_AGENTS = (
         cases=("codex_streamed",),
         needed="a sandbox with /proc, or none; its own sandbox off, the endpoint as a provider of `-c`",
     ),
+    KnownAgent(
+        name="gemini-cli",
+        install="npm install @google/gemini-cli",
+        dialects=(GEMINI,),
+        cases=("gemini_cli_streamed",),
+        needed="`gemini-api-key` as the chosen way in its settings, `--yolo`; its folder in `environment.agent_files`",
+    ),
 )
 
 

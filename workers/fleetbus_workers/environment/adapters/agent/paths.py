@@ -37,10 +37,11 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Path(msgspec.Struct, kw_only=True):
-    """One segment: the identities of its messages, its answers included."""
+    """One segment: the identities of its messages, its answers included; ``task`` of them come before any answer."""
 
     tools: bytes
     messages: list[bytes]
+    task: int
 
 
 class Paths:
@@ -64,10 +65,11 @@ class Paths:
             self.extended += 1
             self._open = said
             return Attachment(segment=segment, messages=tuple(messages[known:]))
-        reason = self._explain_new_path(said, offered) if self._paths else None
+        task = count_task(messages)
+        reason = self._explain_new_path(said, offered, task) if self._paths else None
         if reason is not None:
             self.reasons[reason] = self.reasons.get(reason, 0) + 1
-        self._paths.append(_Path(tools=offered, messages=[]))
+        self._paths.append(_Path(tools=offered, messages=[], task=task))
         self._open = said
         return Attachment(segment=len(self._paths) - 1, messages=tuple(messages), tools=tuple(tools), reason=reason)
 
@@ -92,7 +94,7 @@ class Paths:
             return
         if attached.reason is not None:
             self.reasons[attached.reason] = self.reasons.get(attached.reason, 0) + 1
-        self._paths.append(_Path(tools=digest_tools(tools), messages=[]))
+        self._paths.append(_Path(tools=digest_tools(tools), messages=[], task=count_task(attached.messages)))
         self._open = said
 
     def add_answer(self, segment: int, answer: ChatMessage) -> str:
@@ -112,8 +114,9 @@ class Paths:
         }
         return max(lengths, key=lambda segment: (lengths[segment], segment)) if lengths else None
 
-    def _explain_new_path(self, said: list[bytes], offered: bytes) -> SegmentReason:
-        """The reason why no path continues: what differs from the nearest one."""
+    def _explain_new_path(self, said: list[bytes], offered: bytes, task: int) -> SegmentReason:
+        """The reason why no path continues: what differs from the nearest one. A conversation that has no answer yet edits one
+        whose task it has: sub-agents may begin with the same instructions, as those of Codex do."""
         for path in reversed(self._paths):
             same = path.messages == said[: len(path.messages)] and len(path.messages) < len(said)
             if same and path.tools != offered:
@@ -124,9 +127,15 @@ class Paths:
                 return "system_changed"
         for path in reversed(self._paths):
             repeated = said == path.messages[: len(said)]  # the same question again is a conversation of its own
-            if path.messages[:2] == said[:2] and len(path.messages) > 2 and not repeated:
+            kept = path.task if task == len(said) else 2
+            if path.messages[:kept] == said[:kept] and len(path.messages) > 2 and not repeated:
                 return "history_edited"
         return "sub_agent"
+
+
+def count_task(messages: Sequence[ChatMessage]) -> int:
+    """The messages before the first answer."""
+    return next((place for place, message in enumerate(messages) if message.role == "assistant"), len(messages))
 
 
 def check_size(messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> None:

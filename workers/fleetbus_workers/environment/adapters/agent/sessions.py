@@ -171,7 +171,7 @@ class AgentSession:
         `SessionMoved`, `InvalidCall`."""
         if self.moved:
             raise SessionMoved(MOVED)
-        call = self._restore_ids(call)
+        call = self._restore_calls(call)
         if not self.over:
             call = self.responses.expand(call)
         known = self._find_known(call, digest)
@@ -193,8 +193,8 @@ class AgentSession:
             self._remembered.popitem(last=False)
         return pending
 
-    def _restore_ids(self, call: AgentCall) -> AgentCall:
-        return msgspec.structs.replace(call, messages=self.call_ids.restore(call.messages))
+    def _restore_calls(self, call: AgentCall) -> AgentCall:
+        return msgspec.structs.replace(call, messages=self.call_ids.restore(call.messages, call.tools))
 
     def _find_known(self, call: AgentCall, digest: str) -> PendingCall | None:
         known = self._remembered.get(digest)
@@ -204,7 +204,7 @@ class AgentSession:
 
     def is_asked_again(self, call: AgentCall, digest: str, *, repetition: bool) -> bool:
         """True if `enter` would join such a call with one that it knows."""
-        known = self._find_known(self._restore_ids(call), digest)
+        known = self._find_known(self._restore_calls(call), digest)
         return known is not None and (repetition or known.is_lost or anyio.current_time() < known.first_request_until)
 
     def list_answers(self) -> list[Answer | None]:

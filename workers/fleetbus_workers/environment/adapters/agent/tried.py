@@ -10,13 +10,24 @@ from pathlib import Path
 import msgspec
 
 FILE = Path(__file__).with_name("tried_agents.json")
-SHOWN = ("own tools", "MCP", "side by side", "streamed")
+SHOWN = {
+    "own tools": "own_tools",
+    "MCP": "mcp",
+    "side by side": "parallel",
+    "streamed": "streams",
+    "sub-agents": "sub_agents",
+    "images": "images",
+}
+"""Fields of `TriedAgent`, by what they are called."""
+
+REPAIRS = 5
 
 
 class TriedAgent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The things that one agent showed. ``following`` are its calls but the first and those beside its task, ``extending``
     those of them that continued the token path; ``refused`` are statuses of calls that were refused; ``kills`` what became
-    of the disturbed episode. ``reason``: why it did not play to its end."""
+    of the disturbed episode. ``reason``: why it did not play to its end. ``images``: it goes on after one that its own tool
+    gave. ``repairs``: how many repositories it repaired as `agent:SPEC` in the default sandbox, of five."""
 
     name: str
     install: str
@@ -28,6 +39,9 @@ class TriedAgent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mcp: bool = False
     parallel: bool = False
     streams: bool = False
+    sub_agents: bool = False
+    images: bool = False
+    repairs: int = 0
     calls: int = 0
     side_calls: int = 0
     extending: int = 0
@@ -47,7 +61,17 @@ def load_tried() -> tuple[TriedAgent, ...]:
 
 def format_tried_rows() -> list[str]:
     """The table of `docs/agents.md`."""
-    names = ("agent", "version", "speaks", *SHOWN, "on one path", "kills in mid-answer", "what was needed", "tried")
+    names = (
+        "agent",
+        "version",
+        "speaks",
+        *SHOWN,
+        "on one path",
+        "kills in mid-answer",
+        "repairs in the sandbox",
+        "what was needed",
+        "tried",
+    )
     head = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
     return head + [f"| {' | '.join(_list_cells(agent))} |" for agent in load_tried() if agent.plays]
 
@@ -63,14 +87,14 @@ def format_left_rows() -> list[str]:
 
 
 def _list_cells(agent: TriedAgent) -> tuple[str, ...]:
-    shown = (agent.own_tools, agent.mcp, agent.parallel, agent.streams)
     return (
         agent.name,
         agent.version,
         ", ".join(agent.dialects),
-        *("yes" if each else "not shown" for each in shown),
+        *("yes" if getattr(agent, field) else "not shown" for field in SHOWN.values()),
         f"{agent.extending} of {agent.following}" + (f", {agent.side_calls} beside" if agent.side_calls else ""),
         agent.kills,
+        f"{agent.repairs} of {REPAIRS}" if agent.repairs else "not tried",
         agent.needed or "nothing",
         agent.date,
     )

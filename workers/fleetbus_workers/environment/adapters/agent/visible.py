@@ -52,15 +52,18 @@ def list_module(name: str) -> Path | None:
 def list_hidden(visible: Sequence[Path], secrets: Iterable[Path]) -> list[Path]:
     """Entries of visible folders that an agent must not see: ``secrets``, and entries whose names begin with a dot,
     unless something visible lies in them."""
-    hidden = [path.resolve() for path in secrets if _is_below(path.resolve(), visible)]
+    hidden = [place for path in secrets for place in _list_places(path.resolve(), visible)]
     for folder in visible:
         if folder.is_dir():
             hidden += [entry for entry in folder.iterdir() if entry.name.startswith(".") and not entry.is_symlink()]
     return [path for path in dict.fromkeys(hidden) if not any(each == path or path in each.parents for each in visible)]
 
 
-def _is_below(path: Path, folders: Sequence[Path]) -> bool:
-    return any(folder == path or folder in path.parents for folder in folders)
+def _list_places(path: Path, folders: Sequence[Path]) -> Iterator[Path]:
+    """The places at which a path, which holds no link, is seen: a folder may be reached by a link."""
+    for folder in folders:
+        if path.is_relative_to(real := folder.resolve()):
+            yield folder / path.relative_to(real)
 
 
 def _list_program(program: Path) -> Iterator[Path]:

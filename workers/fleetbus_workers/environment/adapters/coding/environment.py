@@ -13,6 +13,7 @@ from typing import Any
 from fleetbus.core.text.prompts import TOOL_RESULT, build_compact_system_prompt, build_fleet_system_prompt, truncate_text
 from fleetbus.core.text.tool_calls import final_answer, is_done
 from fleetbus_schemas import Action, ChatMessage, Task, ToolOutput, ToolSpec
+from fleetbus_workers.environment.adapters.common.fresh_python import FreshPython, build_state, read_code
 from fleetbus_workers.environment.adapters.common.tool_results import (
     answer_first_call,
     build_tool_messages,
@@ -21,7 +22,7 @@ from fleetbus_workers.environment.adapters.common.tool_results import (
     read_final_answer,
 )
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
-from fleetbus_workers.environment.isolation.sandbox import CallResult, ExecutionResult, SandboxSession
+from fleetbus_workers.environment.isolation.sandbox import ExecutionResult, SandboxSession
 from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
 
 TOOL = ToolSpec(
@@ -33,7 +34,6 @@ TOOL = ToolSpec(
         "required": ["code"],
     },
 )
-EXITED_EARLY = 1
 NO_CODE = 'No code found. Call the tool "python", or write the code between ```python and ```.'
 _FENCED = re.compile(r"```(?:python|py)[ \t]*\r?\n(.*?)(?:\n```|\Z)", re.DOTALL | re.IGNORECASE)
 
@@ -149,44 +149,11 @@ class CodingEnvironment:
         return await grade(self._grader, self._task, final_answer=self._answer, conversation=self._conversation, tools=self)
 
     async def call_tool(self, name: str, arguments: dict[str, object]) -> Any:
-        """For the verifier: ``python`` runs code in the episode's interpreter, ``python_fresh`` in one of its own, which the
-        policy's code cannot have prepared. Both give ``stdout``, ``stderr``, ``exit_code`` and ``ended``.
-
-        ``python_call`` runs code in an interpreter of its own, calls its ``function`` once for each of ``arguments`` (a list of
-        lists) and gives ``results``, one for each, with ``value`` and ``error``: the verifier compares them in its own process,
-        where the code has nothing. What an interpreter with code of the policy says may be made up by that code.
-        """
-        code = arguments.get("code")
-        if not isinstance(code, str):
-            raise LookupError(f"{name} needs code")
-        if name == "python_call":
-            return await self._call_function(code, arguments.get("function"), arguments.get("arguments"))
+        """For the verifier: ``python`` runs code in the episode's interpreter, ``python_fresh`` and ``python_call`` in one of
+        their own, which the policy's code cannot have prepared (`FreshPython`). All give what `build_state` says."""
         if name == TOOL.name and self._session is not None:
-            return _build_state(await self._session.run(code, seconds=self._seconds))
-        if name == "python_fresh":
-            session = self._make_session()
-            try:
-                return _build_state(await session.run(code, seconds=self._seconds))
-            finally:
-                await session.close()
-        raise LookupError(f"there is no {name}: python, python_fresh and python_call are there")
-
-    async def _call_function(self, code: str, function: object, arguments: object) -> dict[str, object]:
-        if not isinstance(function, str) or not isinstance(arguments, list) or not all(isinstance(a, list) for a in arguments):
-            raise LookupError("python_call needs function, a name, and arguments, a list with a list for each call")
-        session = self._make_session()
-        try:
-            loaded = await session.run(code, seconds=self._seconds)
-            state = _build_state(loaded)
-            if loaded.ended or state["exit_code"]:
-                last = loaded.stderr.strip().splitlines()[-1:] or [f"exit code {state['exit_code']}"]
-                results = [CallResult(error=f"the code failed: {last[0]}", ended=loaded.ended)] * len(arguments)
-            else:
-                results = [await session.call(function, each, seconds=self._seconds) for each in arguments]
-        finally:
-            await session.close()
-        ended = next((result.ended for result in results if result.ended), state["ended"])
-        return state | {"ended": ended, "results": [{"value": each.value, "error": each.error} for each in results]}
+            return build_state(await self._session.run(read_code(name, arguments), seconds=self._seconds))
+        return await FreshPython(self._make_session, self._seconds).call_tool(name, arguments)
 
     async def query(self, sql: str, params: Sequence[Any]) -> object:
         raise LookupError("a coding environment has no database")
@@ -209,10 +176,3 @@ def _format_observation(result: ExecutionResult, *, report_loss: bool) -> str:
     before = "[the interpreter was ended before this code: its variables are lost]\n" if report_loss else ""
     text = f"{before}{result.stdout.rstrip()}{error}{code}{notes[result.ended]}".strip("\n")
     return TOOL_RESULT + (text or "(no output)")
-
-
-def _build_state(result: ExecutionResult) -> dict[str, object]:
-    """A result as verifiers see it: code that exits before its last statement, where tests may stand, never has exit code 0."""
-    ended = result.ended or result.code_ended
-    exit_code = result.exit_code or (EXITED_EARLY if ended else 0)
-    return {"stdout": result.stdout, "stderr": result.stderr, "exit_code": exit_code, "ended": ended}

@@ -85,10 +85,10 @@ class Isolation(msgspec.Struct, frozen=True, kw_only=True):
             ]
         description = {
             "own_users": self.own_users,
-            "bind": [path for path, link in visible_paths if not link],
+            "bind": {path: os.path.realpath(path) for path, link in visible_paths if not link},
             "link": [(path, link) for path, link in visible_paths if link],
             "scratch_bytes": scratch_bytes,
-            "writable": writable or {},
+            "writable": {inside: os.path.realpath(outside) for inside, outside in (writable or {}).items()},
             "hidden": emptied,
             "loopback": loopback,
             "proc": proc and self.private_proc,

@@ -36,6 +36,7 @@ METHODS = {"generateContent": False, "streamGenerateContent": True}
 ROLES = {"user": "user", "function": "user", "model": "assistant"}
 STOP_REASONS = {"stop": "STOP", "length": "MAX_TOKENS", "tool_calls": "STOP"}
 STATUSES = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 404: "NOT_FOUND", 429: "RESOURCE_EXHAUSTED", 503: "UNAVAILABLE"}
+DATA = {"inlineData", "fileData"}
 OUTPUTS = ({"output"}, {"result"})
 """The keys of a tool's result that is a text."""
 
@@ -149,10 +150,13 @@ def _list_parts(parts: object) -> list[dict[str, Any]]:
 
 
 def _parse_content(role: str, parts: list[dict[str, Any]], unanswered: _Unanswered) -> Iterator[ChatMessage]:
-    """Results of tools are messages of their own, before what the user says beside them."""
+    """Results of tools are messages of their own, before what the user says beside them. Data beside a result is the tool's,
+    as Gemini CLI sends an image that it read."""
     texts: list[str] = []
     calls: list[ToolCall] = []
-    for part in (_read_object(part, "") for part in parts):
+    read = [_read_object(part, "") for part in parts]
+    has_result = any("functionResponse" in part for part in read)
+    for part in read:
         if "functionResponse" in part:
             yield _parse_result(_read_object(part, "functionResponse"), unanswered)
         elif "functionCall" in part:
@@ -160,6 +164,8 @@ def _parse_content(role: str, parts: list[dict[str, Any]], unanswered: _Unanswer
             arguments, text = read_arguments(called.get("args"))
             name, call_id = str(called.get("name") or ""), str(called.get("id") or "")
             calls.append(ToolCall(name=name, arguments=arguments, id=call_id, arguments_text=text))
+        elif has_result and DATA & set(part):
+            texts.append(note_left_out(", ".join(part)))
         elif set(part) != {"thoughtSignature"}:
             texts.append(_read_text(part))
     unanswered.add(calls)

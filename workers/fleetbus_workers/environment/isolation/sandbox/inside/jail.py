@@ -3,10 +3,10 @@
 Three processes: this one waits; the first of the new process namespace makes the root and collects the dead; the command runs
 below it. When this one is killed, so is everything below.
 
-The description (JSON) has ``own_users`` (a user namespace is needed), ``bind`` (files and folders that are seen, read-only),
-``link`` (symbolic links), ``scratch_bytes`` (size of /tmp), ``writable`` (folders of the host by where they are inside),
-``hidden`` (folders and files below seen ones that are empty), ``loopback`` (whether there is one), ``proc`` (whether its own
-processes are seen at /proc, read-only).
+The description (JSON) has ``own_users`` (a user namespace is needed), ``bind`` (files and folders of the host that are seen,
+read-only, by where they are inside), ``link`` (symbolic links), ``scratch_bytes`` (size of /tmp), ``writable`` (folders of the
+host by where they are inside), ``hidden`` (folders and files below seen ones that are empty), ``loopback`` (whether there is
+one), ``proc`` (whether its own processes are seen at /proc, read-only).
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def build_root(description: dict[str, Any]) -> None:
     check(LIBRARY.syscall(PIVOT_ROOT[os.uname().machine], b"/tmp", b"/tmp/host"), "pivot_root")
     os.chdir("/")
     scratch("/tmp", description["scratch_bytes"])  # first of all, so that a Python or a checkout below /tmp is seen in it
-    for path in description["bind"]:
-        bind(path)
+    for path, source in description["bind"].items():
+        bind(path, source=source)
     for path in description.get("hidden", ()):
         hide(path)
     for path, outside in description.get("writable", {}).items():
@@ -134,9 +134,10 @@ def hide(path: str) -> None:
         mount("/host/dev/null", path, "", BIND)
 
 
-def bind(path: str, *, writable: bool = False, source: str = "") -> None:
-    """Show a file or folder of the host (``source``, else of the same path) at ``path``, read-only unless ``writable``."""
-    source = f"/host{source or path}"
+def bind(path: str, *, source: str, writable: bool = False) -> None:
+    """Show a file or folder of the host at ``path``, read-only unless ``writable``. No part of ``source`` is a link: where the
+    host's root is not the root any more, an absolute one leads elsewhere."""
+    source = f"/host{source}"
     if os.path.isdir(source):
         os.makedirs(path, exist_ok=True)
     else:

@@ -1,0 +1,153 @@
+"""Many agents as shipped at once, while what serves them is killed, and what their log says afterwards.
+
+The policy says another word in each sample. A relay between the agents and the gateways hears which of them arrived.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import anyio
+import httpx
+import msgspec
+
+from fleetbus.log.episodes import decode_episode_entry
+from fleetbus_schemas import Action, ChatMessage, EpisodeFinished, Observation, decode
+from fleetbus_workers.environment.adapters.agent.conversations import read_content
+from fleetbus_workers.environment.adapters.agent.paths import identify
+from tests.agents.gateway_support import bearer
+from tests.agents.tried.catalogue import Shipped
+from tests.agents.tried.place import Place
+from tests.agents.tried.play import PROMPT, post_reward, run_agent
+from tests.agents.tried.policy import ANSWER, MARK
+from tests.agents.tried.stage import SUBJECTS, Stage, Switch
+
+SAID = re.compile(rf"{MARK}[0-9a-f]{{16}}")
+
+
+class Listening(Switch):
+    """``arrived`` are the samples that agents got."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port)
+        self.arrived: set[str] = set()
+
+    async def _listened(self, chunk: bytes) -> None:
+        """What agents ask is large, and not kept."""
+
+    async def _answered(self, chunk: bytes) -> None:
+        self.arrived.update(SAID.findall(chunk.decode("utf-8", "replace")))
+
+
+class Crowd:
+    """Plays episodes until `close`; ``ended`` counts by kind and by what became of the agent."""
+
+    def __init__(self, stage: Stage[Listening], environments: Path, scratch: Path) -> None:
+        self._stage, self._environments, self._scratch = stage, environments, scratch
+        self._open = True
+        self.asked: set[str] = set()
+        self.ended: Counter[tuple[str, str]] = Counter()
+        self.complaints: dict[str, str] = {}
+
+    def close(self) -> None:
+        """Agents that play end by themselves."""
+        self._open = False
+
+    async def play(self, agent: Shipped, number: int) -> None:
+        """One agent after another of this kind."""
+        while self._open:
+            episode = f"{agent.name}-{len(self.asked)}"
+            self.asked.add(episode)
+            await self._stage.request(episode, PROMPT)
+            session = await self._stage.take()
+            home = self._scratch / f"{agent.name}-{number}"
+            shutil.rmtree(home, ignore_errors=True)
+            place = Place(self._environments / agent.place, home, session, PROMPT)
+            said, status = await run_agent(self._stage, agent, place, session["id"], "calm")
+            right = ANSWER in said and status == 0
+            self.ended[agent.name, "answered" if right else f"ended with {status}"] += 1
+            if not right:
+                self.complaints[session["id"]] = said[-300:]
+            async with httpx.AsyncClient(timeout=90, headers=bearer(session)) as client:
+                await post_reward(client, session, {"reward": float(right)})
+
+
+async def kill_in_turn(stage: Stage[Listening], seconds: float, pause: float) -> int:
+    """One of two inference workers and two gateways every few seconds, of four kills one is a gateway's. Returns how many."""
+    kills, until = 0, time.monotonic() + seconds
+    while time.monotonic() < until:
+        await anyio.sleep(pause)
+        if kills % 4 == 3:
+            await stage.replace_gateway()
+        else:
+            stage.start_inference("disturbed", kills % 2)
+        kills += 1
+    return kills
+
+
+class Books(msgspec.Struct, kw_only=True):
+    """What the log says: episodes by outcome; calls; those of which it has two samples; turns that are trained, and those of
+    them whose sample no agent got; episodes that were taken over, and of which there is no result."""
+
+    outcomes: Counter[str]
+    calls: int
+    twice: list[str]
+    trained: int
+    unseen: list[str]
+    undelivered: int
+    taken_over: int
+    missing: list[str]
+
+
+async def read_books(stage: Stage[Listening], asked: set[str]) -> Books:
+    results: dict[str, EpisodeFinished] = {}
+    async for entry in stage.bus.scan([SUBJECTS.episodes]):
+        if isinstance(decoded := decode_episode_entry(entry), EpisodeFinished):
+            results[decoded.episode_id] = decoded
+    observed: defaultdict[str, dict[int, Observation]] = defaultdict(dict)
+    acted: defaultdict[str, defaultdict[int, list[Action]]] = defaultdict(lambda: defaultdict(list))
+    async for entry in stage.bus.scan([SUBJECTS.observations(), SUBJECTS.actions()]):
+        if entry.subject.split(".", 3)[2] == "obs":
+            observation = decode(Observation, entry.payload)
+            observed[observation.episode_id].setdefault(observation.turn, observation)
+        else:
+            action = decode(Action, entry.payload)
+            acted[action.episode_id][action.turn].append(action)
+    trained, unseen, twice = 0, [], []
+    for episode, result in results.items():
+        left_out = {each.turn for each in result.untrained}
+        twice += [f"{episode} turn {turn}" for turn, actions in acted[episode].items() if len(actions) > 1]
+        twice += [f"{episode} {turns}" for turns in find_asked_twice(observed[episode], acted[episode])]
+        for turn in set(range(result.turns)) - left_out if result.outcome == "completed" else ():
+            trained += 1
+            mark = SAID.search(acted[episode][turn][0].text)
+            if mark is None or mark[0] not in stage.balancer.arrived:
+                unseen.append(f"{episode} turn {turn}")
+    return Books(
+        outcomes=Counter(each.outcome for each in results.values()),
+        calls=sum(len(turns) for turns in acted.values()),
+        twice=twice,
+        trained=trained,
+        unseen=unseen,
+        undelivered=sum(each.reason == "not_delivered" for result in results.values() for each in result.untrained),
+        taken_over=sum(each.attempt > 1 for each in results.values()),
+        missing=sorted(asked - results.keys()),
+    )
+
+
+def find_asked_twice(observed: dict[int, Observation], acted: dict[int, list[Action]]) -> list[list[int]]:
+    """Turns of an episode that answer the same conversation, message for message."""
+    paths: dict[int, list[bytes]] = {}
+    turns: defaultdict[tuple[bytes, ...], list[int]] = defaultdict(list)
+    for turn in sorted(observed):
+        seen = observed[turn]
+        path = paths.setdefault(seen.segment, [])
+        path += [identify(message) for message in seen.messages]
+        turns[tuple(path)].append(turn)
+        for action in acted.get(turn, [])[:1]:
+            path.append(identify(ChatMessage(role="assistant", content=read_content(action), tool_calls=action.tool_calls)))
+    return [each for each in turns.values() if len(each) > 1]
