@@ -13,7 +13,7 @@ from pathlib import Path
 def ask(messages: list[dict[str, object]], **more: object) -> dict[str, object]:
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-        data=json.dumps({"model": "policy", "messages": messages, **more}).encode(),
+        data=json.dumps({"model": "policy"} | more | {"messages": messages}).encode(),
         headers={"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -26,11 +26,13 @@ def play(task: dict[str, object]) -> None:
     if "exit" in config:
         print("no such luck")
         sys.exit(config["exit"])
-    messages: list[dict[str, object]] = [{"role": "system", "content": "Be brief."}]
+    told_by_model: dict[str, list[dict[str, object]]] = {}
     answers = []
     for number in range(config.get("calls", 2)):
-        messages.append({"role": "user", "content": f"{task['prompt']} {number}"})
         limits = config.get("limits") or [{}] * 99
+        model = str(limits[number].get("model"))
+        messages = told_by_model.setdefault(model, [{"role": "system", "content": "Be brief."}])
+        messages.append({"role": "user", "content": f"{task['prompt']} {number}"})
         answer = ask(messages, **limits[number])
         answers.append(answer["content"])
         messages.append({"role": "assistant", "content": answer["content"]})
@@ -41,7 +43,7 @@ def play(task: dict[str, object]) -> None:
         ask(told, response_format={"type": "json_object"})
     Path("answers.json").write_text(json.dumps(answers))
     if "reward" in config:
-        body = json.dumps({"reward": config["reward"]}).encode()
+        body = json.dumps({"reward": config["reward"], "seats": config.get("seats", {})}).encode()
         headers = {"Content-Type": "application/json"}
         urllib.request.urlopen(urllib.request.Request(os.environ["FLEETBUS_REWARD_URL"], data=body, headers=headers))
     time.sleep(config.get("linger", 0))

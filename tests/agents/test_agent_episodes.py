@@ -8,7 +8,9 @@ from pathlib import Path
 import anyio
 import pytest
 
+from fleetbus.audit.run import audit_run
 from fleetbus.config.settings import Configuration, EnvironmentSettings, LimitSettings
+from fleetbus_schemas import Task
 from fleetbus_workers.environment.specs import build_environment_factory
 from tests.support.processes import children
 from tests.support.small_deployment import build_configuration, small_deployment
@@ -38,3 +40,24 @@ async def test_sub_agents_and_edited_histories_are_segments_of_one_episode() -> 
     assert result.info["calls_extending"] == 4
     assert result.info["segments_begun"] == {"sub_agent": 4, "history_edited": 1}
     assert not children()
+
+
+async def test_an_agent_of_two_seats_is_one_episode_in_which_each_has_its_reward() -> None:
+    settings = Configuration(environment=EnvironmentSettings(agent_reward_url=True))
+    agent = Path(__file__).with_name("scripted_agent.py")
+    factory = build_environment_factory(f"agent:{sys.executable} {agent}", verifier=None, configuration=settings)  # type: ignore[arg-type]
+    limits = [{"model": f"policy:seat:{name}"} for name in ("left", "right", "left")]
+    task = Task(
+        key="t", prompt="Say", config={"calls": 3, "limits": limits, "reward": 0.5, "seats": {"left": 1.0, "right": None}}
+    )
+    with anyio.fail_after(100):
+        async with factory.run(), small_deployment(configuration=build_configuration(limits=LIMITS)) as fleet:
+            fleet.inference("i1")
+            fleet.environment("e1", make=factory)
+            await fleet.request("e", task=task)
+            result = await fleet.result("e")
+            report = await audit_run(fleet.bus, fleet.subjects)
+    assert (result.outcome, result.reward) == ("completed", 0.5), result.error
+    assert [(seat.name, seat.turns, seat.reward) for seat in result.seats] == [("left", (0, 2), 1.0), ("right", (1,), None)]
+    assert [(each.turn, each.reason) for each in result.untrained] == [(1, "seat")]
+    assert not report.findings, report.findings

@@ -40,7 +40,7 @@ def rewards_exchanged(patch: pytest.MonkeyPatch) -> None:
 
 
 def unrewarded_seat_trained(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(runner, "list_unseated", lambda seats: ())
+    patch.setattr(runner, "add_unseated", lambda untrained, seats: untrained)
 
 
 def seat_lost_in_a_takeover(patch: pytest.MonkeyPatch) -> None:

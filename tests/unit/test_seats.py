@@ -16,7 +16,7 @@ from fleetbus_schemas import ActionReference, ChatMessage, ContextChange, Episod
 from fleetbus_schemas.seat import MAX_SEATS
 from fleetbus_workers.environment.base import Start, Step, Verdict
 from fleetbus_workers.environment.episode.conclusion import TIMED_OUT, Conclusion, apply_verdict, describe_seats, grade_timeout
-from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats, SeatError, list_unseated
+from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats, SeatError, add_unseated
 from fleetbus_workers.environment.validation import InvalidReturn, validate_return
 from fleetbus_workers.learner.batch_metrics import compute_group_metrics
 from fleetbus_workers.learner.batches import CreditPlan, compute_episode_advantages
@@ -68,6 +68,8 @@ def test_a_seat_begins_with_a_prompt_of_its_own_and_goes_on_where_it_last_acted(
     seats.append(2, 2)  # its context was compacted meanwhile
     seats.take(Step(messages=SHOWN, seat=SECOND))
     assert seats.take(Step(messages=SHOWN, seat=FIRST)) == ContextChange(resume=2)
+    wanted = ContextChange(reason="history_edited")
+    assert seats.take(Step(messages=SHOWN, seat=SECOND, context=wanted)) is wanted, "an environment may say how it goes on"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_a_seat_begins_with_a_prompt_of_its_own_and_goes_on_where_it_last_acted(
         (EpisodeSeats(""), Step(seat=SECOND, messages=SHOWN), "Start.seat names none"),
         (play((FIRST, 0)), Step(seat=SECOND), "Step.messages are empty"),
         (play((FIRST, 0), (SECOND, 1)), Step(messages=SHOWN, context=ContextChange(resume=0)), "it is first's"),
-        (play((FIRST, 0)), Step(seat=SECOND, messages=SHOWN, context=ContextChange()), "one step does one of them"),
+        (play((FIRST, 0)), Step(seat=SECOND, messages=SHOWN, context=ContextChange(keep_turns=1)), "one step does one of them"),
         (play(*((f"s{n}", n) for n in range(MAX_SEATS))), Step(seat="more", messages=SHOWN), f"{MAX_SEATS} have acted"),
     ],
 )
@@ -109,7 +111,7 @@ def test_a_seat_without_a_reward_says_why_and_its_turns_are_not_trained() -> Non
         EpisodeSeat(name="third", turns=(2,), reason="its verdict is nan, which is no grade"),
         EpisodeSeat(name="fourth", turns=(4,), reason="Verdict.seats has no reward for it"),
     )
-    assert list_unseated(described) == tuple(UntrainedTurn(turn=turn, reason="seat") for turn in (1, 2, 3, 4))
+    assert add_unseated((), described) == tuple(UntrainedTurn(turn=turn, reason="seat") for turn in (1, 2, 3, 4))
     assert UNSEATED.describe({FIRST: 1.0}) == ()
 
 

@@ -211,7 +211,8 @@ def _fit_their_seats(named: Sequence[ActionFacts], result: EpisodeFinished) -> b
     if [(seat.name, list(seat.turns)) for seat in result.seats] != list(turns.items()):
         return False
     unseated = {turn for seat in result.seats if seat.reward is None for turn in seat.turns}
-    return result.outcome not in GRADED or unseated == {each.turn for each in result.untrained}
+    marked = {each.turn for each in result.untrained if each.reason == "seat"}
+    return result.outcome not in GRADED or marked <= unseated <= {each.turn for each in result.untrained}
 
 
 def _describe_segments(named: Sequence[ActionFacts]) -> tuple[EpisodeSegment, ...] | None:

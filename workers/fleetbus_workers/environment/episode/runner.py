@@ -34,7 +34,7 @@ from fleetbus_workers.environment.base import Environment, ReportsUntrained, Sho
 from fleetbus_workers.environment.episode.conclusion import TIMED_OUT, Conclusion, apply_verdict, describe_seats, grade_timeout
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
-from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats, SeatError, list_unseated
+from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats, SeatError, add_unseated
 from fleetbus_workers.environment.episode.segments import FIRST, EpisodeContext, Placement, append_line, find_context_tokens
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, to_printable
 from fleetbus_workers.environment.examples import insert_examples
@@ -357,7 +357,7 @@ class EpisodeRunner:
         untrained = reporting.list_untrained() if isinstance(reporting, ReportsUntrained) else ()
         untrained = tuple(each for each in untrained if each.turn < len(self._turns))
         if (seats := describe_seats(conclusion, self._seats)) and conclusion.outcome in GRADED:
-            untrained = list_unseated(seats)
+            untrained = add_unseated(untrained, seats)
         mask = loss_mask(self._turns, {each.turn for each in untrained})
         info = clip_values(self._last.info, INFO_BYTES)
         limit = self._settings.max_abs_reward

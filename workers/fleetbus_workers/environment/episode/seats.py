@@ -41,18 +41,21 @@ class EpisodeSeats:
     def take(self, step: Step) -> ContextChange | None:
         """Seat who acts after ``step``; the change of context that this asks for, None if it continues. Raises `SeatError`."""
         seat = step.seat or self.current
+        change = step.context
+        if change is not None and change.resume is not None and self._owners.get(change.resume, seat) != seat:
+            owner = self._owners[change.resume]
+            raise SeatError(f"the step resumes segment {change.resume} for the seat {seat}, and it is {owner}'s")
         if seat == self.current:
-            resumed = step.context.resume if step.context is not None else None
-            if resumed is not None and self._owners.get(resumed, seat) != seat:
-                raise SeatError(f"the step resumes segment {resumed} for the seat {seat}, and it is {self._owners[resumed]}'s")
             return None
         if not self.current:
             raise SeatError(f"the step names the seat {seat}, and Start.seat names none")
-        if step.context is not None:
-            raise SeatError(f"the step gives the turn to the seat {seat} and changes a context: one step does one of them")
+        if change is not None and change.keep_turns:
+            raise SeatError(f"the step gives the turn to the seat {seat} and keeps turns of another: one step does one of them")
         if seat not in self._segments and len(self._segments) == MAX_SEATS:
             raise SeatError(f"the step names the seat {seat}, and {MAX_SEATS} have acted, which is the most")
         self.current = seat
+        if change is not None:
+            return change
         if seat in self._segments:
             return ContextChange(resume=self._segments[seat])
         if not step.messages:
@@ -85,7 +88,8 @@ def _describe(name: str, turns: tuple[int, ...], rewards: Mapping[str, float | N
     return EpisodeSeat(name=name, turns=turns, reward=reward, reason=reason)
 
 
-def list_unseated(seats: tuple[EpisodeSeat, ...]) -> tuple[UntrainedTurn, ...]:
-    """The turns of seats without a reward: they are not trained."""
-    turns = sorted(turn for seat in seats if seat.reward is None for turn in seat.turns)
-    return tuple(UntrainedTurn(turn=turn, reason="seat") for turn in turns)
+def add_unseated(untrained: tuple[UntrainedTurn, ...], seats: tuple[EpisodeSeat, ...]) -> tuple[UntrainedTurn, ...]:
+    """The turns that are not trained, with those of seats without a reward."""
+    turns = {turn: UntrainedTurn(turn=turn, reason="seat") for seat in seats if seat.reward is None for turn in seat.turns}
+    turns |= {each.turn: each for each in untrained}
+    return tuple(turns[turn] for turn in sorted(turns))

@@ -17,7 +17,7 @@ from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer, InvalidCall, StopReason
 from fleetbus_workers.environment.adapters.agent.dialects.formats import Format, find_unkept
 from fleetbus_workers.environment.adapters.agent.faults import find_problems, find_repair
-from fleetbus_workers.environment.adapters.agent.models import UNTRAINED_MODEL
+from fleetbus_workers.environment.adapters.agent.models import OTHER_SEAT, UNTRAINED_MODEL, find_seat
 from fleetbus_workers.environment.adapters.agent.paths import Attachment, Paths, identify
 from fleetbus_workers.environment.adapters.agent.sessions import AgentEnded, AgentSession, PendingCall
 from fleetbus_workers.environment.adapters.agent.side_calls import Line, describe_line, find_side_turns, is_probe
@@ -54,6 +54,8 @@ class Conversations:
         self._formats_kept = 0
         self.turn_limits = NO_LIMITS
         """Of the answer to the call in play."""
+        self.seat = ""
+        """Of the call in play; empty in sessions without seats."""
         self._segment = 0
         self._answers = 0
         self._tool_calls = 0
@@ -77,12 +79,13 @@ class Conversations:
             except AgentEnded:
                 return None
             try:
-                attached = self._paths.attach(pending.call.messages, pending.call.tools)
+                seat = self._choose_seat(pending.call.model)
+                attached = self._paths.attach(pending.call.messages, pending.call.tools, seat)
             except InvalidCall as invalid:
                 log.warning("agent call is invalid; refusing it", reason=str(invalid))
                 pending.set_answer(invalid)
                 continue
-            self._pending, self._formats = pending, pending.call.formats
+            self._pending, self._formats, self.seat = pending, pending.call.formats, seat
             self.turn_limits = TurnLimits(max_tokens=pending.call.max_tokens, stop=pending.call.stop)
             self._enter(attached, pending.call.max_tokens)
             return attached
@@ -97,11 +100,20 @@ class Conversations:
             tools=observed.tools if begins else (),
             reason=observed.origin.reason if observed.origin is not None else None,
         )
-        self._pending, self._formats = None, ()
+        self._pending, self._formats, self.seat = None, (), observed.seat
         self.turn_limits = TurnLimits(stop=observed.sampling.stop[len(own_stops) :])
-        self._paths.restore(attached, tools=self._tools.get(observed.segment, observed.tools))
+        self._paths.restore(attached, tools=self._tools.get(observed.segment, observed.tools), seat=observed.seat)
         self._enter(attached, None)
         return attached
+
+    def _choose_seat(self, model: str) -> str:
+        """The seat of a call. Raises `InvalidCall` where an episode that began without seats is asked for one."""
+        seat = find_seat(model)
+        if self._lines and bool(seat) != bool(self.seat):
+            if seat:
+                raise InvalidCall(f"the first call of this session named no seat, and this one names {seat}: name one in each")
+            return OTHER_SEAT
+        return seat
 
     def _enter(self, attached: Attachment, max_tokens: int | None) -> None:
         self._attached = attached
@@ -169,7 +181,7 @@ class Conversations:
         return tuple(UntrainedTurn(turn=turn, reason=reasons[turn]) for turn in sorted(reasons))
 
     def _find_side_turns(self) -> list[int]:
-        beside = [] if self._trains_side_calls else find_side_turns(list(self._lines.values()))
+        beside = [] if self._trains_side_calls or self.seat else find_side_turns(list(self._lines.values()))
         return sorted({*beside, *self._others})
 
     def follow(self, attached: Attachment) -> ContextChange | None:

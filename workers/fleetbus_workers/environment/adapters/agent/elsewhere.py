@@ -69,7 +69,8 @@ class ElsewhereEnvironment:
         attached = await self._next_call()
         if attached is None:
             raise EnvironmentFailed("the session was ended before its agent called a model")
-        return Start(messages=attached.messages, tools=attached.tools)
+        assert self._conversations is not None
+        return Start(messages=attached.messages, tools=attached.tools, seat=self._conversations.seat)
 
     async def step(self, action: Action) -> Step:
         """Answer the agent's call and wait for its next one; over when the agent has ended."""
@@ -79,7 +80,8 @@ class ElsewhereEnvironment:
         attached = await self._next_call()
         if attached is None:
             return Step(terminated=True, tool_calls=called, info=self._conversations.describe())
-        return Step(messages=attached.messages, tool_calls=called, context=self._conversations.follow(attached))
+        change = self._conversations.follow(attached)
+        return Step(messages=attached.messages, tool_calls=called, context=change, seat=self._conversations.seat)
 
     async def _next_call(self) -> Attachment | None:
         """The recorded call if there is one, else the next that comes; None when the agent has ended."""
@@ -114,7 +116,8 @@ class ElsewhereEnvironment:
                 await session.concluded.wait()
             if not session.is_graded:
                 return Verdict(reward=None, reason="the agent gave no reward, and the task has no verifier")
-            return Verdict(reward=session.reward, reason=session.reward_reason or "the agent gave none")
+            reason = session.reward_reason or "the agent gave none"
+            return Verdict(reward=session.reward, reason=reason, seats=session.seats)
         said = self._conversations
         task, tools = self._request.task, NoTools()
         return await grade(self._grader, task, final_answer=said.final_answer, conversation=said.messages, tools=tools)

@@ -185,16 +185,17 @@ def take_reward(session: AgentSession, body: PostedReward) -> Response | None:
     """Grade the session; why not otherwise."""
     if not session.takes_reward:
         return JSONResponse({"detail": "the task has a verifier, which gives the reward"}, 403)
-    if not session.grade(body.reward, body.reason):
+    if not session.grade(body.reward, body.reason, body.seats):
         return JSONResponse({"detail": "the episode has a reward, or is over"}, 409)
     return None
 
 
 class PostedReward(msgspec.Struct, forbid_unknown_fields=True):
-    """The reward that an agent posts for its own episode."""
+    """The reward that an agent posts for its own episode, and those of its seats by name."""
 
     reward: float | None
     reason: str = ""
+    seats: dict[str, float | None] = {}
 
 
 def bind_path(path: Path) -> socket.socket:

@@ -93,7 +93,7 @@ class AgentEnvironment:
         attached = await self._conversations.receive_call()
         if attached is None:
             raise EnvironmentFailed(f"the agent ended before it called a model{self._process.read_last_line()}")
-        return Start(messages=attached.messages, tools=attached.tools)
+        return Start(messages=attached.messages, tools=attached.tools, seat=self._conversations.seat)
 
     async def step(self, action: Action) -> Step:
         """Answer the agent's call and wait for its next one; over when the agent has ended."""
@@ -103,7 +103,8 @@ class AgentEnvironment:
         if attached is None:
             fault = self._judge_failure()
             return Step(terminated=True, tool_calls=called, info=self._conversations.describe() | fault)
-        return Step(messages=attached.messages, tool_calls=called, context=self._conversations.follow(attached))
+        change = self._conversations.follow(attached)
+        return Step(messages=attached.messages, tool_calls=called, context=change, seat=self._conversations.seat)
 
     def _build_variables(self) -> dict[str, str]:
         assert self._session is not None
@@ -161,7 +162,8 @@ class AgentEnvironment:
         if self._fault_reward is not None:
             return Verdict(reward=self._fault_reward, reason="the agent could not use the policy's answer")
         if self._session.is_graded:
-            return Verdict(reward=self._session.reward, reason=self._session.reward_reason or "the agent gave none")
+            reason = self._session.reward_reason or "the agent gave none"
+            return Verdict(reward=self._session.reward, reason=reason, seats=self._session.seats)
         said = self._conversations
         return await grade(
             self._grader,

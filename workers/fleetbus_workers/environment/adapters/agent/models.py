@@ -3,12 +3,19 @@
 There is one model, the policy. Calls may name any, so any name is described.
 """
 
+from fleetbus_schemas.subjects import is_name
 from fleetbus_workers.environment.adapters.agent.dialects import gemini, messages, responses
-from fleetbus_workers.environment.adapters.agent.dialects.base import Dialect
+from fleetbus_workers.environment.adapters.agent.dialects.base import Dialect, InvalidCall
 
 MODEL = "policy"
 UNTRAINED_MODEL = "policy:untrained"
 """A call that asks for it is answered by the policy as all are, and not trained: roles beside the trained one."""
+
+SEAT_PREFIX = "policy:seat:"
+"""Before the name of a seat in the model that a call asks for: an agent whose calls are of several parts of the episode."""
+
+OTHER_SEAT = "other"
+"""The seat of calls that name none, in a session whose first call named one."""
 
 BYTES_OF_A_TOKEN = 4
 
@@ -19,6 +26,16 @@ COUNTS: dict[str, Dialect] = {
     "/v1/models/{model}:countTokens": gemini,
 }
 """The paths on which the tokens of a call are counted, and who asks there."""
+
+
+def find_seat(model: str) -> str:
+    """The seat that a call is of; empty if its model names none. Raises `InvalidCall` for what cannot be a name."""
+    if not model.startswith(SEAT_PREFIX):
+        return ""
+    name = model.removeprefix(SEAT_PREFIX)
+    if not is_name(name):
+        raise InvalidCall(f"the model {model[:200]!r} names no seat: it must be 1 to 128 letters, digits, '-' or '_'")
+    return name
 
 
 def describe_model(name: str = MODEL) -> dict[str, object]:

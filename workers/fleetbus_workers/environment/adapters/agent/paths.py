@@ -42,6 +42,7 @@ class _Path(msgspec.Struct, kw_only=True):
     tools: bytes
     messages: list[bytes]
     task: int
+    seat: str
 
 
 class Paths:
@@ -54,11 +55,11 @@ class Paths:
         self.extended = 0
         self.reasons: dict[str, int] = {}
 
-    def attach(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> Attachment:
-        """The longest path that this conversation begins with, or a new one. Follow it with `add_answer`. Raises `InvalidCall`,
-        with nothing changed, for more than a turn can hold."""
+    def attach(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], seat: str = "") -> Attachment:
+        """The longest path of this seat that the conversation begins with, or a new one. Follow it with `add_answer`. Raises
+        `InvalidCall`, with nothing changed, for more than a turn can hold."""
         said, offered = self._identify_all(messages), digest_tools(tools)
-        segment = self._find_path(said, offered)
+        segment = self._find_path(said, offered, seat)
         known = 0 if segment is None else len(self._paths[segment].messages)
         check_size(messages[known:], () if segment is not None else tools)
         if segment is not None:
@@ -66,10 +67,10 @@ class Paths:
             self._open = said
             return Attachment(segment=segment, messages=tuple(messages[known:]))
         task = count_task(messages)
-        reason = self._explain_new_path(said, offered, task) if self._paths else None
+        reason = self._explain_new_path(said, offered, task, seat) if self._paths else None
         if reason is not None:
             self.reasons[reason] = self.reasons.get(reason, 0) + 1
-        self._paths.append(_Path(tools=offered, messages=[], task=task))
+        self._paths.append(_Path(tools=offered, messages=[], task=task, seat=seat))
         self._open = said
         return Attachment(segment=len(self._paths) - 1, messages=tuple(messages), tools=tuple(tools), reason=reason)
 
@@ -85,7 +86,7 @@ class Paths:
         self._last_said = messages, said
         return said
 
-    def restore(self, attached: Attachment, *, tools: Sequence[ToolSpec]) -> None:
+    def restore(self, attached: Attachment, *, tools: Sequence[ToolSpec], seat: str = "") -> None:
         """Attach again what was attached in an earlier process; ``tools`` are those of its segment."""
         said = [identify(message) for message in attached.messages]
         if attached.segment < len(self._paths):
@@ -94,38 +95,41 @@ class Paths:
             return
         if attached.reason is not None:
             self.reasons[attached.reason] = self.reasons.get(attached.reason, 0) + 1
-        self._paths.append(_Path(tools=digest_tools(tools), messages=[], task=count_task(attached.messages)))
+        self._paths.append(_Path(tools=digest_tools(tools), messages=[], task=count_task(attached.messages), seat=seat))
         self._open = said
 
     def add_answer(self, segment: int, answer: ChatMessage) -> str:
         """The policy's answer to the call that was attached last; what that call asked, as `digest_question` names it."""
         path, asked = self._paths[segment], self._open
         path.messages = [*asked, identify(answer)]
-        return _name_question(asked, path.tools)
+        return _name_question(asked, path.tools, path.seat)
 
-    def _find_path(self, said: list[bytes], offered: bytes) -> int | None:
+    def _find_path(self, said: list[bytes], offered: bytes, seat: str) -> int | None:
         lengths = {
             segment: len(path.messages)
             for segment, path in enumerate(self._paths)
             if path.messages
-            and path.tools == offered
+            and (path.tools, path.seat) == (offered, seat)
             and len(path.messages) < len(said)
             and path.messages == said[: len(path.messages)]
         }
         return max(lengths, key=lambda segment: (lengths[segment], segment)) if lengths else None
 
-    def _explain_new_path(self, said: list[bytes], offered: bytes, task: int) -> SegmentReason:
+    def _explain_new_path(self, said: list[bytes], offered: bytes, task: int, seat: str) -> SegmentReason:
         """The reason why no path continues: what differs from the nearest one. A conversation that has no answer yet edits one
         whose task it has: sub-agents may begin with the same instructions, as those of Codex do."""
-        for path in reversed(self._paths):
+        paths = [path for path in reversed(self._paths) if path.seat == seat]
+        if not paths:
+            return "seat"
+        for path in paths:
             same = path.messages == said[: len(path.messages)] and len(path.messages) < len(said)
             if same and path.tools != offered:
                 return "tools_changed"
-        for path in reversed(self._paths):
+        for path in paths:
             rest = path.messages[1:]
             if rest and path.messages[0] != said[0] and rest == said[1 : len(path.messages)]:
                 return "system_changed"
-        for path in reversed(self._paths):
+        for path in paths:
             repeated = said == path.messages[: len(said)]  # the same question again is a conversation of its own
             kept = path.task if task == len(said) else 2
             if path.messages[:kept] == said[:kept] and len(path.messages) > 2 and not repeated:
@@ -156,17 +160,17 @@ def identify(message: ChatMessage) -> bytes:
     return _digest(json.dumps(said, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass"))
 
 
-def digest_question(messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> str:
+def digest_question(messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], seat: str = "") -> str:
     """The digest of what a call asks, independent of its bytes."""
-    return _name_question([identify(message) for message in messages], digest_tools(tools))
+    return _name_question([identify(message) for message in messages], digest_tools(tools), seat)
 
 
 def digest_tools(tools: Sequence[ToolSpec]) -> bytes:
     return _digest(msgspec.json.encode(tools))
 
 
-def _name_question(said: Sequence[bytes], tools: bytes) -> str:
-    return _digest(b"".join((tools, *said))).hex()
+def _name_question(said: Sequence[bytes], tools: bytes, seat: str) -> str:
+    return _digest(b"".join((tools, seat.encode(), *said))).hex()
 
 
 def _digest(data: bytes) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from fleetbus.concurrency.wakeup import Wakeup
 from fleetbus_workers.environment.adapters.agent.call_ids import CallIds
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer, InvalidCall
 from fleetbus_workers.environment.adapters.agent.faults import Refused
+from fleetbus_workers.environment.adapters.agent.models import SEAT_PREFIX
 from fleetbus_workers.environment.adapters.agent.paths import digest_question
 from fleetbus_workers.environment.adapters.agent.stored_responses import StoredResponses
 
@@ -142,6 +143,8 @@ class AgentSession:
         self.requests = 0
         self.reward: float | None = None
         self.reward_reason = ""
+        self.seats: Mapping[str, float | None] = {}
+        """The rewards of its seats."""
         self.is_graded = False
         self.over = False
         self.moved = False
@@ -199,7 +202,7 @@ class AgentSession:
     def _find_known(self, call: AgentCall, digest: str) -> PendingCall | None:
         known = self._remembered.get(digest)
         if known is None and self._restored:
-            known = self._restored.get(digest_question(call.messages, call.tools))
+            known = self._restored.get(digest_question(call.messages, call.tools, call.model.partition(SEAT_PREFIX)[2]))
         return known
 
     def is_asked_again(self, call: AgentCall, digest: str, *, repetition: bool) -> bool:
@@ -243,13 +246,14 @@ class AgentSession:
         finally:
             self.requests -= 1
 
-    def grade(self, reward: float | None, reason: str = "") -> bool:
-        """The agent's own reward, once; None excludes the episode. False if there is one already, it is no number, or it is a
-        verifier's."""
+    def grade(self, reward: float | None, reason: str = "", seats: Mapping[str, float | None] | None = None) -> bool:
+        """The agent's own reward, and those of its seats, once; None excludes the episode. False if there is one already, it is
+        no number, or it is a verifier's."""
         too_late = self.moved or self.closed.is_set() or (self.over and not self.takes_late_reward)
-        if not self.takes_reward or self.is_graded or too_late or (reward is not None and not math.isfinite(reward)):
+        is_finite = all(math.isfinite(each) for each in (reward, *(seats or {}).values()) if each is not None)
+        if not self.takes_reward or self.is_graded or too_late or not is_finite:
             return False
-        self.is_graded, self.reward, self.reward_reason = True, reward, reason
+        self.is_graded, self.reward, self.reward_reason, self.seats = True, reward, reason, seats or {}
         return True
 
     def has_taken(self, reward: float | None) -> bool:

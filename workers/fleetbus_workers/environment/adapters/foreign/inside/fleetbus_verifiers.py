@@ -21,6 +21,11 @@ POLICY = "policy"
 OTHER = "policy:untrained"
 """The model of roles that are not trained: the policy answers them, too."""
 
+SEAT = "policy:seat:"
+"""Before the name of a role in the model of each, where all are trained."""
+
+ALL = "all"
+
 REQUIREMENT = re.compile(r"([\w.-]+)(?:==([\w.]+))?")
 DEPENDENCIES = re.compile(r"^# dependencies = \[(.*)\]$", re.MULTILINE)
 
@@ -31,7 +36,7 @@ class EpisodeFailed(Exception):
 
 def open_environment(name: str, arguments: dict[str, Any]) -> AbstractAsyncContextManager[Any]:
     """The environment ``name``, which is a module, with its arguments: of v0 those of its function, of v1 fields of its
-    configuration (``solver.harness.id=null``) and ``role``, which is trained."""
+    configuration (``solver.harness.id=null``) and ``role``, which is trained: ``all`` of them, each with its own reward."""
     module = importlib.import_module(name.rsplit("/", 1)[-1].partition("@")[0].replace("-", "_").lower())
     return open_v0(name, arguments) if hasattr(module, "load_environment") else open_v1(module.__name__, arguments)
 
@@ -76,23 +81,24 @@ async def open_v1(name: str, arguments: dict[str, Any]) -> AsyncIterator[Version
     fields = type(resolve_env_config(data)).model_fields
     roles = [role for role, field in fields.items() if isinstance(field.default, vf.AgentConfig)]
     trained = trained or roles[0]
-    if trained not in roles:
+    if trained not in (*roles, ALL):
         raise ValueError(f"no role {trained!r}; there are {', '.join(roles)}")
     for role in roles:
         settings = data.setdefault(role, {})
         settings.setdefault("runtime", {}).setdefault("type", "subprocess")  # the package's own default is a paid service
         if role != trained:
-            settings.setdefault("model", OTHER)
+            settings.setdefault("model", f"{SEAT}{role}" if trained == ALL else OTHER)
     run_scripts_here()
     environment = load_environment(resolve_env_config(data))
     async with environment.serving():
-        yield VersionOne(environment, trained)
+        yield VersionOne(environment, roles if trained == ALL else [trained])
 
 
 class VersionOne:
-    """An environment of v1. The reward of an episode is that of its trained role, the mean if it played several times."""
+    """An environment of v1. The reward of an episode is that of the first of its ``trained`` roles that was played, the mean if
+    it played several times; where several are trained, each has its own."""
 
-    def __init__(self, environment: Any, trained: str) -> None:
+    def __init__(self, environment: Any, trained: list[str]) -> None:
         self._environment = environment
         self._trained = trained
         self._tasks: list[Any] = []
@@ -116,10 +122,14 @@ class VersionOne:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
             raise EpisodeFailed("; ".join(f"{each.type}: {each.message}" for each in errors) or "the episode is not ok")
-        rewards = [trace.reward for trace in episode.traces if trace.agent.name in (self._trained, "")]
-        if not rewards:
-            raise EpisodeFailed(f"the role {self._trained!r} was not played")
-        return {"reward": sum(rewards) / len(rewards)}
+        rewards: dict[str, list[float]] = {}
+        for trace in episode.traces:
+            rewards.setdefault(trace.agent.name or self._trained[0], []).append(trace.reward)
+        means = {role: sum(rewards[role]) / len(rewards[role]) for role in self._trained if role in rewards}
+        if not means:
+            raise EpisodeFailed(f"the role {self._trained[0]!r} was not played")
+        reward = next(iter(means.values()))
+        return {"reward": reward, "seats": means} if len(self._trained) > 1 else {"reward": reward}
 
 
 def show(prompt: Any) -> str:
