@@ -1,8 +1,9 @@
-"""Computes the rewards of the package `verifiers` itself: ``python original_rewards.py NAME EPISODES``, in its interpreter.
+"""Computes the rewards of the package `verifiers` itself: ``python original_rewards.py NAME EPISODES [all]``, in its
+interpreter.
 
 EPISODES is a file, ``[[INDEX, [ANSWER, ...]], ...]``; an answer is a text or a list of calls, ``[NAME, ARGUMENTS]``. Prints
-a list of rewards, null where the package recorded an error. It loads, serves and runs as the package's own evaluation does,
-against a server of its own. Nothing of fleetbus is imported.
+a list of rewards, with ``all`` of each role by name, null where the package recorded an error. It loads, serves and runs as the
+package's own evaluation does, against a server of its own. Nothing of fleetbus is imported.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def build_message(answer: Any) -> tuple[dict[str, Any], str]:
     return {"role": "assistant", "content": None, "tool_calls": calls}, "tool_calls"
 
 
-async def play_v1(name: str, episodes: list[list[Any]], url: str) -> list[float | None]:
+async def play_v1(name: str, episodes: list[list[Any]], url: str) -> list[Any]:
     import verifiers.v1 as vf
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
@@ -87,12 +88,17 @@ async def play_v1(name: str, episodes: list[list[Any]], url: str) -> list[float 
     tasks = list(itertools.islice(iter(environment.taskset), max(index for index, _ in episodes) + 1))
     gate = asyncio.Semaphore(AT_A_TIME)
 
-    async def play(number: int) -> float | None:
+    async def play(number: int) -> Any:
         client = vf.EvalClientConfig(base_url=f"{url}/{number}/v1", api_key_var="NO_KEY")
         slot = environment.slots(tasks[episodes[number][0]])[0]
         episode = await environment.run_slot(slot, vf.ModelContext(model="m", client=client), gate)
-        rewards = [trace.reward for trace in episode.traces if trace.agent.name == ROLES[name]]
-        return sum(rewards) / len(rewards) if episode.ok else None
+        rewards: dict[str, list[float]] = {}
+        for trace in episode.traces:
+            rewards.setdefault(trace.agent.name, []).append(trace.reward)
+        means = {role: sum(values) / len(values) for role, values in rewards.items()}
+        if not episode.ok:
+            return None
+        return means if sys.argv[3:] else means[ROLES[name]]
 
     async with environment.serving():
         return list(await asyncio.gather(*map(play, range(len(episodes)))))

@@ -8,7 +8,7 @@ import anyio
 
 from fleetbus.config.settings import Configuration, EnvironmentSettings, LimitSettings
 from fleetbus_schemas import Action, Task, ToolCall
-from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.base import EnvironmentFailed, Verdict
 from fleetbus_workers.environment.specs import build_environment_factory
 
 AT_A_TIME = 4
@@ -22,7 +22,7 @@ def act(turn: int, answer: Any) -> Action:
     return Action(episode_id="e", attempt=1, turn=turn, text="", tool_calls=calls)
 
 
-async def play(factory: Any, index: int, answers: list[Any], pad: Any) -> float | None:
+async def play(factory: Any, index: int, answers: list[Any], pad: Any) -> Verdict | None:
     environment = factory()
     try:
         await environment.open(Task(key=f"t{index}", prompt="", config={"index": index}))
@@ -30,9 +30,9 @@ async def play(factory: Any, index: int, answers: list[Any], pad: Any) -> float 
         for turn in range(MAX_TURNS):
             if (await environment.step(act(turn, answers[turn] if turn < len(answers) else pad))).terminated:
                 break
-        verdict = await environment.verify()
+        verdict: Verdict = await environment.verify()
         assert verdict.reward is not None
-        return float(verdict.reward)
+        return verdict
     except EnvironmentFailed:
         return None
     finally:
@@ -41,16 +41,22 @@ async def play(factory: Any, index: int, answers: list[Any], pad: Any) -> float 
 
 async def play_all(spec: str, episodes: list[tuple[int, list[Any]]], *, pad: Any = "done") -> list[float | None]:
     """The rewards, None where an episode failed; each is answered with its answers, then with ``pad``."""
+    verdicts = await play_to_verdicts(spec, episodes, pad=pad)
+    return [None if verdict is None or verdict.reward is None else float(verdict.reward) for verdict in verdicts]
+
+
+async def play_to_verdicts(spec: str, episodes: list[tuple[int, list[Any]]], *, pad: Any = "done") -> list[Verdict | None]:
+    """The same with all that the verdicts say."""
     settings = Configuration(environment=EnvironmentSettings(agent_isolation="auto"), limits=LimitSettings(reset=600))
     factory: Any = build_environment_factory(spec, verifier=None, configuration=settings)  # type: ignore[arg-type]
-    rewards: list[float | None] = [None] * len(episodes)
+    verdicts: list[Verdict | None] = [None] * len(episodes)
     gate = anyio.CapacityLimiter(AT_A_TIME)
 
     async def play_one(number: int) -> None:
         async with gate:
-            rewards[number] = await play(factory, *episodes[number], pad)
+            verdicts[number] = await play(factory, *episodes[number], pad)
 
     async with factory.run(), anyio.create_task_group() as group:
         for number in range(len(episodes)):
             group.start_soon(play_one, number)
-    return rewards
+    return verdicts

@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 import pytest
 
-from tests.foreign.playing import play_all
+from tests.foreign.playing import play_all, play_to_verdicts
 
 ROOT = Path(__file__).parents[2]
 V1 = os.environ.get("VERIFIERS_PYTHON", str(ROOT / ".venv-verifiers/bin/python"))
@@ -69,3 +69,21 @@ async def test_rewards_are_those_of_the_packages_own_evaluation(name: str, tmp_p
     print(name, len(ours), "errors", theirs.count(None), "rewards", sorted({reward for reward in ours if reward is not None}))
     assert ours == theirs
     assert len({reward for reward in ours if reward is not None}) > 1, "answers differ in what they are worth"
+
+
+@pytest.mark.parametrize("name", ["kuhn_poker", "proposer_solver"])
+async def test_each_of_several_trained_roles_has_the_packages_own_reward(name: str, tmp_path: Path) -> None:
+    python, arguments, answer = CASES[name]
+    draw = random.Random(name)
+    episodes = [(index, answer(index, draw)) for index in (draw.randrange(5) for _ in range(EPISODES))]
+    file = tmp_path / "episodes.json"
+    file.write_text(json.dumps(episodes))
+    original = Path(__file__).with_name("original_rewards.py")
+    done = await anyio.run_process([python, str(original), name, str(file), "all"], stderr=subprocess.DEVNULL)
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    verdicts = await play_to_verdicts(
+        f"verifiers+python={python}:{name} role=all{arguments.replace(' role=solver', '')}", episodes
+    )
+    ours = [None if verdict is None else dict(verdict.seats) for verdict in verdicts]
+    print(name, len(ours), "errors", theirs.count(None), "seats", sorted({str(seats) for seats in ours})[:9])
+    assert ours == theirs
