@@ -77,7 +77,7 @@ NO_VERDICTS: dict[str, tuple[str, str]] = {
     "error at import": ("import no_such_module\ndef verify(env): return 1", "ModuleNotFoundError"),
     "no function": ("x = 1", "must define verify"),
     "two functions": ("def a(env): return 1\ndef b(env): return 1", "it defines a, b"),
-    "unknown parameter": ("def verify(env, answer): return 1", "'answer'; what it gets is named env, final_answer, conversation"),
+    "unknown parameter": ("def verify(env, answer): return 1", "'answer'; what it gets is named env, final_answer, conv"),
     "unknown keyword": ("def verify(env, *, seed): return 1", "has the parameter 'seed'"),
     "None": ("def verify(env): pass", "returned NoneType"),
     "text": ("def verify(env): return '1'", "returned str"),
