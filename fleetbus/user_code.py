@@ -21,18 +21,24 @@ def load_callable(what: str, path: str) -> Callable[..., Any]:
     is_file = module_name.endswith(".py")
     if not name.isidentifier() or not (is_file or all(part.isidentifier() for part in module_name.split("."))):
         raise UserError(f"{what} must name a module and a name in it, as in my_package.my_module:name or file.py:name")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module = _import_file(Path(module_name)) if is_file else importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a user's module may fail in any way while it is imported
-        raise UserError(f"{what}: cannot import {module_name}: {describe_error(error)}") from error
+    module = load_module(what, module_name)
     loaded = getattr(module, name, None)
     if loaded is None:
         raise UserError(f"{what}: module {module_name} has no {name!r}")
     if not callable(loaded):
         raise UserError(f"{what}: {name!r} in {module_name} cannot be called")
     return loaded  # type: ignore[no-any-return]
+
+
+def load_module(what: str, name: str) -> ModuleType:
+    """The module of that name, or of the file if it ends in ``.py``, also from the current folder. Raises `UserError`, which
+    begins with ``what``."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return _import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way while it is imported
+        raise UserError(f"{what}: cannot import {name}: {describe_error(error)}") from error
 
 
 def _import_file(file: Path) -> ModuleType:

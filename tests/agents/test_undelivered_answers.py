@@ -120,6 +120,16 @@ def test_a_conversation_that_begins_anew_with_an_answer_in_it_proves_after_a_tak
     assert [each.turn for each in conversations.list_untrained()] == lost
 
 
+def test_the_same_words_after_another_question_prove_nothing() -> None:
+    conversations = Conversations(AgentSession(key="k"))
+    conversations.restore_call(observe(0))
+    conversations.answer(act(0))
+    example = (ChatMessage(role="user", content="Is this spam?"), ChatMessage(role="assistant", content="answer 0"))
+    again = begin_again()
+    conversations.restore_call(msgspec.structs.replace(again, messages=(*example, *again.messages)))
+    assert [each.turn for each in conversations.list_untrained()] == [0], "it is an example of a sub-agent's"
+
+
 def test_words_that_an_agent_had_before_or_that_were_said_twice_prove_nothing() -> None:
     conversations = Conversations(AgentSession(key="k"))
     conversations.restore_call(msgspec.structs.replace(begin_again("answer 0"), segment=0))

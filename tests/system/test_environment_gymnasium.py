@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -199,6 +200,38 @@ def test_an_id_that_nobody_registered_is_refused_before_the_start(spec: str) -> 
     with pytest.raises(UserError) as caught:
         build_environment_factory(spec, verifier=None)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+POND = """
+import gymnasium
+
+class Pond(gymnasium.Env):
+    observation_space, action_space = gymnasium.spaces.Discrete(3), gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        self.at = 0
+        return 0, {}
+
+    def step(self, action):
+        self.at += int(action)
+        return self.at, float(self.at == 2), self.at == 2, False, {}
+
+gymnasium.register(id="Pond-v0", entry_point=Pond)
+"""
+
+
+async def test_a_class_in_a_file_that_registers_it_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pond_of_a_test.py").write_text(POND)
+    monkeypatch.chdir(tmp_path)
+    for name in ("pond_of_a_test.py", "pond_of_a_test"):
+        environment = make(f"gym:{name}:Pond-v0")
+        await begin(environment)
+        assert [step.terminated for step in await act(environment, "1", "0", "1")] == [False, False, True]
+        assert await environment.verify() == Verdict(reward=1.0)
+        await environment.close()
+        del gymnasium.registry["Pond-v0"]
+    with pytest.raises(UserError, match=r"register it with Gymnasium, and write gym:FILE\.py:ID"):
+        make("pond_of_a_test:Pond")
 
 
 async def test_a_task_without_an_id_is_told_so() -> None:

@@ -49,7 +49,10 @@ def test_the_report_says_since_when_how_much_and_what_to_do(tmp_path: Path, caps
     assert "do        see in the log of the inference worker" in shown
     healthy = write(tmp_path / "healthy.fbrec", DiagnosedRun(1, steps=14))
     assert run_program(["diagnose", str(healthy)]) == 0
-    assert "nothing is wrong that this can tell" in capsys.readouterr().out
+    assert "nothing is wrong that this can tell\n" in capsys.readouterr().out
+    begun = write(tmp_path / "begun.fbrec", DiagnosedRun(1, steps=2))
+    assert run_program(["diagnose", str(begun)]) == 0
+    assert "nothing is wrong that this can tell from so few steps: most of it takes 4 or more\n" in capsys.readouterr().out
 
 
 def test_an_unbounded_measure_and_an_unknown_interval_are_valid_json(

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 KINDS = frozenset({"task", "obs", "act", "episode", "train"})
 
+LEAST_STEPS = 4
+"""With a clean onset, until a finding is confirmed (docs/diagnose.md)."""
+
 
 @click.command("diagnose")
 @source_argument
@@ -80,7 +83,9 @@ def _print(found: Diagnosis, name: str) -> None:
         print(f"  size      {finding.size.value:.4g} ({_format_interval(finding.size)}) {finding.unit}")
         print(f"  evidence  {finding.evidence}")
         print(f"  do        {finding.advice}")
-    print("" if found.findings else "nothing is wrong that this can tell")
+    is_short = found.last_step - found.first_step + 1 < LEAST_STEPS
+    least = f" from so few steps: most of it takes {LEAST_STEPS} or more" if is_short else ""
+    print("" if found.findings else f"nothing is wrong that this can tell{least}")
 
 
 def _format_interval(size: Interval) -> str:

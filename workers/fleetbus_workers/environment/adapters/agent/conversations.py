@@ -4,6 +4,7 @@ Above it are the environments of agents that are started here and of those that 
 and the paths of its conversations.
 """
 
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -42,8 +43,8 @@ class Conversations:
         """Turns that asked for `UNTRAINED_MODEL`."""
         self._last_given: dict[int, PendingCall] = {}
         """By segment the answer that it ends with."""
-        self._turns_by_words: dict[bytes, list[int]] = {}
-        """The turns that said the same, by what identifies it, but for words that an agent had before."""
+        self._turns_by_words: dict[tuple[bytes, bytes], list[int]] = {}
+        """The turns that said the same to the same, by what identifies both, but for words that an agent had before."""
         self._words_before: set[bytes] = set()
         """What assistants say in the conversations that began."""
         self._problems: tuple[str, ...] = ()
@@ -127,12 +128,14 @@ class Conversations:
         self._session.responses.add_messages(attached.segment, attached.messages)
 
     def _find_delivered(self, messages: Sequence[ChatMessage]) -> None:
-        """An answer of another segment in a conversation proves that it came; words said twice prove none. See
-        docs/decisions/0236."""
-        for said in {identify(message) for message in messages if message.role == "assistant"}:
-            if len(turns := self._turns_by_words.get(said, [])) == 1:
-                self._given[turns[0]].delivered = True
-            self._words_before.add(said)
+        """An answer of another segment in a conversation, after what it answered, proves that it came; words said twice prove
+        none. See docs/decisions/0236."""
+        for asked, said in itertools.pairwise((*messages[:1], *messages)):
+            if said.role == "assistant":
+                words = identify(said)
+                if len(turns := self._turns_by_words.get((identify(asked), words), [])) == 1:
+                    self._given[turns[0]].delivered = True
+                self._words_before.add(words)
 
     def answer(self, action: Action) -> Answer:
         """Pass the policy's turn to whoever waits for it."""
@@ -151,8 +154,13 @@ class Conversations:
         self._last, self._session.refused = answer, None
         is_given = pending.set_answer(answer)
         self._lines[self._attached.segment].turns.append(len(self._given))
-        if (answer.text or calls) and (words := identify(self.messages[-1])) not in self._words_before:
-            self._turns_by_words.setdefault(words, []).append(len(self._given))
+        if (
+            self._attached.messages
+            and (answer.text or calls)
+            and (words := identify(self.messages[-1])) not in self._words_before
+        ):
+            question = identify(self._attached.messages[-1])
+            self._turns_by_words.setdefault((question, words), []).append(len(self._given))
         self._given.append(pending if is_given else PendingCall(AgentCall(messages=())))
         self._last_given[self._attached.segment] = pending
         return answer

@@ -22,6 +22,7 @@ import anyio
 import gymnasium
 
 from fleetbus.errors import UserError
+from fleetbus.user_code import load_module
 from fleetbus_schemas import Action, ChatMessage, Task
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.common.action_text import extract_action
@@ -52,8 +53,12 @@ T = TypeVar("T")
 
 
 def build(context: AdapterContext) -> Factory:
-    """Environments of the spec's id, else of the task's. Raises `UserError` if it is not registered."""
-    id, permissions, store_image = context.rest, context.permissions, context.store_image
+    """Environments of the spec's id, else of the task's; what stands before a colon in it is the module or file that registers
+    it. Raises `UserError` if it is not registered."""
+    module, _, id = context.rest.rpartition(":")
+    permissions, store_image = context.permissions, context.store_image
+    if module:
+        load_module(f"environment {context.spec!r}", module)
     if id:
         try:
             _register(id, ())
@@ -89,8 +94,9 @@ class GymnasiumEnvironment:
         config = self._task.config
         id = str(config.get("id") or self._id)
         modules = [str(module) for module in config.get("modules", ())]
-        if config.get("id") and ":" in id:  # Gymnasium imports what stands before the colon
-            modules.append(id.partition(":")[0])
+        if ":" in id:  # before it stands the module that registers it
+            module, _, id = id.rpartition(":")
+            modules.append(module)
         for module in modules:
             self._permissions.check_module(module, framework="gymnasium")
         arguments = check_arguments(config.get("kwargs", {}), "kwargs")
@@ -101,7 +107,9 @@ class GymnasiumEnvironment:
         mode = "rgb_array" if self._frames else "ansi" if "ansi" in modes else None
         if self._frames and mode not in modes:
             raise EnvironmentFailed(f"{id} renders no frames")
-        self._environment = gymnasium.make(id, render_mode=mode, **arguments)
+        if mode is not None:  # a class that renders nothing need not know the argument
+            arguments = {**arguments, "render_mode": mode}
+        self._environment = gymnasium.make(id, **arguments)
         self._names = list_action_names(self._environment, config.get("actions", ()))
 
     async def reset(self) -> Start:

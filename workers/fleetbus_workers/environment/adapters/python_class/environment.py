@@ -33,7 +33,9 @@ def check_class(spec: str, kind: object) -> None:
     """Raise `UserError` unless ``kind`` looks like an environment."""
     missing = [call for call in (*CALLS, "replayable") if not hasattr(kind, call)]
     if missing:
-        raise UserError(f"environment {spec!r} is not an environment: it lacks {', '.join(missing)} (see fleetbus.Environment)")
+        is_gym = any(base.__module__.startswith("gymnasium.") for base in getattr(kind, "__mro__", ()))
+        hint = "register it with Gymnasium, and write gym:FILE.py:ID" if is_gym else "see fleetbus.Environment"
+        raise UserError(f"environment {spec!r} is not an environment: it lacks {', '.join(missing)} ({hint})")
 
 
 def parse_device_names(text: str) -> tuple[str, ...]:

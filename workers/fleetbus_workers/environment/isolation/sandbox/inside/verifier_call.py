@@ -59,7 +59,8 @@ def find_function(scope: dict[str, Any]) -> Any:
 
 
 def select_arguments(function: Any, available: dict[str, Any]) -> dict[str, object]:
-    """Those of ``available`` that the function has parameters for; its first parameter is ``env`` under any name."""
+    """Those of ``available`` that the function has parameters for; its first parameter is ``env`` under any name. Raises
+    `TypeError` for another one that it cannot do without."""
     code = function.__code__
     if code.co_flags & KEYWORDS:
         return available
@@ -67,6 +68,10 @@ def select_arguments(function: Any, available: dict[str, Any]) -> dict[str, obje
     arguments = {name: available[name] for name in names if name in available}
     if code.co_argcount and names[0] not in available:
         arguments[names[0]] = available["env"]
+    first_optional = code.co_argcount - len(function.__defaults__ or ())
+    optional = {*names[first_optional : code.co_argcount], *(function.__kwdefaults__ or ())}
+    if unknown := [name for name in names if name not in arguments and name not in optional]:
+        raise TypeError(f"verifier has the parameter {unknown[0]!r}; what it gets is named {', '.join(available)}")
     return arguments
 
 
