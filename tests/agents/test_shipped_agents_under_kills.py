@@ -13,7 +13,7 @@ import pytest
 
 from fleetbus.audit.run import audit_run
 from tests.agents.tried.catalogue import SHIPPED
-from tests.agents.tried.crowd import Crowd, Listening, kill_in_turn, read_books
+from tests.agents.tried.crowd import INFERENCE_WORKERS, Crowd, Listening, kill_in_turn, read_books
 from tests.agents.tried.stage import SUBJECTS, running
 from tests.support.processes import children
 
@@ -49,7 +49,7 @@ async def test_no_call_is_sampled_twice_and_nothing_unseen_is_trained_while_ship
     agents = {each.name: each for each in SHIPPED}
     held: list[int] = []
     async with running(tmp_path, "marked", Listening) as stage:
-        for place in range(2):
+        for place in range(INFERENCE_WORKERS):
             stage.start_inference("disturbed", place)  # which takes its time, so that kills come in mid-answer
         crowd = Crowd(stage, ENVIRONMENTS, tmp_path)
         async with anyio.create_task_group() as outer:

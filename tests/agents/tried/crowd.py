@@ -5,6 +5,7 @@ The policy says another word in each sample. A relay between the agents and the 
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import time
@@ -15,6 +16,7 @@ import anyio
 import httpx
 import msgspec
 
+from fleetbus.errors import PublishUnanswered, SequenceConflict
 from fleetbus.log.episodes import decode_episode_entry
 from fleetbus_schemas import Action, ChatMessage, EpisodeFinished, Observation, decode
 from fleetbus_workers.environment.adapters.agent.conversations import read_content
@@ -25,6 +27,10 @@ from tests.agents.tried.place import Place
 from tests.agents.tried.play import PROMPT, post_reward, run_agent
 from tests.agents.tried.policy import ANSWER, MARK
 from tests.agents.tried.stage import SUBJECTS, Stage, Switch
+
+INFERENCE_WORKERS = 3
+LATER = ("nice", "-n", "10")
+"""Agents after what serves them: 64 that start at once would keep a worker from ever being ready again."""
 
 SAID = re.compile(rf"{MARK}[0-9a-f]{{16}}")
 
@@ -57,17 +63,28 @@ class Crowd:
         """Agents that play end by themselves."""
         self._open = False
 
+    async def _request(self, episode: str) -> None:
+        """Asked for again while the server is too busy to say that it has it."""
+        while True:
+            try:
+                await self._stage.request(episode, PROMPT)
+            except PublishUnanswered:
+                continue
+            except SequenceConflict:
+                pass  # it had it
+            return
+
     async def play(self, agent: Shipped, number: int) -> None:
         """One agent after another of this kind."""
         while self._open:
             episode = f"{agent.name}-{len(self.asked)}"
             self.asked.add(episode)
-            await self._stage.request(episode, PROMPT)
+            await self._request(episode)
             session = await self._stage.take()
             home = self._scratch / f"{agent.name}-{number}"
             shutil.rmtree(home, ignore_errors=True)
             place = Place(self._environments / agent.place, home, session, PROMPT)
-            said, status = await run_agent(self._stage, agent, place, session["id"], "calm")
+            said, status = await run_agent(self._stage, agent, place, session["id"], "calm", *LATER)
             right = ANSWER in said and status == 0
             self.ended[agent.name, "answered" if right else f"ended with {status}"] += 1
             if not right:
@@ -77,14 +94,15 @@ class Crowd:
 
 
 async def kill_in_turn(stage: Stage[Listening], seconds: float, pause: float) -> int:
-    """One of two inference workers and two gateways every few seconds, of four kills one is a gateway's. Returns how many."""
+    """One of the inference workers and two gateways every few seconds, of four kills one is a gateway's. Returns how many."""
+    places = itertools.cycle(range(INFERENCE_WORKERS))
     kills, until = 0, time.monotonic() + seconds
     while time.monotonic() < until:
         await anyio.sleep(pause)
         if kills % 4 == 3:
             await stage.replace_gateway()
         else:
-            stage.start_inference("disturbed", kills % 2)
+            stage.start_inference("disturbed", next(places))
         kills += 1
     return kills
 
