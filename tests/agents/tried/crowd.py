@@ -10,6 +10,7 @@ import re
 import shutil
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import anyio
@@ -29,7 +30,7 @@ from tests.agents.tried.policy import ANSWER, MARK
 from tests.agents.tried.stage import SUBJECTS, Stage, Switch
 
 INFERENCE_WORKERS = 3
-LATER = ("nice", "-n", "10")
+LATER = ("nice", "-n", "5")
 """Agents after what serves them: 64 that start at once would keep a worker from ever being ready again."""
 
 SAID = re.compile(rf"{MARK}[0-9a-f]{{16}}")
@@ -109,11 +110,13 @@ async def kill_in_turn(stage: Stage[Listening], seconds: float, pause: float) ->
 
 class Books(msgspec.Struct, kw_only=True):
     """What the log says: episodes by outcome; calls; those of which it has two samples; turns that are trained, and those of
-    them whose sample no agent got; episodes that were taken over, and of which there is no result."""
+    them whose sample no agent got; episodes that were taken over, and of which there is no result. ``late``: samples of workers
+    that answered an attempt which was over by then, in whose place another was sampled; no agent gets one, none is trained."""
 
     outcomes: Counter[str]
     calls: int
     twice: list[str]
+    late: int
     trained: int
     unseen: list[str]
     undelivered: int
@@ -127,28 +130,30 @@ async def read_books(stage: Stage[Listening], asked: set[str]) -> Books:
         if isinstance(decoded := decode_episode_entry(entry), EpisodeFinished):
             results[decoded.episode_id] = decoded
     observed: defaultdict[str, dict[int, Observation]] = defaultdict(dict)
-    acted: defaultdict[str, defaultdict[int, list[Action]]] = defaultdict(lambda: defaultdict(list))
+    acted: defaultdict[str, dict[int, Action]] = defaultdict(dict)
+    places: dict[int, Action] = {}
     async for entry in stage.bus.scan([SUBJECTS.observations(), SUBJECTS.actions()]):
         if entry.subject.split(".", 3)[2] == "obs":
             observation = decode(Observation, entry.payload)
             observed[observation.episode_id].setdefault(observation.turn, observation)
         else:
             action = decode(Action, entry.payload)
-            acted[action.episode_id][action.turn].append(action)
+            places[entry.sequence] = action
     trained, unseen, twice = 0, [], []
     for episode, result in results.items():
         left_out = {each.turn for each in result.untrained}
-        twice += [f"{episode} turn {turn}" for turn, actions in acted[episode].items() if len(actions) > 1]
+        acted[episode] = {each.turn: places[each.sequence] for each in result.actions}
         twice += [f"{episode} {turns}" for turns in find_asked_twice(observed[episode], acted[episode])]
         for turn in set(range(result.turns)) - left_out if result.outcome == "completed" else ():
             trained += 1
-            mark = SAID.search(acted[episode][turn][0].text)
+            mark = SAID.search(acted[episode][turn].text)
             if mark is None or mark[0] not in stage.balancer.arrived:
                 unseen.append(f"{episode} turn {turn}")
     return Books(
         outcomes=Counter(each.outcome for each in results.values()),
-        calls=sum(len(turns) for turns in acted.values()),
-        twice=twice,
+        calls=sum(map(len, acted.values())),
+        twice=twice + find_sampled_twice(places.values()),
+        late=len(places) - sum(map(len, acted.values())),
         trained=trained,
         unseen=unseen,
         undelivered=sum(each.reason == "not_delivered" for result in results.values() for each in result.untrained),
@@ -157,7 +162,13 @@ async def read_books(stage: Stage[Listening], asked: set[str]) -> Books:
     )
 
 
-def find_asked_twice(observed: dict[int, Observation], acted: dict[int, list[Action]]) -> list[list[int]]:
+def find_sampled_twice(actions: Iterable[Action]) -> list[str]:
+    """Turns of an attempt that have two samples."""
+    counted = Counter(f"{each.episode_id} attempt {each.attempt} turn {each.turn}" for each in actions)
+    return [turn for turn, count in counted.items() if count > 1]
+
+
+def find_asked_twice(observed: dict[int, Observation], acted: dict[int, Action]) -> list[list[int]]:
     """Turns of an episode that answer the same conversation, message for message."""
     paths: dict[int, list[bytes]] = {}
     turns: defaultdict[tuple[bytes, ...], list[int]] = defaultdict(list)
@@ -166,6 +177,6 @@ def find_asked_twice(observed: dict[int, Observation], acted: dict[int, list[Act
         path = paths.setdefault(seen.segment, [])
         path += [identify(message) for message in seen.messages]
         turns[tuple(path)].append(turn)
-        for action in acted.get(turn, [])[:1]:
+        if (action := acted.get(turn)) is not None:
             path.append(identify(ChatMessage(role="assistant", content=read_content(action), tool_calls=action.tool_calls)))
     return [each for each in turns.values() if len(each) > 1]
