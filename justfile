@@ -113,9 +113,9 @@ test-agents *arguments:
     PATH=$PWD/.venv-agents/bin:$PATH .venv/bin/python -m tests.agents.tried.install "${AGENTS_ENVIRONMENTS:-$HOME/.cache/fleetbus-agents}"
     AGENTS_ENVIRONMENTS="${AGENTS_ENVIRONMENTS:-$HOME/.cache/fleetbus-agents}" AGENTS_PYTHON=$PWD/.venv-agents/bin/python .venv/bin/pytest -n0 -q -m slow tests/agents {{arguments}}
 
-# 64 agents at once while the workers that serve them are killed every five seconds: for 20 s, then for two minutes
+# 64 agents at once while the workers that serve them are killed every five seconds: for 20 s, then for two minutes; agents as shipped, where `just test-agents` installed them, for MINUTES
 agent-kills *arguments:
-    LONG=1 .venv/bin/pytest -n0 -q -s -m slow tests/agents/test_agents_under_kills.py {{arguments}}
+    AGENTS_ENVIRONMENTS="${AGENTS_ENVIRONMENTS:-$HOME/.cache/fleetbus-agents}" LONG=1 .venv/bin/pytest -n0 -q -s -m slow tests/agents/test_agents_under_kills.py tests/agents/test_shipped_agents_under_kills.py {{arguments}}
 
 # The monitor's page in a headless Chromium: needs `pip install playwright` and a chromium on the PATH
 test-browser *arguments:

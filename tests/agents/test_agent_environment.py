@@ -20,6 +20,8 @@ from fleetbus_workers.environment.adapters.agent.environment import AgentEnviron
 from fleetbus_workers.environment.adapters.agent.sessions import SESSION_OVER
 from fleetbus_workers.environment.adapters.common.fresh_python import FreshPython
 from fleetbus_workers.environment.base import EnvironmentFailed, Verdict
+from fleetbus_workers.environment.isolation.sandbox import IsolationUnavailable
+from fleetbus_workers.environment.isolation.sandbox.backends import require_isolation
 from fleetbus_workers.environment.specs import build_environment_factory
 from tests.support.processes import children
 
@@ -211,4 +213,20 @@ async def test_a_file_outside_of_the_agents_folder_is_not_read(tmp_path: Path) -
         for path in ("../../etc/passwd", "/etc/passwd", "link", ".", ""):
             with pytest.raises(LookupError):
                 await environment_tools(environment).call_tool("read_file", {"path": path})
+        await environment.step(act("one"))
+
+
+async def test_a_verifier_calls_what_the_agent_wrote_in_a_sandbox_and_has_no_other_tool() -> None:
+    try:
+        require_isolation()
+    except IsolationUnavailable as unavailable:
+        pytest.skip(str(unavailable))
+    async with playing(calls=1) as (environment, _):
+        tools = environment_tools(environment)
+        asked: dict[str, object] = {"code": "def add(a, b): return a + b", "function": "add", "arguments": [[1, 2], ["x"]]}
+        called = await tools.call_tool("python_call", asked)
+        assert [(each["value"], bool(each["error"])) for each in called["results"]] == [(3, False), (None, True)]
+        assert (await tools.call_tool("python_fresh", {"code": "print(1)"}))["stdout"] == "1\n"
+        with pytest.raises(LookupError, match="read_file, python_fresh and python_call"):
+            await tools.call_tool("python", {"code": "1"})
         await environment.step(act("one"))

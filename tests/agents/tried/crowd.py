@@ -5,16 +5,19 @@ The policy says another word in each sample. A relay between the agents and the 
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import anyio
 import httpx
 import msgspec
 
+from fleetbus.errors import PublishUnanswered, SequenceConflict
 from fleetbus.log.episodes import decode_episode_entry
 from fleetbus_schemas import Action, ChatMessage, EpisodeFinished, Observation, decode
 from fleetbus_workers.environment.adapters.agent.conversations import read_content
@@ -25,6 +28,10 @@ from tests.agents.tried.place import Place
 from tests.agents.tried.play import PROMPT, post_reward, run_agent
 from tests.agents.tried.policy import ANSWER, MARK
 from tests.agents.tried.stage import SUBJECTS, Stage, Switch
+
+INFERENCE_WORKERS = 3
+LATER = ("nice", "-n", "5")
+"""Agents after what serves them: 64 that start at once would keep a worker from ever being ready again."""
 
 SAID = re.compile(rf"{MARK}[0-9a-f]{{16}}")
 
@@ -57,17 +64,28 @@ class Crowd:
         """Agents that play end by themselves."""
         self._open = False
 
+    async def _request(self, episode: str) -> None:
+        """Asked for again while the server is too busy to say that it has it."""
+        while True:
+            try:
+                await self._stage.request(episode, PROMPT)
+            except PublishUnanswered:
+                continue
+            except SequenceConflict:
+                pass  # it had it
+            return
+
     async def play(self, agent: Shipped, number: int) -> None:
         """One agent after another of this kind."""
         while self._open:
             episode = f"{agent.name}-{len(self.asked)}"
             self.asked.add(episode)
-            await self._stage.request(episode, PROMPT)
+            await self._request(episode)
             session = await self._stage.take()
             home = self._scratch / f"{agent.name}-{number}"
             shutil.rmtree(home, ignore_errors=True)
             place = Place(self._environments / agent.place, home, session, PROMPT)
-            said, status = await run_agent(self._stage, agent, place, session["id"], "calm")
+            said, status = await run_agent(self._stage, agent, place, session["id"], "calm", *LATER)
             right = ANSWER in said and status == 0
             self.ended[agent.name, "answered" if right else f"ended with {status}"] += 1
             if not right:
@@ -77,25 +95,28 @@ class Crowd:
 
 
 async def kill_in_turn(stage: Stage[Listening], seconds: float, pause: float) -> int:
-    """One of two inference workers and two gateways every few seconds, of four kills one is a gateway's. Returns how many."""
+    """One of the inference workers and two gateways every few seconds, of four kills one is a gateway's. Returns how many."""
+    places = itertools.cycle(range(INFERENCE_WORKERS))
     kills, until = 0, time.monotonic() + seconds
     while time.monotonic() < until:
         await anyio.sleep(pause)
         if kills % 4 == 3:
             await stage.replace_gateway()
         else:
-            stage.start_inference("disturbed", kills % 2)
+            stage.start_inference("disturbed", next(places))
         kills += 1
     return kills
 
 
 class Books(msgspec.Struct, kw_only=True):
     """What the log says: episodes by outcome; calls; those of which it has two samples; turns that are trained, and those of
-    them whose sample no agent got; episodes that were taken over, and of which there is no result."""
+    them whose sample no agent got; episodes that were taken over, and of which there is no result. ``late``: samples of workers
+    that answered an attempt which was over by then, in whose place another was sampled; no agent gets one, none is trained."""
 
     outcomes: Counter[str]
     calls: int
     twice: list[str]
+    late: int
     trained: int
     unseen: list[str]
     undelivered: int
@@ -109,28 +130,30 @@ async def read_books(stage: Stage[Listening], asked: set[str]) -> Books:
         if isinstance(decoded := decode_episode_entry(entry), EpisodeFinished):
             results[decoded.episode_id] = decoded
     observed: defaultdict[str, dict[int, Observation]] = defaultdict(dict)
-    acted: defaultdict[str, defaultdict[int, list[Action]]] = defaultdict(lambda: defaultdict(list))
+    acted: defaultdict[str, dict[int, Action]] = defaultdict(dict)
+    places: dict[int, Action] = {}
     async for entry in stage.bus.scan([SUBJECTS.observations(), SUBJECTS.actions()]):
         if entry.subject.split(".", 3)[2] == "obs":
             observation = decode(Observation, entry.payload)
             observed[observation.episode_id].setdefault(observation.turn, observation)
         else:
             action = decode(Action, entry.payload)
-            acted[action.episode_id][action.turn].append(action)
+            places[entry.sequence] = action
     trained, unseen, twice = 0, [], []
     for episode, result in results.items():
         left_out = {each.turn for each in result.untrained}
-        twice += [f"{episode} turn {turn}" for turn, actions in acted[episode].items() if len(actions) > 1]
+        acted[episode] = {each.turn: places[each.sequence] for each in result.actions}
         twice += [f"{episode} {turns}" for turns in find_asked_twice(observed[episode], acted[episode])]
         for turn in set(range(result.turns)) - left_out if result.outcome == "completed" else ():
             trained += 1
-            mark = SAID.search(acted[episode][turn][0].text)
+            mark = SAID.search(acted[episode][turn].text)
             if mark is None or mark[0] not in stage.balancer.arrived:
                 unseen.append(f"{episode} turn {turn}")
     return Books(
         outcomes=Counter(each.outcome for each in results.values()),
-        calls=sum(len(turns) for turns in acted.values()),
-        twice=twice,
+        calls=sum(map(len, acted.values())),
+        twice=twice + find_sampled_twice(places.values()),
+        late=len(places) - sum(map(len, acted.values())),
         trained=trained,
         unseen=unseen,
         undelivered=sum(each.reason == "not_delivered" for result in results.values() for each in result.untrained),
@@ -139,7 +162,13 @@ async def read_books(stage: Stage[Listening], asked: set[str]) -> Books:
     )
 
 
-def find_asked_twice(observed: dict[int, Observation], acted: dict[int, list[Action]]) -> list[list[int]]:
+def find_sampled_twice(actions: Iterable[Action]) -> list[str]:
+    """Turns of an attempt that have two samples."""
+    counted = Counter(f"{each.episode_id} attempt {each.attempt} turn {each.turn}" for each in actions)
+    return [turn for turn, count in counted.items() if count > 1]
+
+
+def find_asked_twice(observed: dict[int, Observation], acted: dict[int, Action]) -> list[list[int]]:
     """Turns of an episode that answer the same conversation, message for message."""
     paths: dict[int, list[bytes]] = {}
     turns: defaultdict[tuple[bytes, ...], list[int]] = defaultdict(list)
@@ -148,6 +177,6 @@ def find_asked_twice(observed: dict[int, Observation], acted: dict[int, list[Act
         path = paths.setdefault(seen.segment, [])
         path += [identify(message) for message in seen.messages]
         turns[tuple(path)].append(turn)
-        for action in acted.get(turn, [])[:1]:
+        if (action := acted.get(turn)) is not None:
             path.append(identify(ChatMessage(role="assistant", content=read_content(action), tool_calls=action.tool_calls)))
     return [each for each in turns.values() if len(each) > 1]

@@ -54,9 +54,9 @@ async def play(stage: Stage[Balancer], agent: Shipped, folder: Path, scratch: Pa
     )
 
 
-async def run_agent(stage: Stage[Any], agent: Shipped, place: Place, episode: str, mode: str) -> tuple[str, int]:
-    """The text that it printed, and its status: -9 if it had to be ended."""
-    command = agent.start(place)
+async def run_agent(stage: Stage[Any], agent: Shipped, place: Place, episode: str, mode: str, *before: str) -> tuple[str, int]:
+    """The text that it printed, and its status: -9 if it had to be ended. ``before`` are words before its command."""
+    command = [*before, *agent.start(place)]
     log = place.home / "said.log"
     with log.open("wb") as out:
         process = subprocess.Popen(  # noqa: ASYNC220 - it starts at once

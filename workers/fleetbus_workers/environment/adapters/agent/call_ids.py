@@ -5,8 +5,8 @@ episode, and clients drop a call, or execute it twice, whose id they have seen. 
 sessions, in the providers' form; in what it sends back the template's ids are put in their place. They follow from the
 session's key and the number of the answer, so that a gateway that takes over gives the same ones.
 
-Some agents fill in the defaults of a tool's schema before they send a call back, as Claude Code does those of its `Edit`: that
-says nothing new, and the call is the policy's as it was sampled
+Some agents fill in the defaults of a tool's schema before they send a call back, as Claude Code does for its tool
+that edits: that says nothing new, and the call is the policy's as it was sampled
 (docs/decisions/0242-defaults-that-are-filled-in-say-nothing.md).
 """
 

@@ -184,7 +184,7 @@ class AgentEnvironment:
 
 class FolderTools:
     """The tools of a verifier: ``read_file`` with a ``path`` below the agent's working folder, and those of `FreshPython`, for
-    code that the agent wrote (decision 0241)."""
+    code that the agent wrote (docs/decisions/0241-verifiers-of-agents-call-what-the-agent-wrote.md)."""
 
     def __init__(self, folder: Path, python: FreshPython) -> None:
         self._folder = folder
