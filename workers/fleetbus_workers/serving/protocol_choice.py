@@ -24,8 +24,8 @@ class H11BoundedProtocol(BoundedProtocol, H11Protocol):
     """With h11, which is everywhere."""
 
     def send_400_response(self, msg: str) -> None:
-        """End the connection, for what is no HTTP. uvicorn would say so though an answer is under way or has gone out, which h11
-        refuses with an error that is logged with its traceback: as often as a client likes."""
+        """End the connection, for what is no HTTP. uvicorn would say so though an answer is under way or has gone out, and h11
+        refuses that by an error that is logged with its traceback: as often as a client likes."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         elif self.cycle.response_complete:
