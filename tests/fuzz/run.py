@@ -53,6 +53,7 @@ class Tally(NamedTuple):
 def fuzz(name: str, seconds: float) -> int:
     """Fuzz a target; returns the number of findings."""
     folder = BUILD / name
+    silence_logs()
     for each in ("corpus", "found", "stopped"):
         (folder / each).mkdir(parents=True, exist_ok=True)
     for file in (folder / "found").iterdir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fleetbus.bus.nats.server_context import (
 from fleetbus.config.settings import Configuration, NatsSettings, RunSettings
 from fleetbus.errors import UserError
 from fleetbus_workers.environment.adapters.agent.factory import list_secret_files
+from fleetbus_workers.up.checks import check_server_answers
 from tests.support.jwt_accounts import Platform
 
 
@@ -92,6 +94,18 @@ def test_whoever_misspells_a_context_is_told_which_there_are(contexts: Path) -> 
     write(contexts, "prod", url="nats://h")
     assert describe_missing_context("prodd").endswith("these are: prod")
     assert describe_missing_context("nats://h:4222") == ""
+
+
+@pytest.mark.parametrize(
+    ("url", "port"), [("wss://h", 443), ("ws://h", 80), ("tls://h", 4222), ("h", 4222), ("wss://h:8443", 8443)]
+)
+def test_a_server_is_looked_for_at_the_port_of_its_protocol(url: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: tuple[str, int], timeout: float) -> None:
+        raise ConnectionRefusedError(111, f"port {address[1]}")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with pytest.raises(UserError, match=f"port {port}$"):
+        check_server_answers(url)
 
 
 def test_agents_see_no_file_of_a_context(contexts: Path, tmp_path: Path) -> None:

@@ -24,17 +24,17 @@ class H11BoundedProtocol(BoundedProtocol, H11Protocol):
     """With h11, which is everywhere."""
 
     def send_400_response(self, msg: str) -> None:
-        """End the connection, for what is no HTTP. uvicorn would say so though a request is in work, whose own answer h11 then
-        refuses with an error that is logged with its traceback: as often as a client likes."""
-        if self.cycle is None or self.cycle.response_complete:
+        """End the connection, for what is no HTTP. uvicorn would say so though an answer is under way or has gone out, and h11
+        refuses that by an error that is logged with its traceback: as often as a client likes."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
-            return
-        if self.cycle.response_started:
-            self.abort_connection()
+        elif self.cycle.response_complete:
+            self.transport.close()
         else:
-            super().send_400_response(msg)
-        self.cycle.disconnected = True
-        self.cycle.message_event.set()
+            self.abort_connection()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
     def _between_requests(self) -> bool:
         return self.cycle is not None and self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]

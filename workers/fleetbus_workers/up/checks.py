@@ -41,6 +41,7 @@ SERVICE_SECONDS = 2.0
 
 PYTHON_SECONDS = 60.0
 DEFAULT_PORT = 4222
+WEB_PORTS = {"ws": 80, "wss": 443}
 LOCAL_PACKAGES = ("mcp", "numpy", "tokenizers", "transformers")
 """What the three roles import, with every engine and trainer; `up` runs all of them."""
 
@@ -310,7 +311,7 @@ def check_server_answers(url: str) -> None:
 def _probe_server(url: str) -> str:
     try:
         parts = urlsplit(url if "://" in url else f"nats://{url}")
-        host, port = parts.hostname or "", parts.port or DEFAULT_PORT
+        host, port = parts.hostname or "", parts.port or WEB_PORTS.get(parts.scheme, DEFAULT_PORT)
     except ValueError:  # its text may quote a part of a password
         return "not a URL as nats://HOST:4222"
     try:
