@@ -139,15 +139,17 @@ async def test_the_settings_of_a_recorded_lineage_are_restricted_as_those_of_the
 
     settings: dict[str, dict[str, bool | int | float | str]] = {
         "learner": {"archive": FOREIGN, "restart_from": "start/2"},
-        "trainer": {"device": FOREIGN},
     }
     started = LineageStarted(lineage="l1", worker="w", settings=settings)
     file = build_recording(tmp_path / "a.fbrec", [(SUBJECTS.train("default"), started)])
     context = ReplayContext(load_recording(file), Replay(role="learner", trusted=trusted))
     (lineage,) = read_lineages(context.recording)
     taken = configure_lineage(context, lineage, tmp_path, trains=True)
-    assert (taken.learner.archive == FOREIGN, taken.trainer.device == FOREIGN) == (trusted, trusted)
+    assert (taken.learner.archive == FOREIGN) == trusted
     assert taken.learner.restart_from == "start/2"
+    lineage.started = msgspec.structs.replace(started, settings={"trainer": {"device": FOREIGN}})
+    with pytest.raises(UserError, match=r"\$\.device"):
+        configure_lineage(context, lineage, tmp_path, trains=trusted)
 
 
 def test_numbers_of_a_recording_are_bounded(tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ def rewards_exchanged(patch: pytest.MonkeyPatch) -> None:
     """Each seat has the reward of the next one."""
     describe = EpisodeSeats.describe
 
-    def faulty(self: EpisodeSeats, rewards: Mapping[str, float | None]) -> tuple[EpisodeSeat, ...]:
+    def faulty(self: EpisodeSeats, rewards: Mapping[str, float | None], shared: float | None) -> tuple[EpisodeSeat, ...]:
         values = list(rewards.values())
-        return describe(self, dict(zip(rewards, values[1:] + values[:1], strict=True)))
+        return describe(self, dict(zip(rewards, values[1:] + values[:1], strict=True)), shared)
 
     patch.setattr(EpisodeSeats, "describe", faulty)
 

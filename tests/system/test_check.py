@@ -91,6 +91,8 @@ def test_the_template_passes_and_its_transcript_is_shown(tmp_path: Path, options
 
 def test_seats_that_the_verdict_does_not_name_are_named_with_its_place(tmp_path: Path) -> None:
     make(tmp_path, "reset", "return Start(messages=(ChatMessage(role='user', content='go'),), seat='one')")
+    code = (tmp_path / "my_game.py").read_text().replace("return Verdict(", "return Verdict(seats={'two': 1.0}, ")
+    (tmp_path / "my_game.py").write_text(code)
     checked = fleetbus(tmp_path, *CHECK)
     assert checked.returncode == 1
     assert "── turn 0 · one ──" in checked.stdout

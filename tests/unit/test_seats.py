@@ -104,7 +104,7 @@ def test_names_and_rewards_of_seats_are_checked_where_they_come_in(kind: type, v
 
 def test_a_seat_without_a_reward_says_why_and_its_turns_are_not_trained() -> None:
     seats = play((FIRST, 0), (SECOND, 1), ("third", 2), (SECOND, 1), ("fourth", 3))
-    described = seats.describe({FIRST: 1.0, SECOND: None, "third": math.nan, "never_acted": 1.0})
+    described = seats.describe({FIRST: 1.0, SECOND: None, "third": math.nan, "never_acted": 1.0}, 0.5)
     assert described == (
         EpisodeSeat(name=FIRST, turns=(0,), reward=1.0),
         EpisodeSeat(name=SECOND, turns=(1, 3), reason="its verdict is None"),
@@ -112,7 +112,13 @@ def test_a_seat_without_a_reward_says_why_and_its_turns_are_not_trained() -> Non
         EpisodeSeat(name="fourth", turns=(4,), reason="Verdict.seats has no reward for it"),
     )
     assert add_unseated((), described) == tuple(UntrainedTurn(turn=turn, reason="seat") for turn in (1, 2, 3, 4))
-    assert UNSEATED.describe({FIRST: 1.0}) == ()
+    assert UNSEATED.describe({FIRST: 1.0}, 0.5) == UNSEATED.describe({}, 0.5) == ()
+
+
+def test_where_the_verdict_names_no_seat_all_share_the_episodes_reward() -> None:
+    seats = play((FIRST, 0), (SECOND, 1))
+    shared = describe_seats(conclude(Verdict(reward=0.5), seats), seats)
+    assert [(seat.name, seat.reward) for seat in shared] == [(FIRST, 0.5), (SECOND, 0.5)]
 
 
 def conclude(verdict: Verdict, seats: EpisodeSeats) -> Conclusion:
@@ -123,7 +129,7 @@ def conclude(verdict: Verdict, seats: EpisodeSeats) -> Conclusion:
 def test_a_verdict_is_none_if_no_seat_has_a_reward_or_one_has_an_impossible_one() -> None:
     seats = play((FIRST, 0), (SECOND, 1))
     assert conclude(Verdict(reward=0.0, seats={FIRST: 1.0, SECOND: -1.0}), seats).outcome == "completed"
-    none = conclude(Verdict(reward=0.0), seats)
+    none = conclude(Verdict(reward=0.0, seats={"third": 1.0}), seats)
     assert (none.outcome, none.error_class, none.reward) == ("verifier_unknown", "no_verdict", None)
     assert none.error == "no seat has a reward; of first: Verdict.seats has no reward for it"
     large = conclude(Verdict(reward=0.0, seats={FIRST: 1.0, SECOND: -11.0}), seats)

@@ -81,7 +81,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     with the last one, to the learner's turns and through every gateway. An environment that rewards its steps and has nothing
     to add gives their sum. ``components`` are parts of it by name, recorded in the result; `reward.weights` may weigh them.
     ``transcript`` is for a judge of whole groups. ``seats`` are the rewards of the seats by name:
-    each is trained with its own. A seat with None, or one that is not named, is not trained.
+    each is trained with its own. A seat with None, or one that is not named, is not trained; where none is named, all have
+    ``reward``.
     """
 
     reward: float | None

@@ -100,7 +100,10 @@ ADAPTERS = (
         "inspect[+python=PATH]:TASK [ARGUMENT=VALUE ...]", "foreign.factory:build", "agents",
         "a task of `inspect_ai` with its solver and scorers, in an interpreter of its own", checks_rest=True,
     ),
-    Adapter("MODULE:CLASS", "python_class.environment:build", "", "a class of your own, in this process"),
+    Adapter(
+        "MODULE:CLASS", "python_class.environment:build", "",
+        "a class of your own in this process, also of a file (`FILE.py:CLASS`)",
+    ),
     Adapter("pool:MODULE:CLASS", "python_class.process_pool:build", "", "a class of your own, in several processes"),
     Adapter("process:KIND:COMMAND", "providers.factory:build", "", "a server that is started for each episode", True),
     Adapter("docker:KIND:IMAGE", "providers.factory:build", "docker", "a container that is started for each episode", True),

@@ -201,7 +201,7 @@ class _Player:
                 self._fail("verify gave no verdict and no reason: an episode without one is never trained", location)
             return
         self._check_reward(verdict.reward, "verify", environment)
-        seats, location = self._seats.describe(verdict.seats), locate_method(environment, "verify")
+        seats, location = self._seats.describe(verdict.seats, verdict.reward), locate_method(environment, "verify")
         if seats and all(seat.reward is None for seat in seats):
             self._fail("no seat has a reward: Verdict.seats gives them by name; such an episode is never trained", location)
         for seat in seats:

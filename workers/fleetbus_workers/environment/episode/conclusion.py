@@ -31,7 +31,7 @@ def apply_verdict(
     conclusion: Conclusion, verdict: Verdict, *, seats: EpisodeSeats, location: str, max_abs_reward: float
 ) -> Conclusion:
     """The conclusion with its grade; ``verifier_unknown`` if the verdict, or that of all seats, is none."""
-    problem, error = _find_problem(verdict, seats.describe(verdict.seats), max_abs_reward)
+    problem, error = _find_problem(verdict, seats.describe(verdict.seats, verdict.reward), max_abs_reward)
     if not problem:
         return msgspec.structs.replace(
             conclusion,
@@ -69,12 +69,10 @@ def _find_problem(verdict: Verdict, seats: tuple[EpisodeSeat, ...], limit: float
 
 
 def describe_seats(conclusion: Conclusion, seats: EpisodeSeats) -> tuple[EpisodeSeat, ...]:
-    """The seats as the result carries them. The grade of a time-out is that of each."""
+    """The seats as the result carries them."""
     if conclusion.outcome not in GRADED:
         return seats.describe_equal(None, conclusion.outcome)
-    if conclusion.error_class == TIMED_OUT.error_class:
-        return seats.describe_equal(conclusion.reward, "")
-    return seats.describe(conclusion.seats)
+    return seats.describe(conclusion.seats, conclusion.reward)
 
 
 def _make_encodable(text: str) -> str:

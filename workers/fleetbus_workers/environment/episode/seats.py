@@ -62,8 +62,11 @@ class EpisodeSeats:
             raise SeatError(f"the seat {seat} acts for the first time, and Step.messages are empty: they are its whole prompt")
         return ContextChange(reason="seat", tools=step.tools)
 
-    def describe(self, rewards: Mapping[str, float | None]) -> tuple[EpisodeSeat, ...]:
-        """The seats as a graded result carries them, in the order in which they first acted."""
+    def describe(self, rewards: Mapping[str, float | None], shared: float | None) -> tuple[EpisodeSeat, ...]:
+        """The seats as a graded result carries them, in the order in which they first acted. Where none is named, all have the
+        episode's reward, ``shared``."""
+        if not rewards:
+            return self.describe_equal(shared, "")
         return tuple(_describe(name, tuple(turns), rewards) for name, turns in self._turns.items())
 
     def describe_equal(self, reward: float | None, reason: str) -> tuple[EpisodeSeat, ...]:
