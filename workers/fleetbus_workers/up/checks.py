@@ -14,7 +14,6 @@ from fleetbus.auth.access import build_access, is_credentials
 from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.server_config import WRITTEN_BY, parse_runs, run_accounts
 from fleetbus.auth.stores import check_store
-from fleetbus.bus.nats.server_context import resolve_url
 from fleetbus.config.check import check_trained_distribution
 from fleetbus.config.engines import ENGINES
 from fleetbus.config.load import strip_credentials
@@ -78,6 +77,8 @@ def check_everything(
         if not nats.url:
             check_rights(configuration)
     if nats.url:
+        from fleetbus.bus.nats.server_context import resolve_url  # nats-py, which `--help` does without
+
         check_server_answers(resolve_url(nats.url))
     else:
         check_server_program()
