@@ -194,8 +194,7 @@ class EpisodeRunner:
             await self._environment.open(self._request.task)
         with self._stages.time_limit("reset", self._limits.reset):
             start = validate_return(Start, await self._environment.reset(), "reset", self._environment)
-        if start.seat:
-            self._seats = EpisodeSeats(start.seat)
+        self._seats = EpisodeSeats(start.seat) if start.seat else UNSEATED
         return insert_examples(start.messages, self._examples), start.tools
 
     def _append_status(self, messages: tuple[ChatMessage, ...], placement: Placement) -> tuple[ChatMessage, ...]:
@@ -214,14 +213,15 @@ class EpisodeRunner:
     def _plan_turn(self, step: Step) -> tuple[tuple[ChatMessage, ...], tuple[ToolSpec, ...], Placement]:
         """The messages that the policy sees next, and their segment."""
         messages, context = step.messages, self._context
-        try:
-            change = self._seats.take(step) or step.context
-        except SeatError as error:
-            raise EpisodeEnded("env_failed", "seat", str(error), location=locate_method(self._environment, "step")) from error
-        if change is not None:
-            placement = self._change_context(change)
-            if change is step.context or change.resume is None:
-                return self._append_status(messages, placement), change.tools, placement
+        if step.seat or step.context is not None:
+            try:
+                change = self._seats.take(step) or step.context
+            except SeatError as odd:
+                raise EpisodeEnded("env_failed", "seat", str(odd), location=locate_method(self._environment, "step")) from odd
+            if change is not None:
+                placement = self._change_context(change)
+                if change is step.context or change.resume is None:
+                    return self._append_status(messages, placement), change.tools, placement
         if not context.needs_compaction(messages):
             placement = context.extend()
         elif self._settings.compaction == "summarise":
