@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from fleetbus.core.audit.findings import KINDS
-from fleetbus_schemas import AttemptReleased, EpisodeSeat, EpisodeSegment, FloorRaised, SegmentOrigin, VersionSpan
-from fleetbus_schemas.tokens import pack_logprobs
+from fleetbus_schemas import AttemptReleased, EpisodeSegment, FloorRaised, SegmentOrigin
+from tests.support.forged_actions import (
+    history_hash_of_garbage,
+    history_hash_of_other_turns,
+    logprobs_missing,
+    logprobs_not_finite,
+    versions_missing,
+    versions_of_some_tokens,
+)
 from tests.support.forged_claims import (
     checkpoint_in_another_place,
     checkpoint_of_another_name,
@@ -27,7 +33,16 @@ from tests.support.forged_claims import (
     version_of_another_name,
     whole_group_told_as_too_small,
 )
-from tests.support.log_builder import SUBJECTS, LogBuilder, audit_log, compute_history_hash, kinds, start_log
+from tests.support.forged_seats import (
+    context_shared_by_seats,
+    play_game,
+    rewarded_seat_left_out,
+    seats_invented,
+    seats_left_out,
+    turns_exchanged_between_seats,
+    unrewarded_seat_trained,
+)
+from tests.support.log_builder import SUBJECTS, LogBuilder, audit_log, kinds, start_log
 
 
 def trained_twice(log_builder: LogBuilder) -> None:
@@ -186,10 +201,6 @@ def segments_invented(log_builder: LogBuilder) -> None:
     log_builder.play("a", segments=(first, EpisodeSegment(origin=origin, first_turn=1, turns=1, tokens=4)))
 
 
-def seats_invented(log_builder: LogBuilder) -> None:
-    log_builder.play("a", seats=(EpisodeSeat(name="first", turns=(0,), reward=1.0),))
-
-
 def loss_mask_unsampled(log_builder: LogBuilder) -> None:
     log_builder.play("a", turns=1, loss_mask=b"\x1c")
 
@@ -215,47 +226,6 @@ def step_out_of_order(log_builder: LogBuilder) -> None:
 
 def misfiled(log_builder: LogBuilder) -> None:
     log_builder.add(SUBJECTS.episode("a"), AttemptReleased(episode_id="b", attempt=1, worker="w"))
-
-
-def history_hash_of_garbage(log_builder: LogBuilder) -> None:
-    log_builder.request("a")
-    log_builder.claim("a")
-    log_builder.observe("a", 0)
-    log_builder.finish("a", [log_builder.act("a", 0, history_hash=b"garbage")])
-
-
-def history_hash_of_other_turns(log_builder: LogBuilder) -> None:
-    """Each Action follows from its own observation, but the second observation not from the first Action."""
-    log_builder.request("a")
-    log_builder.claim("a")
-    log_builder.observe("a", 0)
-    first = log_builder.act("a", 0)
-    log_builder.observe("a", 1, history_hash=compute_history_hash(2))
-    second = log_builder.act("a", 1, history_hash=compute_history_hash(3))
-    log_builder.finish("a", [first, second])
-
-
-def play_changed(log_builder: LogBuilder, **changes: Any) -> None:
-    log_builder.request("a")
-    log_builder.claim("a")
-    log_builder.observe("a", 0)
-    log_builder.finish("a", [log_builder.act("a", 0, **changes)])
-
-
-def logprobs_missing(log_builder: LogBuilder) -> None:
-    play_changed(log_builder, logprobs=b"")
-
-
-def logprobs_not_finite(log_builder: LogBuilder) -> None:
-    play_changed(log_builder, logprobs=pack_logprobs([-1.0, math.nan]))
-
-
-def versions_missing(log_builder: LogBuilder) -> None:
-    play_changed(log_builder, versions=())
-
-
-def versions_of_some_tokens(log_builder: LogBuilder) -> None:
-    play_changed(log_builder, versions=(VersionSpan(version=0, start=1, stop=2),))
 
 
 def reward_infinite(log_builder: LogBuilder) -> None:
@@ -355,6 +325,11 @@ FORGERIES: list[tuple[Callable[[LogBuilder], None], str, str]] = [
     (loss_mask_bytes, "loss_mask_length", "a"),
     (segments_invented, "segments_wrong", "a"),
     (seats_invented, "seats_wrong", "a"),
+    (seats_left_out, "seats_wrong", "a"),
+    (turns_exchanged_between_seats, "seats_wrong", "a"),
+    (context_shared_by_seats, "seats_wrong", "a"),
+    (unrewarded_seat_trained, "seats_wrong", "a"),
+    (rewarded_seat_left_out, "seats_wrong", "a"),
     (loss_mask_unsampled, "loss_mask_unsampled", "a"),
     (reward_missing, "reward_not_of_outcome", "a"),
     (reward_of_a_failure, "reward_not_of_outcome", "a"),
@@ -403,3 +378,11 @@ async def test_books_that_do_not_add_up_are_a_finding_of_their_own() -> None:
     trained_twice(log_builder)
     report = await audit_log(log_builder)
     assert kinds(report)["books_open"] == ("1 requested, 2 accounted for",)
+
+
+async def test_a_game_of_two_seats_balances() -> None:
+    log_builder = start_log()
+    play_game(log_builder)
+    report = await audit_log(log_builder)
+    assert not [kind for kind in kinds(report) if kind != "finished_unsettled"], kinds(report)
+    assert report.unrewarded == 1

@@ -1,0 +1,66 @@
+"""Logs of a game of two seats in which something about the seats is not so. See `tests/unit/test_audit_forgeries.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleetbus_schemas import NEW_ROOT, EpisodeSeat, EpisodeSegment, SegmentOrigin, UntrainedTurn
+from fleetbus_schemas.tokens import EMPTY_HISTORY, pack_mask
+from tests.support.log_builder import PROMPT, SAMPLED, LogBuilder, compute_history_hash
+
+ORIGIN = SegmentOrigin(parent=NEW_ROOT, kept=0, reason="seat")
+TOKENS = PROMPT + SAMPLED
+SEATS = (
+    EpisodeSeat(name="first", turns=(0, 2), reward=1.0),
+    EpisodeSeat(name="second", turns=(1,), reason="its verdict is None"),
+)
+SEGMENTS = (
+    EpisodeSegment(origin=None, first_turn=0, turns=2, tokens=2 * TOKENS),
+    EpisodeSegment(origin=ORIGIN, first_turn=1, turns=1, tokens=TOKENS),
+)
+UNTRAINED = (UntrainedTurn(turn=1, reason="seat"),)
+
+
+def play_game(log_builder: LogBuilder, asked: tuple[str, ...] = ("first", "second", "first"), **changes: Any) -> None:
+    """Turns 0 and 2 in one context, turn 1 in another, which is not trained."""
+    log_builder.request("a")
+    log_builder.claim("a")
+    actions = []
+    for turn, (seat, segment, before) in enumerate(zip(asked, (0, 1, 0), (0, 0, 1), strict=True)):
+        origin = ORIGIN if segment else None
+        observed = compute_history_hash(before) if before else EMPTY_HISTORY
+        log_builder.observe("a", turn, history_hash=observed, seat=seat, segment=segment, origin=origin)
+        hashed = compute_history_hash(before + 1)
+        actions.append(log_builder.act("a", turn, history_hash=hashed, segment=segment, origin=origin))
+    mask = [*[False] * PROMPT, *[True] * SAMPLED, *[False] * TOKENS, *[False] * PROMPT, *[True] * SAMPLED]
+    sound = {"seats": SEATS, "segments": SEGMENTS, "untrained": UNTRAINED, "loss_mask": pack_mask(mask)}
+    log_builder.finish("a", actions, **sound | changes)
+
+
+def seats_invented(log_builder: LogBuilder) -> None:
+    log_builder.play("a", seats=(EpisodeSeat(name="first", turns=(0,), reward=1.0),))
+
+
+def seats_left_out(log_builder: LogBuilder) -> None:
+    play_game(log_builder, seats=(), untrained=())
+
+
+def turns_exchanged_between_seats(log_builder: LogBuilder) -> None:
+    exchanged = (EpisodeSeat(name="first", turns=(1,), reward=1.0), EpisodeSeat(name="second", turns=(0, 2)))
+    play_game(log_builder, seats=exchanged, untrained=tuple(UntrainedTurn(turn=turn, reason="seat") for turn in (0, 2)))
+
+
+def context_shared_by_seats(log_builder: LogBuilder) -> None:
+    """Seats that say the truth about turns, of which the third went on in the context of another."""
+    asked = ("first", "second", "second")
+    seats = (EpisodeSeat(name="first", turns=(0,), reward=1.0), EpisodeSeat(name="second", turns=(1, 2), reward=1.0))
+    play_game(log_builder, asked, seats=seats, untrained=())
+
+
+def unrewarded_seat_trained(log_builder: LogBuilder) -> None:
+    play_game(log_builder, untrained=())
+
+
+def rewarded_seat_left_out(log_builder: LogBuilder) -> None:
+    """A turn that is left out for its seat, which has a reward."""
+    play_game(log_builder, untrained=(UntrainedTurn(turn=0, reason="seat"), *UNTRAINED))
