@@ -14,7 +14,7 @@ import anyio.lowlevel
 import pytest
 
 from fleetbus_workers.environment.isolation.sandbox.channel import MAX_RECEIVED_BYTES, Channel, ChannelBroken
-from fleetbus_workers.environment.isolation.verifier.sandbox import answer_calls
+from fleetbus_workers.environment.isolation.verifier.sandbox import Verifier, answer_calls
 
 LEASE_SECONDS = 1.0
 """A tenth of a lease; the attack took 9 to 14 s."""
@@ -125,3 +125,22 @@ async def test_a_frame_of_half_the_limit_is_read() -> None:
     with verifier(framed(json.dumps({"reward": 1.0, "output": output}).encode())) as channel:
         verdict = await answer_calls(channel, {"code": ""}, NoTools())  # type: ignore[arg-type]
     assert verdict.reward == 1.0
+
+
+CALLING = """
+async def verify(env):
+    try:
+        await env.call_tool("python_call", {"code": "\u00e9" * SIZE})
+    except RuntimeError as error:
+        return 0.5 if "no tools here" in str(error) else 0.0
+"""
+
+
+@pytest.mark.parametrize(("size", "reward"), [(100_000, 0.5), (200_000, 0.0)])
+async def test_what_a_policy_wrote_is_never_too_large_for_a_verdict(size: int, reward: float) -> None:
+    """A file of the agent's that a verifier passes on: the call is refused, and the verifier may say what that is worth."""
+    grader = Verifier(sandbox="limits")
+    async with grader.run():
+        code = CALLING.replace("SIZE", str(size))
+        verdict = await grader.verify(code, final_answer=None, conversation=[], tools=NoTools())  # type: ignore[arg-type]
+    assert verdict.reward == reward, verdict.reason

@@ -20,6 +20,7 @@ from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats, S
 from fleetbus_workers.environment.validation import InvalidReturn, validate_return
 from fleetbus_workers.learner.batch_metrics import compute_group_metrics
 from fleetbus_workers.learner.batches import CreditPlan, compute_episode_advantages
+from tests.unit.test_result_checks import action, finished
 
 SHOWN = (ChatMessage(role="user", content="your move"),)
 FIRST, SECOND = "first", "second"
@@ -206,3 +207,25 @@ def test_a_group_of_a_game_whose_sum_is_zero_has_a_signal() -> None:
 def test_a_result_whose_seats_are_forged_is_not_trained(seats: Sequence[tuple[str, tuple[int, ...]]], problem: str) -> None:
     forged = tuple(EpisodeSeat(name=name, turns=turns, reward=1.0) for name, turns in seats)
     assert find_actions_problem(replace(finish("a", [(FIRST, 1.0)]), seats=forged, actions=()), []) == problem
+
+
+@pytest.mark.parametrize(
+    ("seats", "problem"),
+    [
+        ([EpisodeSeat(name=FIRST, turns=(0, 1))], "it trains turns of a seat without a reward"),
+        ([EpisodeSeat(name=FIRST, turns=(0,), reward=1.0), EpisodeSeat(name=SECOND, turns=(1,))], "it trains turns of a seat"),
+        ([EpisodeSeat(name=FIRST, turns=(1, 0), reward=1.0)], "not in their order"),
+        ([EpisodeSeat(name=FIRST, turns=(0, 1), reward=1.0), EpisodeSeat(name=SECOND, turns=(), reward=9.0)], "no turns"),
+        ([EpisodeSeat(name=FIRST, turns=(0, 1), reward=1.0)], ""),
+    ],
+)
+def test_a_result_that_trains_or_orders_turns_of_its_seats_as_no_worker_does_is_not_trained(
+    seats: Sequence[EpisodeSeat], problem: str
+) -> None:
+    found = find_actions_problem(finished(seats=tuple(seats)), [action(0), action(1)])
+    assert problem in found if problem else not found
+
+
+def test_an_episode_without_a_grade_has_no_turns_that_its_seats_would_have_to_leave_out() -> None:
+    lost = finished(outcome="lost", reward=None, seats=(EpisodeSeat(name=FIRST, turns=(0, 1), reason="lost"),))
+    assert not find_actions_problem(lost, [action(0), action(1)])

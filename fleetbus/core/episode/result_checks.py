@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fleetbus_schemas import Action, EpisodeFinished
+from fleetbus_schemas import GRADED, Action, EpisodeFinished
 from fleetbus_schemas.seat import MAX_SEATS
 from fleetbus_schemas.subjects import is_name
 from fleetbus_schemas.tokens import TOKEN_BYTES, count_tokens, unpack_ids, unpack_logprobs
@@ -42,6 +42,12 @@ def _find_seats_problem(result: EpisodeFinished, turns: int) -> str:
         return f"its seats are not up to {MAX_SEATS} different names"
     if sorted(turn for seat in result.seats for turn in seat.turns) != list(range(turns)):
         return "its seats have other turns than were played, or one turn twice"
+    if not all(seat.turns and list(seat.turns) == sorted(seat.turns) for seat in result.seats):
+        return "its seats have no turns, or not in their order"
+    untrained = {each.turn for each in result.untrained}
+    unseated = {turn for seat in result.seats if seat.reward is None for turn in seat.turns}
+    if result.outcome in GRADED and not unseated <= untrained:
+        return "it trains turns of a seat without a reward"
     return ""
 
 

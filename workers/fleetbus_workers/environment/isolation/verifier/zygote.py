@@ -42,6 +42,9 @@ else:
 
 FIRST_USER = confine.FIRST_USER + 0x20000000
 OUTPUT_CHARACTERS = 2000
+CALL_BYTES = 1 << 20
+"""Largest call that the worker takes in (`sandbox.channel.MAX_RECEIVED_BYTES`)."""
+
 CHANNEL = 3
 REHEARSAL = '''
 import json, math, re
@@ -275,7 +278,12 @@ class Connection:
         return data
 
     def ask(self, call: str, *arguments: Any) -> Any:
-        self.send({"call": call, "arguments": arguments})
+        """The answer to a call. One that is too large is refused here, where the code may judge it: what it holds may be the
+        policy's, which would have no verdict otherwise."""
+        called = frame({"call": call, "arguments": arguments})
+        if (size := len(called) - 4) > CALL_BYTES:
+            raise CallFailed(f"the call has {size} bytes as JSON, and may have {CALL_BYTES}")
+        self._channel.sendall(called)
         answer = self.receive()
         if "error" in answer:
             raise CallFailed(answer["error"])
