@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fleetbus_schemas import ChatMessage, ContextChange
-from fleetbus_workers.environment.adapters.agent.dialects.base import InvalidCall
+from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, InvalidCall
 from fleetbus_workers.environment.adapters.agent.models import OTHER_SEAT, find_seat
 from fleetbus_workers.environment.adapters.agent.paths import Paths, digest_question
+from fleetbus_workers.environment.adapters.agent.sessions import AgentSession
 from fleetbus_workers.environment.base import EnvironmentFailed
 from tests.agents.test_agent_environment import act, playing
 
@@ -44,6 +45,21 @@ async def test_a_seat_in_a_session_that_began_without_one_is_refused() -> None:
         assert start.seat == ""
         with pytest.raises(EnvironmentFailed, match="400"):  # the agent ends with the refusal
             await environment.step(act("one"))
+
+
+@pytest.mark.parametrize("more", ["right", ""])
+async def test_a_seat_beyond_the_most_is_refused_where_it_calls(monkeypatch: pytest.MonkeyPatch, more: str) -> None:
+    """A program of the policy's knows the key of the calls: naming seats without end would exclude its episode."""
+    monkeypatch.setattr("fleetbus_workers.environment.adapters.agent.conversations.MAX_SEATS", 1)
+    async with playing(calls=2, limits=name_models("left", more), reward=1.0) as (environment, _):
+        with pytest.raises(EnvironmentFailed, match="400"):  # the agent ends with the refusal
+            await environment.step(act("one"))
+
+
+def test_a_call_that_names_no_seat_is_known_after_a_takeover() -> None:
+    session = AgentSession()
+    taken = session.remember(digest_question(ASKED, (), OTHER_SEAT))
+    assert session.enter(AgentCall(messages=ASKED, model="policy"), "again", repetition=True) is taken
 
 
 @pytest.mark.parametrize("model", ["policy:seat:", "policy:seat:a b", f"policy:seat:{'x' * 129}"])

@@ -14,6 +14,7 @@ import structlog
 from fleetbus.core.text.reasoning import remove_reasoning
 from fleetbus.core.text.tool_formats import TOOL_FORMATS, build_call_id, parse_response
 from fleetbus_schemas import Action, ChatMessage, ContextChange, Observation, ToolCall, ToolSpec, UntrainedReason, UntrainedTurn
+from fleetbus_schemas.seat import MAX_SEATS
 from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer, InvalidCall, StopReason
 from fleetbus_workers.environment.adapters.agent.dialects.formats import Format, find_unkept
@@ -57,6 +58,7 @@ class Conversations:
         """Of the answer to the call in play."""
         self.seat = ""
         """Of the call in play; empty in sessions without seats."""
+        self._seats: set[str] = set()
         self._segment = 0
         self._answers = 0
         self._tool_calls = 0
@@ -113,11 +115,14 @@ class Conversations:
         if self._lines and bool(seat) != bool(self.seat):
             if seat:
                 raise InvalidCall(f"the first call of this session named no seat, and this one names {seat}: name one in each")
-            return OTHER_SEAT
+            seat = OTHER_SEAT
+        if seat and seat not in self._seats and len(self._seats) == MAX_SEATS:
+            raise InvalidCall(f"{MAX_SEATS} seats have called in this session, which is the most, and {seat} is one more")
         return seat
 
     def _enter(self, attached: Attachment, max_tokens: int | None) -> None:
         self._attached = attached
+        self._seats.add(self.seat)
         if (given := self._last_given.get(attached.segment)) is not None:
             given.delivered = True  # what follows an answer proves that it came
         if attached.segment not in self._lines:

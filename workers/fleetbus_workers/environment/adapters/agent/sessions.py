@@ -21,7 +21,7 @@ from fleetbus.concurrency.wakeup import Wakeup
 from fleetbus_workers.environment.adapters.agent.call_ids import CallIds
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer, InvalidCall
 from fleetbus_workers.environment.adapters.agent.faults import Refused
-from fleetbus_workers.environment.adapters.agent.models import SEAT_PREFIX
+from fleetbus_workers.environment.adapters.agent.models import OTHER_SEAT, SEAT_PREFIX
 from fleetbus_workers.environment.adapters.agent.paths import digest_question
 from fleetbus_workers.environment.adapters.agent.stored_responses import StoredResponses
 
@@ -202,7 +202,9 @@ class AgentSession:
     def _find_known(self, call: AgentCall, digest: str) -> PendingCall | None:
         known = self._remembered.get(digest)
         if known is None and self._restored:
-            known = self._restored.get(digest_question(call.messages, call.tools, call.model.partition(SEAT_PREFIX)[2]))
+            named = call.model.partition(SEAT_PREFIX)[2]
+            for seat in (named,) if named else ("", OTHER_SEAT):
+                known = known or self._restored.get(digest_question(call.messages, call.tools, seat))
         return known
 
     def is_asked_again(self, call: AgentCall, digest: str, *, repetition: bool) -> bool:
