@@ -7,13 +7,16 @@ import msgspec
 MAX_SEATS = 64
 """Of one episode."""
 
+SHARED = "shared"
+"""The reason of a reward that is the episode's, also where a judge of whole groups changes that one."""
+
 
 class EpisodeSeat(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One seat of a finished episode, in the order in which the seats first acted.
 
     ``turns`` are the numbers of its turns, ascending; each turn of an episode with seats is in one of them. ``reward`` is the
     seat's own, compared with that of the same seat in other episodes of the group. None: it is not trained, ``reason`` says
-    why, and its turns are in `EpisodeFinished.untrained`.
+    why, and its turns are in `EpisodeFinished.untrained`. With the reason `SHARED` it is worth what the episode is.
     """
 
     name: str

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from fleetbus.recording import Recording, load_recording
-from fleetbus_schemas import EpisodeFinished, Observation, decode, encode
+from fleetbus_schemas import EpisodeFinished, EpisodeSeat, Observation, decode, encode
 from fleetbus_workers.replay.deduplicate import remove_duplicates
 from fleetbus_workers.replay.fixtures import replay_blocking
 from fleetbus_workers.replay.recorded_episode import read_episodes
@@ -74,6 +74,18 @@ def test_a_duplicate_of_which_something_else_came_is_played() -> None:
     assert set(found) == {*before, changed}
     difference = replay_blocking(recording, distinct=True).first
     assert difference is not None and (difference.field, difference.episode_id) == ("reward", changed)
+
+
+def test_an_episode_in_which_a_seat_was_worth_something_else_is_no_duplicate() -> None:
+    first, again = list(read_episodes(with_duplicates().entries).values())[:2]
+    assert first.result is not None
+    for reward, count in ((1.0, 1), (0.5, 2)):
+        first.result, again.result = (
+            msgspec.structs.replace(first.result, seats=(EpisodeSeat(name="first", turns=(0,), reward=each),))
+            for each in (1.0, reward)
+        )
+        again.request, again.turns = first.request, first.turns
+        assert len(list(remove_duplicates((first, again), Report(role="environment")))) == count
 
 
 def test_a_planted_change_is_found_though_few_episodes_are_played() -> None:

@@ -15,7 +15,7 @@ import anyio
 import pytest
 from anyio.abc import SocketStream
 
-from fleetbus.auth.access import build_access
+from fleetbus.auth.access import Access, build_access
 from fleetbus.auth.certificates import make_certificates
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
@@ -92,6 +92,26 @@ async def test_a_run_lives_in_the_account_of_a_credentials_file(tmp_path: Path) 
             with pytest.raises(UserError, match="refused the credentials"):
                 async with connect(place.url, run=RUN, role="init"):
                     pass
+
+
+@pytest.mark.parametrize("is_websocket", [False, True])
+@pytest.mark.parametrize("meanwhile", [b"", b"-----BEGIN NATS USER JWT-----\nhalf\n"])
+async def test_a_credentials_file_that_is_being_written_delays_a_reconnect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_websocket: bool, meanwhile: bytes
+) -> None:
+    with anyio.fail_after(30):
+        async with run_platform(tmp_path) as place:
+            monkeypatch.setenv("XDG_CONFIG_HOME", str(place.home))
+            whole = place.credentials.read_bytes()
+            access = Access() if is_websocket else build_access("init", str(place.credentials), RUN)
+            async with connect(CONTEXT if is_websocket else place.url, run=RUN, role="init", **access) as bus:
+                await bus.declare(PLAN)
+                place.credentials.write_bytes(meanwhile)
+                await bus._connection.wire.force_reconnect()
+                await anyio.sleep(0.5)
+                place.credentials.write_bytes(whole)
+                with anyio.fail_after(10):
+                    await bus.publish(SUBJECTS.episode("e1"), b"x")
 
 
 async def test_the_rights_in_a_users_token_are_kept(tmp_path: Path) -> None:

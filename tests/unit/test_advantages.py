@@ -1,5 +1,7 @@
 """Advantages against closed forms, for NumPy arrays and torch tensors alike."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -67,6 +69,19 @@ def test_groups_do_not_touch_each_other(array, name):
 
     np.testing.assert_allclose(together[[0, 2, 4]], alone[0], rtol=1e-12)
     np.testing.assert_allclose(together[[1, 3]], alone[1], rtol=1e-12)
+
+
+def test_the_memory_of_many_groups_is_no_square():
+    episodes, groups = 6_000, 1_500
+    rewards, names = np.arange(episodes, dtype=np.float64) % 7, np.arange(episodes) % groups
+    tracemalloc.start()
+    together = grpo(rewards, names)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    alone = grpo(rewards[names == 700], np.zeros(4, np.int64))
+    np.testing.assert_allclose(together[names == 700], alone, rtol=1e-12)
+    assert peak < 1 << 24
 
 
 @pytest.mark.parametrize("name", COMPARED)

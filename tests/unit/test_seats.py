@@ -122,6 +122,13 @@ def test_where_the_verdict_names_no_seat_all_share_the_episodes_reward() -> None
     assert [(seat.name, seat.reward) for seat in shared] == [(FIRST, 0.5), (SECOND, 0.5)]
 
 
+def test_a_judge_of_groups_grades_the_seats_that_share_the_episodes_reward() -> None:
+    shared = play((FIRST, 0), (SECOND, 1)).describe({}, 0.0)
+    judged = [replace(finish(name, [(FIRST, 0.0)], reward=reward), seats=shared) for name, reward in (("a", 1.0), ("b", 0.0))]
+    assert list_rewards(judged[0]) == [(FIRST, 1.0), (SECOND, 1.0)]
+    assert not has_no_signal(map(list_rewards, judged))
+
+
 def conclude(verdict: Verdict, seats: EpisodeSeats) -> Conclusion:
     ended = Conclusion(outcome="completed")
     return apply_verdict(ended, verdict, seats=seats, location="kuhn.py:1 in verify", max_abs_reward=10.0)

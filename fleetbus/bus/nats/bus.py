@@ -21,6 +21,7 @@ from fleetbus.bus.nats.api import ApiRefused, StreamUnavailable
 from fleetbus.bus.nats.clock import ServerClock
 from fleetbus.bus.nats.connection import Connection, open_connection
 from fleetbus.bus.nats.consumer_names import ConsumerNames, store_names
+from fleetbus.bus.nats.credentials import sign_in
 from fleetbus.bus.nats.declare import check_log, declare, find_erasing_limits
 from fleetbus.bus.nats.direct import get_histories, get_last, get_last_of_each, get_next
 from fleetbus.bus.nats.log_identity import LogIdentity
@@ -351,7 +352,7 @@ async def connect(
     if nkey_seed is not None:
         options["nkeys_seed"] = str(nkey_seed)
     if credentials is not None:
-        options["user_credentials"] = str(credentials)
+        options |= sign_in(credentials)
     if tls is not None:
         options |= {"tls": tls, "tls_handshake_first": True}
     name = f"fleetbus {run} {role} {worker}".strip()

@@ -56,7 +56,7 @@ HEADER_BYTES = 1024
 MINIMUM_VERSION = (2, 11)
 MINIMUM_PAYLOAD_BYTES = MAX_MESSAGE_BYTES + HEADER_BYTES
 _RECONNECT_WAIT_SECONDS = (0.15, 0.35)
-_CREDENTIALS = frozenset({"nkeys_seed", "user_credentials", "tls", "user", "token"})
+_CREDENTIALS = frozenset({"nkeys_seed", "user_jwt_cb", "tls", "user", "token"})
 """Options by which a caller says who it is: no key is looked up then."""
 
 _VIOLATION = re.compile(r"permissions violation for (publish|subscription) to \"([^\"]*)\"")

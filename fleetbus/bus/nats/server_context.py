@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from fleetbus.bus.nats.credentials import check_credentials
+from fleetbus.bus.nats.credentials import check_credentials, sign_in
 from fleetbus.errors import UserError
 from fleetbus_schemas.message import UNREADABLE
 
@@ -95,7 +95,7 @@ def build_options(name: str, context: ServerContext, *, identified: bool = False
     if not identified:
         options = {each: value for each in ("user", "password", "token") if (value := getattr(context, each))}
         if context.creds:
-            options["user_credentials"] = str(check_credentials(_expand(context.creds)))
+            options |= sign_in(check_credentials(_expand(context.creds)))
         elif context.nkey:
             options["nkeys_seed"] = str(_expand(context.nkey))
             if not os.access(options["nkeys_seed"], os.R_OK):

@@ -16,6 +16,7 @@ import msgspec
 from fleetbus.core.algorithms.shaping import has_zero_variance
 from fleetbus.core.training.groups import Group
 from fleetbus_schemas import EpisodeFinished
+from fleetbus_schemas.seat import SHARED
 
 
 class RewardedPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +57,8 @@ def has_no_signal(members: Iterable[Iterable[tuple[str, float]]]) -> bool:
 
 
 def _split(result: EpisodeFinished) -> list[tuple[str, Sequence[int], float]]:
-    if result.seats:
-        return [(seat.name, seat.turns, seat.reward) for seat in result.seats if seat.reward is not None]
     assert result.reward is not None
+    if result.seats:
+        rewarded = [(seat, seat.reward) for seat in result.seats if seat.reward is not None]
+        return [(seat.name, seat.turns, result.reward if seat.reason == SHARED else own) for seat, own in rewarded]
     return [("", range(len(result.actions)), result.reward)]

@@ -11,10 +11,10 @@ import msgspec
 from fleetbus_workers.replay.recorded_episode import RecordedEpisode, RecordedTurn
 from fleetbus_workers.replay.report import Report
 
-OBSERVED = ("turn", "messages", "tools", "tokens_left")
+OBSERVED = ("turn", "messages", "tools", "tokens_left", "seat")
 CONCLUDED = (
     *("outcome", "error_class", "error", "reward", "turn_rewards", "turns", "tokens", "loss_mask"),
-    *("tool_calls", "tool_errors", "task_key", "dataset_version", "env", "success", "info", "last_observation"),
+    *("tool_calls", "tool_errors", "task_key", "dataset_version", "env", "success", "info", "last_observation", "seats"),
 )
 """What environment and verifier decide of an Observation and of a result. The rest names episode, request, policy."""
 

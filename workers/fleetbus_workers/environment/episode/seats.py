@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from fleetbus_schemas import ContextChange, EpisodeSeat, UntrainedTurn
-from fleetbus_schemas.seat import MAX_SEATS
+from fleetbus_schemas.seat import MAX_SEATS, SHARED
 from fleetbus_workers.environment.base import Step
 
 UNNAMED = "Verdict.seats has no reward for it"
@@ -66,7 +66,7 @@ class EpisodeSeats:
         """The seats as a graded result carries them, in the order in which they first acted. Where none is named, all have the
         episode's reward, ``shared``."""
         if not rewards:
-            return self.describe_equal(shared, "")
+            return self.describe_equal(shared, SHARED)
         return tuple(_describe(name, tuple(turns), rewards) for name, turns in self._turns.items())
 
     def describe_equal(self, reward: float | None, reason: str) -> tuple[EpisodeSeat, ...]:
