@@ -5,7 +5,7 @@ Above it is `fleetbus_workers.environment.check.report`; below it an environment
 
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -86,7 +86,8 @@ class _Player:
         self._max_abs_reward = configuration.environment.max_abs_reward
         self._turns = turns
         self._stages = Stages()
-        self._said: list[ChatMessage] = []
+        self._said: defaultdict[str, list[ChatMessage]] = defaultdict(list)
+        self._tools: dict[str, tuple[ToolSpec, ...]] = {}
         self._longest_gap = 0.0
         self._seats = UNSEATED
         self.episode = PlayedEpisode()
@@ -119,6 +120,7 @@ class _Player:
         self._check_start(start, environment)
         shown = start.messages
         self._seats = EpisodeSeats(start.seat)
+        self._tools[start.seat] = self.episode.tools
         for turn in range(self._turns):
             step = await self._step(environment, turn, shown)
             shown = step.messages
@@ -136,9 +138,10 @@ class _Player:
         self._check_verdict(self.episode.verdict, environment)
 
     async def _step(self, environment: Environment, turn: int, shown: tuple[ChatMessage, ...]) -> Step:
-        self._said += shown
-        text = self._policy(tuple(self._said), self.episode.tools)
-        self._said.append(ChatMessage(role="assistant", content=text))
+        said = self._said[self._seats.current]
+        said += shown
+        text = self._policy(tuple(said), self._tools.get(self._seats.current, ()))
+        said.append(ChatMessage(role="assistant", content=text))
         action = Action(episode_id="check", attempt=1, turn=turn, text=text, tool_calls=parse_tool_calls(text).calls)
         began = time.perf_counter()
         with self._stages.time_limit("step", self._limits.step):
@@ -155,11 +158,20 @@ class _Player:
     def _follow_seats(self, turn: int, step: Step, environment: Environment) -> None:
         """A seat stands for its context here: nothing is left out of one."""
         self._seats.append(turn, turn)
+        if step.terminated or step.truncated:
+            return
+        location = locate_method(environment, "step")
         try:
-            if not (step.terminated or step.truncated):
-                self._seats.take(msgspec.structs.replace(step, context=None))
+            change = self._seats.take(msgspec.structs.replace(step, context=None))
         except SeatError as error:
-            self._fail(str(error), locate_method(environment, "step"))
+            self._fail(str(error), location)
+            return
+        if change is not None and change.resume is None:
+            self._tools[self._seats.current] = change.tools
+            for problem in find_tool_problems(change.tools):
+                self._fail(problem, location)
+        elif step.tools not in ((), self._tools.get(self._seats.current)):
+            self._warn("Step.tools are read when a seat acts for the first time only; these change nothing", location)
 
     async def _call(self, environment: Environment, call: str, work: Awaitable[T]) -> T:
         """The result of a call; that it blocked the event loop is a problem."""
@@ -204,11 +216,17 @@ class _Player:
         seats, location = self._seats.describe(verdict.seats, verdict.reward), locate_method(environment, "verify")
         if seats and all(seat.reward is None for seat in seats):
             self._fail("no seat has a reward: Verdict.seats gives them by name; such an episode is never trained", location)
+        absent = ", ".join(sorted(verdict.seats.keys() - {seat.name for seat in seats}))
         for seat in seats:
             if seat.reward is not None:
                 self._check_reward(seat.reward, "verify", environment)
             elif seat.name not in verdict.seats:
-                self._warn(f"the seat {seat.name} is never trained: {seat.reason}", location)
+                named = f", and names {absent}, which did not act" if absent else ""
+                self._warn(f"the seat {seat.name} is never trained: {seat.reason}{named}", location)
+            elif verdict.seats[seat.name] is not None:
+                self._warn(f"the seat {seat.name} is not trained: {seat.reason}", location)
+        if absent and not seats:
+            self._warn(f"Verdict.seats names {absent}, and the episode has no seats: Start.seat names the first", location)
         paid = sum(exchange.reward for exchange in self.episode.exchanges)
         if paid and not verdict.reward:
             self._warn(

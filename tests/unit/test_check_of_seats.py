@@ -1,0 +1,91 @@
+"""An episode with seats that is checked: contexts and tools by seat, and what is said of mistakes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from fleetbus.config.settings import Configuration
+from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
+from fleetbus_workers.environment.base import Start, Step, Verdict
+from fleetbus_workers.environment.check.episode import PlayedEpisode, play_episode
+
+PROPOSE, SOLVE = (ToolSpec(name=name, description="", parameters={"type": "object"}) for name in ("propose", "solve"))
+
+
+def say(text: str) -> tuple[ChatMessage, ...]:
+    return (ChatMessage(role="user", content=text),)
+
+
+class Duo:
+    """One proposes, the other solves, and the first hears of it."""
+
+    replayable = True
+    first = "proposer"
+    solving = (SOLVE,)
+    repeated: tuple[ToolSpec, ...] = (PROPOSE,)
+    rewards: Mapping[str, float | None] = {"proposer": 0.0, "solver": 1.0}
+
+    async def open(self, task: Task) -> None:
+        self.played = 0
+
+    async def reset(self) -> Start:
+        return Start(messages=say("propose"), tools=(PROPOSE,), seat=self.first)
+
+    async def step(self, action: Action) -> Step:
+        self.played += 1
+        if self.played == 3 or not self.first:
+            return Step(terminated=True)
+        if self.played == 1:
+            return Step(messages=say("solve"), seat="solver", tools=self.solving)
+        return Step(messages=say("solved"), seat="proposer", tools=self.repeated)
+
+    async def state(self) -> dict[str, object]:
+        return {}
+
+    async def verify(self) -> Verdict:
+        return Verdict(reward=0.5, seats=self.rewards)
+
+    async def close(self) -> None:
+        pass
+
+
+async def play(**changes: object) -> tuple[PlayedEpisode, list[tuple[list[object], list[str]]]]:
+    """The episode, and what its policy was shown and offered at each turn."""
+    asked: list[tuple[list[object], list[str]]] = []
+
+    def answer(messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> str:
+        asked.append(([message.content for message in messages], [tool.name for tool in tools]))
+        return f"answer {len(asked)}"
+
+    environment = type("Changed", (Duo,), changes)
+    return await play_episode(environment, Task(key="a"), answer, Configuration(), turns=9), asked
+
+
+async def test_each_seat_is_asked_in_its_own_context_with_its_own_tools() -> None:
+    episode, asked = await play()
+    assert asked == [
+        (["propose"], ["propose"]),
+        (["solve"], ["solve"]),
+        (["propose", "answer 1", "solved"], ["propose"]),
+    ]
+    assert not episode.problems
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "is_failure"),
+    [
+        ({"repeated": (SOLVE,)}, "Step.tools are read when a seat acts for the first time only", False),
+        ({"solving": (SOLVE, SOLVE)}, "two tools are called solve", True),
+        ({"rewards": {"proposer": 1.0, "solvr": 0.0}}, "has no reward for it, and names solvr, which did not act", False),
+        ({"rewards": {"proposer": 1.0, "solver": float("nan")}}, "the seat solver is not trained: its verdict is nan", False),
+        ({"first": ""}, "Verdict.seats names proposer, solver, and the episode has no seats", False),
+        ({"rewards": {"proposer": 1.0, "solver": 0.0, "late": 1.0}}, "", False),
+        ({"rewards": {"proposer": 1.0, "solver": None}}, "", False),
+    ],
+)
+async def test_a_mistake_with_seats_is_named(changes: dict[str, object], said: str, is_failure: bool) -> None:
+    episode, _ = await play(**changes)
+    assert [problem.is_failure for problem in episode.problems] == [is_failure] * bool(said)
+    assert all(said in problem.text for problem in episode.problems)
