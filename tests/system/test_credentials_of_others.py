@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -195,6 +195,15 @@ async def test_a_websocket_of_another_authority_is_refused_in_one_line(tmp_path:
             assert "\n" not in str(refused.value) and "context with its ca" in str(refused.value)
 
 
+@asynccontextmanager
+async def serving(answer: Callable[[SocketStream], Awaitable[None]]) -> AsyncIterator[int]:
+    """A server that is no nats-server; the port that it listens to."""
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as group:
+        group.start_soon(listener.serve, answer)
+        yield listener.extra(anyio.abc.SocketAttribute.local_port)
+        group.cancel_scope.cancel()
+
+
 async def test_a_web_server_that_is_no_nats_server_is_refused_in_one_line(tmp_path: Path) -> None:
     async def answer(stream: SocketStream) -> None:
         async with stream:
@@ -202,13 +211,10 @@ async def test_a_web_server_that_is_no_nats_server_is_refused_in_one_line(tmp_pa
             await stream.send(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
 
     with anyio.fail_after(30):
-        async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as group:
-            group.start_soon(listener.serve, answer)
-            port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        async with serving(answer) as port:
             with pytest.raises(UserError, match="no NATS server"):
                 async with connect(f"ws://127.0.0.1:{port}", run=RUN, role="init"):
                     pass
-            group.cancel_scope.cancel()
 
 
 async def test_who_connects_is_never_said_in_the_clear_where_tls_was_asked_for() -> None:
@@ -221,11 +227,8 @@ async def test_who_connects_is_never_said_in_the_clear_where_tls_was_asked_for()
                 heard.extend(await stream.receive())
 
     with anyio.fail_after(30):
-        async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as group:
-            group.start_soon(listener.serve, greet)
-            port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        async with serving(greet) as port:
             with pytest.raises(UserError, match="offers no TLS, which tls:// asks for"):
                 async with connect(f"tls://somebody:secret@127.0.0.1:{port}", run=RUN, role="init"):
                     pass
-            group.cancel_scope.cancel()
     assert not heard
