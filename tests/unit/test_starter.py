@@ -1,5 +1,6 @@
 """The starter policy: the shipped files, the conversations that it learns from, and a build cut down to a few steps."""
 
+import filecmp
 import json
 import random
 from pathlib import Path
@@ -182,7 +183,7 @@ def test_a_build_of_a_few_steps_reports_and_gives_the_same_files_twice(tmp_path)
 
     assert {file.name for file in (tmp_path / "first").iterdir()} == FILES
     for name in FILES:
-        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
+        assert filecmp.cmp(tmp_path / "first" / name, tmp_path / "second" / name, shallow=False), name
     assert any("copy" in line for line in lines)
     assert any("expert" in line for line in lines)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "first", local_files_only=True) is not None
