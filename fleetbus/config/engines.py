@@ -7,22 +7,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-EngineName = Literal["torch", "vllm", "openai", "tinker"]
+if TYPE_CHECKING:
+    from fleetbus.config.settings import InferenceSettings
+
+_NO_LIMIT = 1 << 31
+
+EngineName = Literal["torch", "vllm", "openai", "tinker", "chat"]
 
 
 class EngineKind(msgspec.Struct, frozen=True, kw_only=True):
     """One engine. It imports ``packages``, which any of ``extras`` brings. ``is_local``: it computes from a model folder on
-    the worker's own machine and calls nobody. It ``takes_images``, and ``takes_adapters`` as versions."""
+    the worker's own machine and calls nobody. It ``takes_images``, and ``takes_adapters`` as versions. One that does not
+    ``needs_model`` has a template of its own."""
 
     packages: tuple[str, ...]
     extras: tuple[str, ...]
     is_local: bool = False
     takes_images: bool = False
     takes_adapters: bool = False
+    needs_model: bool = True
 
 
 ENGINES: dict[str, EngineKind] = {
@@ -34,7 +41,18 @@ ENGINES: dict[str, EngineKind] = {
     ),
     "openai": EngineKind(packages=("httpx", "transformers"), extras=("openai",)),
     "tinker": EngineKind(packages=("tinker", "transformers"), extras=("tinker",)),
+    "chat": EngineKind(packages=("httpx",), extras=("openai",), needs_model=False),
 }
+
+
+def is_frozen(settings: InferenceSettings) -> bool:
+    """True for a worker that serves a model as it is: its policy publishes no versions."""
+    return settings.frozen or not ENGINES[settings.engine].needs_model
+
+
+def find_max_model_len(settings: InferenceSettings) -> int:
+    """Most tokens that an engine takes; what has no model here refuses too many by itself."""
+    return settings.max_model_len if ENGINES[settings.engine].needs_model else _NO_LIMIT
 
 
 def list_engines(can: Callable[[EngineKind], bool]) -> tuple[str, ...]:

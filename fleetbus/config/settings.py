@@ -61,6 +61,13 @@ class RunSettings(Settings, frozen=True, kw_only=True):
             "key; repeatable"
         ),
     ] = "default"
+    seats: Annotated[
+        str,
+        Meta(
+            description="Seat that another policy plays, which is not trained: SEAT=POLICY, SEAT=[MODEL@]URL or "
+            "SEAT=model:MODEL; repeatable"
+        ),
+    ] = ""
 
 
 class NatsSettings(Settings, frozen=True, kw_only=True):
@@ -107,6 +114,8 @@ class EpisodeSettings(Settings, frozen=True, kw_only=True):
     max_episode_tokens: Annotated[int, Meta(ge=1, description="Maximum number of tokens per episode, including the prompt")] = (
         1024
     )
+    seat_max_tokens: Annotated[int, Meta(ge=1, description="Maximum number of tokens per turn of other policies' seats")] = 512
+    seat_temperature: Annotated[float, Meta(ge=0, description="Sampling temperature of other policies' seats")] = 1.0
 
 
 class LimitSettings(Settings, frozen=True, kw_only=True):
@@ -144,13 +153,17 @@ class InferenceSettings(Settings, frozen=True, kw_only=True):
     workers: Annotated[int, Meta(ge=1, description="Inference workers that `up` starts")] = 1
     engine: Annotated[
         EngineName,
-        Meta(description="Engine: torch or vLLM in the worker process, OpenAI-compatible servers, or a Tinker service"),
+        Meta(
+            description="Engine: torch or vLLM in the worker process, OpenAI-compatible servers (chat: what is not trained), "
+            "or a Tinker service"
+        ),
     ] = "torch"
     purpose: Annotated[
         Literal["train", "evaluate"],
         Meta(description="evaluate also allows engines without log-probabilities or weight updates"),
     ] = "train"
-    urls: Annotated[str, Meta(description="Base URLs of the servers of engine openai, separated by commas")] = ""
+    frozen: Annotated[bool, Meta(description="Serve the model as it is, as a policy that nobody trains")] = False
+    urls: Annotated[str, Meta(description="Base URLs of the servers of engines openai and chat, separated by commas")] = ""
     served_model_name: Annotated[str, Meta(description="Model name to request from servers (default: their first)")] = ""
     python: Annotated[
         str, Meta(description="Python interpreter of the inference workers that `up` starts (default: this one)")

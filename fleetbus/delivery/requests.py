@@ -17,6 +17,7 @@ from fleetbus.bus.base import LogBus, LogState
 from fleetbus.bus.streams import tasks_consumer
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.pools import find_pool, list_pools, parse_pools
+from fleetbus.config.seats import build_seats
 from fleetbus.config.settings import Configuration
 from fleetbus.core.episode.claims import EpisodeState, build_result_without_attempt
 from fleetbus.core.training.floor import NO_FLOOR
@@ -65,6 +66,7 @@ class Requests:
         self._measured_from: int | None = None
         """The first log position that came after the log's size was looked at for the first time."""
         self._pools = parse_pools(configuration.run.pool)
+        self._seats = build_seats(configuration)
         self._consumers = [tasks_consumer(pool) for pool in list_pools(configuration.run)]
         self.full = False
         """True while new work waits for room in the log."""
@@ -154,6 +156,7 @@ class Requests:
             group_size=group_size,
             earliest_sequence=self._next_sequence,
             timeout_reward=float(episode.timeout_reward) if episode.timeout_reward and split == "train" else None,
+            seats=self._seats,
         )
 
     async def publish(self, request: EpisodeRequested) -> tuple[int, EpisodeFinished | None]:

@@ -69,13 +69,13 @@ async def read_turns(bus: LogBus, subjects: Subjects, episode_id: str, episode_s
 
 
 async def read_answered_observations(
-    bus: LogBus, subjects: Subjects, policy: str, episode_id: str, turns: Iterable[Turn]
+    bus: LogBus, subjects: Subjects, policies: Iterable[str], episode_id: str, turns: Iterable[Turn]
 ) -> dict[int, Observation]:
-    """The recorded observations that the given turns answered, by turn."""
+    """The recorded observations of these policies that the given turns answered, by turn."""
     turns = tuple(turns)
     wanted = {(turn.action.attempt, turn.action.turn) for turn in turns}
     lanes = sorted({ANY_LANE, *(turn.action.lane for turn in turns if turn.action.lane)})
-    entries = await bus.history([subjects.observation(policy, lane, episode_id) for lane in lanes])
+    entries = await bus.history([subjects.observation(policy, lane, episode_id) for policy in policies for lane in lanes])
     return {
         observation.turn: observation
         for _, observation in decode_entries(Observation, entries)

@@ -65,13 +65,23 @@ DISTORTING = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"
 temperature."""
 
 
+class SeatPolicy(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """``seat`` of an episode is played by another ``policy``, sampled as ``sampling`` says. The episode's requester never
+    trains its tokens."""
+
+    seat: str
+    policy: str
+    sampling: SamplingSettings = SamplingSettings()
+
+
 class EpisodeRequested(Message, frozen=True, kw_only=True):
     """Learner (or any client) → environment pool, on ``task.<pool>.<episode>``, expecting sequence 0 there.
 
     ``group_size`` episodes share the group id (0: unknown). ``deadline_ns`` is server time (Unix nanoseconds): the episode
     has an outcome by then in every case. ``max_tokens`` bounds what all turns add, in all segments.
     ``earliest_sequence`` is the first log position at which it can stand, as its author knew when it was made (0: unknown).
-    ``timeout_reward`` is what an episode gets that has sampled tokens when its time is up; None: no grade.
+    ``timeout_reward`` is what an episode gets that has sampled tokens when its time is up; None: no grade. ``policy`` plays all
+    seats but those in ``seats``, whose tokens do not count in ``max_tokens``.
     """
 
     grown: ClassVar[bool] = True
@@ -92,6 +102,12 @@ class EpisodeRequested(Message, frozen=True, kw_only=True):
     group_size: int = 0
     earliest_sequence: int = 0
     timeout_reward: float | None = None
+    seats: tuple[SeatPolicy, ...] = ()
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """All that its turns are asked of, each once."""
+        return tuple(dict.fromkeys((self.policy, *(seat.policy for seat in self.seats))))
 
 
 ClaimReason = Literal["fresh", "handed_back", "taken_over"]

@@ -19,7 +19,8 @@ class Observation(Message, frozen=True, kw_only=True):
     ``segment`` is the sequence that this turn extends, or begins: then ``origin`` says where it leaves its parent, and
     ``history_hash`` is the parent's. A new root begins as turn 0 does: the whole prompt, its tools, no history. ``segments``
     counts those begun, this one included: a worker that has to begin another one gives it that number. ``seat`` is the part of
-    the episode that acts next; empty if there is one only.
+    the episode that acts next; empty if there is one only. What is sampled for a turn that is not ``trained`` may come without
+    log-probabilities.
     """
 
     episode_id: str
@@ -41,3 +42,4 @@ class Observation(Message, frozen=True, kw_only=True):
     origin: SegmentOrigin | None = None
     segments: int = 1
     seat: str = ""
+    trained: bool = True

@@ -34,6 +34,7 @@ from fleetbus_schemas import (
     Observation,
     PolicyPublished,
     SamplingSettings,
+    SeatPolicy,
     SegmentOrigin,
     SessionAnswer,
     SessionCall,
@@ -148,6 +149,7 @@ _EXAMPLES: tuple[Message, ...] = (
         group_size=8,
         earliest_sequence=99,
         timeout_reward=-0.5,
+        seats=(SeatPolicy(seat="user", policy="simulator", sampling=SAMPLING),),
     ),
     AttemptStarted(
         episode_id="s3-g7-k2",
@@ -189,6 +191,7 @@ _EXAMPLES: tuple[Message, ...] = (
         origin=ORIGIN,
         segments=3,
         seat="second",
+        trained=False,
     ),
     Action(
         episode_id="s3-g7-k2",

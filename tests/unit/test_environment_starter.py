@@ -200,7 +200,7 @@ async def test_a_build_of_a_few_steps_is_a_model_that_loads_and_the_same_again(t
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "one", local_files_only=True)
     assert report.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
-    assert filecmp.cmp(*(tmp_path / name / "model.safetensors" for name in ("one", "two")), shallow=False)
+    assert filecmp.cmp(tmp_path / "one/model.safetensors", tmp_path / "two/model.safetensors", shallow=False)
 
 
 def test_nothing_that_was_graded_is_one_line(tmp_path: Path) -> None:

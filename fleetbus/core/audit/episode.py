@@ -83,6 +83,10 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
     """Observed by (attempt, turn), where an episode has several."""
     seat_rewards: tuple[tuple[str, float], ...] = ()
     """Of the seats that have one; none without seats."""
+    others: dict[str, str] = {}
+    """Other policies by the seat that they play."""
+    asked_elsewhere: set[tuple[int, int]] = set()
+    """Observations by (attempt, turn) that were not sent to the policy of their seat."""
 
     def on_request(self, sequence: int, request: EpisodeRequested, findings: Findings) -> None:
         if self.requested:
@@ -94,6 +98,7 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
         self.group_id = sys.intern(request.group_id)
         self.group_size = request.group_size
         self.lineage = sys.intern(request.lineage)
+        self.others = {seat.seat: sys.intern(seat.policy) for seat in request.seats} if request.seats else self.others
 
     def on_claim(self, sequence: int, claim: AttemptStarted, findings: Findings) -> None:
         if self.result_sequence:
@@ -123,20 +128,26 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
             self.hashes[attempt, observation.turn] = observation.history_hash
             if observation.seat:
                 self.seats[attempt, observation.turn] = observation.seat
+            if self.requested and observation.policy != self.others.get(observation.seat, self.policy):
+                self.asked_elsewhere.add((attempt, observation.turn))
 
     def on_action(self, sequence: int, lane: str, action: Action, published: Container[int], findings: Findings) -> None:
         """An Action that comes after the result is late and trains nothing; it must have been asked for all the same."""
         word, bit = divmod(action.turn, _WORD)
         if not self.observed.get((action.attempt, word), 0) & 1 << bit:
             findings.add("action_unobserved", self.episode_id, sequence)
-        if any(span.version not in published for span in action.versions):
+        turn = (action.attempt, action.turn)
+        seat = self.seats.get(turn, "")
+        if seat not in self.others and any(span.version not in published for span in action.versions):
             findings.add("version_unpublished", self.episode_id, sequence)
         if self.result_sequence:
             return
-        turn = (action.attempt, action.turn)
         if any((other.action.attempt, other.action.turn) == turn for other in self.turns):
             findings.add("action_repeated", self.episode_id, sequence)
-        self.actions[sequence] = _summarize_action(action, self.hashes.get(turn, EMPTY_HISTORY), self.seats.get(turn, ""))
+        facts = _summarize_action(action, self.hashes.get(turn, EMPTY_HISTORY), seat, is_other=seat in self.others)
+        if turn in self.asked_elsewhere:
+            facts = msgspec.structs.replace(facts, faults=(*facts.faults, "seats_wrong"))
+        self.actions[sequence] = facts
         self.turns.append(Turn(sequence=sequence, lane=lane, action=_strip_action(action)))
 
     def on_result(self, sequence: int, result: EpisodeFinished, findings: Findings) -> None:
@@ -158,7 +169,8 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
         if self.requested and (result.group_id, result.split) != (self.group_id, self.split):
             findings.add("result_not_of_request", self.episode_id, sequence)
         self._check_actions(sequence, result, findings)
-        self.claims, self.turns, self.hashes, self.actions, self.seats = [], [], {}, {}, {}
+        self.claims, self.turns, self.hashes, self.actions, self.asked_elsewhere = [], [], {}, {}, set()
+        self.seats = {turn: seat for turn, seat in self.seats.items() if seat in self.others}
 
     def _check_actions(self, sequence: int, result: EpisodeFinished, findings: Findings) -> None:
         """A result may stop before the end of its history: an Action came when it was no longer awaited."""
@@ -175,7 +187,7 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
             findings.add("history_hash_wrong", self.episode_id, sequence)
         if _describe_segments(named) != result.segments:
             findings.add("segments_wrong", self.episode_id, sequence)
-        if not _fit_their_seats(named, result):
+        if not _fit_their_seats(named, result) or any(name in self.others for name, _ in self.seat_rewards):
             findings.add("seats_wrong", self.episode_id, sequence)
         counts = [(action.prompt, action.sampled) for action in named]
         tokens = sum(prompt + sampled for prompt, sampled in counts)
@@ -226,7 +238,7 @@ def _describe_segments(named: Sequence[ActionFacts]) -> tuple[EpisodeSegment, ..
     return describe_segments(tree.segments)
 
 
-def _summarize_action(action: Action, before: bytes, seat: str) -> ActionFacts:
+def _summarize_action(action: Action, before: bytes, seat: str, *, is_other: bool) -> ActionFacts:
     prompt, sampled = count_tokens(action.prompt_delta), count_tokens(action.sampled)
     """What a segment keeps of its parent is no longer known here: the first hash of its chain is left to the deep audit."""
     start = before if action.origin is None else EMPTY_HISTORY
@@ -236,7 +248,7 @@ def _summarize_action(action: Action, before: bytes, seat: str) -> ActionFacts:
     stops = [0, *(span.stop for span in action.versions)]
     faults = {
         "history_hash_wrong": is_known and action.history_hash != after,
-        "logprobs_missing": logprobs is None or not np.isfinite(logprobs).all(),
+        "logprobs_missing": not is_other and (logprobs is None or not np.isfinite(logprobs).all()),
         "versions_missing": [span.start for span in action.versions] != stops[:-1] or stops[-1] != sampled,
     }
     return ActionFacts(

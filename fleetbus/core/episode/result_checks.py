@@ -20,10 +20,15 @@ MAX_INT32 = 2**31 - 1
 def find_actions_problem(result: EpisodeFinished, actions: Sequence[Action], *, vocabulary: int = 0) -> str:
     """Find the fault in the Actions of a result, in turn order, as one line; empty if they can be trained.
 
-    Token ids have to be below ``vocabulary``; 0: they have to fit 32 bits.
+    Token ids have to be below ``vocabulary``; 0: they have to fit 32 bits. Those of a seat without a reward, which another
+    model may have sampled, are any, and need no log-probabilities.
     """
+    unrewarded = {turn for seat in result.seats if seat.reward is None for turn in seat.turns}
     for turn, action in enumerate(actions):
-        if problem := _find_action_problem(action, result.episode_id, turn, vocabulary or MAX_INT32 + 1):
+        problem = _find_shape_problem(action, result.episode_id, turn)
+        if turn not in unrewarded:
+            problem = problem or _find_sampling_problem(action, vocabulary or MAX_INT32 + 1)
+        if problem:
             return f"turn {turn}: {problem}"
     if result.seats and (problem := _find_seats_problem(result, len(actions))):
         return problem
@@ -60,22 +65,26 @@ def build_sampled_mask(counts: Sequence[tuple[int, int]]) -> int:
     return bits
 
 
-def _find_action_problem(action: Action, episode_id: str, turn: int, limit: int) -> str:
+def _find_shape_problem(action: Action, episode_id: str, turn: int) -> str:
     if (action.episode_id, action.turn) != (episode_id, turn):
         return f"the Action is that of turn {action.turn} of episode {action.episode_id}"
     if len(action.prompt_delta) % TOKEN_BYTES or len(action.sampled) % TOKEN_BYTES:
         return f"its ids are no whole numbers of {TOKEN_BYTES} bytes"
     if len(action.logprobs) != len(action.sampled):
         return f"{len(action.sampled)} bytes of sampled ids have {len(action.logprobs)} bytes of log-probabilities"
+    if not all(0 <= image.start <= image.stop <= count_tokens(action.prompt_delta) for image in action.images):
+        return "its images are not within its prompt"
+    keeps_nothing = not turn if action.origin is None else not action.origin.kept
+    if keeps_nothing and not action.prompt_delta:
+        return "its sequence begins without a prompt"
+    return ""
+
+
+def _find_sampling_problem(action: Action, limit: int) -> str:
     if not math.isfinite(sum(unpack_logprobs(action.logprobs))):  # 32 bits each: a sum of finite ones is finite
         return "its log-probabilities are not finite"
     if (highest := max(unpack_ids(action.prompt_delta + action.sampled), default=0)) >= limit:
         return f"token id {highest} is not below {limit}"
     if not all(0 <= span.version <= MAX_INT32 for span in action.versions):
         return f"its policy versions are not from 0 to {MAX_INT32}"
-    if not all(0 <= image.start <= image.stop <= count_tokens(action.prompt_delta) for image in action.images):
-        return "its images are not within its prompt"
-    keeps_nothing = not turn if action.origin is None else not action.origin.kept
-    if keeps_nothing and not action.prompt_delta:
-        return "its sequence begins without a prompt"
     return ""

@@ -18,6 +18,7 @@ from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.engines import list_engines
 from fleetbus.config.pools import list_pools
+from fleetbus.config.seats import list_policies
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import PolicyPublished, Subjects, encode
@@ -51,7 +52,8 @@ async def evaluate_model(
         configuration = msgspec.structs.replace(configuration, inference=inference)
         published = await anyio.to_thread.run_sync(_write_version, find_model_folder(run), Path(scratch), run.policy)
         async with MemoryServer().connect(run.name, worker="evaluate") as bus:
-            await bus.declare(plan_run(run.name, pools=list_pools(run), policies=(run.policy,), lanes=configuration.nats.lanes))
+            lanes = configuration.nats.lanes
+            await bus.declare(plan_run(run.name, pools=list_pools(run), policies=list_policies(run), lanes=lanes))
             await bus.publish(Subjects(run.name).policy(run.policy), encode(published))
             async with anyio.create_task_group() as group:
                 drain = anyio.Event()

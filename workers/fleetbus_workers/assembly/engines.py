@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import anyio.to_thread
 
@@ -18,13 +18,14 @@ from fleetbus.errors import UserError
 from fleetbus_workers.assembly.model import find_model_folder
 from fleetbus_workers.images.reader import image_reader
 from fleetbus_workers.inference.chat_template import ChatTemplate
+from fleetbus_workers.inference.chat_transcript import ChatTranscript
 from fleetbus_workers.inference.engine_context import EngineContext
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import LogBus
     from fleetbus.config.settings import Configuration, InferenceSettings
     from fleetbus_workers.images.processing import ImageProcessor
-    from fleetbus_workers.inference.base import ImageSource, Sampler
+    from fleetbus_workers.inference.base import ImageSource, Sampler, Template
 
 
 def check_packages(engine: str) -> None:
@@ -45,24 +46,32 @@ def find_scratch_folder(configuration: Configuration, worker: str) -> Path:
 
 
 @asynccontextmanager
-async def launch_engine(configuration: Configuration, worker: str) -> AsyncIterator[tuple[Sampler, ChatTemplate]]:
+async def launch_engine(configuration: Configuration, worker: str) -> AsyncIterator[tuple[Sampler, Template]]:
     """The sampler, ready to be run, and the model's template. Cancelled while it only reads, it does not wait for its thread.
     Raises `UserError`, or `ModuleNotFoundError` for an extra."""
-    settings, folder = configuration.inference, find_model_folder(configuration.run)
+    settings = configuration.inference
     check_packages(settings.engine)
+    kind = ENGINES[settings.engine]
+    folder = find_model_folder(configuration.run) if kind.needs_model else None
     load = partial(anyio.to_thread.run_sync, abandon_on_cancel=True)
     processor: ImageProcessor | None = None
-    if configuration.environment.images and ENGINES[settings.engine].takes_images:
+    if folder is not None and configuration.environment.images and kind.takes_images:
         processor = await load(_load_image_processor, folder)
-    template = await load(_load_template, folder, settings, processor)
+    template = await load(_load_template, folder, settings, processor) if folder is not None else ChatTranscript()
     served = find_scratch_folder(configuration, worker) / "served"
-    context = EngineContext(configuration=configuration, folder=folder, served=served, template=template, processor=processor)
+    context = EngineContext(
+        configuration=configuration,
+        folder=folder or served,
+        served=served,
+        template=cast("ChatTemplate", template),
+        processor=processor,
+    )
     module = await load(importlib.import_module, f"fleetbus_workers.inference.{settings.engine}")
     async with module.open_engine(context) as sampler:
         yield sampler, template
 
 
-def build_image_source(template: ChatTemplate, bus: LogBus, run: str) -> ImageSource | None:
+def build_image_source(template: Template, bus: LogBus, run: str) -> ImageSource | None:
     """The source of a run's images for the engine that the template belongs to; None if it reads text only."""
     processor: ImageProcessor | None = getattr(template, "processor", None)
     if processor is None:

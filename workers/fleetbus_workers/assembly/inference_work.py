@@ -10,8 +10,7 @@ from fleetbus.delivery.control import run_until_drained
 from fleetbus.delivery.shared_slots import SharedSlots
 from fleetbus_workers.assembly.engines import build_image_source, find_scratch_folder, launch_engine
 from fleetbus_workers.assembly.vision import check_vision, load_local_tasks
-from fleetbus_workers.inference.base import Sampler
-from fleetbus_workers.inference.chat_template import ChatTemplate
+from fleetbus_workers.inference.base import Sampler, Template
 from fleetbus_workers.inference.worker import run_inference
 from fleetbus_workers.weights.fetch import WeightsFetcher
 from fleetbus_workers.weights.store import get_object_store
@@ -26,7 +25,7 @@ async def work(
     folder = find_scratch_folder(configuration, name)
     fetcher = WeightsFetcher(folder / "fetched", get_object_store(bus, configuration.run.name))
     engine = launch_engine(configuration, name)
-    loaded: list[tuple[Sampler, ChatTemplate]] = []
+    loaded: list[tuple[Sampler, Template]] = []
 
     async def load() -> None:
         loaded.append(await stack.enter_async_context(engine))

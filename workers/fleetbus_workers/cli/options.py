@@ -23,6 +23,7 @@ SHORT_FLAGS = {
     "run.model": "--model",
     "run.tasks": "--tasks",
     "run.environment": "--environment",
+    "run.seats": "--seat",
     "nats.url": "--nats",
     "learner.steps": "--steps",
     "learner.restart_from": "--restart-from",

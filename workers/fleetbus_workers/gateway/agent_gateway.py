@@ -180,7 +180,7 @@ async def read_trajectory(bus: LogBus, subjects: Subjects, pools: Sequence[str],
         return None
     state = await read_episode_state(bus, subjects, episode)
     turns = await read_turns(bus, subjects, episode, state)
-    observed = await read_answered_observations(bus, subjects, request.policy, episode, turns)
+    observed = await read_answered_observations(bus, subjects, request.policies, episode, turns)
     shown = []
     for turn in turns:
         action, asked = turn.action, observed.get(turn.action.turn)

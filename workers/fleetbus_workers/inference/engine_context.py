@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class EngineContext:
     """``folder`` holds the run's first model, ``served`` is where an engine writes the versions that it reads as folders.
-    ``processor`` is there where images are shown to an engine that takes them."""
+    ``processor`` is there where images are shown to an engine that takes them. An engine that needs no model
+    reads neither folder nor template."""
 
     configuration: Configuration
     folder: Path

@@ -137,7 +137,7 @@ class HistoryCache:
                 self.rebuilt += 1
                 first = turns[_find_root(segments, number).turns[0]]
                 wanted = turns if self._with_messages else [first]
-                asked = await read_answered_observations(self._bus, self._subjects, observation.policy, episode, wanted)
+                asked = await read_answered_observations(self._bus, self._subjects, (observation.policy,), episode, wanted)
                 return History(
                     digest=observation.history_hash,
                     ids=collect_segment_ids(segment, turns),

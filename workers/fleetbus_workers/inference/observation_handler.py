@@ -326,7 +326,7 @@ class ObservationHandler:
             stop_ids=stop_ids,
             max_tokens=room,
             seed=compute_turn_seed(observation),
-            trained=observation.pinned_version is None,
+            trained=observation.trained and observation.pinned_version is None,
             images=await self._images.load_images(images) if self._images is not None and images else (),
             segment=observation.segment,
             parent=observation.origin.parent if observation.origin is not None and observation.origin.kept else None,

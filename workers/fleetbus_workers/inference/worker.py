@@ -17,6 +17,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS, inference_lanes, observations_consumer
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.concurrency.task_pool import TaskPool
+from fleetbus.config.engines import find_max_model_len, is_frozen
 from fleetbus.config.settings import Configuration
 from fleetbus.delivery.control import Control, run_until_drained
 from fleetbus.delivery.lanes import Lane, claim_lane
@@ -63,6 +64,7 @@ class InferenceWorker:
         self._bus = bus
         self._fetch = fetch
         self._policy = configuration.run.policy
+        self._is_frozen = is_frozen(configuration.inference)
         self._slot_count = configuration.inference.slots
         self._lane_slots = self._slot_count // 2  # none of a single slot: then no episode may stick to this lane
         self._drain_seconds = configuration.limits.drain
@@ -83,7 +85,7 @@ class InferenceWorker:
             lane=lane.name if self._lane_slots else ANY_LANE,
             sampler=sampler,
             template=template,
-            max_model_len=configuration.inference.max_model_len,
+            max_model_len=find_max_model_len(configuration.inference),
             max_tries=configuration.environment.max_hops,
             leases=self._leases,
             counters=self._counters,
@@ -122,7 +124,10 @@ class InferenceWorker:
             group.start_soon(self._leases.run)
             group.start_soon(self._handler.deadlines.run)
             group.start_soon(control.run)
-            group.start_soon(self._follow_policy)
+            if self._is_frozen:
+                self._ready.set()
+            else:
+                group.start_soon(self._follow_policy)
             if self._receiver is not None:
                 group.start_soon(self._receiver.run)
             await self._answer_observations(lifecycle)
@@ -205,12 +210,12 @@ class InferenceWorker:
             worker=self._name,
             slots=self._count_slots(),
             in_flight=self._slots.in_flight,
-            policy_version=self._sampler.version,
+            policy_version=-1 if self._is_frozen else self._sampler.version,
             lane=self._lane.name,
             draining=self._drain.is_set(),
             counters=dict(self._counters) | {f"engine_{name}": float(value) for name, value in counted.items()},
             problem=self._weights_problem or self._handler.problem,
-            engine=self._engine_meter.measure(anyio.current_time()),
+            engine=None if self._is_frozen else self._engine_meter.measure(anyio.current_time()),
             share=self._describe_share(),
         )
 

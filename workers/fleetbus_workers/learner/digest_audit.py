@@ -31,7 +31,7 @@ from fleetbus_workers.learner.batches import (
     count_trained,
     spread_advantages,
 )
-from fleetbus_workers.learner.leaves import Leaf, list_leaves, split_sequence
+from fleetbus_workers.learner.leaves import Leaf, is_whole, list_leaves, split_sequence
 from fleetbus_workers.learner.training_digest import add_advantages, digest_sampled, join_leaves
 
 Scan = Callable[[], AsyncIterator[StreamEntry]]
@@ -152,7 +152,7 @@ class DigestAudit:
         named = [actions[reference.sequence] for reference in result.actions]
         try:
             sequence = build_sequence(result, named, [0.0] * len(named), self._plan_of[result.episode_id], 1.0)
-            leaves = list_leaves(named)
+            leaves = list_leaves(named, result.seats)
             digests = tuple(digest_sampled(each) for each in split_sequence(sequence, leaves))
         except (ValueError, IndexError):
             return
@@ -163,7 +163,7 @@ class DigestAudit:
             digests=digests,
             loss_mask=np.packbits(sequence.loss_mask, bitorder="little").tobytes(),
             counts=count_trained(result, named),
-            leaves=leaves if len(digests) > 1 or leaves[0].segment.number else (),
+            leaves=() if is_whole(leaves) else leaves,
         )
 
     def _check_step(self, position: int, step: StepTrained) -> None:

@@ -10,16 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleetbus.core.episode.segments import Segment, Span, find_leaves, fold_segments, place_in_segment, split_first
-from fleetbus_schemas import Action
+from fleetbus_schemas import Action, EpisodeSeat
 from fleetbus_workers.images.placed_image import PlacedImage
 from fleetbus_workers.learner.base import TrainingSequence
 
 
 class Leaf(msgspec.Struct, frozen=True, kw_only=True):
-    """A segment that is a sequence of its own, and its spans in parts: False where a leaf before this one holds the tokens."""
+    """A segment that is a sequence of its own, and its spans in parts: False where a leaf before this one holds the tokens.
+    ``is_only``: the episode has no other segment."""
 
     segment: Segment
     parts: list[tuple[Span, bool]]
+    is_only: bool = False
 
     @property
     def places(self) -> NDArray[np.int64]:
@@ -32,15 +34,21 @@ class Leaf(msgspec.Struct, frozen=True, kw_only=True):
         return np.repeat([first for _, first in self.parts], [stop - start for (start, stop), _ in self.parts]).astype(bool)
 
 
-def list_leaves(actions: Sequence[Action]) -> tuple[Leaf, ...]:
-    """The leaves of the turns of one episode, by number of their segment. Raises `SegmentError` if they are no tree."""
-    leaves = find_leaves(fold_segments(actions))
-    return tuple(Leaf(segment=leaf, parts=parts) for leaf, parts in zip(leaves, split_first(leaves), strict=True))
+def list_leaves(actions: Sequence[Action], seats: Sequence[EpisodeSeat] = ()) -> tuple[Leaf, ...]:
+    """The leaves of the turns of one episode, by number of their segment, without those of ``seats`` that have no reward:
+    another model may have sampled them, with token ids of its own. Raises `SegmentError` if they are no tree."""
+    segments = fold_segments(actions)
+    unrewarded = {turn for seat in seats if seat.reward is None for turn in seat.turns}
+    leaves = [leaf for leaf in find_leaves(segments) if not unrewarded.issuperset(leaf.turns)]
+    return tuple(
+        Leaf(segment=leaf, parts=parts, is_only=len(segments) == 1)
+        for leaf, parts in zip(leaves, split_first(leaves), strict=True)
+    )
 
 
 def is_whole(leaves: Sequence[Leaf]) -> bool:
     """True if the tokens of all turns are one sequence."""
-    return len(leaves) == 1 and leaves[0].segment.number == 0
+    return any(leaf.is_only for leaf in leaves)
 
 
 def split_sequence(whole: TrainingSequence, leaves: Sequence[Leaf]) -> list[TrainingSequence]:

@@ -86,13 +86,13 @@ def build_sequences(result: EpisodeFinished, known: dict[int, Action], vocabular
         return "it has no token ids: they were redacted, or imported without"
     try:
         whole = build_sequence(result, actions, [1.0] * len(actions), CreditPlan(), 1.0)
-        leaves = split_sequence(whole, list_leaves(actions))
+        leaves = split_sequence(whole, list_leaves(actions, result.seats))
     except (ValueError, IndexError, SegmentError):
         return "its numbers do not fit each other"
     if any(sequence.loss_mask[:1].any() for sequence in leaves):
         return "its numbers do not fit each other"
     if not np.isfinite(whole.logprobs).all():
         return "its log-probabilities are not finite"
-    if not ((whole.ids >= 0) & (whole.ids < vocabulary)).all():
+    if not all(((leaf.ids >= 0) & (leaf.ids < vocabulary)).all() for leaf in leaves):
         return "it has tokens that the model does not have"
     return [leaf for leaf in leaves if leaf.loss_mask.any()]

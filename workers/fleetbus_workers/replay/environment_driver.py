@@ -37,7 +37,7 @@ async def replay_environment(context: ReplayContext, make: Callable[[], Environm
     if not played:
         return
     pools = tuple({each.request_entry.subject.split(".")[3] for each in played.values() if each.request_entry})
-    policies = tuple({each.request.policy for each in played.values() if each.request})
+    policies = tuple({policy for each in played.values() if each.request for policy in each.request.policies})
     settings = msgspec.structs.replace(context.configuration.environment, pools=",".join(pools))
     configuration = msgspec.structs.replace(context.configuration, environment=settings)
 

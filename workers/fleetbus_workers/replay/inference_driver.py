@@ -74,6 +74,7 @@ class InferenceDriver(Driver):
         super().__init__(context, environment)
         self._sampler = sampler
         self._weights = weights
+        self._policy = context.configuration.run.policy
         self._episodes = list(read_episodes(context.recording.entries).values())
         self._next_turn = dict.fromkeys((each.episode_id for each in self._episodes), 0)
         self._stored_turns: dict[str, int] = {}
@@ -99,7 +100,7 @@ class InferenceDriver(Driver):
             self.report.skipped["actions whose version is not at hand, or after one that differs"] += left
 
     def _read_versions(self) -> Iterator[tuple[StreamEntry, PolicyPublished]]:
-        subject = self.environment.subjects.policy(self.context.configuration.run.policy)
+        subject = self.environment.subjects.policy(self._policy)
         entries = (entry for entry in self.context.recording.entries if entry.subject == subject)
         yield from decode_entries(PolicyPublished, entries, beside=(LineageStarted,))
 
@@ -163,7 +164,8 @@ class InferenceDriver(Driver):
         episode = self._episodes[number]
         for index in range(self._next_turn[episode.episode_id], len(episode.turns)):
             turn = episode.turns[index]
-            if (needed := get_newest_version(turn)) > version:
+            needed = get_newest_version(turn) if turn.observation.policy == self._policy else 0
+            if needed > version:
                 self._due[needed].append(number)
                 return
             self.context.progress.advance()
@@ -226,6 +228,8 @@ class InferenceDriver(Driver):
     def _reason_to_skip(self, episode: RecordedEpisode, turn: RecordedTurn) -> str:
         """The reason why a recorded Action cannot be expected again; empty if it can."""
         action = turn.action
+        if turn.observation.policy != self._policy:
+            return "actions of other policies"
         if action is None:
             return "observations without a recorded action"
         if action.finish_reason == "failed":

@@ -23,6 +23,7 @@ _POOL = r"([\w.:/-]{1,128}=)?[A-Za-z0-9_-]{1,128}"
 HARMLESS_TEXT = {
     "run.policy": re.compile(r"[A-Za-z0-9_-]{1,128}"),
     "run.pool": re.compile(rf"{_POOL}(\n{_POOL}){{0,99}}"),
+    "run.seats": re.compile(r"([A-Za-z0-9_-]{1,128}=[!-~]{1,2000}(\n|\Z)){0,64}"),
     "run.name": re.compile(r"[A-Za-z0-9_-]{1,128}"),
     "learner.restart_from": re.compile(r"(start|\d{1,9})(/[A-Za-z0-9_]{1,64})?"),
     "reward.weights": re.compile(r"[A-Za-z0-9_.,=+ -]{0,2000}"),

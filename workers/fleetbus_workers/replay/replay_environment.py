@@ -20,6 +20,7 @@ from fleetbus.bus.memory_stream import MemoryStream
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.pools import list_pools
+from fleetbus.config.seats import list_policies
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import BusError
 from fleetbus.log.episodes import read_entry
@@ -170,7 +171,7 @@ async def open_replay_environment(
         plan = plan_run(
             run.name,
             pools=pools or list_pools(run),
-            policies=policies or (run.policy,),
+            policies=policies or list_policies(run),
             lanes=configuration.nats.lanes,
             max_bytes=0,
         )

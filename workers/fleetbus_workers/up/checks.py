@@ -15,7 +15,7 @@ from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.server_config import WRITTEN_BY, parse_runs, run_accounts
 from fleetbus.auth.stores import check_store
 from fleetbus.config.check import check_trained_distribution
-from fleetbus.config.engines import ENGINES
+from fleetbus.config.engines import ENGINES, is_frozen
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.pools import find_pool, list_served_pools, parse_pools
 from fleetbus.config.run_folder import run_folder
@@ -114,6 +114,11 @@ def check_engine(configuration: Configuration) -> None:
     inference = configuration.inference
     if inference.purpose != "train":
         raise UserError("inference.purpose = evaluate: `up` trains; leave it out, or start `fleetbus inference` separately")
+    if is_frozen(inference):
+        raise UserError(
+            "`up` trains what its inference workers serve, and inference.frozen or the engine chat serves a model as it is: "
+            "give that to a seat (run.seats)"
+        )
     if inference.engine == "openai" and not inference.urls:
         raise UserError("inference.engine = openai needs inference.urls: base URLs of servers, separated by commas")
     if (inference.engine == "tinker") != (configuration.learner.trainer == "tinker"):

@@ -9,6 +9,7 @@ from fleetbus.bus.streams import RunPlan, plan_run
 from fleetbus.config.fields import list_settings
 from fleetbus.config.pools import list_pools
 from fleetbus.config.run_folder import RunFolder
+from fleetbus.config.seats import SeatSetting, list_policies, parse_seats
 from fleetbus.config.settings import Configuration
 from fleetbus.python_process import build_module_command
 from fleetbus.tasks.datasets import is_remote
@@ -45,7 +46,7 @@ def build_stream_plan(configuration: Configuration) -> RunPlan:
     return plan_run(
         run.name,
         pools=list_pools(run),
-        policies=(run.policy,),
+        policies=list_policies(run),
         lanes=nats.lanes,
         max_bytes=nats.max_bytes,
         replicas=nats.replicas,
@@ -65,6 +66,17 @@ def build_role_command(configuration_file: Path) -> RoleCommand:
 def replace_interpreter(python: str, command: RoleCommand) -> RoleCommand:
     """The same command lines for another interpreter: an engine may need an environment of its own."""
     return lambda role, name: [python, *command(role, name)[1:]]
+
+
+def serve_seat(seat: SeatSetting, command: RoleCommand) -> RoleCommand:
+    """The same command lines for the policy of a seat that is served as it is."""
+    options = ["--run-policy", seat.policy, "--inference-frozen"]
+    if seat.url:
+        options += ["--inference-engine", "chat", "--inference-urls", seat.url]
+        options += ["--inference-served-model-name", seat.served_model]
+    else:
+        options += ["--run-model", seat.model]
+    return lambda role, name: [*command(role, name), *options]
 
 
 def share_model(processes: int, command: RoleCommand) -> RoleCommand:
@@ -97,6 +109,8 @@ def build_role_plans(
         commands["inference"] = replace_interpreter(configuration.inference.python, command)
     if placement.processes > 1:
         commands["learner"] = share_model(placement.processes, command)
+    seats = [seat for seat in parse_seats(configuration.run.seats) if seat.is_served]
+    served = {f"inference-{seat.seat}": serve_seat(seat, command) for seat in seats}
     counted = (
         ("learner", 1, configuration.learner.threads),
         ("environment", configuration.environment.workers, 1),
@@ -115,6 +129,15 @@ def build_role_plans(
         )
         for role, count, threads in counted
         for index in range(count)
+    ] + [
+        ProcessPlan(
+            name=name,
+            stop_limit_seconds=STOP_LIMITS_SECONDS["inference"],
+            command=_number_starts(of_seat, "inference", name),
+            log=folder.logs / f"{name}.log",
+            environment=build_role_variables(configuration, url, variables, configuration.inference.threads),
+        )
+        for name, of_seat in served.items()
     ]
 
 

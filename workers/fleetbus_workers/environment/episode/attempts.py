@@ -217,9 +217,8 @@ class Attempts:
             failure = (ended.outcome, ended.error_class, ended.error)
             await self._conclude(running, episode_state, *failure, location=where, traceback=traceback)
             return None
-        recorded = (
-            await read_turns(self._bus, self._subjects, request.episode_id, episode_state) if environment.replayable else ()
-        )
+        episode, bus, subjects = request.episode_id, self._bus, self._subjects
+        recorded = await read_turns(bus, subjects, episode, episode_state) if environment.replayable else ()
         running.claim = claim = AttemptStarted(
             episode_id=request.episode_id,
             attempt=episode_state.attempts + 1,
@@ -238,7 +237,7 @@ class Attempts:
         running.policy_client.limited_by = environment if isinstance(environment, LimitsTurns) else None
         observed: Mapping[int, Observation] = NOTHING_OBSERVED
         if recorded:
-            observed = await read_answered_observations(self._bus, self._subjects, request.policy, request.episode_id, recorded)
+            observed = await read_answered_observations(bus, subjects, request.policies, episode, recorded)
         if isinstance(environment, LivesElsewhere):
             turns = [RecordedTurn(observed[turn.action.turn], turn.action) for turn in recorded if turn.action.turn in observed]
             environment.assign(request, claim.attempt, turns)

@@ -1,15 +1,20 @@
 """The end of an attempt, as its runner keeps it: what becomes a result once there is a verdict. Pure data."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from fleetbus.core.algorithms.reward_components import find_reward_problem
-from fleetbus_schemas import GRADED, EpisodeSeat, Outcome
+from fleetbus.core.episode.history import Turn
+from fleetbus_schemas import GRADED, EpisodeRequested, EpisodeSeat, Outcome
+from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.environment.base import Verdict
 from fleetbus_workers.environment.episode.seats import EpisodeSeats
 from fleetbus_workers.environment.episode.stages import DEADLINE_PASSED, to_printable
+
+FEW_TURNS = 2
+"""An episode whose tokens were used up in so few turns says what they were used for."""
 
 
 class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +90,23 @@ def grade_timeout(conclusion: Conclusion, reward: float | None, turns: int) -> C
         return conclusion
     return msgspec.structs.replace(
         conclusion, outcome="truncated", reward=reward, note=conclusion.error, error="", traceback=""
+    )
+
+
+def describe_no_room(lack: str, limit: int) -> str:
+    """The reason why nothing was played: ``lack`` is what the inference worker said of it."""
+    reason = lack or f"it uses up the {limit:,} tokens of the episode, or those that the model takes"
+    return f"the prompt leaves no room for a turn: {reason}; shorten it, or raise the limit"
+
+
+def describe_used_tokens(turns: Sequence[Turn], request: EpisodeRequested) -> str:
+    """The use of the tokens, if they were used up in the first or the second turn."""
+    if len(turns) > FEW_TURNS:
+        return ""
+    prompt, limit = count_tokens(turns[0].action.prompt_delta), request.max_tokens
+    return (
+        f"its tokens were used up in turn {len(turns)} of {request.max_turns}: the first prompt took {prompt:,} of "
+        f"{limit:,} (episode.max_episode_tokens)"
     )
 
 

@@ -17,12 +17,14 @@ from fleetbus.bus.streams import observations_consumer
 from fleetbus.concurrency.wakeup import Wakeup
 from fleetbus.core.episode.history import Turn
 from fleetbus.core.episode.late_action import AskedTurn, LateDecision, LateFacts, decide_late_action
+from fleetbus.core.episode.result_checks import MAX_INT32
 from fleetbus.errors import RequestUnanswered
 from fleetbus.log.episodes import decode_entries, read_episode_state, store_message
 from fleetbus_schemas import ANY_LANE, Action, AttemptStarted, ChatMessage, EpisodeRequested, Observation, ToolSpec
 from fleetbus_schemas.tokens import EMPTY_HISTORY
 from fleetbus_workers.environment.base import LimitsTurns
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
+from fleetbus_workers.environment.episode.seats import find_seat_policy
 from fleetbus_workers.environment.episode.segments import FIRST, Placement
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Superseded
 from fleetbus_workers.environment.worker_context import WorkerContext
@@ -60,6 +62,7 @@ class PolicyClient:
         "_claim",
         "_claim_sequence",
         "_context",
+        "_elsewhere",
         "_expected",
         "_history_hashes",
         "_lane",
@@ -70,6 +73,7 @@ class PolicyClient:
         "_worker",
         "lane_in_use",
         "limited_by",
+        "policy",
     )
 
     def __init__(
@@ -90,8 +94,12 @@ class PolicyClient:
         self._claim_sequence = claim_sequence
         self._action_sequence = action_sequence
         self._history_hashes = {turn.action.segment: turn.action.history_hash for turn in history}
-        self._lane = history[-1].action.lane if history else ANY_LANE
-        self._worker = history[-1].action.worker if history else ""
+        self.policy = request.policy
+        """Who is asked for the turn."""
+        last = history[-1].action if history and not request.seats else None
+        self._lane, self._worker = (last.lane, last.worker) if last is not None else (ANY_LANE, "")
+        self._elsewhere: dict[str, tuple[str, str]] | None = None
+        """Lane and worker of the last answers of the other policies, where an episode has several."""
         self._expected = -1
         self._answer: Turn | None = None
         self._wakeup = Wakeup()
@@ -114,10 +122,6 @@ class PolicyClient:
     def is_late(self, now: float) -> bool:
         """The worker's one timer asks this, so that no turn needs a timer of its own."""
         return now >= self._check_at
-
-    @property
-    def policy(self) -> str:
-        return self._request.policy
 
     @property
     def asked_worker(self) -> str:
@@ -182,17 +186,23 @@ class PolicyClient:
         """
         self._expected, self._answer = turn, None
         request = self._request
+        other = find_seat_policy(request, seat) if seat else None
+        self._turn_to(request.policy if other is None else other.policy)
+        if other is not None:
+            sampling = msgspec.structs.replace(other.sampling, seed=request.sampling.seed)
+        else:
+            sampling = self.limited_by.turn_limits.apply(request.sampling) if self.limited_by else request.sampling
         stands_on = placement.segment if placement.origin is None else placement.origin.parent
         observation = Observation(
             episode_id=request.episode_id,
             attempt=self._claim.attempt,
             turn=turn,
-            policy=request.policy,
+            policy=self.policy,
             messages=messages,
             tools=tools,
-            sampling=self.limited_by.turn_limits.apply(request.sampling) if self.limited_by else request.sampling,
-            tokens_left=tokens_left,
-            pinned_version=request.pinned_version,
+            sampling=sampling,
+            tokens_left=tokens_left if other is None else MAX_INT32,
+            pinned_version=request.pinned_version if other is None else None,
             history_hash=self._history_hashes.get(stands_on, EMPTY_HISTORY),
             environment_lane=self._claim.lane,
             action_sequence=self._action_sequence,
@@ -202,9 +212,18 @@ class PolicyClient:
             origin=placement.origin,
             segments=placement.segments,
             seat=seat,
+            trained=other is None,
         )
         lane = self._lane if self._lane_status.is_usable(self._lane) and not self._lane_status.is_full(self._lane) else ANY_LANE
         return self._await_answer(observation, lane)
+
+    def _turn_to(self, policy: str) -> None:
+        """Each policy is answered from lanes of its own."""
+        if policy != self.policy:
+            self._elsewhere = self._elsewhere or {}
+            self._elsewhere[self.policy] = self._lane, self._worker
+            self._lane, self._worker = self._elsewhere.get(policy, (ANY_LANE, ""))
+            self.policy = policy
 
     async def _await_answer(self, observation: Observation, lane: str) -> Turn:
         await self._send(observation, lane)

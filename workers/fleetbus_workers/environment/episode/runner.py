@@ -31,10 +31,18 @@ from fleetbus_schemas import (
 )
 from fleetbus_schemas.tokens import count_tokens, pack_mask
 from fleetbus_workers.environment.base import Environment, ReportsUntrained, ShowsWhole, Start, Step, Verdict
-from fleetbus_workers.environment.episode.conclusion import TIMED_OUT, Conclusion, apply_verdict, describe_seats, grade_timeout
+from fleetbus_workers.environment.episode.conclusion import (
+    TIMED_OUT,
+    Conclusion,
+    apply_verdict,
+    describe_no_room,
+    describe_seats,
+    describe_used_tokens,
+    grade_timeout,
+)
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
-from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats, SeatError, add_unseated
+from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats, SeatError, add_unseated, list_other_policies
 from fleetbus_workers.environment.episode.segments import FIRST, EpisodeContext, Placement, append_line, find_context_tokens
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, to_printable
 from fleetbus_workers.environment.examples import insert_examples
@@ -45,9 +53,6 @@ from fleetbus_workers.environment.validation import validate_return
 LAST_OBSERVATION_BYTES = 2048
 
 NO_STEP = Step()
-
-FEW_TURNS = 2
-"""An episode whose tokens were used up in so few turns says what they were used for."""
 
 log = structlog.get_logger()
 
@@ -149,13 +154,15 @@ class EpisodeRunner:
                 conclusion = await self._grade(conclusion)
         finally:
             await self._close()
-        return self._build_result(grade_timeout(conclusion, self._request.timeout_reward, self.turn))
+        reward = None if self._seats.other else self._request.timeout_reward
+        return self._build_result(grade_timeout(conclusion, reward, self.turn))
 
     def _describe_failure(self, ended: EpisodeEnded) -> Conclusion:
+        other = f" (of the policy {self._seats.other}, seat {self._seats.current})" if self._seats.other else ""
         return Conclusion(
             outcome=ended.outcome,
             error_class=ended.error_class,
-            error=ended.error,
+            error=ended.error + other,
             location=ended.location,
             traceback=self._first_failures.describe(ended),
         )
@@ -167,7 +174,7 @@ class EpisodeRunner:
         placement = FIRST
         while self.turn < self._request.max_turns:
             turn = self._find_recorded(messages, placement)
-            tokens_left = self._request.max_tokens - self._context.tokens
+            tokens_left = self._request.max_tokens - self._context.tokens + self._seats.other_tokens
             if turn is None and tokens_left > 0:
                 with self._limit_answer():
                     turn = await self._policy_client.ask(
@@ -194,12 +201,12 @@ class EpisodeRunner:
             await self._environment.open(self._request.task)
         with self._stages.time_limit("reset", self._limits.reset):
             start = validate_return(Start, await self._environment.reset(), "reset", self._environment)
-        self._seats = EpisodeSeats(start.seat) if start.seat else UNSEATED
+        self._seats = EpisodeSeats(start.seat, list_other_policies(self._request)) if start.seat else UNSEATED
         return insert_examples(start.messages, self._examples), start.tools
 
     def _append_status(self, messages: tuple[ChatMessage, ...], placement: Placement) -> tuple[ChatMessage, ...]:
         """The policy's budget at the end of what it sees next, if that is wanted."""
-        if not self._settings.context_status or not messages:
+        if not self._settings.context_status or not messages or self._seats.other:
             return messages
         context = self._context
         line = format_status_line(
@@ -222,7 +229,7 @@ class EpisodeRunner:
                 placement = self._change_context(change)
                 if change is step.context or change.resume is None:
                     return self._append_status(messages, placement), change.tools, placement
-        if not context.needs_compaction(messages):
+        if self._seats.other or not context.needs_compaction(messages):
             placement = context.extend()
         elif self._settings.compaction == "summarise":
             self._unread = messages
@@ -268,6 +275,8 @@ class EpisodeRunner:
         if action.finish_reason == "failed":
             raise EpisodeEnded("lost", action.error_class or "action_failed", action.error)
         if not action.sampled:
+            if self._seats.other:
+                raise EpisodeEnded("lost", "seat_without_room", action.error)
             self._lack_of_room = action.error
             return None
         return turn
@@ -276,27 +285,14 @@ class EpisodeRunner:
         """The policy's tokens are used up. No work of the policy is in an episode without a turn: a grade would say nothing of
         it."""
         if not self.turn:
-            return Conclusion(outcome="verifier_unknown", error_class="prompt_too_long", error=self._no_room())
-        return Conclusion(outcome="truncated", error_class="tokens", note=self._describe_used_tokens())
-
-    def _no_room(self) -> str:
-        """The reason why nothing was played."""
-        limit = self._request.max_tokens
-        reason = self._lack_of_room or f"it uses up the {limit:,} tokens of the episode, or those that the model takes"
-        return f"the prompt leaves no room for a turn: {reason}; shorten it, or raise the limit"
-
-    def _describe_used_tokens(self) -> str:
-        """The use of the tokens, if they were used up in the first or the second turn."""
-        if self.turn > FEW_TURNS:
-            return ""
-        prompt, limit = count_tokens(self._turns[0].action.prompt_delta), self._request.max_tokens
-        return (
-            f"its tokens were used up in turn {self.turn} of {self._request.max_turns}: the first prompt took {prompt:,} of "
-            f"{limit:,} (episode.max_episode_tokens)"
-        )
+            error = describe_no_room(self._lack_of_room, self._request.max_tokens)
+            return Conclusion(outcome="verifier_unknown", error_class="prompt_too_long", error=error)
+        return Conclusion(outcome="truncated", error_class="tokens", note=describe_used_tokens(self._turns, self._request))
 
     def _append_turn(self, turn: Turn, messages: tuple[ChatMessage, ...]) -> None:
         self._seats.append(len(self._turns), turn.action.segment)
+        if self._seats.other:
+            self._seats.other_tokens += count_tokens(turn.action.prompt_delta + turn.action.sampled)
         self._turns.append(turn)
         try:
             self._context.append(turn, messages)
@@ -361,7 +357,10 @@ class EpisodeRunner:
         mask = loss_mask(self._turns, {each.turn for each in untrained})
         info = clip_values(self._last.info, INFO_BYTES)
         limit = self._settings.max_abs_reward
-        versions = {span.version for turn in self._turns for span in turn.action.versions}
+        others = self._seats.other_turns
+        versions = {
+            span.version for number, turn in enumerate(self._turns) if number not in others for span in turn.action.versions
+        }
         return EpisodeFinished(
             episode_id=request.episode_id,
             group_id=request.group_id,

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 
-from fleetbus_schemas import ContextChange, EpisodeSeat, UntrainedTurn
+from fleetbus_schemas import ContextChange, EpisodeRequested, EpisodeSeat, SeatPolicy, UntrainedTurn
 from fleetbus_schemas.seat import MAX_SEATS, SHARED
 from fleetbus_workers.environment.base import Step
 
 UNNAMED = "Verdict.seats has no reward for it"
+NO_OTHERS: Mapping[str, str] = MappingProxyType({})
 
 
 class SeatError(ValueError):
@@ -21,15 +23,29 @@ class SeatError(ValueError):
 
 
 class EpisodeSeats:
-    """Turns by seat. Without a first seat the episode has none, and all calls say so."""
+    """Turns by seat. Without a first seat the episode has none, and all calls say so. ``others`` are policies by the seat that
+    they play, which are not trained."""
 
-    __slots__ = ("_owners", "_segments", "_turns", "current")
+    __slots__ = ("_others", "_owners", "_segments", "_turns", "current", "other_tokens")
 
-    def __init__(self, first: str) -> None:
+    def __init__(self, first: str, others: Mapping[str, str] = NO_OTHERS) -> None:
         self.current = first
+        self._others = others
+        self.other_tokens = 0
+        """Tokens of the turns of other policies, which do not count as the episode's."""
         self._turns: dict[str, list[int]] = {}
         self._segments: dict[str, int] = {}
         self._owners: dict[int, str] = {}
+
+    @property
+    def other(self) -> str:
+        """The other policy that plays the present seat; empty if that is the episode's own."""
+        return self._others.get(self.current, "")
+
+    @property
+    def other_turns(self) -> frozenset[int]:
+        """Those that other policies played."""
+        return frozenset(turn for seat in self._others for turn in self._turns.get(seat, ()))
 
     def append(self, turn: int, segment: int) -> None:
         """The present seat played ``turn``, in ``segment``."""
@@ -67,17 +83,34 @@ class EpisodeSeats:
         episode's reward, ``shared``."""
         if not rewards:
             return self.describe_equal(shared, SHARED)
-        return tuple(_describe(name, tuple(turns), rewards) for name, turns in self._turns.items())
+        seats = (_describe(name, tuple(turns), rewards) for name, turns in self._turns.items())
+        return tuple(map(self._leave_to_its_policy, seats))
 
     def describe_equal(self, reward: float | None, reason: str) -> tuple[EpisodeSeat, ...]:
         """The same where no verdict tells the seats apart."""
         return tuple(
-            EpisodeSeat(name=name, turns=tuple(turns), reward=reward, reason=reason) for name, turns in self._turns.items()
+            self._leave_to_its_policy(EpisodeSeat(name=name, turns=tuple(turns), reward=reward, reason=reason))
+            for name, turns in self._turns.items()
         )
+
+    def _leave_to_its_policy(self, seat: EpisodeSeat) -> EpisodeSeat:
+        if (policy := self._others.get(seat.name)) is None:
+            return seat
+        return EpisodeSeat(name=seat.name, turns=seat.turns, reason=f"the policy {policy} plays it, which is not trained here")
 
 
 UNSEATED = EpisodeSeats("")
 """Of every episode without seats: nothing is ever added to it."""
+
+
+def list_other_policies(request: EpisodeRequested) -> Mapping[str, str]:
+    """The policies by the seat that they play, where that is not the request's own."""
+    return {seat.seat: seat.policy for seat in request.seats} if request.seats else NO_OTHERS
+
+
+def find_seat_policy(request: EpisodeRequested, seat: str) -> SeatPolicy | None:
+    """The other policy that plays this seat, None if the request's own does."""
+    return next((each for each in request.seats if each.seat == seat), None)
 
 
 def _describe(name: str, turns: tuple[int, ...], rewards: Mapping[str, float | None]) -> EpisodeSeat:

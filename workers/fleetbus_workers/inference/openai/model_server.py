@@ -67,6 +67,9 @@ MAX_ANSWER_BYTES = 64 << 20
 MAX_ANSWER_VALUES = 1 << 22
 """Of one answer, or one event of a stream: log-probabilities of a long completion."""
 
+SERVER_KEY = "OPENAI_API_KEY"
+"""Environment variable with the servers' key; it is never written anywhere."""
+
 CONNECT_SECONDS = 5.0
 STALL_SECONDS = 120.0
 """Longest silence within an answer: a long prompt in a long queue."""
@@ -155,6 +158,13 @@ class ModelServer:
         response = await self._post(dialect.path, dialect.build_body(call))
         if response.status_code in REFUSED | {403, 501}:
             return None
+        return self._decode_json(response)
+
+    async def request_json(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request. Raises `ServerFailed`, or `RequestRefused` for what the server will never do."""
+        response = await self._post(path, body)
+        if response.status_code != 200:
+            self._raise_for_status(response)
         return self._decode_json(response)
 
     async def check_health(self) -> None:

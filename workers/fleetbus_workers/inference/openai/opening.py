@@ -11,11 +11,9 @@ import anyio.to_thread
 from fleetbus.errors import UserError
 from fleetbus_schemas import ChatMessage
 from fleetbus_workers.inference.engine_context import EngineContext
+from fleetbus_workers.inference.openai.model_server import SERVER_KEY
 from fleetbus_workers.inference.openai.sampler import OpenAISampler
 from fleetbus_workers.inference.weight_folders import WeightFolders
-
-SERVER_KEY = "OPENAI_API_KEY"
-"""Environment variable with the servers' key; it is never written anywhere."""
 
 
 @asynccontextmanager

@@ -1,0 +1,86 @@
+"""Other policies in a run: who plays which seat of its episodes, and where a policy is served that nobody trains. Pure.
+
+The setting ``run.seats`` has one item a line: ``SEAT=POLICY`` for a policy that inference workers of its own serve, or
+``SEAT=[MODEL@]URL`` for a server with chat completions and ``SEAT=model:MODEL`` for a model as it is: these are policies named
+as their seat, and `up` starts their workers (docs/decisions/0249-seats-of-other-policies.md).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from fleetbus.config.settings import Configuration, RunSettings
+from fleetbus.errors import UserError
+from fleetbus_schemas import SamplingSettings, SeatPolicy
+from fleetbus_schemas.subjects import is_name
+
+FORMS = "SEAT=POLICY, SEAT=[MODEL@]URL or SEAT=model:MODEL"
+MODEL = "model:"
+
+
+class SeatSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """``seat`` is played by ``policy``. With a ``url`` or a ``model`` an inference worker of `up` serves it: the model that the
+    server there calls ``served_model``, or the model itself."""
+
+    seat: str
+    policy: str
+    url: str = ""
+    served_model: str = ""
+    model: str = ""
+
+    @property
+    def is_served(self) -> bool:
+        """True if `up` starts a worker for it."""
+        return bool(self.url or self.model)
+
+
+def parse_seats(text: str) -> tuple[SeatSetting, ...]:
+    """The seats that other policies play, in the order in which they are named. Raises `UserError`."""
+    found: dict[str, SeatSetting] = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        seat, _, value = line.partition("=")
+        if not is_name(seat) or not value:
+            raise UserError(f"run.seats {line!r}: write {FORMS}; a seat is 1 to 128 letters, digits, '-' or '_'")
+        if seat in found:
+            raise UserError(f"run.seats names two policies for the seat {seat}; give it one")
+        found[seat] = _parse_value(seat, value)
+    return tuple(found.values())
+
+
+def _parse_value(seat: str, value: str) -> SeatSetting:
+    if value.startswith(MODEL) and (model := value.removeprefix(MODEL)):
+        return SeatSetting(seat=seat, policy=seat, model=model)
+    if "://" in value:
+        served_model, _, url = value.rpartition("@") if value.partition("://")[0].count("@") else ("", "", value)
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"run.seats: the address of the seat {seat} must begin with http:// or https://")
+        if "@" in url.partition("://")[2].partition("/")[0]:
+            raise UserError(
+                f"run.seats: the address of the seat {seat} must not contain a password, because settings are written to "
+                "files: set OPENAI_API_KEY instead"
+            )
+        return SeatSetting(seat=seat, policy=seat, url=url, served_model=served_model)
+    if not is_name(value):
+        raise UserError(f"run.seats: {value!r} is no policy's name for the seat {seat}: write {FORMS}")
+    return SeatSetting(seat=seat, policy=value)
+
+
+def list_policies(run: RunSettings) -> tuple[str, ...]:
+    """The policies of a run, each once: the one that is trained, then those of other seats."""
+    return tuple(dict.fromkeys((run.policy, *(seat.policy for seat in parse_seats(run.seats)))))
+
+
+def build_seats(configuration: Configuration) -> tuple[SeatPolicy, ...]:
+    """The seats of other policies as requests carry them."""
+    episode = configuration.episode
+    sampling = SamplingSettings(temperature=episode.seat_temperature, max_tokens=episode.seat_max_tokens)
+    return tuple(
+        SeatPolicy(seat=seat.seat, policy=seat.policy, sampling=sampling) for seat in parse_seats(configuration.run.seats)
+    )
+
+
+def check_seats(run: RunSettings) -> None:
+    """Raise `UserError` if a seat is given to the policy that plays all others."""
+    for seat in parse_seats(run.seats):
+        if seat.policy == run.policy:
+            raise UserError(f"run.seats gives the seat {seat.seat} to {run.policy}, which is the policy that the run trains")
