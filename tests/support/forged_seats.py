@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from fleetbus_schemas import NEW_ROOT, EpisodeSeat, EpisodeSegment, SegmentOrigin, UntrainedTurn
-from fleetbus_schemas.tokens import EMPTY_HISTORY, pack_mask
+from fleetbus_schemas import NEW_ROOT, EpisodeSeat, EpisodeSegment, SeatPolicy, SegmentOrigin, UntrainedTurn
+from fleetbus_schemas.tokens import EMPTY_HISTORY, pack_logprobs, pack_mask
 from tests.support.log_builder import PROMPT, SAMPLED, LogBuilder, compute_history_hash
 
 ORIGIN = SegmentOrigin(parent=NEW_ROOT, kept=0, reason="seat")
@@ -21,17 +22,23 @@ SEGMENTS = (
 UNTRAINED = (UntrainedTurn(turn=1, reason="seat"),)
 
 
-def play_game(log_builder: LogBuilder, asked: tuple[str, ...] = ("first", "second", "first"), **changes: Any) -> None:
-    """Turns 0 and 2 in one context, turn 1 in another, which is not trained."""
-    log_builder.request("a")
+def play_game(
+    log_builder: LogBuilder, asked: tuple[str, ...] = ("first", "second", "first"), other: str = "", **changes: Any
+) -> None:
+    """Turns 0 and 2 in one context, turn 1 in another, which is not trained. The second seat may be another policy's, of which
+    ``other`` is asked."""
+    log_builder.request("a", seats=(SeatPolicy(seat="second", policy="simulator"),) if other else ())
     log_builder.claim("a")
     actions = []
     for turn, (seat, segment, before) in enumerate(zip(asked, (0, 1, 0), (0, 0, 1), strict=True)):
         origin = ORIGIN if segment else None
         observed = compute_history_hash(before) if before else EMPTY_HISTORY
-        log_builder.observe("a", turn, history_hash=observed, seat=seat, segment=segment, origin=origin)
+        policy = other or "default" if seat == "second" else "default"
+        log_builder.observe("a", turn, history_hash=observed, seat=seat, segment=segment, origin=origin, policy=policy)
         hashed = compute_history_hash(before + 1)
-        actions.append(log_builder.act("a", turn, history_hash=hashed, segment=segment, origin=origin))
+        unlearnable: dict[str, Any] = {"version": 77, "logprobs": pack_logprobs([math.nan] * SAMPLED)}
+        strange = unlearnable if policy == "simulator" else {}
+        actions.append(log_builder.act("a", turn, history_hash=hashed, segment=segment, origin=origin, **strange))
     mask = [*[False] * PROMPT, *[True] * SAMPLED, *[False] * TOKENS, *[False] * PROMPT, *[True] * SAMPLED]
     sound = {"seats": SEATS, "segments": SEGMENTS, "untrained": UNTRAINED, "loss_mask": pack_mask(mask)}
     log_builder.finish("a", actions, **sound | changes)
@@ -64,3 +71,17 @@ def unrewarded_seat_trained(log_builder: LogBuilder) -> None:
 def rewarded_seat_left_out(log_builder: LogBuilder) -> None:
     """A turn that is left out for its seat, which has a reward."""
     play_game(log_builder, untrained=(UntrainedTurn(turn=0, reason="seat"), *UNTRAINED))
+
+
+def seat_of_another_policy_trained(log_builder: LogBuilder) -> None:
+    rewarded = (SEATS[0], EpisodeSeat(name="second", turns=(1,), reward=1.0))
+    mask = [*[False] * PROMPT, *[True] * SAMPLED] * 3
+    play_game(log_builder, other="simulator", seats=rewarded, untrained=(), loss_mask=pack_mask(mask))
+
+
+def seat_asked_of_the_trained_policy(log_builder: LogBuilder) -> None:
+    play_game(log_builder, other="default")
+
+
+def seat_asked_of_a_policy_that_nobody_named(log_builder: LogBuilder) -> None:
+    play_game(log_builder, other="third")

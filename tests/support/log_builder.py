@@ -25,6 +25,7 @@ from fleetbus_schemas import (
     Message,
     Observation,
     PolicyPublished,
+    SeatPolicy,
     Split,
     StepTrained,
     Subjects,
@@ -63,10 +64,12 @@ class LogBuilder:
         )
         return self.add(SUBJECTS.policy("default"), published)
 
-    def request(self, episode: str, *, split: Split = "train", pool: str = "default") -> int:
+    def request(
+        self, episode: str, *, split: Split = "train", pool: str = "default", seats: tuple[SeatPolicy, ...] = ()
+    ) -> int:
         request = EpisodeRequested(
             episode_id=episode, group_id="g", sample_index=0, split=split, task=Task(key="t"), policy="default", deadline_ns=1,
-            lineage="l1" if split == "train" else "", group_size=1,
+            lineage="l1" if split == "train" else "", group_size=1, seats=seats,
         )  # fmt: skip
         return self.add(SUBJECTS.task(pool, episode), request)
 
@@ -84,7 +87,8 @@ class LogBuilder:
             episode_id=episode, attempt=attempt, turn=turn, policy="default", messages=(), tokens_left=9,
             environment_lane="e0", deadline_ns=1, history_hash=compute_history_hash(turn),
         )  # fmt: skip
-        return self.add(SUBJECTS.observation("default", "any", episode), msgspec.structs.replace(observation, **changes))
+        observation = msgspec.structs.replace(observation, **changes)
+        return self.add(SUBJECTS.observation(observation.policy, "any", episode), observation)
 
     def act(self, episode: str, turn: int, attempt: int = 1, *, version: int = 0, **changes: Any) -> int:
         delta, sampled = pack_ids(range(PROMPT)), pack_ids(range(SAMPLED))

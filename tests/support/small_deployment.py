@@ -19,8 +19,8 @@ from anyio.abc import TaskGroup
 from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import Faults, MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
-from fleetbus.bus.streams import plan_run
 from fleetbus.concurrency.runtime import Runtime
+from fleetbus.config.seats import build_seats
 from fleetbus.config.settings import (
     Configuration,
     EnvironmentSettings,
@@ -62,6 +62,7 @@ from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.group_judge import GroupJudge
 from fleetbus_workers.learner.worker import run_learner
+from fleetbus_workers.up.process_plans import build_stream_plan
 from tests.support.checked_bus import CheckedBus
 from tests.support.resources import nothing_left_behind
 
@@ -159,8 +160,7 @@ class SmallDeployment:
         slots: int | None = None,
         on_hosting: Callable[[SessionHost], None] = lambda _: None,
     ) -> Member:
-        settings = self.configuration.environment
-        settings = msgspec.structs.replace(settings, slots=slots or settings.slots)
+        settings = msgspec.structs.replace(self.configuration.environment, **({"slots": slots} if slots else {}))
         configuration = msgspec.structs.replace(self.configuration, environment=settings)
 
         async def work(member: Member, bus: Bus) -> None:
@@ -177,11 +177,12 @@ class SmallDeployment:
         return self.start("environment", name, work)
 
     def inference(
-        self, name: str, *, sampler: Sampler | None = None, template: Template | None = None, slots: int | None = None
+        self, name: str, *, sampler: Sampler | None = None, template: Template | None = None, slots: int = 0, policy: str = ""
     ) -> Member:
-        settings = self.configuration.inference
-        settings = msgspec.structs.replace(settings, slots=slots or settings.slots)
-        configuration = msgspec.structs.replace(self.configuration, inference=settings)
+        """A worker of the run's policy, or of another one, which nobody trains."""
+        given, replace = self.configuration, msgspec.structs.replace
+        inference = replace(given.inference, slots=slots or given.inference.slots, frozen=bool(policy))
+        configuration = replace(given, inference=inference, run=replace(given.run, policy=policy or given.run.policy))
 
         async def work(member: Member, bus: Bus) -> None:
             await run_inference(
@@ -277,6 +278,7 @@ class SmallDeployment:
             max_turns=max_turns,
             deadline_ns=self.bus.now_ns() + int(deadline_seconds * 1e9),
             timeout_reward=timeout_reward,
+            seats=build_seats(self.configuration),
         )
         published = await self.bus.publish(self.subjects.task("default", episode_id), encode(request), expected_last=0)
         self.requested.append(published.sequence)
@@ -384,9 +386,7 @@ async def small_deployment(
     with nothing_left_behind():
         async with connect("test") as bus, connect("operator") as operator:
             if not declared:
-                await bus.declare(
-                    plan_run(configuration.run.name, lanes=configuration.nats.lanes, max_bytes=configuration.nats.max_bytes)
-                )
+                await bus.declare(build_stream_plan(configuration))
             async with anyio.create_task_group() as group:
                 fleet = SmallDeployment(server, connect, configuration, bus, operator, group)
                 group.start_soon(fleet.follow_results)

@@ -10,8 +10,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from fleetbus_schemas import Action, ChatMessage, ContextChange
+from fleetbus_schemas import Action, ChatMessage, ContextChange, EpisodeFinished
 from fleetbus_workers.environment.base import Start, Step, Verdict
+from fleetbus_workers.inference.scripted import VOCABULARY
 from tests.support.servers import connect, run_server
 from tests.support.small_deployment import RUN
 from tests.support.virtual_time import virtual_time
@@ -73,6 +74,34 @@ async def test_a_kill_at_any_point_leaves_each_seat_its_turns_tokens_and_reward(
     for role, point in points:
         killer = Killer(role, point)
         disturbed, trained = await play(killer, make=Table)
+        assert killer.killed.startswith(role), (role, point)
+        assert (disturbed.outcome, disturbed.seats) == ("completed", result.seats), (role, point, disturbed.error)
+        assert trained == expected, (role, point)
+
+
+OTHERS = "b=simulator"
+
+
+def describe(result: EpisodeFinished) -> list[tuple[str, tuple[int, ...], float | None]]:
+    return [(seat.name, seat.turns, seat.reward) for seat in result.seats]
+
+
+async def test_a_seat_of_another_policy_is_played_by_its_workers_and_never_trained() -> None:
+    result, trained = await play(make=Table, seats=OTHERS)
+    assert describe(result) == [("a", (0, 2, 3, 6), 1.0), ("b", (1, 5, 8), None), ("c", (4, 7), None)]
+    assert [seat.reason for seat in result.seats][1] == "the policy simulator plays it, which is not trained here"
+    assert [each.turn for each in result.untrained] == [1, 4, 5, 7, 8]
+    assert count_trained(trained) == 8 * 4
+    assert all(max(ids) < VOCABULARY for _, ids, _, _ in trained), "no sequence holds tokens of the other model"
+
+
+async def test_a_kill_at_any_point_leaves_the_seats_of_two_policies_their_turns() -> None:
+    result, expected = await play(make=Table, seats=OTHERS)
+    points = [("environment", ("stepped", step)) for step in range(1, TURNS)]
+    points += [(role, ("asked", turn)) for role in ("environment", "inference") for turn in range(TURNS)]
+    for role, point in points:
+        killer = Killer(role, point)
+        disturbed, trained = await play(killer, make=Table, seats=OTHERS)
         assert killer.killed.startswith(role), (role, point)
         assert (disturbed.outcome, disturbed.seats) == ("completed", result.seats), (role, point, disturbed.error)
         assert trained == expected, (role, point)

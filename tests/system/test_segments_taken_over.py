@@ -6,14 +6,18 @@ In virtual time at every single turn; on a real server once per role. Real proce
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 
 from fleetbus.audit.run import audit_run
+from fleetbus.config.seats import parse_seats
+from fleetbus.config.settings import RunSettings
 from fleetbus.core.training.groups import Group
 from fleetbus_schemas import Action, ContextChange, EpisodeFinished, Task
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
@@ -83,6 +87,16 @@ class Watched(ScriptedSampler):
         return await super().generate(request)
 
 
+class Unlearnable(Watched):
+    """A model that tells no log-probabilities, and has more tokens than the one that is trained."""
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        assert not request.trained
+        generation = await super().generate(request)
+        ids = [200_000 + token for token in generation.ids]
+        return msgspec.structs.replace(generation, ids=ids, logprobs=[math.nan] * len(ids))
+
+
 class Rendering(ScriptedTemplate):
     """A template that renders the whole conversation in other tokens than those that were sampled."""
 
@@ -121,16 +135,23 @@ async def play(
     connected: Connect | None = None,
     make: Callable[..., Forest] = Forest,
     template: ScriptedTemplate | None = None,
+    seats: str = "",
 ) -> tuple[EpisodeFinished, Trained]:
-    """One episode among two workers of each role, of which the killer may kill one; its result, and what is trained of it."""
+    """One episode among two workers of each role, of which the killer may kill one; its result, and what is trained of it.
+    ``seats`` are those of other policies, each of which two more inference workers serve."""
     killer = killer or Killer("", ("", 0))
-    async with small_deployment(build_configuration(limits=PATIENT), connect=connected) as fleet:
+    configuration = build_configuration(limits=PATIENT, run=RunSettings(name=RUN, seats=seats))
+    async with small_deployment(configuration, connect=connected) as fleet:
         killer.fleet = fleet
         members = [fleet.environment(name, make=partial(make, partial(killer.stepped, name))) for name in ENVIRONMENTS]
         members += [
             fleet.inference(name, sampler=Watched(partial(killer.asked, name)), template=template or ScriptedTemplate())
             for name in ENGINES
         ]
+        for seat in parse_seats(seats):
+            for number in range(2):
+                name = f"inference-{seat.policy}-{number}"
+                members.append(fleet.inference(name, sampler=Unlearnable(partial(killer.asked, name)), policy=seat.policy))
         await fleet.heard(*members)
         await fleet.request("e", task=Task(key="task", prompt="play", config={"turns": TURNS}))
         result = await fleet.result("e")

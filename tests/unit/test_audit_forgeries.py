@@ -37,6 +37,9 @@ from tests.support.forged_seats import (
     context_shared_by_seats,
     play_game,
     rewarded_seat_left_out,
+    seat_asked_of_a_policy_that_nobody_named,
+    seat_asked_of_the_trained_policy,
+    seat_of_another_policy_trained,
     seats_invented,
     seats_left_out,
     turns_exchanged_between_seats,
@@ -328,6 +331,9 @@ FORGERIES: list[tuple[Callable[[LogBuilder], None], str, str]] = [
     (seats_left_out, "seats_wrong", "a"),
     (turns_exchanged_between_seats, "seats_wrong", "a"),
     (context_shared_by_seats, "seats_wrong", "a"),
+    (seat_of_another_policy_trained, "seats_wrong", "a"),
+    (seat_asked_of_the_trained_policy, "seats_wrong", "a"),
+    (seat_asked_of_a_policy_that_nobody_named, "seats_wrong", "a"),
     (unrewarded_seat_trained, "seats_wrong", "a"),
     (rewarded_seat_left_out, "seats_wrong", "a"),
     (loss_mask_unsampled, "loss_mask_unsampled", "a"),
@@ -380,8 +386,9 @@ async def test_books_that_do_not_add_up_are_a_finding_of_their_own() -> None:
     assert kinds(report)["books_open"] == ("1 requested, 2 accounted for",)
 
 
-async def test_a_game_of_two_seats_balances() -> None:
+@pytest.mark.parametrize("other", ["", "simulator"])
+async def test_a_game_of_two_seats_balances(other: str) -> None:
     log_builder = start_log()
-    play_game(log_builder)
+    play_game(log_builder, other=other)
     report = await audit_log(log_builder)
     assert (kinds(report), report.unrewarded) == ({}, 1)

@@ -279,7 +279,7 @@ class Audit(msgspec.Struct):
                 episode.on_result(sequence, message, findings)
             case Observation():
                 self._counts["observations"] += 1
-                episode.on_observation(sequence, message, findings)
+                episode.on_observation(sequence, tokens[3], message, findings)
             case _:
                 self._counts["actions"] += 1
                 episode.on_action(sequence, tokens[3], message, self._get_versions(episode.policy), findings)

@@ -117,7 +117,7 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
         self.holding = False
         self.released += 1
 
-    def on_observation(self, sequence: int, observation: Observation, findings: Findings) -> None:
+    def on_observation(self, sequence: int, policy: str, observation: Observation, findings: Findings) -> None:
         attempt = observation.attempt
         if not 1 <= attempt <= self.attempts:
             findings.add("observed_unclaimed", self.episode_id, sequence)
@@ -128,7 +128,7 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
             self.hashes[attempt, observation.turn] = observation.history_hash
             if observation.seat:
                 self.seats[attempt, observation.turn] = observation.seat
-            if self.requested and observation.policy != self.others.get(observation.seat, self.policy):
+            if self.requested and policy != self.others.get(observation.seat, self.policy):
                 self.asked_elsewhere.add((attempt, observation.turn))
 
     def on_action(self, sequence: int, lane: str, action: Action, published: Container[int], findings: Findings) -> None:
