@@ -4,6 +4,7 @@
     python benchmarks/chaos.py --kills --seconds 240 --quiet 20 --json      # one kill at a time: what recovery takes
     python benchmarks/chaos.py --segments --seconds 45 --quiet 20 --json    # in a context too small for a whole episode
     python benchmarks/chaos.py --seats --seconds 60 --quiet 15 --json       # Kuhn poker: two seats in each episode
+    python benchmarks/chaos.py --opponent --seconds 60 --quiet 15 --json    # one of them another policy's, behind a URL
 
 From a seed, members are killed (SIGKILL), paused (SIGSTOP, SIGCONT) and terminated while they train the starter policy; what
 ended is started again. Then comes a quiet time, the learner stops, every episode gets its outcome, a last learner evaluates the
@@ -34,14 +35,15 @@ import structlog
 
 from benchmarks.chaos_faults import MEAN_SECONDS, Fault, plan_faults, plan_kills
 from benchmarks.chaos_processes import ChaosDeployment
-from benchmarks.chaos_recovery import Entry, Heard, Recovery, compute_percentiles
+from benchmarks.chaos_recovery import Entry, Heard, Recovery, build_recovery
+from benchmarks.opponent_server import run_opponent
 from benchmarks.until_signal import run_until_signal
 from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
-from fleetbus.bus.streams import plan_run
 from fleetbus.config.load import dump_configuration
+from fleetbus.config.seats import parse_seats
 from fleetbus.config.settings import (
     Configuration,
     EnvironmentSettings,
@@ -75,6 +77,7 @@ from fleetbus_schemas import (
 from fleetbus_schemas.message import decode_any
 from fleetbus_workers.learner.digest_audit import audit_digests
 from fleetbus_workers.observe.run.progress import Progress
+from fleetbus_workers.up.process_plans import build_stream_plan, list_seat_options
 from fleetbus_workers.up.summary_builder import Summary, build_summary
 
 RUN = "chaos"
@@ -99,7 +102,7 @@ STOP_SECONDS = 15.0
 Plan = argparse.Namespace
 
 
-def configuration(url: str, folder: Path, plan: Plan) -> Configuration:
+def configuration(url: str, folder: Path, plan: Plan, opponent: str = "") -> Configuration:
     """Small batches, frequent checkpoints, no last step: the run is stopped from outside."""
     environment, inference = EnvironmentSettings(), InferenceSettings()
     if plan.segments:
@@ -108,7 +111,8 @@ def configuration(url: str, folder: Path, plan: Plan) -> Configuration:
     run = RunSettings(name=RUN, folder=str(folder / "runs"), seed=plan.seed)
     if plan.seats:
         dump_tasks([Task(key=first + second) for first in "JQK" for second in "JQK" if first != second], folder / "deals.json")
-        run = msgspec.structs.replace(run, environment=f"{KUHN}:Kuhn", tasks=str(folder / "deals.json"))
+        seats = f"second={opponent}" if opponent else ""
+        run = msgspec.structs.replace(run, environment=f"{KUHN}:Kuhn", tasks=str(folder / "deals.json"), seats=seats)
     return Configuration(
         run=run,
         nats=NatsSettings(url=url),
@@ -246,7 +250,7 @@ class Chaos:
             "unplanned_exits": [f"{each.name}: {each.status}" for each in self._fleet.ended if not each.planned],
             "late_to_stop": self._late_to_stop,
             **figures,
-            "recovery_seconds": _build_recovery(Recovery(log, self._fleet.injected, self._heard)),
+            "recovery_seconds": build_recovery(Recovery(log, self._fleet.injected, self._heard)),
             "left_behind": await self._fleet.find_survivors(),
         }
 
@@ -310,19 +314,6 @@ def _count_taken_over(log: Iterable[Entry]) -> int:
     return sum(turn >= cut[episode] for episode, turn in resumed.items() if episode in cut)
 
 
-def _build_recovery(recovery: Recovery) -> dict[str, dict[str, float | int | None]]:
-    """``undisturbed``: after kills during whose recovery no other member of the role, nor the server, was struck or away."""
-    return {
-        "environment": compute_percentiles(recovery.environment()),
-        "environment_undisturbed": compute_percentiles(recovery.environment(undisturbed=True)),
-        "inference": compute_percentiles(recovery.inference()),
-        "inference_undisturbed": compute_percentiles(recovery.inference(undisturbed=True)),
-        "learner": compute_percentiles(recovery.learner()),
-        "learner_undisturbed": compute_percentiles(recovery.learner(undisturbed=True)),
-        "server": compute_percentiles(recovery.server()),
-    }
-
-
 def _count_by_role(fleet: ChaosDeployment) -> dict[str, dict[str, int]]:
     counts: dict[str, Counter[str]] = {}
     for fault in fleet.injected:
@@ -341,17 +332,20 @@ async def open_run_folder(keep: str | None) -> AsyncIterator[Path]:
         yield Path(keep)
 
 
-async def run_chaos(plan: Plan) -> dict[str, Any]:
+async def run_chaos(plan: Plan, opponent: str = "") -> dict[str, Any]:
     """The report of one run; raises `TimeoutError` if it does not end in time."""
     limit = plan.seconds + plan.quiet + START_SECONDS + 2 * LEARNER_STOP_SECONDS + LAST_EVALUATION_SECONDS + 150
     async with open_run_folder(plan.folder) as folder, run_server(folder / "nats", monitor_port=None) as server:
-        settings = configuration(server.url, folder, plan)
+        settings = configuration(server.url, folder, plan, opponent)
         (folder / "config.json").write_bytes(dump_configuration(settings))
         with anyio.fail_after(limit):
             async with connect(server.url, run=RUN, role="test", worker="chaos") as bus:
-                await bus.declare(plan_run(RUN))
+                await bus.declare(build_stream_plan(settings))
                 patience = STRIKE_PATIENCE_SECONDS if plan.segments else 0.0
                 fleet = ChaosDeployment(bus, Subjects(RUN), server, folder, PLACES, patience=patience)
+                for number, seat in enumerate(2 * parse_seats(settings.run.seats)):
+                    options = list_seat_options(seat)
+                    fleet.members.append(fleet.member("inference", f"inference-{seat.policy}-{number}", *options))
                 return await Chaos(bus, fleet, plan, settings).run()
 
 
@@ -364,12 +358,14 @@ def parse_arguments() -> Plan:
     parser.add_argument("--kills", action="store_true", help="kills alone, one at a time: measures recovery")
     parser.add_argument("--segments", action="store_true", help="a context too small for a whole episode: turns are dropped")
     parser.add_argument("--seats", action="store_true", help="Kuhn poker instead of the warehouse: two seats in each episode")
+    parser.add_argument("--opponent", action="store_true", help="as --seats, and a server that fails at times has one of them")
     parser.add_argument("--groups", type=int, default=4, help="groups of eight episodes per optimizer step")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--evaluate", type=int, default=128, help="held-out episodes at the start and at the end; 0: none")
     parser.add_argument("--folder", help="keep stores and logs there")
     parser.add_argument("--json", action="store_true", help="one JSON object on one line")
     plan = parser.parse_args()
+    plan.seats = plan.seats or plan.opponent
     if plan.seats:
         plan.evaluate = 0  # the last policy is the first one's opponent: neither is a success
     if plan.folder and (Path(plan.folder) / "nats").exists():
@@ -386,8 +382,11 @@ def is_sound(report: dict[str, Any]) -> bool:
 if __name__ == "__main__":
     options = parse_arguments()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
-    outcome = anyio.run(run_until_signal, partial(run_chaos, options), backend_options={"use_uvloop": True})
+    with run_opponent(options.seed) as server:
+        main = partial(run_chaos, options, server.url if options.opponent else "")
+        outcome = anyio.run(run_until_signal, main, backend_options={"use_uvloop": True})
+        answers = {"opponent_answers": server.answered, "opponent_failures": server.failed} if options.opponent else {}
     if not outcome:
         sys.exit(130)
-    print(json.dumps(outcome, indent=None if options.json else 2))
+    print(json.dumps(outcome | answers, indent=None if options.json else 2))
     sys.exit(0 if is_sound(outcome) else 1)

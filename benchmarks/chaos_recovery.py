@@ -207,3 +207,16 @@ def compute_percentiles(seconds: Iterable[float]) -> dict[str, float | int | Non
 
     never = sum(not math.isfinite(value) for value in ordered)
     return {"count": len(ordered), "never": never, "p50": rank(0.5), "p99": rank(0.99), "max": rank(1.0)}
+
+
+def build_recovery(recovery: Recovery) -> dict[str, dict[str, float | int | None]]:
+    """``undisturbed``: after kills during whose recovery no other member of the role, nor the server, was struck or away."""
+    return {
+        "environment": compute_percentiles(recovery.environment()),
+        "environment_undisturbed": compute_percentiles(recovery.environment(undisturbed=True)),
+        "inference": compute_percentiles(recovery.inference()),
+        "inference_undisturbed": compute_percentiles(recovery.inference(undisturbed=True)),
+        "learner": compute_percentiles(recovery.learner()),
+        "learner_undisturbed": compute_percentiles(recovery.learner(undisturbed=True)),
+        "server": compute_percentiles(recovery.server()),
+    }

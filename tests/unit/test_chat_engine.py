@@ -132,12 +132,8 @@ async def test_an_answer_is_text_whose_calls_a_turn_can_read() -> None:
 
 
 async def test_a_server_that_fails_for_a_while_is_asked_again() -> None:
-    answers: list[Answer] = [
-        (500, {}),
-        (200, {"choices": []}),
-        (429, {"error": {"message": KEY}}),
-        say("at last", finish="length"),
-    ]
+    cut = say("at last", finish="length")
+    answers: list[Answer] = [(500, {}), (200, {"choices": []}), (429, {"error": {"message": KEY}}), cut]
     async with serve(lambda number: answers[number - 1]) as (sampler, asked):
         found = await sampler.generate(request(TEMPLATE.encode_prompt((USER,), ())))
     assert (TEMPLATE.decode_text(found.ids), found.finish_reason, len(asked)) == ("at last", "length", 4)

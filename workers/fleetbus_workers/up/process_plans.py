@@ -68,15 +68,20 @@ def replace_interpreter(python: str, command: RoleCommand) -> RoleCommand:
     return lambda role, name: [python, *command(role, name)[1:]]
 
 
-def serve_seat(seat: SeatSetting, command: RoleCommand) -> RoleCommand:
-    """The same command lines for the policy of a seat that is served as it is."""
+def list_seat_options(seat: SeatSetting) -> list[str]:
+    """The options with which an inference worker serves the policy of a seat as it is."""
     options = ["--run-policy", seat.policy, "--inference-frozen"]
     if seat.url:
         options += ["--inference-engine", "chat", "--inference-urls", seat.url]
         options += ["--inference-served-model-name", seat.served_model]
     else:
         options += ["--run-model", seat.model]
-    return lambda role, name: [*command(role, name), *options]
+    return options
+
+
+def serve_seat(seat: SeatSetting, command: RoleCommand) -> RoleCommand:
+    """The same command lines for the policy of a seat that is served as it is."""
+    return lambda role, name: [*command(role, name), *list_seat_options(seat)]
 
 
 def share_model(processes: int, command: RoleCommand) -> RoleCommand:
