@@ -48,9 +48,10 @@ async def test_segments_of_processes_that_are_killed_are_trained_once(seed: int,
 
 
 @pytest.mark.chaos
+@pytest.mark.parametrize("seats", ["--seats", "--opponent"])
 @pytest.mark.timeout(LIMIT_SECONDS + 30)
-async def test_seats_of_processes_that_are_killed_are_trained_once(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--seats", "--seed", "1", "--seconds", "40", "--quiet", "15"]
+async def test_seats_of_processes_that_are_killed_are_trained_once(seats: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), seats, "--seed", "1", "--seconds", "40", "--quiet", "15"]
     with anyio.fail_after(LIMIT_SECONDS):
         done = await anyio.run_process([*command, "--folder", str(tmp_path), "--json"], check=False, stderr=None)
     assert done.returncode == 0, done.stdout

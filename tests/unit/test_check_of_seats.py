@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from fleetbus.config.settings import Configuration
+from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
 from fleetbus_workers.environment.base import Start, Step, Verdict
 from fleetbus_workers.environment.check.episode import PlayedEpisode, play_episode
@@ -89,3 +89,20 @@ async def test_a_mistake_with_seats_is_named(changes: dict[str, object], said: s
     episode, _ = await play(**changes)
     assert [problem.is_failure for problem in episode.problems] == [is_failure] * bool(said)
     assert all(said in problem.text for problem in episode.problems)
+
+
+@pytest.mark.parametrize(
+    ("seats", "said"),
+    [
+        ("solver=simulator", ""),
+        (
+            "solvr=simulator",
+            "gives the seat solvr to another policy, and here it did not act: the seats that acted are",
+        ),
+        ("proposer=a\nsolver=b", "no seat has a reward"),
+    ],
+)
+async def test_a_seat_of_another_policy_that_does_not_act_is_named(seats: str, said: str) -> None:
+    configuration = Configuration(run=RunSettings(seats=seats))
+    episode = await play_episode(Duo, Task(key="a"), lambda *_: "answer", configuration, turns=9)
+    assert [said in problem.text for problem in episode.problems] == [True] * bool(said)

@@ -66,7 +66,7 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 def read_conversation(ids: Sequence[int]) -> Conversation:
-    """What `ChatTranscript` wrote, with the answers between. Raises `ValueError` for any other ids."""
+    """The conversation that `ChatTranscript` wrote, with the answers between. Raises `ValueError` for any other ids."""
     template = ChatTranscript()
     messages: list[dict[str, Any]] = []
     tools: tuple[ToolSpec, ...] = ()

@@ -19,6 +19,7 @@ from fleetbus.config.engines import ENGINES, is_frozen
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.pools import find_pool, list_served_pools, parse_pools
 from fleetbus.config.run_folder import run_folder
+from fleetbus.config.seats import parse_seats
 from fleetbus.config.settings import Configuration, EnvironmentSettings, NatsSettings
 from fleetbus.errors import UserError
 from fleetbus.tasks.files import check_verifiers, load_dataset
@@ -145,7 +146,7 @@ def check_engine(configuration: Configuration) -> None:
 
 
 def check_services(configuration: Configuration) -> None:
-    """The key of a Tinker service, and something that listens where services are to be."""
+    """The key of a Tinker service, and something that listens where services and the servers of seats are to be."""
     inference, tinker = configuration.inference, configuration.tinker
     urls: list[tuple[str, str]] = []
     if inference.engine == "openai":
@@ -155,7 +156,10 @@ def check_services(configuration: Configuration) -> None:
             raise UserError("the variable TINKER_API_KEY is not set: a Tinker service lets nobody in without a key")
         urls = [("tinker.url", tinker.url)] if tinker.url else []
     dead = [(setting, url, reason) for setting, url in urls if (reason := _probe_service(url))]
-    if dead and len(dead) == len(urls):
+    dead = dead if len(dead) == len(urls) else []
+    seats = [("run.seats", seat.url) for seat in parse_seats(configuration.run.seats) if seat.url]
+    dead += [(setting, url, reason) for setting, url in seats if (reason := _probe_service(url))]
+    if dead:
         setting, url, reason = dead[0]
         raise UserError(f"{setting}: nothing answers at {strip_credentials(url)}: {reason}")
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 
+from fleetbus.config.seats import parse_seats
 from fleetbus.config.settings import Configuration
 from fleetbus.core.algorithms.reward_components import find_reward_problem
 from fleetbus.core.text.tool_calls import parse_tool_calls
@@ -90,6 +91,7 @@ class _Player:
         self._tools: dict[str, tuple[ToolSpec, ...]] = {}
         self._longest_gap = 0.0
         self._seats = UNSEATED
+        self._others = {seat.seat: seat.policy for seat in parse_seats(configuration.run.seats)}
         self.episode = PlayedEpisode()
 
     async def play(self, make: Callable[[], Environment]) -> None:
@@ -119,7 +121,7 @@ class _Player:
             start = validate_return(Start, await self._call(environment, "reset", environment.reset()), "reset", environment)
         self._check_start(start, environment)
         shown = start.messages
-        self._seats = EpisodeSeats(start.seat)
+        self._seats = EpisodeSeats(start.seat, self._others)
         self._tools[start.seat] = self.episode.tools
         for turn in range(self._turns):
             step = await self._step(environment, turn, shown)
@@ -216,8 +218,14 @@ class _Player:
         seats, location = self._seats.describe(verdict.seats, verdict.reward), locate_method(environment, "verify")
         if seats and all(seat.reward is None for seat in seats):
             self._fail("no seat has a reward: Verdict.seats gives them by name; such an episode is never trained", location)
-        absent = ", ".join(sorted(verdict.seats.keys() - {seat.name for seat in seats}))
+        acted = {seat.name for seat in seats}
+        absent = ", ".join(sorted(verdict.seats.keys() - acted))
+        for name in sorted(self._others.keys() - acted):
+            who = f"the seats that acted are {', '.join(sorted(acted))}" if acted else "it has no seats"
+            self._warn(f"run.seats gives the seat {name} to another policy, and here it did not act: {who}", location)
         for seat in seats:
+            if seat.name in self._others:
+                continue
             if seat.reward is not None:
                 self._check_reward(seat.reward, "verify", environment)
             elif seat.name not in verdict.seats:
