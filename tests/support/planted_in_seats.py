@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import pytest
 
 import fleetbus.core.training.rewarded_parts as parts
+import fleetbus_workers.environment.episode.policy_client as policy_client
 import fleetbus_workers.environment.episode.runner as runner
 from fleetbus.core.episode.history import Turn
 from fleetbus_schemas import ChatMessage, ContextChange, EpisodeFinished, EpisodeSeat
@@ -81,3 +83,25 @@ def seats_compared_with_each_other(patch: pytest.MonkeyPatch) -> None:
 def reward_of_the_episode_for_each_seat(patch: pytest.MonkeyPatch) -> None:
     split = parts._split
     patch.setattr(parts, "_split", lambda result: split(msgspec.structs.replace(result, seats=())))
+
+
+def seat_of_another_policy_rewarded(patch: pytest.MonkeyPatch) -> None:
+    """What another policy sampled is trained."""
+    patch.setattr(EpisodeSeats, "_leave_to_its_policy", lambda self, seat: seat)
+
+
+def other_policy_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """All turns are asked of the policy that is trained."""
+    patch.setattr(policy_client, "find_seat_policy", lambda request, seat: None)
+
+
+def other_policy_forgotten_in_a_takeover(patch: pytest.MonkeyPatch) -> None:
+    """A worker that takes over asks the policy that is trained."""
+    ask = policy_client.PolicyClient.ask
+
+    def faulty(self: policy_client.PolicyClient, *arguments: Any, **options: Any) -> object:
+        if self._claim.attempt > 1:
+            self._request = msgspec.structs.replace(self._request, seats=())
+        return ask(self, *arguments, **options)
+
+    patch.setattr(policy_client.PolicyClient, "ask", faulty)

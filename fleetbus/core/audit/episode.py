@@ -248,7 +248,7 @@ def _summarize_action(action: Action, before: bytes, seat: str, *, is_other: boo
     stops = [0, *(span.stop for span in action.versions)]
     faults = {
         "history_hash_wrong": is_known and action.history_hash != after,
-        "logprobs_missing": not is_other and (logprobs is None or not np.isfinite(logprobs).all()),
+        "logprobs_missing": logprobs is None or not (is_other or np.isfinite(logprobs).all()),
         "versions_missing": [span.start for span in action.versions] != stops[:-1] or stops[-1] != sampled,
     }
     return ActionFacts(

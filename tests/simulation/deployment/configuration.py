@@ -5,6 +5,10 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import msgspec
+
+from fleetbus.bus.streams import RunPlan, plan_run
+from fleetbus.config.seats import list_policies
 from fleetbus.config.settings import (
     AlgorithmSettings,
     Configuration,
@@ -20,7 +24,7 @@ from fleetbus.config.settings import (
 )
 from fleetbus_schemas import Task
 from tests.simulation.platform.process import RUN
-from tests.simulation.scenario.shape import Scenario
+from tests.simulation.scenario.shape import OTHER_POLICY, OTHER_SEAT, Scenario
 
 ARCHIVE = "archive"
 MAX_MODEL_LEN = 1024
@@ -34,7 +38,9 @@ CHECKPOINT_WAIT_SECONDS = 60.0
 def build_configuration(scenario: Scenario, folder: Path) -> Configuration:
     """What every worker of the scenario is given."""
     return Configuration(
-        run=RunSettings(name=RUN, folder=str(folder), seed=scenario.seed),
+        run=RunSettings(
+            name=RUN, folder=str(folder), seed=scenario.seed, seats=f"{OTHER_SEAT}={OTHER_POLICY}" * scenario.other_seat
+        ),
         nats=NatsSettings(lanes=scenario.lanes, max_bytes=scenario.log_bytes),
         episode=EpisodeSettings(max_turns=scenario.max_turns),
         limits=LimitSettings(
@@ -80,6 +86,25 @@ def build_configuration(scenario: Scenario, folder: Path) -> Configuration:
         evaluation=EvaluationSettings(
             episodes=scenario.evaluation_episodes, every=scenario.evaluation_every, greedy=scenario.eval_greedy
         ),
+    )
+
+
+def plan_streams(scenario: Scenario, configuration: Configuration) -> RunPlan:
+    """The run as it is declared."""
+    return plan_run(
+        RUN,
+        policies=list_policies(configuration.run),
+        lanes=scenario.lanes,
+        max_bytes=scenario.log_bytes,
+        duplicate_window_seconds=scenario.duplicate_window_seconds,
+    )
+
+
+def serve_other(configuration: Configuration) -> Configuration:
+    """The same for a worker of the other policy, which nobody trains."""
+    run = msgspec.structs.replace(configuration.run, policy=OTHER_POLICY)
+    return msgspec.structs.replace(
+        configuration, run=run, inference=msgspec.structs.replace(configuration.inference, frozen=True)
     )
 
 

@@ -9,9 +9,9 @@ import msgspec
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_stream import MemoryStream
-from fleetbus.bus.streams import lane_stream, log_stream, plan_run
+from fleetbus.bus.streams import lane_stream, log_stream
 from fleetbus.config.settings import Configuration
-from tests.simulation.deployment.configuration import ARCHIVE, build_configuration
+from tests.simulation.deployment.configuration import ARCHIVE, build_configuration, plan_streams
 from tests.simulation.judge.log_checker import LogChecker
 from tests.simulation.judge.oracle import FaultOracle
 from tests.simulation.observer import Observer
@@ -53,8 +53,7 @@ def build_fixtures(scenario: Scenario, observer: Observer, folder: Path) -> Simu
     oracle = FaultOracle(observer, scenario, grace_seconds=configuration.limits.grace)
     oracle.now_ns = server.now_ns
     log_checker = LogChecker(observer, oracle, scenario, str(folder))
-    window_seconds = scenario.duplicate_window_seconds
-    server.declare(plan_run(RUN, lanes=scenario.lanes, max_bytes=scenario.log_bytes, duplicate_window_seconds=window_seconds))
+    server.declare(plan_streams(scenario, configuration))
     server.stream(log_stream(RUN)).on_stored["log_checker"] = log_checker.on_stored
     server.stream(lane_stream(RUN)).on_stored["log_checker"] = log_checker.on_lane
     return SimulationFixtures(

@@ -39,14 +39,15 @@ from tests.simulation.clients.checked_trainer import CheckedTrainer
 from tests.simulation.clients.monitor import watch
 from tests.simulation.clients.sessions import GatewayCaller, SessionCaller, run_rollouts
 from tests.simulation.clients.stranger import Stranger
-from tests.simulation.deployment.configuration import build_tasks
+from tests.simulation.deployment.configuration import build_tasks, serve_other
 from tests.simulation.deployment.fixtures import SimulationFixtures
 from tests.simulation.deployment.runtime import build_runtime
-from tests.simulation.doubles.engines import SimulatedSampler
+from tests.simulation.doubles.engines import SimulatedSampler, UnlearnableSampler
 from tests.simulation.doubles.environments import HoldingEnvironment, SimulatedEnvironment
 from tests.simulation.observer import ALL_WORKERS
 from tests.simulation.platform.bus import SimulatedBus
 from tests.simulation.platform.process import Process
+from tests.simulation.scenario.shape import OTHER_POLICY, OTHER_SEAT
 from tests.support.checked_bus import CheckedBus
 
 RESTART_SECONDS = (0.2, 4.0)
@@ -100,7 +101,7 @@ class Deployment:
         self._numbers: Counter[str] = Counter()
         self.wanted = Counter(
             environment=self._scenario.environment_workers,
-            inference=self._scenario.inference_workers,
+            inference=self._scenario.inference_workers + 2 * self._scenario.other_seat,
             learner=1,
             recorder=int(self._scenario.recorder),
             session_client=self._scenario.session_clients,
@@ -297,6 +298,7 @@ class Deployment:
                 work=1.0 if is_session else self._scenario.pace.work,
                 segments=self._scenario.segments,
                 seats=0 if is_session else self._scenario.seats,
+                other_seat=OTHER_SEAT if self._scenario.other_seat else "",
                 seed=self._scenario.seed,
                 draw=draw,
                 observer=self._observer,
@@ -316,13 +318,18 @@ class Deployment:
 
     async def _run_inference(self, process: Process, wire: SimulatedBus) -> None:
         draw = random.Random(f"engine/{self._scenario.seed}/{process.name}")
-        fault_profile = self._scenario.fault_profile
+        configuration, fault_profile, kind = self._configuration, self._scenario.fault_profile, SimulatedSampler
+        if self._scenario.other_seat:  # the policies have as many workers each, as far as that goes
+            served = [each.policy for each in self.alive("inference")]
+            process.policy = min((configuration.run.policy, OTHER_POLICY), key=served.count)
+            if process.policy == OTHER_POLICY:
+                configuration, kind = serve_other(configuration), UnlearnableSampler
         await run_inference(
             wire,
-            configuration=self._configuration,
+            configuration=configuration,
             name=process.name,
             drain=process.drain,
-            sampler=SimulatedSampler(process, fault_profile, seed=self._scenario.seed, draw=draw, observer=self._observer),
+            sampler=kind(process, fault_profile, seed=self._scenario.seed, draw=draw, observer=self._observer),
             template=ScriptedTemplate(),
             fetch=WeightsFetcher(self._fixtures.folder / "fetched" / process.name, wire.objects("")).fetch_local,
             runtime=build_runtime(self._fixtures, process),

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
+import msgspec
 
 from fleetbus_schemas import PolicyPublished, VersionSpan
 from fleetbus_schemas.tokens import pack_ids
@@ -97,6 +100,19 @@ class SimulatedSampler(StubSampler):
             finish_reason="stop",
             versions=versions,
         )
+
+
+class UnlearnableSampler(SimulatedSampler):
+    """Of another policy: it tells no log-probabilities, has more tokens than the model that is trained, and no versions."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.version = 0
+
+    async def _generate(self, request: GenerationRequest) -> Generation:
+        self._observer.require(not request.trained, "another policy is never trained", request.cache_key)
+        generation = await super()._generate(request)
+        return msgspec.structs.replace(generation, logprobs=[math.nan] * len(generation.ids))
 
 
 def _build_version_spans(before: int, after: int, swapped_at: int, count: int) -> tuple[VersionSpan, ...]:

@@ -84,7 +84,7 @@ def compute_seat_reward(seat: str, seen: str) -> float | None:
 class SimulatedEnvironment:
     """One episode's world, or one of a step-wise ``session``; ``draw`` decides what goes wrong with this very instance,
     ``register`` hears when it is opened. After the share ``segments`` of its steps the policy's context changes. With ``seats``
-    what it shows decides which of so many acts next. Steps take ``work`` times as long."""
+    what it shows decides which of so many acts next; another policy plays ``other_seat``. Steps take ``work`` times as long."""
 
     def __init__(
         self,
@@ -94,6 +94,7 @@ class SimulatedEnvironment:
         replayable: bool,
         segments: float,
         seats: int,
+        other_seat: str,
         seed: int,
         draw: random.Random,
         observer: Observer,
@@ -112,6 +113,7 @@ class SimulatedEnvironment:
         self._fault_profile = fault_profile
         self._segments = segments
         self._seats = seats
+        self._other_seat = other_seat
         self._seed = seed
         self._draw = draw
         self._observer = observer
@@ -178,10 +180,11 @@ class SimulatedEnvironment:
             return Verdict(reward=self._draw.choice((None, math.nan)), reason="no verdict")
         record, seen = self.environment_record, self._render()
         record.reward = compute_reward(seen)
-        record.seats = {seat: compute_seat_reward(seat, seen) for seat in dict.fromkeys(record.acted)} if self._seats else {}
+        rewards = {seat: compute_seat_reward(seat, seen) for seat in dict.fromkeys(record.acted)} if self._seats else {}
+        record.seats = {seat: None if seat == self._other_seat else reward for seat, reward in rewards.items()}
         if record.seats and all(reward is None for reward in record.seats.values()):
             record.fault_profile.add("verify")
-        return Verdict(reward=record.reward, seats=record.seats)
+        return Verdict(reward=record.reward, seats=rewards)
 
     async def close(self) -> None:
         self.environment_record.closes += 1

@@ -14,11 +14,11 @@ import anyio
 
 from fleetbus.audit.run import audit_run
 from fleetbus.bus.memory import Files, MemoryServer
-from fleetbus.bus.streams import plan_run
 from fleetbus.core.audit.findings import MAX_IDS
 from fleetbus.log.archive_format import list_segments
 from fleetbus.log.archive_reader import read_archive
 from fleetbus_schemas import Subjects
+from tests.simulation.deployment.configuration import plan_streams
 from tests.simulation.deployment.fixtures import SimulationFixtures
 from tests.simulation.deployment.workers import Deployment
 from tests.simulation.platform.process import RUN
@@ -86,8 +86,7 @@ class PowerSupply:
         """An audit of a server with these files names every entry that the archive has and the log has lost."""
         fixtures = self._fixtures
         server = MemoryServer()
-        server.declare(plan_run(RUN, lanes=fixtures.scenario.lanes, max_bytes=fixtures.scenario.log_bytes,
-                                duplicate_window_seconds=fixtures.scenario.duplicate_window_seconds))  # fmt: skip
+        server.declare(plan_streams(fixtures.scenario, fixtures.configuration))
         server.put_back(files)
         archive = next((each for each in reversed(fixtures.archives) if list_segments(each)), None)
         async with server.connect(RUN, worker="auditor") as bus:

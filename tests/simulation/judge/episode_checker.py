@@ -34,6 +34,7 @@ from fleetbus_schemas.tokens import EMPTY_HISTORY, extend_history, pack_ids, pac
 from fleetbus_workers.inference.turn_rules import compute_turn_seed
 from tests.simulation.doubles.engines import compute_sampled_ids
 from tests.simulation.observer import Observer
+from tests.simulation.scenario.shape import OTHER_POLICY, OTHER_SEAT
 
 Claim = tuple[float, AttemptStarted]
 """A claim and the second at which it was stored."""
@@ -161,6 +162,9 @@ class EpisodeChecker:
         record.observed_at.setdefault(key, at)
         same = _stands_on(first) == _stands_on(observation)
         self._observer.require(same, "a rerouted observation is the same", f"{observation.episode_id} {key}")
+        is_other = bool(record.request.seats) and observation.seat == OTHER_SEAT
+        right = entry.subject.split(".")[3] == (OTHER_POLICY if is_other else record.request.policy)
+        self._observer.require(right, "a turn is asked of the policy of its seat", f"{observation.episode_id} {key}")
 
     def apply_garbage(self, entry: StreamEntry) -> None:
         """What is no message changes one thing: what expects the last entry of its subject."""
@@ -215,14 +219,17 @@ class EpisodeChecker:
         require((result.reward is not None) == (result.outcome in GRADED), "a reward if and only if graded", name)
         history = record.history(result.attempt)[: result.turns]
         if result.turns:
-            self._check_history(result, history, name)
+            self._check_history(record, result, history, name)
         self._oracle.check_result(record, result, at)
 
-    def _check_history(self, result: EpisodeFinished, history: Sequence[Turn], name: str) -> None:
+    def _check_history(self, record: EpisodeRecord, result: EpisodeFinished, history: Sequence[Turn], name: str) -> None:
         """The result refers to the folded history, mask and versions included."""
         unseated = {turn for seat in result.seats if seat.reward is None for turn in seat.turns}
         mask = loss_mask(history, unseated if result.outcome in GRADED else ())
-        versions = {span.version for turn in history for span in turn.action.versions}
+        is_shared = bool(record.request.seats)
+        others = {turn for seat in result.seats for turn in seat.turns if is_shared and seat.name == OTHER_SEAT}
+        own = [turn for number, turn in enumerate(history) if number not in others]
+        versions = {span.version for turn in own for span in turn.action.versions}
         holds = (
             tuple(turn.reference for turn in history) == result.actions
             and (len(mask), pack_mask(mask)) == (result.tokens, result.loss_mask)
@@ -238,7 +245,7 @@ class EpisodeChecker:
             self._observer.violate("an action stands on all turns before it", f"{name}: {len(before)} turns in the log")
             return
         require = self._observer.require
-        pinned = record.request.pinned_version
+        pinned = record.request.pinned_version if observation.policy == record.request.policy else None
         require(
             pinned is None or {span.version for span in action.versions} == {pinned}, "a pinned episode has one version", name
         )

@@ -178,6 +178,8 @@ def _is_plain(pages: Pages) -> bool:
     counts = [len(pages.get(kind, ())) for kind in (EpisodeRequested, AttemptStarted, Observation, Action, EpisodeFinished)]
     if counts[:2] != [1, 1] or counts[4] != 1 or counts[2] != counts[3] or not counts[3]:
         return False
+    if not pages[Observation][0][1].trained:  # what another policy says of versions is its own
+        return False
     first, result = pages[Action][0][1], pages[EpisodeFinished][0][1]
     sampled = all(action.sampled and action.prompt_delta and action.turn == at for at, (_, action) in enumerate(pages[Action]))
     return sampled and result.outcome == "completed" and len(result.actions) == counts[3] and first.attempt == 1

@@ -27,6 +27,7 @@ class Process:
     def __init__(self, role: str, name: str, slots: int, observer: Observer, *, session_slots: int = 0) -> None:
         self.role = role
         self.name = name
+        self.policy = ""
         self.slots = slots
         self.session_slots = session_slots
         self.drain = anyio.Event()

@@ -24,6 +24,9 @@ from tests.simulation.scenario.shape import (
 FAULT_WINDOW_SECONDS = 120.0
 """Timed faults begin in this many first seconds; a run without faults takes about as long."""
 
+OTHER_SEAT_SHARE = 0.5
+"""Of the worlds with seats."""
+
 FAULT_FREE_SHARE = 0.05
 
 IMPATIENT_SHARE = 0.25
@@ -102,6 +105,8 @@ def _draw_usual(seed: int) -> Scenario:
         compaction=contexts.choice(("off", "off", "off", "drop", "summarise")),
         seats=random.Random(f"seats/{seed}").choice((0, 0, 2, 3)),
     )
+    is_other = scenario.seats > 0 and random.Random(f"other seat/{seed}").random() < OTHER_SEAT_SHARE
+    scenario = msgspec.structs.replace(scenario, other_seat=is_other)
     settling = random.Random(f"settling/{seed}")
     scenario = msgspec.structs.replace(
         scenario, settle_seconds=settling.choice((3.0, 10.0, 30.0)), late_copies=scenario.recorder and settling.random() < 0.7

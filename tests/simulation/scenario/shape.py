@@ -41,6 +41,10 @@ FaultSet = Literal["usual", "all", "swarm", "power", "rare"]
 ``power``: the usual ones, and a server that loses its newest entries. ``rare``: as ``swarm``, and what hardly ever happens."""
 
 ROLES = ("environment", "inference", "learner")
+
+OTHER_SEAT = "seat-1"
+OTHER_POLICY = "simulator"
+"""The seat that another policy plays, in worlds with one."""
 """Roles that every fleet has; some have a recorder, too."""
 
 ROOMY_LOG_BYTES = 1 << 30
@@ -193,6 +197,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     fault_schedule: tuple[ScheduledFault, ...] = ()
     segments: float = 0.0
     seats: int = 0
+    other_seat: bool = False
+    """Another policy, of two more inference workers, plays one of them."""
     compaction: Literal["off", "drop", "summarise"] = "off"
     log_bytes: int = ROOMY_LOG_BYTES
     power_losses: tuple[PowerLoss, ...] = ()
