@@ -16,7 +16,7 @@ from fleetbus_workers.inference.scripted import VOCABULARY
 from tests.support.servers import connect, run_server
 from tests.support.small_deployment import RUN
 from tests.support.virtual_time import virtual_time
-from tests.system.test_segments_taken_over import TURNS, Forest, Killer, count_trained, play
+from tests.system.test_segments_taken_over import TURNS, Forest, Killer, Rendering, count_trained, play
 
 pytestmark = pytest.mark.integration
 
@@ -105,6 +105,19 @@ async def test_a_kill_at_any_point_leaves_the_seats_of_two_policies_their_turns(
         assert killer.killed.startswith(role), (role, point)
         assert (disturbed.outcome, disturbed.seats) == ("completed", result.seats), (role, point, disturbed.error)
         assert trained == expected, (role, point)
+
+
+@pytest.mark.parametrize("others", ["", OTHERS])
+async def test_a_kill_leaves_each_seat_its_conversation_where_the_template_renders_it_anew(others: str) -> None:
+    make = partial(Table, acted=("a", "b", "a", "b", "a", "b", "a", "b", "a"))
+    result, expected = await play(make=make, template=Rendering(), seats=others)
+    assert (result.outcome, result.error) == ("completed", "")
+    assert count_trained(expected) == 8 * (5 if others else TURNS)
+    for role in ("environment", "inference"):
+        killer = Killer(role, ("asked", 4))
+        disturbed, trained = await play(killer, make=make, template=Rendering(), seats=others)
+        assert killer.killed.startswith(role)
+        assert (disturbed.outcome, disturbed.seats, trained) == ("completed", result.seats, expected), (role, disturbed.error)
 
 
 async def test_a_takeover_that_gives_a_turn_to_another_seat_than_was_recorded_has_diverged() -> None:

@@ -143,7 +143,7 @@ class HistoryCache:
                     ids=collect_segment_ids(segment, turns),
                     images=tuple(place_in_segment(segment, collect_images(turns))),
                     tools=asked[first.action.turn].tools if first.action.turn in asked else (),
-                    messages=_collect_messages(turns, asked) if self._with_messages else (),
+                    messages=_collect_messages(turns, asked, observation.seat) if self._with_messages else (),
                     calls=_count_calls(segments, number, turns),
                 )
             tries += turns is not None
@@ -200,13 +200,15 @@ def _measure(packed: tuple[bytes, bytes]) -> int:
     return len(packed[0]) + len(packed[1]) + ENTRY_BYTES
 
 
-def _collect_messages(turns: Sequence[Turn], asked: Mapping[int, Observation]) -> tuple[ChatMessage, ...]:
-    """The conversation of these turns; raises `HistoryMismatch` if a turn's messages are not in the log."""
+def _collect_messages(turns: Sequence[Turn], asked: Mapping[int, Observation], seat: str) -> tuple[ChatMessage, ...]:
+    """The conversation of the seat's turns among these; raises `HistoryMismatch` if a turn's messages are not in the log."""
     messages: list[ChatMessage] = []
     for turn in turns:
-        if turn.action.turn not in asked:
+        shown = asked.get(turn.action.turn)
+        if shown is None and not seat:  # another policy may have been asked for another seat's
             raise HistoryMismatch(f"what turn {turn.action.turn} answered is not in the log")
-        messages += [*asked[turn.action.turn].messages, ChatMessage(role="assistant", content=turn.action.text)]
+        if shown is not None and shown.seat == seat:
+            messages += [*shown.messages, ChatMessage(role="assistant", content=turn.action.text)]
     return tuple(messages)
 
 

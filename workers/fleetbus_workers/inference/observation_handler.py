@@ -286,7 +286,7 @@ class ObservationHandler:
     ) -> tuple[Observation, list[int]]:
         """The whole prompt as the template writes it; where it is not the history and more, a segment of this worker's own
         begins with it."""
-        if observation.origin is not None:
+        if observation.origin is not None and observation.origin.reason != "seat":
             raise RequestRefused("inference.reasoning = template renders the whole conversation, and a part of it was dropped")
         if any(message.images for message in conversation):
             raise RequestRefused("inference.reasoning = template renders text only, and the episode contains images")
