@@ -79,6 +79,15 @@ def build_seats(configuration: Configuration) -> tuple[SeatPolicy, ...]:
     )
 
 
+def configure_seat(configuration: Configuration, seat: SeatSetting) -> Configuration:
+    """The configuration of an inference worker that serves the policy of a seat as it is."""
+    inference = msgspec.structs.replace(configuration.inference, frozen=True)
+    if seat.url:
+        inference = msgspec.structs.replace(inference, engine="chat", urls=seat.url, served_model_name=seat.served_model)
+    run = msgspec.structs.replace(configuration.run, policy=seat.policy, model=seat.model or configuration.run.model)
+    return msgspec.structs.replace(configuration, inference=inference, run=run)
+
+
 def check_seats(run: RunSettings) -> None:
     """Raise `UserError` if a seat is given to the policy that plays all others."""
     for seat in parse_seats(run.seats):

@@ -31,6 +31,7 @@ def test_a_customer_behind_a_url_is_recorded_and_never_trained(tmp_path: Path) -
         seat = f"customer=its-model@{server.url}"
         played = ("--environment", f"{EXAMPLE}:Desk", "--tasks", str(EXAMPLE.with_suffix(".json")), "--seat", seat)
         shown = call(tmp_path, "up", *played, "--steps", "1", *small)
+        assert "2 of 2 graded" in call(tmp_path, "evaluate", "default", "--episodes", "2")
     assert "inference-customer is ready" in shown
     assert "the audit balances" in call(tmp_path, "audit", "default", "--deep")
     call(tmp_path, "record", "--run", "default", "--output", "run.fbrec")

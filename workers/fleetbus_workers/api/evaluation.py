@@ -17,6 +17,7 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from fleetbus.bus.base import Bus, CallBus
+from fleetbus.config.seats import configure_seat, parse_seats
 from fleetbus.config.settings import Configuration
 from fleetbus.core.training.evaluation_summary import Summary as ResultSummary
 from fleetbus.core.training.evaluation_summary import summarise_by_environment, summarise_results
@@ -173,6 +174,14 @@ def start_missing_roles(
     for role in ("environment", "inference"):
         work = environment_work if role == "environment" and environment_work else import_work(partial(_load_work, role))
         group.start_soon(work, bus, configuration, generate_worker_name(role), drain)
+    for seat in parse_seats(configuration.run.seats):
+        if not seat.is_served:
+            raise UserError(
+                f"no worker of the policy {seat.policy} responds, which plays the seat {seat.seat}: name a server or a model "
+                f"for it (--seat {seat.seat}=...), or evaluate while the run's workers are there"
+            )
+        work = import_work(partial(_load_work, "inference"))
+        group.start_soon(work, bus, configure_seat(configuration, seat), generate_worker_name("inference"), drain)
 
 
 def _load_work(role: str) -> Any:

@@ -27,6 +27,7 @@ from fleetbus_workers.observe.run.formatting import format_interval
     help="Instead of a run a model: folder, checkpoint's model folder, GGUF file, smollm2, id on the Hugging Face Hub",
 )
 @click.option("--environment", "run__environment", metavar="SPEC", multiple=True, help="With --model: the environment")
+@click.option("--seat", "run__seats", metavar="SEAT=...", multiple=True, help="Seat that another policy plays [the run's]")
 @click.option("--recipe", metavar="NAME", help="With --model: environment, tasks and settings of a recipe")
 @click.option("--tasks", "run__tasks", metavar="FILE", help="Tasks file; its held-out tasks are played (default: the run's)")
 @click.option("--episodes", type=click.IntRange(1), metavar="N", help="Held-out tasks to play (default: the run's setting)")
