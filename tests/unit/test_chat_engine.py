@@ -155,6 +155,20 @@ async def test_an_answer_that_never_comes_is_a_failure_and_no_text(answer: Answe
     assert len(asked) == calls
 
 
+async def test_a_model_that_wants_the_limit_by_its_new_name_is_given_it() -> None:
+    refusal = "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+    answers: list[Answer] = [(400, {"error": {"message": refusal}}), say("one"), say("two")]
+    async with serve(lambda number: answers[number - 1]) as (sampler, asked):
+        for text in ("one", "two"):
+            found = await sampler.generate(request(TEMPLATE.encode_prompt((USER,), ())))
+            assert TEMPLATE.decode_text(found.ids) == text
+    assert [("max_tokens" in body, body.get("max_completion_tokens")) for body in asked] == [
+        (True, None),
+        (False, 20),
+        (False, 20),
+    ]
+
+
 async def test_what_is_trained_and_what_shows_images_is_refused() -> None:
     image = ChatMessage(role="user", content=(Image(object="0" * 64, media_type="image/png", width=1, height=1),))
     async with serve(lambda _: say("no")) as (sampler, asked):

@@ -22,6 +22,9 @@ from fleetbus_workers.inference.openai.model_server import SERVER_KEY, ModelServ
 
 PATH = "/v1/chat/completions"
 
+NEW_LIMIT = "max_completion_tokens"
+"""The name that newer models of OpenAI want for ``max_tokens``; servers of others know the old one alone."""
+
 MAX_TRIES = 4
 FIRST_PAUSE_SECONDS = 0.5
 
@@ -38,6 +41,7 @@ class ChatSampler:
         self._model = model
         self._transcript = ChatTranscript()
         self._first = 0
+        self._limit = "max_tokens"
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
@@ -67,6 +71,15 @@ class ChatSampler:
         `EngineFailed`."""
         if request.trained:
             raise RequestRefused("a server of chat completions tells no token ids: nothing can be trained on its answers")
+        try:
+            return await self._ask(request)
+        except RequestRefused as refused:
+            if self._limit == NEW_LIMIT or NEW_LIMIT not in str(refused):
+                raise
+        self._limit = NEW_LIMIT
+        return await self._ask(request)
+
+    async def _ask(self, request: GenerationRequest) -> Generation:
         body = self._build_body(request)
         for number in range(MAX_TRIES):
             server = self._servers[self._first % len(self._servers)]
@@ -92,7 +105,7 @@ class ChatSampler:
         except ValueError as error:
             raise RequestRefused(f"the conversation cannot be sent: {error}") from error
         sampling = request.sampling
-        body: dict[str, Any] = {"model": self._model, "messages": conversation.messages, "max_tokens": sampling.max_tokens}
+        body: dict[str, Any] = {"model": self._model, "messages": conversation.messages, self._limit: sampling.max_tokens}
         body |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": request.seed % (1 << 31)}
         if conversation.tools:
             body["tools"] = conversation.tools

@@ -158,11 +158,10 @@ class EpisodeRunner:
         return self._build_result(grade_timeout(conclusion, reward, self.turn))
 
     def _describe_failure(self, ended: EpisodeEnded) -> Conclusion:
-        other = f" (of the policy {self._seats.other}, seat {self._seats.current})" if self._seats.other else ""
         return Conclusion(
             outcome=ended.outcome,
             error_class=ended.error_class,
-            error=ended.error + other,
+            error=ended.error + self._seats.describe_asked(ended),
             location=ended.location,
             traceback=self._first_failures.describe(ended),
         )
@@ -202,7 +201,7 @@ class EpisodeRunner:
         with self._stages.time_limit("reset", self._limits.reset):
             start = validate_return(Start, await self._environment.reset(), "reset", self._environment)
         self._seats = EpisodeSeats(start.seat, list_other_policies(self._request)) if start.seat else UNSEATED
-        return insert_examples(start.messages, self._examples), start.tools
+        return insert_examples(start.messages, () if self._seats.other else self._examples), start.tools
 
     def _append_status(self, messages: tuple[ChatMessage, ...], placement: Placement) -> tuple[ChatMessage, ...]:
         """The policy's budget at the end of what it sees next, if that is wanted."""

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from fleetbus_schemas import ContextChange, EpisodeRequested, EpisodeSeat, SeatPolicy, UntrainedTurn
 from fleetbus_schemas.seat import MAX_SEATS, SHARED
 from fleetbus_workers.environment.base import Step
+from fleetbus_workers.environment.episode.stages import EpisodeEnded
 
 UNNAMED = "Verdict.seats has no reward for it"
 NO_OTHERS: Mapping[str, str] = MappingProxyType({})
@@ -46,6 +47,11 @@ class EpisodeSeats:
     def other_turns(self) -> frozenset[int]:
         """Those that other policies played."""
         return frozenset(turn for seat in self._others for turn in self._turns.get(seat, ()))
+
+    def describe_asked(self, ended: EpisodeEnded) -> str:
+        """The other policy that was asked when the attempt ended, if its answer was what it lacked."""
+        is_unanswered = ended.outcome == "lost" or ended.error_class in ("action_timeout", "idle_timeout")
+        return f" (of the policy {self.other}, seat {self.current})" if self.other and is_unanswered else ""
 
     def append(self, turn: int, segment: int) -> None:
         """The present seat played ``turn``, in ``segment``."""
