@@ -92,7 +92,7 @@ def server_config(
 
 def run_accounts(run: RunAccess) -> str:
     """The accounts of one run, as they stand in the file."""
-    rights = {user: build_rights(user, run.plan, run.names, run.readers.get(user, ())) for user in ROLES}
+    rights = {user: build_rights(user, run.plan, run.names, run.readers.get(user, ()), run.public_keys[user]) for user in ROLES}
     return "\n".join(format_sharing({account_of(run.plan.run, user): _build_account(run, user, rights) for user in ROLES}))
 
 

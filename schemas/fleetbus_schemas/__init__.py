@@ -32,6 +32,7 @@ from fleetbus_schemas.lifecycle import (
 )
 from fleetbus_schemas.message import MAX_INLINE_BYTES, MAX_MESSAGE_BYTES, MalformedMessage, Message, decode, encode
 from fleetbus_schemas.observation import Observation
+from fleetbus_schemas.operation import OperationRecorded
 from fleetbus_schemas.policy import PolicyPublished, TensorEntry, WeightsOffered
 from fleetbus_schemas.retention import FloorRaised
 from fleetbus_schemas.seat import EpisodeSeat
@@ -63,6 +64,7 @@ MESSAGES: tuple[type[Message], ...] = (
     TrainingFinished,
     FloorRaised,
     EpisodeLabeled,
+    OperationRecorded,
     WorkerStarted,
     WorkerDraining,
     WorkerStopped,
@@ -113,6 +115,7 @@ __all__ = [
     "MalformedMessage",
     "Message",
     "Observation",
+    "OperationRecorded",
     "Outcome",
     "PolicyPublished",
     "SamplingSettings",

@@ -30,6 +30,7 @@ from fleetbus_schemas.lifecycle import (
 )
 from fleetbus_schemas.message import Message
 from fleetbus_schemas.observation import Observation
+from fleetbus_schemas.operation import OperationRecorded
 from fleetbus_schemas.policy import PolicyPublished, WeightsOffered
 from fleetbus_schemas.retention import FloorRaised
 from fleetbus_schemas.session import SessionAnswer, SessionCall, SessionClaimed, SessionEnded, SessionRecorded
@@ -219,6 +220,14 @@ CHANNELS: tuple[Channel, ...] = (
         address="fb.{run}.label.{episode}",
         about="What people say of an episode. Expects the last entry; no worker reads it.",
         messages=(EpisodeLabeled,),
+        kept="log",
+        uses=(Use("operator", ("send",)), Use("monitor", ("scan",))),
+    ),
+    Channel(
+        name="operations",
+        address="fb.{run}.operation.{role}.{key}",
+        about="Who does what to the run, under its own public key: no other key may publish there, but for the admin's.",
+        messages=(OperationRecorded,),
         kept="log",
         uses=(Use("operator", ("send",)), Use("monitor", ("scan",))),
     ),

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from fleetbus.core.audit.operations import Operations
+
 MAX_IDS = 100
 """Ids that are kept per kind; all are counted."""
 
@@ -187,6 +189,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     begins: int = 1
     """The position of the first entry that could be read; those before it were removed by an archive's retention."""
     sessions: SessionBooks = SessionBooks()
+    operations: Operations = msgspec.field(default_factory=Operations)
+    """What people did to the run, by the keys that did it."""
 
     @property
     def whole(self) -> bool:
