@@ -231,3 +231,15 @@ async def test_what_a_comment_says_is_in_no_log_line(capfd: pytest.CaptureFixtur
         assert (await page.act("label", {"episode": "a", "comment": "between us"})).status_code == 200
     out, err = capfd.readouterr()
     assert "acting for the page" in out + err and "between us" not in out + err
+
+
+async def test_the_page_shows_what_was_done_to_the_run() -> None:
+    async with served() as page:
+        assert (await page.act("pause", {"paused": True})).json() == {"learner": None}
+        assert (await page.act("drain", {"workers": ["w1", "w2"]})).status_code == 200
+        while len(found := (await page.browser.get("/api/overview")).json()["operations"]) < 2:
+            await anyio.sleep(0.05)
+        assert [(each["operation"], each["role"], each["author"]) for each in found] == [
+            ("pause", "operator", "page"), ("drain", "operator", "page"),
+        ]  # fmt: skip
+        assert found[1]["targets"] == ["w1", "w2"] and "without a key drain w1 w2 (says page)" in found[1]["line"]
