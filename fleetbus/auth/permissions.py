@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from fleetbus.bus.objects import weights_bucket
+from fleetbus.bus.objects import images_bucket, weights_bucket
 from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, work_alias
 from fleetbus_schemas import ANY_LANE
 from fleetbus_schemas.channels import CHANNELS, ROLES, Channel, Use, Way, covers_log
@@ -120,7 +120,12 @@ class _GatheredRights:
         self._names = names
         self._readers = readers
         self._log = plan.log.name
-        self._streams = {"log": plan.log.name, "lanes": plan.lanes.name, "bucket": f"OBJ_{weights_bucket(plan.run)}"}
+        self._streams = {
+            "log": plan.log.name,
+            "lanes": plan.lanes.name,
+            "bucket": f"OBJ_{weights_bucket(plan.run)}",
+            "images": f"OBJ_{images_bucket(plan.run)}",
+        }
         self._asks: list[Need] = []
         self._others: dict[str, list[tuple[str, str]]] = {"call": [], "hear": []}
         self._own: dict[str, list[str]] = {"serve": [], "tell": []}
@@ -158,9 +163,8 @@ class _GatheredRights:
         """The questions to the account with the streams, to use a channel that one of them keeps."""
         stream, subject = self._streams[channel.kept], self._subject(channel)
         match way:
-            case "send" if channel.kept == "bucket":  # clearing away what was stored in part is part of storing
-                pieces = (channel.fill(run=self._plan.run, part=part) for part in ("C", "M"))
-                return (*_api(f"STREAM.PURGE.{stream}"), *_needs(*pieces))
+            case "send" if channel.kept in ("bucket", "images"):
+                return _needs(*(channel.fill(run=self._plan.run, part=part) for part in ("C", "M")))
             case "send":
                 return _needs(subject)
             case "last":

@@ -68,12 +68,18 @@ def targets() -> list[str]:
     """Where the answer would do harm."""
     found = []
     for api in ("$JS.API", "fbapi"):
-        for stream in (LOG, f"fblane_{TRUST}", f"OBJ_fbweights_{TRUST}", f"fb_{RUN}"):
+        for stream in (LOG, f"fblane_{TRUST}", f"OBJ_fbweights_{TRUST}", f"OBJ_fbimages_{TRUST}", f"fb_{RUN}"):
             found += [f"{api}.STREAM.{verb}.{stream}" for verb in ("DELETE", "PURGE", "UPDATE")]
         found += [f"{api}.CONSUMER.DELETE.{LOG}.{DURABLE}", f"{api}.CONSUMER.MSG.NEXT.{LOG}.{DURABLE}"]
         found += [f"{api}.CONSUMER.CREATE.{LOG}.{DURABLE}"]
     found += [SUBJECTS.policy("default"), SUBJECTS.train("default"), "fb.small.episode.e1"]
-    return [*found, f"$JS.ACK.{LOG}.{DURABLE}.1.1.1.1.0", "fblane.trust.x.l0", f"$O.fbweights_{TRUST}.M.eA=="]
+    return [
+        *found,
+        f"$JS.ACK.{LOG}.{DURABLE}.1.1.1.1.0",
+        "fblane.trust.x.l0",
+        f"$O.fbweights_{TRUST}.M.eA==",
+        f"$O.fbimages_{TRUST}.M.eA==",
+    ]
 
 
 def without_own(state: dict[str, object], user: str) -> dict[str, object]:
@@ -103,8 +109,8 @@ async def test_no_answer_can_be_sent_where_it_does_harm(secured: SecuredServer, 
         await anyio.sleep(0.3)  # what an answer sets off is not answered to anybody
         after = await describe_state(admin, TRUST)
     changed = without_own(after, user), without_own(before, user)
-    own_bucket = f"OBJ_fbweights_{TRUST}" if user in ("environment", "learner") else ""
-    if own_bucket:  # they may store and remove objects
+    own_bucket = {"environment": f"OBJ_fbimages_{TRUST}", "learner": f"OBJ_fbweights_{TRUST}"}.get(user, "")
+    if own_bucket:  # they may store objects
         changed[0].pop(own_bucket), changed[1].pop(own_bucket)
     if user in ("learner", "environment", "inference", "operator"):
         drop_written_by(user, *changed)
