@@ -39,7 +39,7 @@ SUBSCRIPTIONS, LEAF_SUBSCRIPTIONS = 2_048, 32_768
 """One connection may hold so many: a worker has some 30, a client one more per reader, and a leaf node those of all workers of
 its site. Without a bound one connection takes the server's memory."""
 
-SMALL_PAYLOAD = 64 << 10
+SMALL_PAYLOAD = 8 << 10
 """Bytes of a message of those who only ask, and store leases and floors. It also bounds the filters of a consumer,
 which the server compares pair by pair while it answers no other question to JetStream."""
 
