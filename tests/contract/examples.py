@@ -159,6 +159,7 @@ _EXAMPLES: tuple[Message, ...] = (
         reason="taken_over",
         resumed_at_turn=4,
         request_sequence=101,
+        seal=bytes(range(32)),
     ),
     AttemptReleased(episode_id="s3-g7-k2", attempt=2, worker="env-1", next_turn=5),
     Observation(
@@ -253,6 +254,7 @@ _EXAMPLES: tuple[Message, ...] = (
         reward_components={"judge": 0.25, "verifier": 0.5},
         transcript="[user]\nCount the crates.",
         untrained=(UntrainedTurn(turn=1, reason="not_delivered"),),
+        opens="0f1e2d3c4b5a69788796a5b4c3d2e1f0",
         seats=(
             EpisodeSeat(name="first", turns=(0, 2), reward=0.5, reason="won"),
             EpisodeSeat(name="second", turns=(1,), reward=-0.5, reason="lost"),

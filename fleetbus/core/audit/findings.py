@@ -21,6 +21,7 @@ KINDS: dict[str, str] = {
     "release_not_newest": "releases by an attempt that did not hold the episode",
     "second_result": "episodes with more than one result",
     "result_not_newest": "results from an attempt that is not the newest",
+    "result_not_of_claim": "graded results that another process stored than the one that had claimed the episode",
     "observed_unclaimed": "turns observed by an attempt that was never claimed",
     "action_unobserved": "actions for a turn that was never observed",
     "action_repeated": "turns of one attempt with more than one action",
