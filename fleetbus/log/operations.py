@@ -133,7 +133,7 @@ def _locked(folder: Path, run: str) -> Iterator[Path]:
 
 
 def _read_notes(file: Path) -> list[Noted]:
-    """What is there; nothing of a file that is none of these."""
+    """The notes that are there; none of a file that cannot be read."""
     try:
         with file.open("rb") as opened:
             return msgspec.json.decode(opened.read(MAX_NOTES_BYTES), type=list[Noted])

@@ -1,4 +1,4 @@
-"""What people do to a run by its keys. On ``operation.<role>.<key>``, to which that role's key alone may publish; no worker
+"""Deeds of people upon a run, by its keys. On ``operation.<role>.<key>``, to which that role's key alone may publish; no worker
 reads it."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who did it: what is done to a run stands in its log under the key that did it, on a real server with keys."""
+"""Deeds have their key: what is done to a run stands in its log under the key that did it, on a real server with keys."""
 
 from __future__ import annotations
 

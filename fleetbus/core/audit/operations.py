@@ -41,7 +41,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def line(self) -> str:
-        """When who did what to what, in one line of text that others wrote in part."""
+        """Time, key, deed and targets in one line, of text that others wrote in part."""
         key = "without a key" if self.key == NO_KEY else self.key[:SHORT_KEY]
         more = f" and {self.count - SHOWN_TARGETS} more" if self.count > SHOWN_TARGETS else ""
         said = f" (says {self.author})" if self.author else ""

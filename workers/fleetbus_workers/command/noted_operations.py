@@ -41,7 +41,7 @@ async def store_notes(bus: LogBus, configuration: Configuration) -> int:
 
 
 def _find_folder(configuration: Configuration, run: str) -> tuple[Path, str]:
-    """Where notes of a run are, and the public key that its admin has there."""
+    """The folder with the notes of a run, and the public key that its admin has there."""
     auth = configuration.nats.auth
     if auth and not is_credentials(auth):
         folder = AuthFolder(Path(auth).expanduser())

@@ -144,7 +144,7 @@ def get_every_object(bus: LogBus, run: str) -> ReadStore | None:
 
 
 class ReadStore:
-    """What is in one of two buckets, read alone."""
+    """Objects of two buckets, read alone."""
 
     def __init__(self, first: ObjectStore, second: ObjectStore) -> None:
         self._first = first
