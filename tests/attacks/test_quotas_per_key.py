@@ -11,7 +11,8 @@ import pytest
 
 from fleetbus.auth import server_config
 from fleetbus.auth.permissions import build_inbox_prefix
-from fleetbus.bus.objects import get_content, images_bucket, put_content, weights_bucket
+from fleetbus.bus.objects import ObjectMissing, get_content, images_bucket, put_content, weights_bucket
+from fleetbus_workers.weights.store import get_every_object, get_image_store, get_object_store
 from tests.support.backends import asyncio_alone
 from tests.support.bare_client import BareClient, bare_client, describe_state
 from tests.support.secured_server import LOG, SUBJECTS, TRUST, SecuredServer, scan, secured_server
@@ -97,6 +98,18 @@ async def test_an_environment_workers_key_removes_no_image_and_reaches_no_weight
 
 def removed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [name for name, count in before["subjects"].items() if after["subjects"].get(name, 0) < count]
+
+
+@pytest.mark.parametrize("size", [3, 1 << 21], ids=["other", "too large"])
+async def test_something_else_of_its_name_among_the_images_hides_no_manifest(secured: SecuredServer, size: int) -> None:
+    manifest = b"a manifest" * size
+    async with secured.connect("environment") as attacker, secured.connect("learner") as learner:
+        name = await put_content(get_object_store(learner, TRUST), manifest[:1000])  # type: ignore[arg-type]
+        await get_image_store(attacker, TRUST).put_bytes(name, bytes(size))  # type: ignore[union-attr]
+        every = get_every_object(learner, TRUST)
+        assert every is not None and await get_content(every, name, max_bytes=1 << 20) == manifest[:1000]
+        with pytest.raises(ObjectMissing):
+            await get_content(every, "0" * 64)
 
 
 async def test_an_image_that_could_not_be_stored_whole_fails_alone(secured: SecuredServer) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import anyio.to_thread
 
 from fleetbus.bus.base import LogBus
-from fleetbus.bus.objects import ObjectMissing, ObjectStore, ObjectTooLarge, images_bucket, weights_bucket
+from fleetbus.bus.objects import ObjectMissing, ObjectStore, get_content, images_bucket, weights_bucket
 from fleetbus.errors import BusClosed, BusError, UserError
 
 OBJECT_SCHEME = "nats-object"
@@ -144,7 +144,8 @@ def get_every_object(bus: LogBus, run: str) -> ReadStore | None:
 
 
 class ReadStore:
-    """Objects of two buckets, read alone."""
+    """Objects of two buckets that are named by their SHA-256, read alone. Who may store in the first cannot hide what is in the
+    second behind something else of its name."""
 
     def __init__(self, first: ObjectStore, second: ObjectStore) -> None:
         self._first = first
@@ -153,8 +154,11 @@ class ReadStore:
     async def get_bytes(self, name: str, *, max_bytes: int) -> bytes:
         """See `fleetbus.bus.objects.ObjectStore`."""
         try:
-            return await self._first.get_bytes(name, max_bytes=max_bytes)
-        except (ObjectTooLarge, BusClosed):
+            return await get_content(self._first, name, max_bytes=max_bytes)
+        except BusClosed:
             raise
-        except (ObjectMissing, BusError):  # a run of before has no such bucket
-            return await self._second.get_bytes(name, max_bytes=max_bytes)
+        except (ObjectMissing, BusError) as first:  # a run of before has no such bucket
+            try:
+                return await get_content(self._second, name, max_bytes=max_bytes)
+            except ObjectMissing as second:
+                raise (second if isinstance(first, BusError) else first) from None
