@@ -20,7 +20,9 @@ from fleetbus_schemas import LineageStarted, MalformedMessage, Subjects
 from fleetbus_schemas.channels import STORED
 from fleetbus_schemas.message import decode, decode_any
 
-_MESSAGES = {kind: STORED[kind] for kind in ("task", "obs", "act", "episode", "session", "policy", "train", "floor")}
+_MESSAGES = {
+    kind: STORED[kind] for kind in ("task", "obs", "act", "episode", "session", "policy", "train", "floor", "operation")
+}
 """What an audit looks into, by the kind of subject."""
 
 
@@ -136,6 +138,8 @@ def enter(audit: Audit, entry: StreamEntry) -> None:
         audit.enter(entry.sequence, entry.subject, None)
         return
     try:
-        audit.enter(entry.sequence, entry.subject, decode_any(expected, entry.payload, subject=entry.subject))
+        message = decode_any(expected, entry.payload, subject=entry.subject)
     except MalformedMessage:
         audit.enter_malformed(entry.sequence, entry.subject)
+    else:
+        audit.enter(entry.sequence, entry.subject, message, entry.time_ns)

@@ -58,8 +58,8 @@ def build_access(role: str, folder: str, run: str) -> Access:
         raise UserError(f"cannot read {error.filename or files.path}: {error.strerror}") from error
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     access = Access(nkey_seed=key, tls=context, user=user, narrow=user in NARROW_READERS)
-    if user == "monitor":
-        access["readers"] = reader_names(run, key.read_bytes().strip())
+    if names := reader_names(run, user, key.read_bytes().strip()):
+        access["readers"] = names
     if user == "admin":
         access["plan_on_server"] = lambda plan: rename_consumers(plan, files.names(plan))
     return access

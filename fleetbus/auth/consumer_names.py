@@ -5,8 +5,8 @@ hands a reply subject below ``$JS.ACK.`` on as it is, so an answer can be made a
 subject of another one drains it. So the names are a secret of the server, the admin and those who pull: made from the
 admin's key, each for itself, so that one that is known reveals nothing of another.
 
-A monitor's readers have names of its own key, as many as it may have at a time: its rights list them, so that it cannot make
-consumers without end (docs/decisions/0188-a-monitor-reads-under-names-that-are-counted.md).
+The readers of a monitor and of the recorder have names of their own key, as many as it may have at a time: their rights list
+them, so that they cannot make consumers without end (docs/decisions/0188-a-monitor-reads-under-names-that-are-counted.md).
 """
 
 import base64
@@ -23,11 +23,16 @@ DIGEST_BYTES = 15
 
 
 MAX_READERS = 32
-"""Readers of the log that all who use a monitor's key may have at a time; each page, `top` or exporter has two or three."""
+"""Readers of the log that all who use such a key may have at a time; each page, `top` or exporter has two or three."""
+
+COUNTED = ("monitor", "recorder")
+"""Users whose readers have names that their rights list. All others need as many as there are workers."""
 
 
-def reader_names(run: str, seed: bytes) -> tuple[str, ...]:
-    """The names of the consumers that a monitor reads by; ``seed`` is its own."""
+def reader_names(run: str, user: str, seed: bytes) -> tuple[str, ...]:
+    """The names of the consumers that a user reads by, whose own ``seed`` is; none: it may choose them."""
+    if user not in COUNTED:
+        return ()
     return tuple(_secret_name(run, f"{READER}{number}", seed) for number in range(MAX_READERS))
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from fleetbus.auth.certificates import lets_into_cluster, make_certificates
 from fleetbus.auth.cluster_config import cluster_config
-from fleetbus.auth.consumer_names import reader_names, secret_names
+from fleetbus.auth.consumer_names import COUNTED, reader_names, secret_names
 from fleetbus.auth.keys import create_seed, public_key
 from fleetbus.auth.leaf_config import leaf_listener
 from fleetbus.auth.secret_files import create_secret_file, lock_folder, replace_secret_file
@@ -74,7 +74,7 @@ class AuthFolder(msgspec.Struct, frozen=True):
         return RunAccess(
             plan=plan,
             names=self.names(plan),
-            readers={"monitor": reader_names(plan.run, self.key(plan.run, "monitor").read_bytes().strip())},
+            readers={user: reader_names(plan.run, user, self.key(plan.run, user).read_bytes().strip()) for user in COUNTED},
             public_keys={user: public_key(self.key(plan.run, user)) for user in ROLES},
         )
 

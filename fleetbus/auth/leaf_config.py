@@ -106,7 +106,7 @@ def _certificates(folder: PurePosixPath) -> list[str]:
 
 def _build_account(each: SiteUser) -> Mapping[str, Any]:
     access, user = each.access, each.user
-    rights = build_rights(user, access.plan, access.names, access.readers.get(user, ()))
+    rights = build_rights(user, access.plan, access.names, access.readers.get(user, ()), access.public_keys[user])
     return {
         "limits": {"max_connections": limit_connections(access.plan)},
         "users": [{"nkey": access.public_keys[user], "permissions": build_permissions(user, rights)}],

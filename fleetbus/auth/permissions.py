@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from fleetbus.bus.objects import weights_bucket
+from fleetbus.bus.objects import images_bucket, weights_bucket
 from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, work_alias
 from fleetbus_schemas import ANY_LANE
 from fleetbus_schemas.channels import CHANNELS, ROLES, Channel, Use, Way, covers_log
@@ -85,12 +85,14 @@ def build_inbox_prefix(user: str) -> str:
     return f"_INBOX_{user}"
 
 
-def build_rights(user: str, plan: RunPlan, names: Mapping[str, str] | None = None, readers: Sequence[str] = ()) -> Rights:
+def build_rights(
+    user: str, plan: RunPlan, names: Mapping[str, str] | None = None, readers: Sequence[str] = (), key: str = "*"
+) -> Rights:
     """The rights of ``user`` in one run: what the table of channels says that it does (`fleetbus_schemas.channels`). ``names``:
     what the durable consumers of the plan are called on the server, where they have names that cannot be guessed
     (`fleetbus.auth.consumer_names`); without, as in the plan. ``readers``: the names of all consumers that it may read the log
-    by; without, any."""
-    gathered = _GatheredRights(user, plan, names or {}, readers)
+    by; without, any. ``key``: its public key, for subjects that are that key's alone."""
+    gathered = _GatheredRights(user, plan, names or {}, readers, key)
     for channel in CHANNELS:
         for use in channel.uses:
             if use.role == user:
@@ -111,13 +113,19 @@ def _api(*questions: str, streamed: bool = False) -> tuple[Need, ...]:
 class _GatheredRights:
     """The operations of one user of one run on each channel, as the subjects that this takes."""
 
-    def __init__(self, user: str, plan: RunPlan, names: Mapping[str, str], readers: Sequence[str]) -> None:
+    def __init__(self, user: str, plan: RunPlan, names: Mapping[str, str], readers: Sequence[str], key: str) -> None:
         self._user = user
+        self._key = key
         self._plan = plan
         self._names = names
         self._readers = readers
         self._log = plan.log.name
-        self._streams = {"log": plan.log.name, "lanes": plan.lanes.name, "bucket": f"OBJ_{weights_bucket(plan.run)}"}
+        self._streams = {
+            "log": plan.log.name,
+            "lanes": plan.lanes.name,
+            "bucket": f"OBJ_{weights_bucket(plan.run)}",
+            "images": f"OBJ_{images_bucket(plan.run)}",
+        }
         self._asks: list[Need] = []
         self._others: dict[str, list[tuple[str, str]]] = {"call": [], "hear": []}
         self._own: dict[str, list[str]] = {"serve": [], "tell": []}
@@ -149,15 +157,14 @@ class _GatheredRights:
 
     def _subject(self, channel: Channel) -> str:
         """All of the channel that is this user's own."""
-        return channel.fill(run=self._plan.run, role=self._user)
+        return channel.fill(run=self._plan.run, role=self._user, key=self._key)
 
     def _ask(self, channel: Channel, way: Way) -> tuple[Need, ...]:
         """The questions to the account with the streams, to use a channel that one of them keeps."""
         stream, subject = self._streams[channel.kept], self._subject(channel)
         match way:
-            case "send" if channel.kept == "bucket":  # clearing away what was stored in part is part of storing
-                pieces = (channel.fill(run=self._plan.run, part=part) for part in ("C", "M"))
-                return (*_api(f"STREAM.PURGE.{stream}"), *_needs(*pieces))
+            case "send" if channel.kept in ("bucket", "images"):
+                return _needs(*(channel.fill(run=self._plan.run, part=part) for part in ("C", "M")))
             case "send":
                 return _needs(subject)
             case "last":

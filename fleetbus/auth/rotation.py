@@ -50,7 +50,7 @@ def _rotate(folder: AuthFolder, run: str, user: str) -> KeyReplaced:
     following = key.with_name(key.name + NEXT)
     create_secret_file(following, create_seed())
     old, new = public_key(key), public_key(following)
-    names = [reader_names(run, file.read_bytes().strip()) for file in (key, following)] if user == "monitor" else [(), ()]
+    names = [reader_names(run, user, file.read_bytes().strip()) for file in (key, following)]
     if user == "admin":
         create_secret_file(folder.consumer_secret(run), key.read_bytes())
     _replace_in_config(folder, old, new, dict(zip(*names, strict=True)))

@@ -35,6 +35,16 @@ CONNECTIONS_PER_LANE, SPARE_CONNECTIONS = 4, 256
 """One key may hold so many connections: those of as many workers as there may be of a role, and of clients. Without a bound one
 key takes all that the server has, 65,536."""
 
+SUBSCRIPTIONS, LEAF_SUBSCRIPTIONS = 2_048, 32_768
+"""One connection may hold so many: a worker has some 30, a client one more per reader, and a leaf node those of all workers of
+its site. Without a bound one connection takes the server's memory."""
+
+SMALL_PAYLOAD = 8 << 10
+"""Bytes of a message of those who only ask, and store leases and floors. It also bounds the filters of a consumer,
+which the server compares pair by pair while it answers no other question to JetStream."""
+
+SMALL_SENDERS = frozenset({"monitor", "recorder"})
+
 CLIENTS, LEAF = ("STANDARD", "WEBSOCKET"), ("LEAFNODE",)
 """nats-server's words for ways to connect."""
 
@@ -92,7 +102,7 @@ def server_config(
 
 def run_accounts(run: RunAccess) -> str:
     """The accounts of one run, as they stand in the file."""
-    rights = {user: build_rights(user, run.plan, run.names, run.readers.get(user, ())) for user in ROLES}
+    rights = {user: build_rights(user, run.plan, run.names, run.readers.get(user, ()), run.public_keys[user]) for user in ROLES}
     return "\n".join(format_sharing({account_of(run.plan.run, user): _build_account(run, user, rights) for user in ROLES}))
 
 
@@ -107,7 +117,7 @@ def _build_account(run: RunAccess, user: str, rights: Mapping[str, Rights]) -> d
     imports = list(_imports(run.plan.run, own))
     key = {"nkey": run.public_keys[user]} | _limit_connection_types(run, user)
     return {
-        "limits": {"max_connections": limit_connections(run.plan)} | ({"max_leafs": SITES} if user in run.leaf_roles else {}),
+        "limits": _build_limits(run, user),
         **({"jetstream": "enabled"} if user == "admin" else {}),
         "users": [key | ({} if own.everything else {"permissions": build_permissions(user, own)})],
         **({"exports": exports} if exports else {}),
@@ -121,6 +131,16 @@ def _limit_connection_types(run: RunAccess, user: str) -> dict[str, Any]:
     if not run.leaf_roles:
         return {}
     return {"allowed_connection_types": [*CLIENTS, *(LEAF if user in run.leaf_roles else ())]}
+
+
+def _build_limits(run: RunAccess, user: str) -> dict[str, int]:
+    """The quotas of a user's account, and so of its key; each but ``max_connections`` and ``max_leafs`` is per connection."""
+    limits = {"max_connections": limit_connections(run.plan), "max_subscriptions": SUBSCRIPTIONS}
+    if user in SMALL_SENDERS:
+        limits["max_payload"] = SMALL_PAYLOAD
+    if user in run.leaf_roles:
+        limits |= {"max_leafs": SITES, "max_subscriptions": LEAF_SUBSCRIPTIONS}
+    return limits
 
 
 def limit_connections(plan: RunPlan) -> int:

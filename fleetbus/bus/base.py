@@ -149,6 +149,10 @@ class LogBus(Protocol):
     def storing_problem(self) -> str:
         """`STORES_NOTHING` while that is so, as far as what this connection publishes can tell; else empty."""
 
+    @property
+    def own_key(self) -> str:
+        """The public key by which the server knows this connection; empty where it asks for none."""
+
     def now_ns(self) -> int:
         """The server's clock in Unix nanoseconds, as far as it can be known here (monotonic between corrections)."""
 

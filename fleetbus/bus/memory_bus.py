@@ -67,6 +67,10 @@ class MemoryBus:
     def storing_problem(self) -> str:
         return ""  # this one stores, or is not reached
 
+    @property
+    def own_key(self) -> str:
+        return ""  # it asks for none
+
     def now_ns(self) -> int:
         return self._server.now_ns()
 

@@ -30,6 +30,12 @@ def weights_bucket(run: str) -> str:
     return BY_NAME["weights"].address.split(".")[1].format(run=run)
 
 
+def images_bucket(run: str) -> str:
+    """The bucket of a run's images: environment workers store in it and remove nothing
+    (docs/decisions/0245-quotas-per-key-and-images-apart.md)."""
+    return BY_NAME["images"].address.split(".")[1].format(run=run)
+
+
 class ObjectMissing(Exception):
     """The store has no whole object of that name; the message is one line that names it."""
 
@@ -40,6 +46,13 @@ class InvalidObjectName(ObjectMissing):
 
 class ObjectTooLarge(ObjectMissing):
     """The object has more bytes than its reader takes."""
+
+
+class ObjectReader(Protocol):
+    """The part of a store that `get_content` needs."""
+
+    async def get_bytes(self, name: str, *, max_bytes: int) -> bytes:
+        """See `ObjectStore`."""
 
 
 class ObjectStore(Protocol):
@@ -87,7 +100,7 @@ async def put_content(objects: ObjectStore, content: bytes) -> str:
     return name
 
 
-async def get_content(objects: ObjectStore, name: str, *, max_bytes: int = MAX_OBJECT_BYTES) -> bytes:
+async def get_content(objects: ObjectReader, name: str, *, max_bytes: int = MAX_OBJECT_BYTES) -> bytes:
     """The bytes whose SHA-256 is ``name``; raises `ObjectMissing` or `fleetbus.errors.BusError`."""
     content = await objects.get_bytes(check_content_hash(name), max_bytes=max_bytes)
     if await _hash(content) != name:

@@ -27,6 +27,7 @@ from fleetbus.bus.base import LogBus
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.config.settings import Configuration
+from fleetbus.core.episode.claim_seals import ClaimSeals, without_verdict
 from fleetbus.core.episode.history import Turn, collect_token_ids, loss_mask
 from fleetbus.core.episode.result_checks import find_actions_problem
 from fleetbus.core.episode.segments import SegmentError, find_leaves, fold_segments, split_first
@@ -203,13 +204,15 @@ class _GroupRunner:
 
     async def follow_results(self, start: int) -> None:
         """Pass results on to the waiting groups until cancelled."""
+        seals = ClaimSeals()
         async with self._bus.read([self._subjects.episodes], start=start) as reader:
             while True:
                 stored = await reader.receive()
                 entry = decode_episode_entry(stored)
+                is_of_claim = seals.enter(entry)
                 if isinstance(entry, EpisodeFinished) and not self._requests.is_own_close(entry):
                     self._requests.record_result(stored.sequence, entry.episode_id)
-                    self.enter(entry)
+                    self.enter(entry if is_of_claim else without_verdict(entry))
 
     def enter(self, result: EpisodeFinished) -> None:
         """Pass a result on to its waiter, if there is one."""

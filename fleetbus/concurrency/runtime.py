@@ -19,4 +19,4 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True):
     """``offload`` runs blocking work outside the event loop; ``nonce`` creates a unique name."""
 
     offload: Callable[..., Awaitable[Any]] = run_in_thread
-    nonce: Callable[[], str] = lambda: secrets.token_hex(8)
+    nonce: Callable[[], str] = lambda: secrets.token_hex(16)

@@ -16,6 +16,7 @@ from fleetbus.bus.base import Bus, CallBus, LogBus
 from fleetbus.core.episode.claims import EpisodeState, build_result_without_attempt
 from fleetbus.errors import NoResponders, RequestUnanswered
 from fleetbus.log.episodes import decode_episode_entry, read_episode_state, store_result
+from fleetbus.log.operations import record_operation
 from fleetbus_schemas import (
     ControlAnswered,
     ControlRequested,
@@ -80,7 +81,8 @@ async def cancel_episode(bus: Bus, subjects: Subjects, episode_id: str, *, autho
 async def cancel_episodes(
     bus: Bus, subjects: Subjects, episodes: Sequence[str], *, author: str, close_seconds: float
 ) -> list[CancelResult]:
-    """`cancel_episode` for several at a time; the results in the order of ``episodes``."""
+    """`cancel_episode` for several at a time, which stands in the log before; the results in the order of ``episodes``."""
+    await record_operation(bus, subjects, "cancel", list(dict.fromkeys(episodes)), author=author)
     found: dict[str, CancelResult] = {}
     limiter = anyio.CapacityLimiter(AT_A_TIME)
 
@@ -94,8 +96,9 @@ async def cancel_episodes(
     return [found[episode] for episode in episodes]
 
 
-async def drain_workers(bus: CallBus, subjects: Subjects, workers: Sequence[str]) -> dict[str, str]:
-    """Ask workers to drain; the role of each, or ``unknown`` or ``unanswered``."""
+async def drain_workers(bus: Bus, subjects: Subjects, workers: Sequence[str], *, author: str = "") -> dict[str, str]:
+    """Ask workers to drain, which stands in the log before; the role of each, or ``unknown`` or ``unanswered``."""
+    await record_operation(bus, subjects, "drain", workers, author=author)
     states: dict[str, str] = {}
     for worker in workers:
         try:
@@ -105,10 +108,11 @@ async def drain_workers(bus: CallBus, subjects: Subjects, workers: Sequence[str]
     return states
 
 
-async def pause_admission(bus: CallBus, subjects: Subjects, *, is_paused: bool) -> str | None:
-    """Ask the learner to request no new groups, or to continue; returns its name, None without a learner. Raises
-    `RequestUnanswered` if it does not answer, as one of an earlier version."""
+async def pause_admission(bus: Bus, subjects: Subjects, *, is_paused: bool, author: str = "") -> str | None:
+    """Ask the learner to request no new groups, or to continue, which stands in the log before; returns its name, None without
+    a learner. Raises `RequestUnanswered` if it does not answer, as one of an earlier version."""
     command: Literal["pause", "resume"] = "pause" if is_paused else "resume"
+    await record_operation(bus, subjects, command, author=author)
     subject = subjects.control("learner", "all", command)
     question = encode(ControlRequested(command=command))
     try:

@@ -8,6 +8,7 @@ import anyio
 import structlog
 
 from fleetbus.bus.base import LogBus, StreamEntry
+from fleetbus.core.episode.claim_seals import ClaimSeals
 from fleetbus.core.episode.claims import EpisodeEntry, EpisodeState, build_unstorable_result, fold_episode
 from fleetbus.core.episode.history import Turn, fold_history
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
@@ -141,9 +142,14 @@ def _classify_conflict(episode_state: EpisodeState, result: EpisodeFinished) -> 
     return "stored" if episode_state.result == result else "finished"
 
 
-async def scan_training_results(bus: LogBus, subjects: Subjects, *, start: int) -> AsyncIterator[tuple[int, EpisodeFinished]]:
-    """Every result of training that stands in the log from ``start`` on, by now, and its position."""
+async def scan_training_results(
+    bus: LogBus, subjects: Subjects, *, start: int
+) -> AsyncIterator[tuple[int, EpisodeFinished, bool]]:
+    """Every result of training that stands in the log from ``start`` on, by now, its position, and whether it is of the process
+    that had claimed the episode."""
+    seals = ClaimSeals()
     async for stored in bus.scan([subjects.episodes], start=start):
         entry = decode_episode_entry(stored)
+        is_of_claim = seals.enter(entry)
         if isinstance(entry, EpisodeFinished) and entry.split == "train":
-            yield stored.sequence, entry
+            yield stored.sequence, entry, is_of_claim

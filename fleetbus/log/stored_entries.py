@@ -9,6 +9,7 @@ from typing import Any
 import structlog
 
 from fleetbus.bus.base import StreamEntry
+from fleetbus.core.audit.operations import is_operation
 from fleetbus_schemas import AttemptStarted, MalformedMessage, Message
 from fleetbus_schemas.channels import STORED
 from fleetbus_schemas.message import decode_any
@@ -38,6 +39,8 @@ def decode_stored(entry: StreamEntry) -> Message:
             raise MalformedMessage(entry.subject, f"no lane is called {message.lane[:64]!r}")
     elif kind == "label":
         is_own = names == [message.episode_id]
+    elif kind == "operation":
+        is_own = is_operation(entry.subject.split("."))
     elif kind == "task":
         is_own = names[1:] == [message.episode_id]
     else:

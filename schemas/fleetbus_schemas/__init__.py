@@ -33,6 +33,7 @@ from fleetbus_schemas.lifecycle import (
 )
 from fleetbus_schemas.message import MAX_INLINE_BYTES, MAX_MESSAGE_BYTES, MalformedMessage, Message, decode, encode
 from fleetbus_schemas.observation import Observation
+from fleetbus_schemas.operation import OperationRecorded
 from fleetbus_schemas.policy import PolicyPublished, TensorEntry, WeightsOffered
 from fleetbus_schemas.retention import FloorRaised
 from fleetbus_schemas.seat import EpisodeSeat
@@ -64,6 +65,7 @@ MESSAGES: tuple[type[Message], ...] = (
     TrainingFinished,
     FloorRaised,
     EpisodeLabeled,
+    OperationRecorded,
     WorkerStarted,
     WorkerDraining,
     WorkerStopped,
@@ -114,6 +116,7 @@ __all__ = [
     "MalformedMessage",
     "Message",
     "Observation",
+    "OperationRecorded",
     "Outcome",
     "PolicyPublished",
     "SamplingSettings",

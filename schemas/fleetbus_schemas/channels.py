@@ -30,6 +30,7 @@ from fleetbus_schemas.lifecycle import (
 )
 from fleetbus_schemas.message import Message
 from fleetbus_schemas.observation import Observation
+from fleetbus_schemas.operation import OperationRecorded
 from fleetbus_schemas.policy import PolicyPublished, WeightsOffered
 from fleetbus_schemas.retention import FloorRaised
 from fleetbus_schemas.session import SessionAnswer, SessionCall, SessionClaimed, SessionEnded, SessionRecorded
@@ -42,22 +43,23 @@ ROLES: tuple[str, ...] = ("admin", "operator", *WORKERS, "monitor")
 """All users of a run. The admin declares it and may do everything; the operator requests, cancels, drains and pauses; the
 monitor only reads."""
 
-Kept = Literal["log", "lanes", "bucket", ""]
-"""The stream that stores the messages of a channel: the log, the lane leases, the object bucket, or none."""
+Kept = Literal["log", "lanes", "bucket", "images", ""]
+"""The stream that stores the messages of a channel: the log, the lane leases, the bucket of the weights, that of images, or
+none."""
 
 Way = Literal["send", "last", "batch", "scan", "work", "progress", "serve", "call", "hear", "fetch", "floors", "purge", "info"]
 """How a role uses a channel.
 
 | way | calls of the bus |
 |---|---|
-| ``send`` | `publish`; `broadcast` where nothing is kept; `put` and `remove` of objects |
+| ``send`` | `publish`; `broadcast` where nothing is kept; `put` of objects |
 | ``last`` | `last`, by a direct get that names its subject |
 | ``batch`` | `history`, `last_of_each`, `next_entry`: the server does not see which subjects they read, so they may read all |
 | ``scan`` | `read`, `scan`, by a consumer with this filter; `history` of a role that may not ``batch`` |
 | ``work``, ``progress`` | `pull` and `ack_floors` of the durable consumers; `ack_floors` of those alone that everybody shares |
 | ``serve``, ``call``, ``hear`` | `serve`; `request`; `listen` |
 | ``fetch`` | `get` of objects |
-| ``floors``, ``purge`` | `ack_floors` of all durable consumers, `purge`: of the whole log alone |
+| ``floors``, ``purge`` | `ack_floors` of all durable consumers; `purge` of the whole log, or `remove` of objects |
 | ``info`` | `log_state`, `list_subjects`, and the server's clock |
 """
 
@@ -223,6 +225,14 @@ CHANNELS: tuple[Channel, ...] = (
         uses=(Use("operator", ("send",)), Use("monitor", ("scan",))),
     ),
     Channel(
+        name="operations",
+        address="fb.{run}.operation.{role}.{key}",
+        about="Who does what to the run, under its own public key: no other key may publish there, but for the admin's.",
+        messages=(OperationRecorded,),
+        kept="log",
+        uses=(Use("operator", ("send",)), Use("monitor", ("scan",))),
+    ),
+    Channel(
         name="sessions",
         address="fb.{run}.session.{session}",
         about="The journal of a step-wise session.",
@@ -300,11 +310,18 @@ CHANNELS: tuple[Channel, ...] = (
     Channel(
         name="weights",
         address="$O.fbweights_{run}.{part}.{object}",
-        about="Weights and images in a bucket beside the log, checked against the digests in the log.",
+        about="Weights and their manifests in a bucket beside the log, checked against the digests in the log.",
         kept="bucket",
+        uses=(Use("learner", ("send", "fetch", "purge")), Use("inference", ("fetch",))),
+    ),
+    Channel(
+        name="images",
+        address="$O.fbimages_{run}.{part}.{object}",
+        about="Images of observations in a bucket of their own, named by their digests; who stores them removes none.",
+        kept="images",
         uses=(
-            Use("environment", ("send", "fetch")),
-            Use("learner", ("send", "fetch")),
+            Use("environment", ("send", "info")),
+            Use("learner", ("fetch",)),
             Use("inference", ("fetch",)),
             Use("gateway", ("fetch",)),
         ),

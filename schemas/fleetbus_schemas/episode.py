@@ -116,7 +116,8 @@ ClaimReason = Literal["fresh", "handed_back", "taken_over"]
 class AttemptStarted(Message, frozen=True, kw_only=True):
     """Environment worker → ``episode.<episode>``, expecting the last entry there: the claim, and the fencing token.
 
-    ``nonce`` identifies one's own claim when the answer to the publish was lost. ``resumed_at_turn`` is the first
+    ``nonce`` identifies one's own claim when the answer to the publish was lost. ``seal`` is the SHA-256 of a secret that a
+    graded result of this attempt has to have; empty from workers that do not know it. ``resumed_at_turn`` is the first
     turn that this attempt plays itself; earlier turns were re-applied from the log (replayable environments).
     """
 
@@ -128,6 +129,7 @@ class AttemptStarted(Message, frozen=True, kw_only=True):
     reason: ClaimReason = "fresh"
     resumed_at_turn: int = 0
     request_sequence: int = 0
+    seal: bytes = b""
 
 
 class AttemptReleased(Message, frozen=True, kw_only=True):
@@ -177,6 +179,7 @@ class EpisodeFinished(Message, frozen=True, kw_only=True):
     environment's verdict names; empty from workers that did not record them. ``transcript`` is what a judge of whole groups is
     shown; empty without one. ``untrained`` are turns that ``loss_mask`` leaves out, in their order. ``seats`` are those that
     acted, if the environment has several: each is trained with its own reward; ``reward`` is the episode's for all else.
+    ``opens`` is the secret of its claim's ``seal``.
     """
 
     episode_id: str
@@ -213,3 +216,4 @@ class EpisodeFinished(Message, frozen=True, kw_only=True):
     transcript: str = ""
     untrained: tuple[UntrainedTurn, ...] = ()
     seats: tuple[EpisodeSeat, ...] = ()
+    opens: str = ""

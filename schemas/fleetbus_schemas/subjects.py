@@ -83,6 +83,14 @@ class Subjects:
     def labels(self) -> str:
         return BY_NAME["labels"].below(run=self.run)
 
+    def operation(self, role: str, key: str) -> str:
+        """The subject of one key's operations; the key is the public one."""
+        return self._templates["operations"].format(role=role, key=key)
+
+    @property
+    def operations(self) -> str:
+        return BY_NAME["operations"].below(run=self.run)
+
     def session(self, session: str) -> str:
         return self._templates["sessions"].format(session=session)
 

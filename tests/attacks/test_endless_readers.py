@@ -1,4 +1,4 @@
-"""A monitor's key, which only reads, makes no consumers without end: those of learner, inference and recorder find room."""
+"""The key of a monitor, or of the recorder, makes no consumers without end: those of learner and inference find room."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Generator
 import anyio
 import pytest
 
-from fleetbus.auth.consumer_names import MAX_READERS
+from fleetbus.auth.consumer_names import COUNTED, MAX_READERS
 from fleetbus.auth.folder import AuthFolder
 from fleetbus.bus.nats import bus
 from fleetbus.bus.streams import plan_run
@@ -55,12 +55,13 @@ async def count(admin: BareClient) -> int:
     return found
 
 
+@pytest.mark.parametrize("user", COUNTED)
 async def test_no_names_but_its_own_make_a_consumer_and_these_are_counted(
-    secured: SecuredServer, monkeypatch: pytest.MonkeyPatch
+    secured: SecuredServer, monkeypatch: pytest.MonkeyPatch, user: str
 ) -> None:
     monkeypatch.setattr(bus, "NAME_SECONDS", 0.2)
-    own = AuthFolder(secured.folder).access(plan_run(TRUST, lanes=LANES)).readers["monitor"]
-    async with bare_client(secured, "monitor", TRUST) as attacker, bare_client(secured, "admin", TRUST) as admin:
+    own = AuthFolder(secured.folder).access(plan_run(TRUST, lanes=LANES)).readers[user]
+    async with bare_client(secured, user, TRUST) as attacker, bare_client(secured, "admin", TRUST) as admin:
         before = await count(admin)
         for number in range(ATTEMPTS):
             name, mine = f"endless-{number}", own[number % len(own)]
@@ -81,14 +82,14 @@ async def test_no_names_but_its_own_make_a_consumer_and_these_are_counted(
             await attacker.ask(*ask_for(mine, f"CONSUMER.CREATE.{LOG}.{mine}"))
         assert await count(admin) - before == MAX_READERS
         with pytest.raises(UserError, match="as many readers by this key as it may have"):
-            async with secured.connect("monitor") as monitor:
+            async with secured.connect(user) as monitor:
                 await scan(monitor, SUBJECTS.log)
         async with secured.connect("learner") as learner:
             assert await scan(learner, SUBJECTS.log), "everybody else reads"
         for mine in own:
             await attacker.ask(f"fbapi.CONSUMER.DELETE.{LOG}.{mine}", b"")
         assert await count(admin) == before
-        async with secured.connect("monitor") as monitor:
+        async with secured.connect(user) as monitor:
             assert await scan(monitor, SUBJECTS.log)
 
 

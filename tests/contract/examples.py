@@ -32,6 +32,7 @@ from fleetbus_schemas import (
     LineageStarted,
     Message,
     Observation,
+    OperationRecorded,
     PolicyPublished,
     SamplingSettings,
     SeatPolicy,
@@ -160,6 +161,7 @@ _EXAMPLES: tuple[Message, ...] = (
         reason="taken_over",
         resumed_at_turn=4,
         request_sequence=101,
+        seal=bytes(range(32)),
     ),
     AttemptReleased(episode_id="s3-g7-k2", attempt=2, worker="env-1", next_turn=5),
     Observation(
@@ -255,6 +257,7 @@ _EXAMPLES: tuple[Message, ...] = (
         reward_components={"judge": 0.25, "verifier": 0.5},
         transcript="[user]\nCount the crates.",
         untrained=(UntrainedTurn(turn=1, reason="not_delivered"),),
+        opens="0f1e2d3c4b5a69788796a5b4c3d2e1f0",
         seats=(
             EpisodeSeat(name="first", turns=(0, 2), reward=0.5, reason="won"),
             EpisodeSeat(name="second", turns=(1,), reward=-0.5, reason="lost"),
@@ -372,6 +375,13 @@ _EXAMPLES: tuple[Message, ...] = (
         comment="It reads the grader's file.",
         replaces=81,
         author="label-host-7-1a2b",
+    ),
+    OperationRecorded(
+        operation="cancel",
+        targets=("s3-g7-k2", "s3-g7-k3"),
+        count=2,
+        author="cancel-host-7-1a2b",
+        at_ns=1_700_000_000_000_000_000,
     ),
     ControlRequested(command="cancel", episodes=("s3-g7-k2",), author="cancel-host-7-1a2b"),
     ControlAnswered(worker="env-1", role="environment", done=True, detail="cancelled 1", busy_with=("s3-g7-k1",)),

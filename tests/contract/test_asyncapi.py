@@ -46,6 +46,7 @@ def test_every_subject_has_its_channel() -> None:
     }
     assert names == {
         "fb.task", "fb.episode", "fb.obs", "fb.act", "fb.policy", "fb.train", "fb.life", "fb.session", "fb.floor", "fb.label",
+        "fb.operation",
         "fbwt.{policy}", "fbrpc.{worker}", "fblane.{role}", "fbhb.{role}", "fbctl.{role}",
     }  # fmt: skip
     spelled = [name for name in vars(Subjects) if not name.startswith("_") and not isinstance(vars(Subjects)[name], property)]

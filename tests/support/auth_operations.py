@@ -1,4 +1,4 @@
-"""The same 54 operations on the bus for every user: what each may do, as a table that people read and tests carry out.
+"""The same 58 operations on the bus for every user: what each may do, as a table that people read and tests carry out.
 
 A row is one message of a client; that work is taken from a consumer is that its name is read, which nobody guesses. Whether a
 user may do it follows from `fleetbus.auth.permissions` alone.
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from fleetbus.auth.permissions import Rights, build_inbox_prefix, build_rights
-from fleetbus.bus.objects import weights_bucket
+from fleetbus.bus.objects import images_bucket, weights_bucket
 from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, log_stream, name_subject, plan_run
 from fleetbus_schemas import Subjects
 from fleetbus_schemas.channels import ROLES
@@ -41,7 +41,8 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 
 def operations(run: str) -> tuple[Operation, ...]:
     """All of them, for one run."""
-    subjects, log, bucket = Subjects(run), log_stream(run), weights_bucket(run)
+    subjects, log = Subjects(run), log_stream(run)
+    bucket, pictures = weights_bucket(run), images_bucket(run)
 
     def rows() -> Iterator[tuple[str, str, str]]:
         yield "request an episode", PUBLISH, subjects.task("default", EPISODE)
@@ -76,10 +77,11 @@ def operations(run: str) -> tuple[Operation, ...]:
         yield "change the log", ASK, f"{IMPORTED_API}.STREAM.UPDATE.{log}"
         yield "make a stream", ASK, f"{IMPORTED_API}.STREAM.CREATE.mine"
         yield "delete the object bucket", ASK, f"{IMPORTED_API}.STREAM.DELETE.OBJ_{bucket}"
-        yield "read objects", ASK, f"{IMPORTED_API}.DIRECT.GET.OBJ_{bucket}.$O.{bucket}.M.{OBJECT}"
-        yield "store a part of an object", PUBLISH, f"$O.{bucket}.C.part"
-        yield "name an object", PUBLISH, f"$O.{bucket}.M.{OBJECT}"
-        yield "remove objects", ASK, f"{IMPORTED_API}.STREAM.PURGE.OBJ_{bucket}"
+        for what, place in (("weights", bucket), ("images", pictures)):
+            yield f"read {what}", ASK, f"{IMPORTED_API}.DIRECT.GET.OBJ_{place}.$O.{place}.M.{OBJECT}"
+            yield f"store a part of {what}", PUBLISH, f"$O.{place}.C.part"
+            yield f"name {what}", PUBLISH, f"$O.{place}.M.{OBJECT}"
+            yield f"remove {what}", ASK, f"{IMPORTED_API}.STREAM.PURGE.OBJ_{place}"
         yield "call a session", CALL, subjects.rpc("w", EPISODE)
         for role in ("environment", "inference", "learner"):
             yield f"ask whether {role} lives", CALL, subjects.control(role, "w", "ping")

@@ -86,7 +86,11 @@ def find_channel(name: str, subject: str) -> Channel | None:
     if name in ("pull", "ack_floors") and not subject.startswith("fb."):
         return _find_by_consumer(subject.partition("_")[0])
     if name == "objects":
-        return next(channel for channel in CHANNELS if channel.kept == "bucket")
+        return next(
+            each
+            for each in CHANNELS
+            if each.kept in ("bucket", "images") and each.address.split(".")[1].startswith(subject[:9])
+        )
     if subject.startswith("$JS."):
         subject = "fb.RUN.>"
     tokens = subject.split(".")

@@ -73,10 +73,11 @@ class LogBuilder:
         )  # fmt: skip
         return self.add(SUBJECTS.task(pool, episode), request)
 
-    def claim(self, episode: str, attempt: int = 1, *, resumed: int = 0) -> int:
+    def claim(self, episode: str, attempt: int = 1, *, resumed: int = 0, seal: bytes = b"") -> int:
         claim = AttemptStarted(
-            episode_id=episode, attempt=attempt, worker="w", nonce=f"{episode}{attempt}", lane="e0", resumed_at_turn=resumed
-        )
+            episode_id=episode, attempt=attempt, worker="w", nonce=f"{episode}{attempt}", lane="e0", resumed_at_turn=resumed,
+            seal=seal,
+        )  # fmt: skip
         return self.add(SUBJECTS.episode(episode), claim)
 
     def release(self, episode: str, attempt: int = 1) -> int:

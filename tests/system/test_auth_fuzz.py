@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from fleetbus.auth.permissions import build_rights
-from fleetbus.bus.objects import weights_bucket
+from fleetbus.bus.objects import images_bucket, weights_bucket
 from fleetbus.bus.streams import API, IMPORTED_API, plan_run
 from fleetbus_schemas import Subjects
 from fleetbus_schemas.channels import ROLES
@@ -22,7 +22,7 @@ from tests.support.small_deployment import LANES, RUN
 LIMITED = [user for user in ROLES if user != "admin"]
 PLAN = plan_run(TRUST, lanes=LANES)
 BUCKET = f"OBJ_{weights_bucket(TRUST)}"
-STREAMS = (LOG, PLAN.lanes.name, BUCKET, f"fb_{RUN}", f"OBJ_{weights_bucket(RUN)}")
+STREAMS = (LOG, PLAN.lanes.name, BUCKET, f"OBJ_{images_bucket(TRUST)}", f"fb_{RUN}", f"OBJ_{weights_bucket(RUN)}")
 STREAM_VERBS = ("CREATE", "UPDATE", "DELETE", "PURGE", "INFO", "MSG.DELETE", "MSG.GET", "SNAPSHOT", "RESTORE")
 CONSUMER_VERBS = ("CREATE", "DURABLE.CREATE", "DELETE", "INFO", "MSG.NEXT", "PAUSE", "RESET", "UNPIN", "LEADER.STEPDOWN")
 SETTLE_SECONDS = 0.5
@@ -101,7 +101,7 @@ class Pairs:
 def harm(user: str, before: dict[str, dict[str, object]], after: dict[str, dict[str, object]]) -> list[str]:
     """What changed that the role has no right to change."""
     own, found = build_rights(user, PLAN).publish, []
-    purges = {LOG: user == "recorder", BUCKET: user in ("environment", "learner")}
+    purges = {LOG: user == "recorder", BUCKET: user == "learner"}
     trimmed = before[LOG]["first"] != after.get(LOG, {}).get("first")  # by the recorder: consumers go on behind what is gone
     works = {"environment": ("task_", "act_"), "inference": ("obs_",)}.get(user, ("\0",))
     for name in sorted(before.keys() | after.keys()):

@@ -1,4 +1,4 @@
-"""The same 54 operations with each user's key on a real server, directly, through a leaf node of `fleetbus auth site`,
+"""The same 58 operations with each user's key on a real server, directly, through a leaf node of `fleetbus auth site`,
 and in the protocol of leaf nodes: exactly those go through that the table in docs allows.
 
 That the table is the one of the docs is `tests/unit/test_rights_table.py`.
@@ -16,6 +16,7 @@ import anyio
 import pytest
 from nats.aio.msg import Msg
 
+from fleetbus.auth.consumer_names import COUNTED
 from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.permissions import build_rights
 from fleetbus.bus.nats.server import NatsServerProcess
@@ -60,7 +61,7 @@ async def answering(secured: SecuredServer) -> AsyncIterator[dict[str, BareClien
 
 
 def rename(operation: Operation, readers: Mapping[str, str]) -> Operation:
-    """A monitor reads by consumers of certain names alone."""
+    """A monitor and the recorder read by consumers of certain names alone."""
     tokens = (readers.get(token, token) for token in operation.subject.split("."))
     return Operation(name=operation.name, kind=operation.kind, subject=".".join(tokens))
 
@@ -78,7 +79,7 @@ async def goes_through(operation: Operation, user: Any, workers: dict[str, BareC
     if operation.kind == TELL:
         return await hears(workers["monitor"], subject, user, subject)
     payload = {PUBLISH: b"entry", CALL: b"call", ASK: _question(operation)}[operation.kind]
-    if user.user == "monitor" and ".CONSUMER.CREATE." in subject:  # its names are its rights, whatever it filters by
+    if user.user in COUNTED and ".CONSUMER.CREATE." in subject:  # its names are its rights, whatever it filters by
         subject = ".".join(subject.split(".")[:5])
     answer = await user.ask(subject, payload)
     if answer is None:

@@ -11,13 +11,15 @@ import anyio
 import nats
 import pytest
 
+from fleetbus.auth.consumer_names import COUNTED
 from fleetbus.auth.folder import AuthFolder
+from fleetbus.auth.keys import public_key
 from fleetbus.auth.permissions import build_rights
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import BusError
-from fleetbus_schemas import EpisodeRequested, PolicyPublished, Task, encode
+from fleetbus_schemas import EpisodeRequested, OperationRecorded, PolicyPublished, Task, encode
 from fleetbus_schemas.channels import ROLES
 from tests.support.bare_client import BareClient, bare_client, describe_state
 from tests.support.secured_server import LOG, SUBJECTS, TRUST, SecuredServer, secured_server
@@ -68,12 +70,18 @@ def targets() -> list[str]:
     """Where the answer would do harm."""
     found = []
     for api in ("$JS.API", "fbapi"):
-        for stream in (LOG, f"fblane_{TRUST}", f"OBJ_fbweights_{TRUST}", f"fb_{RUN}"):
+        for stream in (LOG, f"fblane_{TRUST}", f"OBJ_fbweights_{TRUST}", f"OBJ_fbimages_{TRUST}", f"fb_{RUN}"):
             found += [f"{api}.STREAM.{verb}.{stream}" for verb in ("DELETE", "PURGE", "UPDATE")]
         found += [f"{api}.CONSUMER.DELETE.{LOG}.{DURABLE}", f"{api}.CONSUMER.MSG.NEXT.{LOG}.{DURABLE}"]
         found += [f"{api}.CONSUMER.CREATE.{LOG}.{DURABLE}"]
     found += [SUBJECTS.policy("default"), SUBJECTS.train("default"), "fb.small.episode.e1"]
-    return [*found, f"$JS.ACK.{LOG}.{DURABLE}.1.1.1.1.0", "fblane.trust.x.l0", f"$O.fbweights_{TRUST}.M.eA=="]
+    return [
+        *found,
+        f"$JS.ACK.{LOG}.{DURABLE}.1.1.1.1.0",
+        "fblane.trust.x.l0",
+        f"$O.fbweights_{TRUST}.M.eA==",
+        f"$O.fbimages_{TRUST}.M.eA==",
+    ]
 
 
 def without_own(state: dict[str, object], user: str) -> dict[str, object]:
@@ -103,8 +111,8 @@ async def test_no_answer_can_be_sent_where_it_does_harm(secured: SecuredServer, 
         await anyio.sleep(0.3)  # what an answer sets off is not answered to anybody
         after = await describe_state(admin, TRUST)
     changed = without_own(after, user), without_own(before, user)
-    own_bucket = f"OBJ_fbweights_{TRUST}" if user in ("environment", "learner") else ""
-    if own_bucket:  # they may store and remove objects
+    own_bucket = {"environment": f"OBJ_fbimages_{TRUST}", "learner": f"OBJ_fbweights_{TRUST}"}.get(user, "")
+    if own_bucket:  # they may store objects
         changed[0].pop(own_bucket), changed[1].pop(own_bucket)
     if user in ("learner", "environment", "inference", "operator"):
         drop_written_by(user, *changed)
@@ -131,9 +139,13 @@ async def test_a_stored_message_cannot_be_sent_on_as_another_ones(secured: Secur
     task = EpisodeRequested(
         episode_id="forged", group_id="g", sample_index=0, split="train", task=Task(key="t"), policy="default", deadline_ns=1
     )
-    own, forged = SUBJECTS.life(user, "forger"), (SUBJECTS.policy("forged"), SUBJECTS.task("forged", "forged"))
+    operation = OperationRecorded(operation="purge", targets=("everything",), count=1)
+    in_its_name = SUBJECTS.operation("operator", public_key(AuthFolder(secured.folder).key(TRUST, "operator")))
+    own = SUBJECTS.life(user, "forger")
+    forged = (SUBJECTS.policy("forged"), SUBJECTS.task("forged", "forged"), in_its_name)
     async with attacking(secured, user) as (attacker, admin):
-        for payload, target in zip((encode(policy), encode(task)), forged, strict=True):
+        before = (await describe_state(admin, TRUST))[LOG]["subjects"]
+        for payload, target in zip((encode(policy), encode(task), encode(operation)), forged, strict=True):
             await attacker.send(own, payload)
             for api in ("fbapi", "$JS.API"):
                 await attacker.send(f"{api}.DIRECT.GET.{LOG}.{own}", b"", reply=target)
@@ -141,8 +153,8 @@ async def test_a_stored_message_cannot_be_sent_on_as_another_ones(secured: Secur
         await attacker.settle()
         await anyio.sleep(0.2)
         written = (await describe_state(admin, TRUST))[LOG]["subjects"]
-    allowed = {"learner": set(forged), "operator": {forged[1]}}.get(user, set())
-    assert {target for target in forged if target in written} <= allowed
+    allowed = {"learner": set(forged[:2]), "operator": {*forged[1:]}}.get(user, set())
+    assert {target for target in forged if written.get(target, 0) > before.get(target, 0)} <= allowed
 
 
 @pytest.mark.parametrize("user", ["inference", "learner", "operator", "recorder", "gateway", "monitor"])
@@ -150,7 +162,8 @@ async def test_a_consumer_of_ones_own_can_neither_drain_nor_change_those_that_wo
     secured: SecuredServer, user: str
 ) -> None:
     """Who may make a consumer may have it deliver to any subject of the streams' account, the pull subject of another included,
-    and may give it any name (a monitor: those of its own). Neither meets a durable consumer: their names cannot be guessed."""
+    and may give it any name (monitor and recorder: those of their own). Neither meets a durable consumer: nobody can guess
+    those names."""
     drain, taken, *_ = AuthFolder(secured.folder).access(PLAN).readers.get(user, ("drain", DURABLE))
     followed = SUBJECTS.session("*") if user == "gateway" else SUBJECTS.episode("*")
     async with attacking(secured, user) as (attacker, admin):
@@ -163,7 +176,7 @@ async def test_a_consumer_of_ones_own_can_neither_drain_nor_change_those_that_wo
         for config in (delivered | {"name": drain}, {"name": taken, "ack_policy": "none"}):
             question = {"stream_name": LOG, "config": config | {"filter_subject": followed, "headers_only": True}}
             payload = json.dumps(question).encode()
-            ending = "" if user == "monitor" else f".{followed}"  # its rights are names, whatever it filters by
+            ending = "" if user in COUNTED else f".{followed}"  # its rights are names, whatever it filters by
             answer = await attacker.ask(f"fbapi.CONSUMER.CREATE.{LOG}.{config['name']}{ending}", payload)
             assert answer is not None and b'"error"' not in answer.data
         await anyio.sleep(0.3)

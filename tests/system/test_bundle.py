@@ -164,7 +164,7 @@ async def test_no_image_is_read_once_there_is_no_room_for_more(tmp_path: Path, m
 
     monkeypatch.setattr(bundle, "MOST_IMAGES_BYTES", 250)
     monkeypatch.setattr("fleetbus.bus.objects.get_content", get)
-    monkeypatch.setattr("fleetbus_workers.weights.store.get_object_store", lambda *_: object())
+    monkeypatch.setattr("fleetbus_workers.weights.store.get_every_object", lambda *_: object())
     names = [f"image{number}" for number in range(100)]
     source: Any = SimpleNamespace(bus=object(), subjects=Subjects("run"), objects={})
     said = await bundle._add_images(source, names, Redactor(), BundleFolder(tmp_path))

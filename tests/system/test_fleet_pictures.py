@@ -14,7 +14,7 @@ from fleetbus_schemas import Action, Image, Task
 from fleetbus_workers.environment.images.observation import EncodedImage
 from fleetbus_workers.environment.images.store import build_image_store, build_run_image_store
 from fleetbus_workers.environment.specs import build_environment_factory
-from fleetbus_workers.weights.store import get_object_store
+from fleetbus_workers.weights.store import get_image_store
 from tests.support.fleet_platform.instance import png
 from tests.support.fleet_platform.platform import KEY, FleetPlatform
 from tests.support.http_server import serve_application
@@ -50,7 +50,7 @@ async def test_what_an_observation_names_can_be_read_by_whoever_gets_it(
                     Action(episode_id="e", attempt=1, turn=0, text=f"<tool_call>{json.dumps(call)}</tool_call>")
                 )
                 await environment.close()
-            objects = get_object_store(bus, "pictures")
+            objects = get_image_store(bus, "pictures")
             assert objects is not None
             for number, message in enumerate((start.messages[1], step.messages[0]), 1):
                 (image,) = (part for part in message.content if isinstance(part, Image))

@@ -40,7 +40,7 @@ from fleetbus_workers.inference.worker import run_inference
 from fleetbus_workers.learner.batches import CreditPlan, read_sequences
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
 from fleetbus_workers.starter.build import find_starter_folder
-from fleetbus_workers.weights.store import get_object_store
+from fleetbus_workers.weights.store import get_image_store
 from tests.support.servers import connect, run_server
 from tests.support.trainer_settings import trainer_settings
 from tests.support.vision_models import write_vision_model
@@ -253,7 +253,7 @@ async def test_a_picture_that_is_gone_before_training_excludes_its_episode(tmp_p
     async with fleet(tmp_path, folder, stored, first) as made:
         await made.ask("e0", "e1", "e2")
         results = await made.results(3)
-        objects = get_object_store(made.bus, RUN)
+        objects = get_image_store(made.bus, RUN)
         assert objects is not None
         await objects.remove((await made.actions(results["e1"]))[0].images[0].object)
         group = Group(group_id="g", size=3, results=dict(results))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -231,3 +232,19 @@ async def test_what_a_comment_says_is_in_no_log_line(capfd: pytest.CaptureFixtur
         assert (await page.act("label", {"episode": "a", "comment": "between us"})).status_code == 200
     out, err = capfd.readouterr()
     assert "acting for the page" in out + err and "between us" not in out + err
+
+
+async def test_the_page_shows_what_was_done_to_the_run() -> None:
+    async with served() as page:
+        assert (await page.act("pause", {"paused": True})).json() == {"learner": None}
+        assert (await page.act("drain", {"workers": ["w1", "w2"]})).status_code == 200
+        found: list[dict[str, Any]] = []
+        async with page.browser.stream("GET", "/api/events") as events:
+            async for line in events.aiter_lines():
+                found = json.loads(line.removeprefix("data: ")).get("operations", []) if line.startswith("data: ") else found
+                if len(found) == 2:
+                    break
+        assert [(each["operation"], each["role"], each["author"]) for each in found] == [
+            ("pause", "operator", "page"), ("drain", "operator", "page"),
+        ]  # fmt: skip
+        assert found[1]["targets"] == ["w1", "w2"] and "without a key drain w1 w2 (says page)" in found[1]["line"]

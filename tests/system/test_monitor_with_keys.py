@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from fleetbus.bus.nats.bus import NatsBus
-from fleetbus.bus.objects import put_content, weights_bucket
+from fleetbus.bus.objects import images_bucket, put_content
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus_schemas import Action, AttemptStarted, EpisodeRequested, Task, encode
 from fleetbus_schemas.tokens import pack_ids
@@ -47,7 +47,7 @@ async def publish_episode(secured: SecuredServer) -> str:
         await learner.publish(SUBJECTS.task("default", "e1"), encode(request))
         await environment.publish(SUBJECTS.episode("e1"), encode(claim))
         await inference.publish(SUBJECTS.action("e0", "e1"), encode(action))
-        return await put_content(environment.objects(weights_bucket(TRUST)), b"\x89PNG\r\n\x1a\n" + bytes(40))
+        return await put_content(environment.objects(images_bucket(TRUST)), b"\x89PNG\r\n\x1a\n" + bytes(40))
 
 
 async def test_a_monitors_key_searches_what_was_said_and_diagnoses_and_is_refused_images_alone(

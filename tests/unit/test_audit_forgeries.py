@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from fleetbus.core.audit.findings import KINDS
+from fleetbus.core.episode.claim_seals import make_seal
 from fleetbus_schemas import AttemptReleased, EpisodeSegment, FloorRaised, SegmentOrigin
 from tests.support.forged_actions import (
     history_hash_of_garbage,
@@ -125,6 +126,20 @@ def release_not_newest(log_builder: LogBuilder) -> None:
 def release_after_result(log_builder: LogBuilder) -> None:
     log_builder.play("a")
     log_builder.release("a", 1)
+
+
+def result_of_another_process(log_builder: LogBuilder) -> None:
+    log_builder.request("a")
+    log_builder.claim("a", seal=make_seal("of the worker"))
+    log_builder.observe("a", 0)
+    log_builder.finish("a", [log_builder.act("a", 0)])
+
+
+def result_with_the_secret_of_another_claim(log_builder: LogBuilder) -> None:
+    log_builder.request("a")
+    log_builder.claim("a", seal=make_seal("of the worker"))
+    log_builder.observe("a", 0)
+    log_builder.finish("a", [log_builder.act("a", 0)], opens="of another")
 
 
 def result_not_newest(log_builder: LogBuilder) -> None:
@@ -316,6 +331,8 @@ FORGERIES: list[tuple[Callable[[LogBuilder], None], str, str]] = [
     (release_not_newest, "release_not_newest", "a"),
     (release_after_result, "release_not_newest", "a"),
     (result_not_newest, "result_not_newest", "a"),
+    (result_of_another_process, "result_not_of_claim", "a"),
+    (result_with_the_secret_of_another_claim, "result_not_of_claim", "a"),
     (observed_unclaimed, "observed_unclaimed", "a"),
     (action_unobserved, "action_unobserved", "a"),
     (late_action_unobserved, "action_unobserved", "a"),

@@ -95,6 +95,10 @@ class NatsBus:
     def storing_problem(self) -> str:
         return self._publisher.storing_problem
 
+    @property
+    def own_key(self) -> str:
+        return self._connection.own_key
+
     def now_ns(self) -> int:
         return self._clock.now_ns()
 

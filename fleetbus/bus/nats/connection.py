@@ -22,6 +22,7 @@ from nats.errors import Error as NatsError
 from fleetbus.bus.nats.api import JetStreamApi
 from fleetbus.bus.nats.choose_wire import connect_wire
 from fleetbus.bus.nats.local_key import read_local_key
+from fleetbus.bus.nats.own_key import read_own_key
 from fleetbus.bus.nats.protocol import publish_command
 from fleetbus.bus.nats.request_mux import RequestMux
 from fleetbus.bus.nats.server_context import describe_missing_context
@@ -73,6 +74,8 @@ class Connection:
         self.inbox = f"{inbox_prefix}.{secrets.token_hex(8)}"
         self.wire: Wire
         self.has_wire = False
+        self.own_key = ""
+        """The public key that the server knows this connection by."""
         self.on_reconnect: dict[object, Callable[[], None]] = {}
         self.reader_names: tuple[str, ...] = ()
         """The names that consumers of readers have to have, one each; none: any that cannot be guessed."""
@@ -262,6 +265,7 @@ async def _connect(connection: Connection, url: str, **options: object) -> None:
                 **options,
             )
         _check_server(connection.wire, url)
+        connection.own_key = read_own_key(options)
         connection.is_checked = True
     except (TimeoutError, OSError, NatsError, UnicodeError) as error:  # the last one: what can be no host
         reason = connection.first_error or error

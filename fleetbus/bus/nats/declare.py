@@ -22,7 +22,7 @@ from fleetbus.bus.nats.api import (
     JetStreamApi,
 )
 from fleetbus.bus.nats.run_protocol import raise_protocol
-from fleetbus.bus.objects import weights_bucket
+from fleetbus.bus.objects import images_bucket, weights_bucket
 from fleetbus.bus.streams import ConsumerPlan, RunPlan, StreamPlan
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.errors import UserError
@@ -76,6 +76,7 @@ async def declare(api: JetStreamApi, plan: RunPlan) -> None:
         await _declare_stream(api, plan.log)
         await _declare_stream(api, plan.lanes)
         await declare_bucket(api, weights_bucket(plan.run), replicas=plan.log.replicas)
+        await declare_bucket(api, images_bucket(plan.run), replicas=plan.log.replicas, rollups=False)
         await _declare_consumers(api, plan.log.name, plan.consumers)
         await raise_protocol(api, plan.log.name)
     except ApiRefused as refused:
@@ -83,8 +84,9 @@ async def declare(api: JetStreamApi, plan: RunPlan) -> None:
         raise UserError(f"the NATS server refuses to declare run {plan.run}: {refused}: {hint}; then repeat this") from refused
 
 
-async def declare_bucket(api: JetStreamApi, bucket: str, *, replicas: int = 0) -> None:
-    """An object bucket; one that exists is left as it is. Workers with accounts of their own may not create any."""
+async def declare_bucket(api: JetStreamApi, bucket: str, *, replicas: int = 0, rollups: bool = True) -> None:
+    """An object bucket; one that exists is left as it is. Workers with accounts of their own may not create any. With
+    ``rollups``, as clients of others expect it, whoever may store may also remove: a header of a message says so."""
     stream = f"OBJ_{bucket}"
     try:
         await api.ask(f"STREAM.INFO.{stream}")
@@ -93,13 +95,13 @@ async def declare_bucket(api: JetStreamApi, bucket: str, *, replicas: int = 0) -
         if missing.code != STREAM_NOT_FOUND:
             raise
     try:
-        await api.ask(f"STREAM.CREATE.{stream}", bucket_config(bucket, replicas=replicas))
+        await api.ask(f"STREAM.CREATE.{stream}", bucket_config(bucket, replicas=replicas, rollups=rollups))
     except ApiRefused as refused:
         if refused.code != STREAM_NAME_IN_USE:
             raise
 
 
-def bucket_config(bucket: str, *, replicas: int = 0) -> dict[str, object]:
+def bucket_config(bucket: str, *, replicas: int = 0, rollups: bool = True) -> dict[str, object]:
     """The stream of a bucket as NATS's own clients create it."""
     return {
         "name": f"OBJ_{bucket}",
@@ -108,7 +110,7 @@ def bucket_config(bucket: str, *, replicas: int = 0) -> dict[str, object]:
         "storage": "file",
         "discard": "new",
         "max_bytes": -1,
-        "allow_rollup_hdrs": True,
+        "allow_rollup_hdrs": rollups,
         "allow_direct": True,
         "num_replicas": replicas or 1,
     }

@@ -30,7 +30,7 @@ from fleetbus.bus.nats.direct import ChunkReader, get_last
 from fleetbus.bus.nats.publisher import Publisher
 from fleetbus.bus.objects import ObjectMissing, ObjectTooLarge, check_object_name
 from fleetbus.concurrency.task_groups import open_first_error_task_group
-from fleetbus.errors import BusClosed, BusError, LogFull, PublishUnanswered
+from fleetbus.errors import BusClosed, BusError, LogFull, NotPermitted, PublishUnanswered
 from fleetbus_schemas.message import UNREADABLE
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class NatsObjectStore:
             await self._connection.api.ask(f"STREAM.PURGE.{self._stream}", {"filter": subject})
         except BusClosed:
             raise
-        except BusError as error:
+        except (BusError, NotPermitted) as error:  # who stores images may remove nothing
             log.warning("nats: removal of an incomplete object failed; leaving its chunks in the bucket: %s", error)
 
     async def _put_chunks(self, name: str, read: Callable[[], AsyncGenerator[bytes]], nuid: str) -> tuple[_Meta, bool]:

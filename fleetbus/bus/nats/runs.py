@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from fleetbus.bus.nats.api import STREAM_NOT_FOUND, ApiRefused, JetStreamApi
-from fleetbus.bus.objects import weights_bucket
+from fleetbus.bus.objects import images_bucket, weights_bucket
 from fleetbus.bus.streams import lane_stream, log_stream
 from fleetbus_schemas import Subjects
 
@@ -18,7 +18,7 @@ _LOG = log_stream("")
 
 
 class RunOnServer(msgspec.Struct, frozen=True, kw_only=True):
-    """``entries`` and ``bytes`` of the log, ``reserved_bytes`` that it may grow to, ``weights_bytes`` of the bucket beside it;
+    """``entries`` and ``bytes`` of the log, ``reserved_bytes`` that it may grow to, ``weights_bytes`` of the buckets beside it;
     ``created`` and ``changed`` are RFC 3339 (empty: nothing was stored)."""
 
     run: str
@@ -47,21 +47,26 @@ async def list_runs(api: JetStreamApi) -> list[RunOnServer]:
 
 def _run(run: str, streams: dict[str, dict[str, Any]]) -> RunOnServer:
     log = streams[log_stream(run)]
-    weights = streams.get(f"OBJ_{weights_bucket(run)}")
+    buckets = [streams[name] for name in _list_buckets(run) if name in streams]
     return RunOnServer(
         run=run,
         entries=log["state"]["messages"],
         bytes=log["state"]["bytes"],
         reserved_bytes=max(log["config"].get("max_bytes", 0), 0),
-        weights_bytes=weights["state"]["bytes"] if weights else 0,
+        weights_bytes=sum(bucket["state"]["bytes"] for bucket in buckets),
         created=log.get("created", ""),
         changed=log["state"]["last_ts"] if log["state"]["last_seq"] else "",
     )
 
 
+def _list_buckets(run: str) -> tuple[str, ...]:
+    return f"OBJ_{weights_bucket(run)}", f"OBJ_{images_bucket(run)}"
+
+
 async def remove_run(api: JetStreamApi, run: str) -> None:
-    """Remove a run's log, lanes and weights; what is gone already is no mistake. The log comes last: it is what is listed."""
-    for stream in (f"OBJ_{weights_bucket(run)}", lane_stream(run), log_stream(run)):
+    """Remove a run's log, lanes, weights and images; what is gone already is no mistake. The log comes last: it is what is
+    listed."""
+    for stream in (*_list_buckets(run), lane_stream(run), log_stream(run)):
         try:
             await api.ask(f"STREAM.DELETE.{stream}")
         except ApiRefused as refused:

@@ -18,6 +18,7 @@ from fleetbus.core.audit.closed import ClosedBooks, count_attempts
 from fleetbus.core.audit.episode import EpisodeAudit
 from fleetbus.core.audit.exclusions import Excluding, judge_exclusions
 from fleetbus.core.audit.findings import Attempts, Books, Findings, Report
+from fleetbus.core.audit.operations import Operations, is_operation
 from fleetbus.core.audit.rewards import judge_rewards
 from fleetbus.core.audit.sessions import SessionsAudit
 from fleetbus.core.audit.training import Settled, TrainingAudit
@@ -35,6 +36,7 @@ from fleetbus_schemas import (
     LineageStarted,
     Message,
     Observation,
+    OperationRecorded,
     PolicyPublished,
     SessionClaimed,
     SessionEnded,
@@ -68,6 +70,7 @@ class Audit(msgspec.Struct):
     _beginning: Beginning = msgspec.field(default_factory=Beginning)
     _addresses: Addresses = msgspec.field(default_factory=Addresses)
     _sessions: SessionsAudit = msgspec.field(default_factory=SessionsAudit)
+    _operations: Operations = msgspec.field(default_factory=Operations)
 
     def __len__(self) -> int:
         """Episodes that are known one by one: those that the floor has not passed."""
@@ -87,8 +90,9 @@ class Audit(msgspec.Struct):
         """A lineage of ``train.<name>`` that began among what was removed."""
         self._get_training(name).begin_with(sequence, started)
 
-    def enter(self, sequence: int, subject: str, message: Message | None) -> None:
-        """One entry; ``message`` is None for what an audit does not look into. Raises `ValueError` out of order."""
+    def enter(self, sequence: int, subject: str, message: Message | None, time_ns: int = 0) -> None:
+        """One entry; ``message`` is None for what an audit does not look into. ``time_ns`` is the log's. Raises `ValueError`
+        out of order."""
         if sequence <= self._last_sequence:
             raise ValueError(f"entry {sequence} comes after {self._last_sequence}")
         if sequence > self._last_sequence + 1:
@@ -123,6 +127,8 @@ class Audit(msgspec.Struct):
                 self._sessions.enter(tokens[-1], message)
             case FloorRaised():
                 self._raise_floor(sequence, message)
+            case OperationRecorded() if is_operation(tokens):
+                self._operations.apply(message, sequence, subject, time_ns)
             case EpisodeRequested() | AttemptStarted() | AttemptReleased() | Observation() | Action() | EpisodeFinished():
                 self._enter_episode(sequence, tokens, message)
 
@@ -187,6 +193,7 @@ class Audit(msgspec.Struct):
             unrewarded=self._counts["seat"],
             begins=self._beginning.sequence,
             sessions=self._sessions.count(),
+            operations=self._operations,
         )
 
     def _list_unproven(self) -> tuple[str, ...]:

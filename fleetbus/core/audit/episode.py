@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from fleetbus.core.audit.findings import Findings
+from fleetbus.core.episode.claim_seals import opens
 from fleetbus.core.episode.history import Turn, fold_history
 from fleetbus.core.episode.result_checks import build_sampled_mask
 from fleetbus.core.episode.segments import SegmentError, SegmentTree, describe_segments
@@ -87,6 +88,8 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
     """Other policies by the seat that they play."""
     asked_elsewhere: set[tuple[int, int]] = set()
     """Observations by (attempt, turn) that were not sent to the policy of their seat."""
+    forged: bool = False
+    """Its verdict is not of the process that held its claim."""
 
     def on_request(self, sequence: int, request: EpisodeRequested, findings: Findings) -> None:
         if self.requested:
@@ -162,6 +165,9 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
         self.oldest_version = min(result.policy_versions, default=-1)
         if result.attempt != (self.claims[-1].attempt if self.claims else 0):
             findings.add("result_not_newest", self.episode_id, sequence)
+        if self.claims and not opens(self.claims[-1].seal, result):
+            findings.add("result_not_of_claim", self.episode_id, sequence)
+            self.forged = True
         if (result.reward is not None) != (result.outcome in GRADED):
             findings.add("reward_not_of_outcome", self.episode_id, sequence)
         if not all(map(math.isfinite, (result.reward or 0.0, *result.turn_rewards, *dict(self.seat_rewards).values()))):

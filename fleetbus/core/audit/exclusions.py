@@ -10,6 +10,7 @@ import msgspec
 
 from fleetbus.core.algorithms.reward_components import NOT_FINITE, OUT_OF_BOUNDS
 from fleetbus.core.audit.episode import EpisodeAudit
+from fleetbus.core.episode.claim_seals import NOT_OF_CLAIM
 from fleetbus.core.training.capacity import lag
 from fleetbus.core.training.rewarded_parts import has_no_signal
 from fleetbus_schemas import GRADED, Exclusion
@@ -57,6 +58,8 @@ def _is_founded(excluding: Excluding, reason: str, episode: EpisodeAudit, member
     match reason:
         case "training_finished":
             return excluding.is_end
+        case _ if reason == NOT_OF_CLAIM:
+            return episode.forged
         case "no_tokens":
             return not episode.has_actions
         case "stale":

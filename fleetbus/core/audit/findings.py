@@ -2,6 +2,8 @@
 
 import msgspec
 
+from fleetbus.core.audit.operations import Operations
+
 MAX_IDS = 100
 """Ids that are kept per kind; all are counted."""
 
@@ -19,6 +21,7 @@ KINDS: dict[str, str] = {
     "release_not_newest": "releases by an attempt that did not hold the episode",
     "second_result": "episodes with more than one result",
     "result_not_newest": "results from an attempt that is not the newest",
+    "result_not_of_claim": "graded results that another process stored than the one that had claimed the episode",
     "observed_unclaimed": "turns observed by an attempt that was never claimed",
     "action_unobserved": "actions for a turn that was never observed",
     "action_repeated": "turns of one attempt with more than one action",
@@ -187,6 +190,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     begins: int = 1
     """The position of the first entry that could be read; those before it were removed by an archive's retention."""
     sessions: SessionBooks = SessionBooks()
+    operations: Operations = msgspec.field(default_factory=Operations)
+    """What people did to the run, by the keys that did it."""
 
     @property
     def whole(self) -> bool:

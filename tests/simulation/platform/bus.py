@@ -193,6 +193,10 @@ class SimulatedBus:
     def storing_problem(self) -> str:
         return self._inner.storing_problem
 
+    @property
+    def own_key(self) -> str:
+        return self._inner.own_key
+
     def now_ns(self) -> int:
         return self._inner.now_ns()
 

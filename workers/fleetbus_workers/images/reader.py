@@ -9,9 +9,9 @@ from collections import OrderedDict
 import anyio
 
 from fleetbus.bus.base import LogBus
-from fleetbus.bus.objects import InvalidObjectName, ObjectMissing, ObjectStore, check_content_hash, get_content
+from fleetbus.bus.objects import InvalidObjectName, ObjectMissing, ObjectReader, check_content_hash, get_content
 from fleetbus.errors import BusError
-from fleetbus_workers.weights.store import get_object_store
+from fleetbus_workers.weights.store import get_every_object
 
 FETCH_SECONDS = 30.0
 MAX_CONCURRENT_FETCHES = 8
@@ -50,7 +50,7 @@ class ImageReader:
     """Images of one bucket; least recently used ones are dropped beyond ``cache_bytes``. None: a bus without objects."""
 
     def __init__(
-        self, objects: ObjectStore | None, *, cache_bytes: int = CACHE_BYTES, fetch_seconds: float = FETCH_SECONDS
+        self, objects: ObjectReader | None, *, cache_bytes: int = CACHE_BYTES, fetch_seconds: float = FETCH_SECONDS
     ) -> None:
         self._objects = objects
         self._cache_bytes = cache_bytes
@@ -87,7 +87,7 @@ class ImageReader:
         while self._bytes > self._cache_bytes and self._cache:
             self._bytes -= len(self._cache.popitem(last=False)[1])
 
-    async def _fetch(self, objects: ObjectStore, name: str) -> bytes:
+    async def _fetch(self, objects: ObjectReader, name: str) -> bytes:
         try:
             with anyio.fail_after(self._fetch_seconds):
                 return await get_content(objects, name)
@@ -100,5 +100,5 @@ class ImageReader:
 
 
 def image_reader(bus: LogBus, run: str) -> ImageReader:
-    """The reader of a run's bucket."""
-    return ImageReader(get_object_store(bus, run))
+    """The reader of a run's images."""
+    return ImageReader(get_every_object(bus, run))

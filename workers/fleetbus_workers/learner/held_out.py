@@ -8,6 +8,7 @@ import anyio
 
 from fleetbus.bus.base import LogBus
 from fleetbus.config.settings import Configuration
+from fleetbus.core.episode.claim_seals import ClaimSeals, without_verdict
 from fleetbus.core.episode.claims import EpisodeEntry
 from fleetbus.delivery.requests import UNANSWERED, Requests
 from fleetbus.errors import UserError
@@ -97,14 +98,16 @@ async def play(
 
         group.start_soon(requests.close_expired, enter)
         group.start_soon(request_episodes)
+        seals = ClaimSeals()
         while remaining or open_ids:
             stored = await reader.receive()
             entry = decode_episode_entry(stored)
+            is_of_claim = seals.enter(entry)
             if isinstance(entry, EpisodeFinished):
                 if requests.is_own_close(entry):
                     continue
                 requests.record_result(stored.sequence, entry.episode_id)
             if entry is not None:
-                enter(entry)
+                enter(entry if is_of_claim or not isinstance(entry, EpisodeFinished) else without_verdict(entry))
         group.cancel_scope.cancel()
     return results

@@ -14,6 +14,7 @@ import msgspec
 
 from fleetbus.config.settings import Configuration
 from fleetbus.core.algorithms.reward_components import MAX_ABS_REWARD, find_reward_problem
+from fleetbus.core.episode.claim_seals import NOT_OF_CLAIM
 from fleetbus.core.training.capacity import lag
 from fleetbus.core.training.groups import Group
 from fleetbus.core.training.ledger import Ledger
@@ -124,9 +125,9 @@ class GroupPool:
         self._group_of.pop(episode_id, None)
         self._complete(group)
 
-    def add_result(self, result: EpisodeFinished, sequence: int) -> None:
+    def add_result(self, result: EpisodeFinished, sequence: int, *, is_of_claim: bool = True) -> None:
         """Add the result that stands at position ``sequence`` of the log, which may be delivered twice; a group that can no
-        longer fill a batch is discarded with reasons."""
+        longer fill a batch is discarded with reasons. ``is_of_claim``: the process that held the episode stored it."""
         group = self._groups.get(self._group_of.get(result.episode_id, ""))
         if group is None or result.episode_id in group.results:
             return
@@ -137,6 +138,8 @@ class GroupPool:
         rewards = (*result.turn_rewards, 0.0 if result.reward is None else result.reward, *seats)
         if problem := find_reward_problem(rewards, self._max_abs_reward):  # of any author: one would spoil the whole batch
             group.unusable[result.episode_id] = problem
+        if not is_of_claim:
+            group.unusable[result.episode_id] = NOT_OF_CLAIM
         self._complete(group)
 
     def _complete(self, group: Group) -> None:

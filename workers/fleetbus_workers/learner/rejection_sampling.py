@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from fleetbus.core.episode.claim_seals import ClaimSeals
 from fleetbus.core.episode.segments import SegmentError
 from fleetbus.log.episodes import decode_entries, decode_episode_entry
 from fleetbus.recording.reader import RecordingReader
@@ -59,9 +60,12 @@ def read_results(file: Path, selection: Selection) -> list[EpisodeFinished]:
     """The graded training episodes of a recording."""
     reader = RecordingReader(file)
     found: dict[str, EpisodeFinished] = {}
+    seals = ClaimSeals()
     for entry in reader.entries():
         if entry.subject.split(".", 3)[2] == "episode":
             message = decode_episode_entry(entry)
+            if not seals.enter(message):
+                continue
             if isinstance(message, EpisodeFinished) and message.split == "train" and message.reward is not None:
                 found.setdefault(message.episode_id, message)
     if reader.torn:

@@ -3,6 +3,7 @@
 from collections.abc import MutableMapping
 
 from fleetbus.bus.base import Bus
+from fleetbus.core.episode.claim_seals import ClaimSeals, without_verdict
 from fleetbus.delivery.requests import Requests
 from fleetbus.log.episodes import decode_episode_entry, scan_training_results
 from fleetbus_schemas import EpisodeFinished, Subjects
@@ -31,23 +32,26 @@ class Results:
 
     async def follow(self, floor: int) -> None:
         """Read results from ``floor`` on, for ever; claims and goodbyes stand on the same subjects."""
+        seals = ClaimSeals()
         async with self._bus.read([self._subjects.episodes], start=floor) as reader:
             while True:
                 stored = await reader.receive()
                 entry = decode_episode_entry(stored)
+                is_of_claim = seals.enter(entry)
                 if isinstance(entry, EpisodeFinished):
                     self._requests.record_result(stored.sequence, entry.episode_id)
                     self._counters["results"] += 1
-                    self.enter(entry, stored.sequence)
+                    self.enter(entry, stored.sequence, is_of_claim=is_of_claim)
 
-    def enter(self, result: EpisodeFinished, sequence: int | None = None) -> None:
-        """``sequence``: where it was read; None if it is this learner's own."""
+    def enter(self, result: EpisodeFinished, sequence: int | None = None, *, is_of_claim: bool = True) -> None:
+        """``sequence``: where it was read; None if it is this learner's own. ``is_of_claim``: the process that held the episode
+        stored it."""
         if result.split == "eval":
-            self._evaluations.add_result(result)
-        else:
-            self._pool.add_result(result, result.request_sequence if sequence is None else sequence)
+            self._evaluations.add_result(result if is_of_claim else without_verdict(result))
+            return
+        self._pool.add_result(result, result.request_sequence if sequence is None else sequence, is_of_claim=is_of_claim)
 
     async def enter_stored(self, floor: int) -> None:
         """Enter all results of training that stand in the log by now: who begins at the last step may not have read any yet."""
-        async for sequence, result in scan_training_results(self._bus, self._subjects, start=floor):
-            self._pool.add_result(result, sequence)
+        async for sequence, result, is_of_claim in scan_training_results(self._bus, self._subjects, start=floor):
+            self._pool.add_result(result, sequence, is_of_claim=is_of_claim)

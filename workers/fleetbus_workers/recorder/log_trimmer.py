@@ -243,6 +243,7 @@ class LogTrimmer:
         await purge(subjects.tasks(), below=raised.sequence)
         await purge(subjects.episodes, below=raised.sequence)
         await purge(subjects.labels, below=raised.sequence)
+        await purge(subjects.operations, below=raised.sequence)
         await purge(subjects.life("*", "*"), below=raised.sequence)
         for kind, name in self._retention.list_names():
             subject = subjects.train(name) if kind == "train" else subjects.policy(name)

@@ -17,7 +17,7 @@ from fleetbus_schemas.tokens import unpack_ids, unpack_logprobs
 VOLATILE: Mapping[str, frozenset[str]] = {
     "Observation": frozenset({"attempt", "hop", "environment_lane", "action_sequence"}),
     "EpisodeFinished": frozenset(
-        {"attempt", "attempts", "worker", "timings", "actions.lane", "error_location", "note", "traceback"}
+        {"attempt", "attempts", "worker", "timings", "actions.lane", "error_location", "note", "opens", "traceback"}
     ),
     "Action": frozenset({"worker", "lane", "hop", "observation_sequence", "seconds_queued", "seconds_generating"}),
     "EpisodeRequested": frozenset({"deadline_ns", "earliest_sequence"}),

@@ -27,6 +27,7 @@ from fleetbus.config.run_folder import RunFolder
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import BusError, FleetbusError, RunFailed
 from fleetbus_schemas import Subjects
+from fleetbus_workers.command.noted_operations import store_notes
 from fleetbus_workers.observe.run.progress import Progress
 from fleetbus_workers.up.display import Display
 from fleetbus_workers.up.log_follower import Follower
@@ -192,6 +193,7 @@ class Run:
                 if self._stop_requested.is_set():
                     return
                 await bus.declare(build_stream_plan(self._configuration))
+                await store_notes(bus, self._configuration)
                 self._record_start()
                 self._roles = self._build_supervisor(url)
             if self._roles is not None and not self._starting.cancelled_caught:

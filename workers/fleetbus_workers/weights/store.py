@@ -4,6 +4,8 @@ The learner puts a file and publishes the URI that it gets; `fleetbus_workers.we
 again. What arrives is checked against the manifest before an engine takes it, so that a store need not be trusted.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +14,8 @@ from typing import Any, Protocol
 import anyio.to_thread
 
 from fleetbus.bus.base import LogBus
-from fleetbus.bus.objects import ObjectStore, weights_bucket
-from fleetbus.errors import UserError
+from fleetbus.bus.objects import ObjectMissing, ObjectStore, get_content, images_bucket, weights_bucket
+from fleetbus.errors import BusClosed, BusError, UserError
 
 OBJECT_SCHEME = "nats-object"
 
@@ -126,5 +128,37 @@ def open_store(bus: LogBus, store: str, *, run: str, public_url: str = "") -> We
 
 
 def get_object_store(bus: LogBus, run: str) -> ObjectStore | None:
-    """The object store behind a bus, None if it has none (the bus in memory)."""
+    """The bucket of a run's weights and manifests, None if the bus stores no objects (the bus in memory)."""
     return bus.objects(weights_bucket(run))
+
+
+def get_image_store(bus: LogBus, run: str) -> ObjectStore | None:
+    """The bucket of a run's images, None if the bus stores no objects."""
+    return bus.objects(images_bucket(run))
+
+
+def get_every_object(bus: LogBus, run: str) -> ReadStore | None:
+    """Images, manifests and weights of a run for who may read both buckets; runs of before have them in one."""
+    images, weights = get_image_store(bus, run), get_object_store(bus, run)
+    return ReadStore(images, weights) if images is not None and weights is not None else None
+
+
+class ReadStore:
+    """Objects of two buckets that are named by their SHA-256, read alone. Who may store in the first cannot hide what is in the
+    second behind something else of its name."""
+
+    def __init__(self, first: ObjectStore, second: ObjectStore) -> None:
+        self._first = first
+        self._second = second
+
+    async def get_bytes(self, name: str, *, max_bytes: int) -> bytes:
+        """See `fleetbus.bus.objects.ObjectStore`."""
+        try:
+            return await get_content(self._first, name, max_bytes=max_bytes)
+        except BusClosed:
+            raise
+        except (ObjectMissing, BusError) as first:  # a run of before has no such bucket
+            try:
+                return await get_content(self._second, name, max_bytes=max_bytes)
+            except ObjectMissing as second:
+                raise (second if isinstance(first, BusError) else first) from None

@@ -195,6 +195,11 @@ def _print(report: Report, run: str) -> None:
         ended = [f"{count} {end}" for end, count in sessions.ended.items()]
         counted = ", ".join([*ended, f"{sessions.open} open"])
         print(f"  {sessions.opened} step-wise sessions with {sessions.steps} steps: {counted}")
+    if (done := report.operations).counted:
+        newest = f", the newest {len(done.newest)}" if done.counted > len(done.newest) else ""
+        print(f"  {done.counted} operations{newest}:")
+        for each in done.newest:
+            print(f"    {each.line}")
     if report.refused:
         print(f"  {report.refused} late entries of what was settled for good, refused")
     if report.malformed:

@@ -143,9 +143,9 @@ async def _add_images(source: Source, names: Sequence[str], redactor: Redactor, 
     from fleetbus.errors import BusError, NotPermitted
     from fleetbus_workers.images.image_formats import find_media_type
     from fleetbus_workers.observe.monitor.images import MAX_IMAGE_BYTES
-    from fleetbus_workers.weights.store import get_object_store
+    from fleetbus_workers.weights.store import get_every_object
 
-    store, added, used = get_object_store(source.bus, source.subjects.run) if source.bus is not None else None, 0, 0
+    store, added, used = get_every_object(source.bus, source.subjects.run) if source.bus is not None else None, 0, 0
     for name in filter(is_name, names):  # it becomes that of a file
         content = source.objects.get(name)
         if content is None and store is not None:

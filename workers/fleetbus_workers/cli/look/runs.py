@@ -20,8 +20,10 @@ from fleetbus_workers.cli.look.server_runs import list_on_server, print_server_r
 from fleetbus_workers.cli.options import load_settings, validate_name
 from fleetbus_workers.cli.output import build_table, json_option, print_json
 from fleetbus_workers.command.exit_status import FINISHED
+from fleetbus_workers.command.noted_operations import note_purge
 from fleetbus_workers.command.terminal import open_console
 from fleetbus_workers.run_access.log_access import open_run
+from fleetbus_workers.run_access.server_address import generate_worker_name
 from fleetbus_workers.up.lock import is_held
 
 _PARTS = ("run.json", "config.json", "nats", "checkpoints", "weights")
@@ -99,7 +101,7 @@ def remove_runs(names: tuple[str, ...], yes: bool, **values: object) -> int:
     if values["nats__url"]:
         remove_from_server(load_settings(values, earlier=False).configuration, names, yes=yes)
         return FINISHED
-    folder = runs_folder(values)
+    configuration, folder = load_settings(values, earlier=False).configuration, runs_folder(values)
     chosen = []
     for name in dict.fromkeys(names):
         path = folder / validate_name("run", name)
@@ -110,6 +112,7 @@ def remove_runs(names: tuple[str, ...], yes: bool, **values: object) -> int:
         chosen.append(path)
     for path in chosen:
         if yes or click.confirm(f"remove {path} ({_measure_bytes(path) / 1e6:.1f} MB)?", err=True):
+            note_purge(configuration, path.name, author=generate_worker_name("runs"))
             shutil.rmtree(path)
             print(f"removed {path.name}")
     return FINISHED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from fleetbus_schemas.subjects import ALL_HEARTBEATS
 from fleetbus_workers.cli.options import validate_name
 from fleetbus_workers.cli.output import build_table
 from fleetbus_workers.command.event_loop import run_async
+from fleetbus_workers.command.noted_operations import note_purge
 from fleetbus_workers.command.terminal import open_console
 from fleetbus_workers.run_access.server_address import generate_worker_name
 from fleetbus_workers.up.lock import is_held
@@ -99,6 +101,7 @@ async def _remove(configuration: Configuration, names: tuple[str, ...], yes: boo
         places = [f"{(run.run.bytes + run.run.weights_bytes) / 1e6:.1f} MB on {configuration.nats.url}"] if run else []
         places += [str(folder)] if folder else []
         if yes or click.confirm(f"remove run {name} ({', '.join(places)})?", err=True):
+            await anyio.to_thread.run_sync(partial(note_purge, configuration, name, author=generate_worker_name("runs")))
             if run:
                 async with _connect(configuration, name) as bus:
                     await bus.remove_run(name)

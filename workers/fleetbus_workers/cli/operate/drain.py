@@ -14,6 +14,7 @@ from fleetbus_workers.cli.output import json_option
 from fleetbus_workers.command.event_loop import run_async
 from fleetbus_workers.command.exit_status import REFUSED
 from fleetbus_workers.run_access.log_access import open_run
+from fleetbus_workers.run_access.server_address import generate_worker_name
 
 DRAINS, HANGS = 0, 1
 
@@ -43,7 +44,7 @@ async def _drain(configuration: Configuration, workers: Sequence[str]) -> dict[s
     from fleetbus.delivery.cancel import drain_workers
 
     async with open_run(configuration, "drain") as bus:
-        return await drain_workers(bus, Subjects(configuration.run.name), workers)
+        return await drain_workers(bus, Subjects(configuration.run.name), workers, author=generate_worker_name("drain"))
 
 
 def _print(states: dict[str, str], as_json: bool) -> None:

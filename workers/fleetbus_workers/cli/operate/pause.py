@@ -12,6 +12,7 @@ from fleetbus_workers.cli.options import load_settings
 from fleetbus_workers.command.event_loop import run_async
 from fleetbus_workers.command.exit_status import REFUSED
 from fleetbus_workers.run_access.log_access import open_run
+from fleetbus_workers.run_access.server_address import generate_worker_name
 
 DONE, UNANSWERED = 0, 1
 
@@ -46,4 +47,5 @@ async def _pause(configuration: Configuration, is_paused: bool) -> str | None:
     from fleetbus.delivery.cancel import pause_admission
 
     async with open_run(configuration, "pause") as bus:
-        return await pause_admission(bus, Subjects(configuration.run.name), is_paused=is_paused)
+        subjects, author = Subjects(configuration.run.name), generate_worker_name("pause")
+        return await pause_admission(bus, subjects, is_paused=is_paused, author=author)

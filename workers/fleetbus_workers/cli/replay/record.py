@@ -29,7 +29,7 @@ from fleetbus_workers.cli.output import json_option, print_json
 from fleetbus_workers.command.event_loop import call_on_signal, run_async
 from fleetbus_workers.command.exit_status import CRASHED, FINISHED
 from fleetbus_workers.run_access.sources import is_recording, open_source
-from fleetbus_workers.weights.store import get_object_store
+from fleetbus_workers.weights.store import get_every_object
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import LogState, StreamEntry
@@ -180,7 +180,7 @@ def _find_problems(log_state: LogState | None, last_sequence: int) -> list[str]:
 
 def _build_object_fetch(source: Source) -> Callable[[str], Awaitable[bytes | None]]:
     """A function that reads objects where the entries came from; None for those that are not there, or do not come in time."""
-    store = get_object_store(source.bus, source.subjects.run) if source.bus is not None else None
+    store = get_every_object(source.bus, source.subjects.run) if source.bus is not None else None
 
     async def fetch(name: str) -> bytes | None:
         if store is None:

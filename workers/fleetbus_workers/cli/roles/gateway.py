@@ -17,7 +17,7 @@ from fleetbus_workers.assembly.work import Work
 from fleetbus_workers.cli.options import SECONDS, SECONDS_OR_NONE, SettingsCommand, settings_options
 from fleetbus_workers.cli.roles.role import role_options, run_role
 from fleetbus_workers.run_access.server_address import resolve_server_url
-from fleetbus_workers.weights.store import get_object_store
+from fleetbus_workers.weights.store import get_image_store
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import Bus
@@ -215,7 +215,7 @@ def _build_gateway_work(host: str, port: int, application: Callable[[Entered, Bu
         images = InMemoryImageStore()
 
         def build_loader(client: SessionClient) -> LoadImage | None:
-            objects = get_object_store(client.bus, client.subjects.run)
+            objects = get_image_store(client.bus, client.subjects.run)
             return images.load_before(build_image_loader(objects)) if objects else None
 
         lifecycle = WorkerLifecycle(

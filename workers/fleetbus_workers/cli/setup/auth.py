@@ -9,7 +9,8 @@ import msgspec
 
 from fleetbus.auth.certificates import check_host
 from fleetbus.auth.cluster_config import with_port
-from fleetbus.auth.folder import AuthFolder, WriteResult, write_folder
+from fleetbus.auth.folder import AuthFolder, WriteResult, list_runs_with_keys, write_folder
+from fleetbus.auth.keys import public_key
 from fleetbus.auth.renewal import renew_certificates
 from fleetbus.auth.rotation import KeyReplaced, revoke_key, rotate_key
 from fleetbus.bus.streams import plan_run
@@ -19,6 +20,10 @@ from fleetbus_schemas.subjects import InvalidName, check_name
 from fleetbus_workers.cli.output import json_option
 from fleetbus_workers.cli.setup.auth_site import LOCAL_HOSTS, SITE_ROLES
 from fleetbus_workers.cli.setup.auth_site import command as site
+from fleetbus_workers.command.noted_operations import note_rights
+from fleetbus_workers.run_access.server_address import generate_worker_name
+
+Change = Callable[[AuthFolder, str, str], KeyReplaced]
 
 
 @click.group("auth", subcommand_metavar="init|site|rotate|revoke|renew")
@@ -131,7 +136,12 @@ def renew(folder: Path, days: int, as_json: bool) -> None:
     Between them bring the files to where they are used, as is printed. `fleetbus doctor --nats-auth DIR` says when the
     certificates end.
     """
-    taken = renew_certificates(AuthFolder(folder), days=days)
+    files = AuthFolder(folder)
+    taken = renew_certificates(files, days=days)
+    for run in list_runs_with_keys(str(folder)):
+        note_rights(
+            folder, run, "renew", [taken.step], key=public_key(files.key(run, "admin")), author=generate_worker_name("auth")
+        )
     if as_json:
         print(msgspec.json.encode(taken).decode())
         return
@@ -156,9 +166,11 @@ def rotate(folder: Path, user: str, run: str, as_json: bool) -> None:
     """Replace a user's key in DIR and in its nats-server.conf.
 
     Send each server SIGHUP then: it ends the connections of the old key. Workers that hold it go on when they are started
-    with the new one; consumers keep their names, of an admin's key too. Users: see `fleetbus auth init --help`.
+    with the new one; consumers keep their names, of an admin's key too. Users: see `fleetbus auth init --help`. What was
+    done is noted in DIR; the next `fleetbus init` or `up` with DIR stores it in the run's log, where `fleetbus audit` shows it.
     """
-    _show_replaced(rotate_key(AuthFolder(folder), run, user), as_json)
+    replaced = _record(folder, run, "rotate", rotate_key, user)
+    _show_replaced(replaced, as_json)
 
 
 @command.command("revoke", short_help="Withdraw the key of a user")
@@ -168,7 +180,19 @@ def revoke(folder: Path, user: str, run: str, as_json: bool) -> None:
 
     Send each server SIGHUP then: it ends the connections of that key.
     """
-    _show_replaced(revoke_key(AuthFolder(folder), run, user), as_json)
+    replaced = _record(folder, run, "revoke", revoke_key, user)
+    _show_replaced(replaced, as_json)
+
+
+def _record(folder: Path, run: str, operation: str, change: Change, user: str) -> KeyReplaced:
+    """Change a key, and note who did it under the admin's key of before."""
+    files = AuthFolder(folder)
+    admin = files.key(run, "admin")
+    key = public_key(admin) if admin.is_file() else ""
+    replaced = change(files, run, user)
+    targets = [user, replaced.old, *([replaced.new] if replaced.key else [])]
+    note_rights(folder, run, operation, targets, key=key, author=generate_worker_name("auth"))
+    return replaced
 
 
 def _show_replaced(replaced: KeyReplaced, as_json: bool) -> None:

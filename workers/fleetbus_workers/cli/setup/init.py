@@ -11,6 +11,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus_workers.cli.options import SettingsCommand, load_settings, settings_options
 from fleetbus_workers.cli.output import json_option
 from fleetbus_workers.command.event_loop import run_async
+from fleetbus_workers.command.noted_operations import store_notes
 from fleetbus_workers.run_access.server_address import generate_worker_name, resolve_server_url
 
 
@@ -33,6 +34,7 @@ async def _declare(configuration: Configuration) -> RunPlan:
     access = build_access("init", configuration.nats.auth, configuration.run.name)
     async with connect(url, run=configuration.run.name, role="init", worker=generate_worker_name("init"), **access) as bus:
         await bus.declare(plan)
+        await store_notes(bus, configuration)
     return access["plan_on_server"](plan) if "plan_on_server" in access else plan
 
 

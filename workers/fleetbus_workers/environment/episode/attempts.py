@@ -17,6 +17,7 @@ import structlog
 
 from fleetbus.bus.base import Delivery
 from fleetbus.concurrency.deadlines import Deadlines
+from fleetbus.core.episode.claim_seals import make_seal
 from fleetbus.core.episode.claims import EpisodeState, build_result_without_attempt
 from fleetbus.core.episode.history import Turn
 from fleetbus.core.training.floor import NO_FLOOR, refuses_delivery
@@ -134,6 +135,7 @@ class Attempts:
                     runner = await self._start_attempt(running)
                 if runner is not None and (result := await runner.play()) is not None:
                     with running.enter(anyio.CancelScope()):
+                        result = msgspec.structs.replace(result, opens=running.secret)
                         await self._finish(result, running.claim_sequence)
             except Superseded as superseded:
                 self._count_superseded(superseded)
@@ -224,6 +226,7 @@ class Attempts:
             attempt=episode_state.attempts + 1,
             worker=context.worker,
             nonce=running.nonce,
+            seal=make_seal(running.secret),
             lane=context.lane,
             reason=episode_state.next_reason,
             resumed_at_turn=len(recorded),

@@ -7,6 +7,7 @@ from typing import TypeVar
 import anyio
 
 from fleetbus.concurrency.deadlines import Deadline
+from fleetbus.core.episode.claim_seals import name_claim
 from fleetbus.core.episode.claims import EpisodeState
 from fleetbus_schemas import AttemptStarted, EpisodeRequested
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
@@ -33,15 +34,18 @@ class RunningAttempt:
         "nonce",
         "policy_client",
         "request",
+        "secret",
         "sequence",
     )
 
     def __init__(
-        self, request: EpisodeRequested, sequence: int, nonce: str, episode_state: EpisodeState, *, is_final: bool
+        self, request: EpisodeRequested, sequence: int, secret: str, episode_state: EpisodeState, *, is_final: bool
     ) -> None:
         self.request = request
         self.sequence = sequence
-        self.nonce = nonce
+        self.secret = secret
+        """Known to this process alone until the result has it."""
+        self.nonce = name_claim(secret)
         self.attempt = episode_state.attempts + 1
         self.is_final = is_final
         self._scope: anyio.CancelScope | Deadline | None = None

@@ -11,7 +11,7 @@ from fleetbus.bus.objects import ObjectStore, put_content
 from fleetbus.config.settings import Configuration
 from fleetbus_schemas import Image
 from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage
-from fleetbus_workers.weights.store import get_object_store
+from fleetbus_workers.weights.store import get_image_store
 
 MAX_REMEMBERED_NAMES = 4096
 """Hashes that are remembered as stored; a forgotten one is stored again, which is harmless."""
@@ -35,5 +35,5 @@ def build_image_store(objects: ObjectStore) -> StoreImage:
 
 def build_run_image_store(bus: LogBus, configuration: Configuration) -> StoreImage | None:
     """The same for the bucket of a run; None where the bus has no object store."""
-    objects = get_object_store(bus, configuration.run.name)
+    objects = get_image_store(bus, configuration.run.name)
     return None if objects is None else build_image_store(objects)

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from fleetbus.bus.base import Bus, CallBus
+from fleetbus.bus.base import Bus
 from fleetbus.delivery.cancel import cancel_episodes, drain_workers, pause_admission
 from fleetbus.errors import FleetbusError, iterate_leaves
 from fleetbus.log.labels import LabelsRefused, store_labels
@@ -105,16 +105,18 @@ class Actions:
     async def drain(self, request: Request) -> Response:
         """The role of each worker, or ``unknown`` or ``unanswered``."""
 
-        async def work(bus: CallBus, body: Drain) -> Any:
-            return await drain_workers(bus, self._subjects, [check_name("worker", name) for name in body.workers])
+        async def work(bus: Bus, body: Drain) -> Any:
+            return await drain_workers(
+                bus, self._subjects, [check_name("worker", name) for name in body.workers], author=AUTHOR
+            )
 
         return await self._answer(request, Drain, work)
 
     async def pause(self, request: Request) -> Response:
         """The learner that pauses or resumes; null without one."""
 
-        async def work(bus: CallBus, body: Pause) -> Any:
-            return {"learner": await pause_admission(bus, self._subjects, is_paused=body.paused)}
+        async def work(bus: Bus, body: Pause) -> Any:
+            return {"learner": await pause_admission(bus, self._subjects, is_paused=body.paused, author=AUTHOR)}
 
         return await self._answer(request, Pause, work)
 

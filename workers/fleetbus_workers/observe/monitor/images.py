@@ -11,7 +11,7 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from fleetbus.bus.objects import InvalidObjectName, ObjectMissing, ObjectStore, ObjectTooLarge, get_content
+from fleetbus.bus.objects import InvalidObjectName, ObjectMissing, ObjectReader, ObjectTooLarge, get_content
 from fleetbus.errors import BusError, NotPermitted
 from fleetbus_workers.images.image_formats import find_media_type
 
@@ -25,7 +25,7 @@ log = structlog.get_logger()
 class ObservedImages:
     """The route ``/api/images/{object}``; ``objects``: None of a bus that has none."""
 
-    def __init__(self, objects: ObjectStore | None) -> None:
+    def __init__(self, objects: ObjectReader | None) -> None:
         self._objects = objects
         self._refusal = "" if objects is not None else "this bus stores no objects"
         self._limiter = anyio.CapacityLimiter(AT_A_TIME)

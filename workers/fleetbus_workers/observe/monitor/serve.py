@@ -29,7 +29,7 @@ from fleetbus_workers.serving.browser_guard import build_guard_settings
 from fleetbus_workers.serving.connections import Bounds
 from fleetbus_workers.serving.listeners import SignalFreeServer, format_host
 from fleetbus_workers.serving.protocol_choice import build_bounded_protocol
-from fleetbus_workers.weights.store import get_object_store
+from fleetbus_workers.weights.store import get_every_object
 
 STOP_SECONDS = 3
 
@@ -75,7 +75,7 @@ async def serve(
         subjects,
         words,
         search,
-        ObservedImages(get_object_store(bus, subjects.run)),
+        ObservedImages(get_every_object(bus, subjects.run)),
         TrainerTokens(bus, subjects, folder.tokens),
         DiagnosedRun(bus, subjects, configuration.run.policy),
         ComparedEvaluations(bus, subjects, folder.path.parent, open_other, success_threshold=threshold),

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from fleetbus.bus.objects import weights_bucket
+from fleetbus.bus.objects import images_bucket, weights_bucket
 from fleetbus.bus.streams import lane_stream, log_stream
 from fleetbus.config.load import strip_credentials
 from fleetbus.errors import UserError
@@ -227,7 +227,7 @@ def _parse_client_name(each: dict[str, Any], run: str) -> tuple[str, str]:
 
 
 def _parse_streams(details: Iterable[dict[str, Any]], run: str, server: str) -> Iterator[StreamBytes]:
-    own = (log_stream(run), lane_stream(run), f"OBJ_{weights_bucket(run)}")
+    own = (log_stream(run), lane_stream(run), f"OBJ_{weights_bucket(run)}", f"OBJ_{images_bucket(run)}")
     for stream in _iterate_streams(details):
         if stream["name"] in own:
             state = stream["state"]

@@ -189,7 +189,7 @@ class RunObserver:
 
     async def _read_training_before(self, start: int) -> None:
         subjects = self._subjects
-        few = [subjects.train("*"), subjects.policy("*"), subjects.life("*", "*")]
+        few = [subjects.train("*"), subjects.policy("*"), subjects.life("*", "*"), subjects.operations]
         try:
             async for entry in self._bus.scan(few, start=start - RECENT_TRAINING_ENTRIES):
                 if entry.sequence < start:
@@ -234,7 +234,7 @@ class RunObserver:
     @property
     def _followed(self) -> list[str]:
         subjects = self._subjects
-        kinds = [subjects.tasks(), subjects.episodes, subjects.labels]
+        kinds = [subjects.tasks(), subjects.episodes, subjects.labels, subjects.operations]
         return [*kinds, subjects.train("*"), subjects.policy("*"), subjects.life("*", "*")]
 
     def _apply_entry(self, entry: StreamEntry, state: RunState) -> None:

@@ -14,6 +14,7 @@ import msgspec
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.core.algorithms.means import compute_mean, compute_spread
+from fleetbus.core.audit.operations import Operations
 from fleetbus.recording.episodes import EpisodeIndex, EpisodeRow
 from fleetbus_schemas import (
     GRADED,
@@ -23,6 +24,7 @@ from fleetbus_schemas import (
     EpisodeLabeled,
     LineageStarted,
     Message,
+    OperationRecorded,
     StepTrained,
 )
 from fleetbus_workers.observe.run.progress import Progress
@@ -88,6 +90,7 @@ class RunState:
         self.groups_since_step: set[str] = set()
         """The groups that they are of, where there is a learner to take them."""
         self.malformed = 0
+        self.operations = Operations()
         self.checkpoint = 0
         self.history = 0
         """Counts the times that the curves lost points: a view has to draw them again."""
@@ -99,6 +102,9 @@ class RunState:
         """Take in an entry; ``now`` is monotonic seconds, ``now_ns`` the server's time."""
         if isinstance(message, EpisodeLabeled):  # no news of the run: people label what is over
             self.episodes.apply(entry, message)
+            return
+        if isinstance(message, OperationRecorded):  # nor is that somebody wants something of it
+            self.operations.apply(message, entry.sequence, entry.subject, entry.time_ns)
             return
         self.last_time_ns = max(self.last_time_ns, entry.time_ns)
         self.progress.apply(message, entry.time_ns)

@@ -29,6 +29,7 @@ BETWEEN = " · "
 SHOWN_CLASSES = 5
 SHOWN_SLOW = 3
 SHOWN_POOLS = 6
+SHOWN_OPERATIONS = 3
 SLOW_BYTES = 256 << 10
 """Less than this is unread for a moment everywhere."""
 
@@ -59,6 +60,7 @@ def build_facts(view: RunView, *, run: str, admission: float = ADMISSION_SHARE) 
             "problem": health.problem,
         },
         "server": view.server,
+        "operations": view.state.operations.newest,
         "stalls": list(view.stalls),
         "notes": [] if view.termination else find_notes(view.state, now_ns=view.now_ns),
     }
@@ -95,6 +97,7 @@ def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
         lines.append(Text(shown["ending"].line, style="bold"))
     lines += [Text(" ".join(stall.line.split()), style="bold red") for stall in shown["stalls"]]
     lines += [Text(note, style="green") for note in shown["notes"]]
+    lines += [Text(each.line, style="dim") for each in shown["operations"][-SHOWN_OPERATIONS:]]
     room = SHOWN_WORKERS
     if console is not None:
         room = max(console.height - len(console.render_lines(Group(*lines), pad=False)) - 2, LEAST_WORKERS)

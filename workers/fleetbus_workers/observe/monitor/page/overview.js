@@ -7,9 +7,9 @@ const MOST_WORKERS = 200;
 const STATES = { working: "good", draining: "warn", starting: "dim", silent: "bad", stopped: "dim", failed: "bad" };
 
 export function overview(shown, points, evaluations, diagnosed) {
-  const { metrics, numbers, workers, log, server, stalls, notes, ending } = shown;
+  const { metrics, numbers, workers, log, server, stalls, notes, ending, operations } = shown;
   const acts = shown.actions && !ending;
-  return [over(ending), stuck(stalls), worthKnowing(notes), failures(numbers.failures), el("div", { class: "grid" }, section("Reward and success", rewardChart(points, evaluations), evaluations.length > 1 ? el("p", {}, el("a", { href: "#/evaluations" }, "newest evaluation less the first, task by task")) : null), cards(metrics, numbers, stalls, acts && !numbers.finished ? pauseButton(shown.paused) : null)), diagnosis(diagnosed), workerTable(workers, metrics, ending, acts), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, metrics, numbers, ending)), ending && log.problem ? null : natsServer(server)].filter(Boolean);
+  return [over(ending), stuck(stalls), worthKnowing(notes), failures(numbers.failures), el("div", { class: "grid" }, section("Reward and success", rewardChart(points, evaluations), evaluations.length > 1 ? el("p", {}, el("a", { href: "#/evaluations" }, "newest evaluation less the first, task by task")) : null), cards(metrics, numbers, stalls, acts && !numbers.finished ? pauseButton(shown.paused) : null)), diagnosis(diagnosed), workerTable(workers, metrics, ending, acts), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, metrics, numbers, ending)), done(operations), ending && log.problem ? null : natsServer(server)].filter(Boolean);
 }
 
 /** For a run that has ended: when and how it ended, and how to resume it. */
@@ -109,6 +109,14 @@ function logHealth(log, metrics, numbers, ending) {
     ["checkpoint at step", numbers.checkpoint || "–"],
   ];
   return section("Log", log.problem ? (ending ? el("p", { class: "empty" }, "no longer served") : el("p", { class: "bad", role: "alert" }, log.problem)) : null, el("div", { class: "bar", role: "img", "aria-label": `the log is ${percent(share)} full` }, el("i", { class: kind, style: { width: `${Math.max(share * 100, 0.5)}%` } })), el("dl", { class: "cards" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))));
+}
+
+/** What people did to the run, newest first, by the keys that did it. */
+function done(operations) {
+  if (!operations?.length) return null;
+  const time = (row) => new Date((row.at_ns || row.time_ns) / 1e6).toLocaleString();
+  const columns = [["when", time], ["role", (row) => row.role], ["key", (row) => el("span", { title: row.key }, row.key.slice(0, 12))], ["did", (row) => row.operation], ["to", (row) => `${row.targets.join(" ")}${row.count > row.targets.length ? ` and ${row.count - row.targets.length} more` : ""}`, "wide"], ["by its own word", (row) => row.author, "wide"]];
+  return section("Operations", table("What was done to the run, newest first", columns, [...operations].reverse()));
 }
 
 /** The server's consumers and connections: pending messages, and clients that do not read them. */
