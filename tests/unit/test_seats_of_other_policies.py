@@ -12,7 +12,7 @@ from fleetbus.config.seats import SeatSetting, build_seats, list_policies, parse
 from fleetbus.config.settings import Configuration, EpisodeSettings, InferenceSettings, RunSettings
 from fleetbus.core.episode.result_checks import find_actions_problem
 from fleetbus.errors import UserError
-from fleetbus_schemas import EpisodeSeat, SamplingSettings, SeatPolicy, UntrainedTurn
+from fleetbus_schemas import NEW_ROOT, EpisodeSeat, SamplingSettings, SeatPolicy, SegmentOrigin, UntrainedTurn
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs, pack_mask
 from fleetbus_workers.environment.base import Step
 from fleetbus_workers.environment.episode.seats import EpisodeSeats, add_unseated
@@ -82,12 +82,13 @@ def test_a_seat_of_another_policy_has_no_reward_whatever_the_verdict_says() -> N
 
 def test_what_another_model_sampled_needs_no_log_probabilities_and_has_token_ids_of_its_own() -> None:
     strange = action(1, prompt_delta=pack_ids([888_888]), sampled=pack_ids([999_999]), logprobs=pack_logprobs([math.nan]))
-    actions = [action(0), strange]
+    actions = [action(0), replace(strange, segment=1, origin=SegmentOrigin(parent=NEW_ROOT, kept=0, reason="seat"))]
     seats = (EpisodeSeat(name="desk", turns=(0,), reward=1.0), EpisodeSeat(name="customer", turns=(1,)))
     mask = pack_mask([False] * 3 + [True] * 2 + [False] * 2)
     result = finished(seats=seats, untrained=(UntrainedTurn(turn=1, reason="seat"),), loss_mask=mask, tokens=7)
     assert find_actions_problem(result, actions, vocabulary=100) == ""
     rewarded = replace(result, seats=(seats[0], replace(seats[1], reward=1.0)))
     assert "not finite" in find_actions_problem(rewarded, actions)
-    finite = [action(0), replace(strange, logprobs=pack_logprobs([-1.0]))]
+    assert "plays in the context of another" in find_actions_problem(result, [action(0), strange], vocabulary=100)
+    finite = [action(0), replace(actions[1], logprobs=pack_logprobs([-1.0]))]
     assert "not below 100" in find_actions_problem(rewarded, finite, vocabulary=100)
