@@ -155,6 +155,13 @@ async def test_an_answer_that_never_comes_is_a_failure_and_no_text(answer: Answe
     assert len(asked) == calls
 
 
+async def test_an_answer_that_fits_no_action_is_refused_once() -> None:
+    async with serve(lambda _: say("a" * (chat.MAX_CHARS + 1))) as (sampler, asked):
+        with pytest.raises(RequestRefused, match="an Action holds"):
+            await sampler.generate(request(TEMPLATE.encode_prompt((USER,), ())))
+    assert len(asked) == 1
+
+
 async def test_what_is_trained_and_what_shows_images_is_refused() -> None:
     image = ChatMessage(role="user", content=(Image(object="0" * 64, media_type="image/png", width=1, height=1),))
     async with serve(lambda _: say("no")) as (sampler, asked):
