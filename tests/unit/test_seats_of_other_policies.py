@@ -7,9 +7,11 @@ import math
 import pytest
 from msgspec.structs import replace
 
+from fleetbus.client.rollouts import _collect_sequences
 from fleetbus.config.check import check_configuration
 from fleetbus.config.seats import SeatSetting, build_seats, list_policies, parse_seats
 from fleetbus.config.settings import Configuration, EpisodeSettings, InferenceSettings, RunSettings
+from fleetbus.core.episode.history import Turn
 from fleetbus.core.episode.result_checks import find_actions_problem
 from fleetbus.errors import UserError
 from fleetbus_schemas import NEW_ROOT, EpisodeSeat, SamplingSettings, SeatPolicy, SegmentOrigin, UntrainedTurn
@@ -92,3 +94,11 @@ def test_what_another_model_sampled_needs_no_log_probabilities_and_has_token_ids
     assert "plays in the context of another" in find_actions_problem(result, [action(0), strange], vocabulary=100)
     finite = [action(0), replace(actions[1], logprobs=pack_logprobs([-1.0]))]
     assert "not below 100" in find_actions_problem(rewarded, finite, vocabulary=100)
+
+
+def test_a_client_that_trains_gets_no_sequence_of_another_model() -> None:
+    other = action(1, segment=1, origin=SegmentOrigin(parent=NEW_ROOT, kept=0, reason="seat"))
+    turns = [Turn(sequence=number, action=each, lane="e0") for number, each in enumerate((action(0), other), 1)]
+    seats = (EpisodeSeat(name="desk", turns=(0,), reward=1.0), EpisodeSeat(name="customer", turns=(1,)))
+    result = finished(seats=seats, untrained=(UntrainedTurn(turn=1, reason="seat"),))
+    assert [sequence.seat for sequence in _collect_sequences(turns, result)] == ["desk"]
