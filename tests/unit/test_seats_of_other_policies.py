@@ -14,10 +14,14 @@ from fleetbus.config.settings import Configuration, EpisodeSettings, InferenceSe
 from fleetbus.core.episode.history import Turn
 from fleetbus.core.episode.result_checks import find_actions_problem
 from fleetbus.errors import UserError
+from fleetbus.interchange.atif_export import build_trajectory
+from fleetbus.recording.episodes import read_transcript
 from fleetbus_schemas import NEW_ROOT, EpisodeSeat, SamplingSettings, SeatPolicy, SegmentOrigin, UntrainedTurn
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs, pack_mask
 from fleetbus_workers.environment.base import Step
 from fleetbus_workers.environment.episode.seats import EpisodeSeats, add_unseated
+from tests.support.forged_seats import play_game
+from tests.support.log_builder import read_entries, start_log
 from tests.unit.test_result_checks import action, finished
 from tests.unit.test_seats import SHOWN
 
@@ -102,3 +106,11 @@ def test_a_client_that_trains_gets_no_sequence_of_another_model() -> None:
     seats = (EpisodeSeat(name="desk", turns=(0,), reward=1.0), EpisodeSeat(name="customer", turns=(1,)))
     result = finished(seats=seats, untrained=(UntrainedTurn(turn=1, reason="seat"),))
     assert [sequence.seat for sequence in _collect_sequences(turns, result)] == ["desk"]
+
+
+def test_a_trajectory_names_the_policy_that_played_it() -> None:
+    log_builder = start_log()
+    play_game(log_builder, other="simulator")
+    trajectory = build_trajectory(read_transcript(read_entries(log_builder)), run="run", version="1")
+    assert trajectory.agent.model_name == "default"
+    assert [each.agent.model_name for each in trajectory.subagent_trajectories or ()] == ["simulator"]
