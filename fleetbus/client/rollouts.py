@@ -298,7 +298,9 @@ def _build_episode(task: Task, result: EpisodeFinished, turns: Sequence[Turn], *
 
 
 def _collect_sequences(turns: Sequence[Turn], result: EpisodeFinished) -> Iterator[SampledSequence]:
-    """The leaves of these turns; each sampled token is trained in the first that holds it. Raises `SegmentError`."""
+    """The leaves of these turns, without those of a grade's seats that have no reward, which another model may have sampled;
+    each sampled token is trained in the first that holds it. Raises `SegmentError`."""
+    unrewarded = {turn for seat in result.seats if seat.reward is None for turn in seat.turns if result.outcome in GRADED}
     untrained = {each.turn for each in result.untrained}
     seats = {turn: seat.name for seat in result.seats for turn in seat.turns}
     ids, mask = collect_token_ids(turns), loss_mask(turns, untrained)
@@ -307,6 +309,8 @@ def _collect_sequences(turns: Sequence[Turn], result: EpisodeFinished) -> Iterat
     logprobs = [next(sampled) if own else 0.0 for own in mask]
     leaves = find_leaves(fold_segments(turns))
     for leaf, parts in zip(leaves, split_first(leaves), strict=True):
+        if leaf.turns and unrewarded.issuperset(leaf.turns):
+            continue
         places = [(place, first) for (start, stop), first in parts for place in range(start, stop)]
         trained = tuple(mask[place] and first for place, first in places)
         yield SampledSequence(

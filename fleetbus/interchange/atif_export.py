@@ -153,6 +153,8 @@ class _Builder:
         request = self._transcript.request
         tools = next((self._answered[turn].tools for turn in turns if self._answered[turn].tools), ())
         name = request.policy if request is not None else None
+        for each in request.seats if request is not None and turns else ():
+            name = each.policy if each.seat == self._answered[turns[0]].seat else name
         return Agent(
             name="fleetbus",
             version=self._version,

@@ -28,7 +28,7 @@ LOOK = ToolSpec(name="look", description="Look.", parameters={"type": "object", 
 CALL = {"id": "x", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
 KEY = "sk-proj-0123456789abcdef0123456789abcdef"
 
-Answer = tuple[int, dict[str, Any]]
+Answer = tuple[int, dict[str, Any] | bytes]
 
 
 def say(content: str | None, *, finish: str = "stop", calls: list[dict[str, Any]] | None = None) -> Answer:
@@ -58,9 +58,9 @@ async def serve(
             self.reply(*answer(len(asked)))
 
         def reply(self, status: int, body: object) -> None:
-            content = json.dumps(body).encode()
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
             self.send_response(status)
-            self.send_header("content-type", "application/json")
+            self.send_header("content-type", "application/json; charset=zlib_codec")
             self.send_header("content-length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
@@ -167,6 +167,45 @@ async def test_a_model_that_wants_the_limit_by_its_new_name_is_given_it() -> Non
         (False, 20),
         (False, 20),
     ]
+
+
+DEEP = "[" * 5000 + "]" * 5000
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (500, DEEP.encode()),
+        (500, b"\xff"),
+        (200, DEEP.encode()),
+        say(None, calls=[{"function": {"name": "look", "arguments": DEEP}}]),
+    ],
+)
+async def test_an_answer_that_cannot_be_decoded_ends_no_worker(answer: Answer) -> None:
+    async with serve(lambda _: answer) as (sampler, _):
+        with pytest.raises(EngineFailed):
+            await sampler.generate(request(TEMPLATE.encode_prompt((USER,), ())))
+
+
+@pytest.mark.parametrize("status", [400, 401])
+async def test_a_key_that_the_server_repeats_is_not_told(status: int) -> None:
+    async with serve(lambda _: (status, {"error": {"message": f"no such key: {KEY}"}}), key=KEY) as (sampler, _):
+        with pytest.raises((EngineFailed, RequestRefused), match=r"no such key: \[redacted\]"):
+            await sampler.generate(request(TEMPLATE.encode_prompt((USER,), ())))
+
+
+async def test_a_key_that_cannot_be_sent_is_not_told() -> None:
+    async with serve(lambda _: say("no"), key=f"{KEY}\n", model="given") as (sampler, asked):
+        with pytest.raises(EngineFailed) as failed:
+            await sampler.generate(request(TEMPLATE.encode_prompt((USER,), ())))
+    assert KEY not in str(failed.value) and not asked
+
+
+async def test_an_answer_that_fits_no_action_is_refused_once() -> None:
+    async with serve(lambda _: say("a" * (chat.MAX_CHARS + 1))) as (sampler, asked):
+        with pytest.raises(RequestRefused, match="an Action holds"):
+            await sampler.generate(request(TEMPLATE.encode_prompt((USER,), ())))
+    assert len(asked) == 1
 
 
 async def test_what_is_trained_and_what_shows_images_is_refused() -> None:

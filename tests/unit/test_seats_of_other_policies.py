@@ -7,15 +7,21 @@ import math
 import pytest
 from msgspec.structs import replace
 
+from fleetbus.client.rollouts import _collect_sequences
 from fleetbus.config.check import check_configuration
 from fleetbus.config.seats import SeatSetting, build_seats, list_policies, parse_seats
 from fleetbus.config.settings import Configuration, EpisodeSettings, InferenceSettings, RunSettings
+from fleetbus.core.episode.history import Turn
 from fleetbus.core.episode.result_checks import find_actions_problem
 from fleetbus.errors import UserError
-from fleetbus_schemas import EpisodeSeat, SamplingSettings, SeatPolicy, UntrainedTurn
+from fleetbus.interchange.atif_export import build_trajectory
+from fleetbus.recording.episodes import read_transcript
+from fleetbus_schemas import NEW_ROOT, EpisodeSeat, SamplingSettings, SeatPolicy, SegmentOrigin, UntrainedTurn
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs, pack_mask
 from fleetbus_workers.environment.base import Step
 from fleetbus_workers.environment.episode.seats import EpisodeSeats, add_unseated
+from tests.support.forged_seats import play_game
+from tests.support.log_builder import read_entries, start_log
 from tests.unit.test_result_checks import action, finished
 from tests.unit.test_seats import SHOWN
 
@@ -82,12 +88,29 @@ def test_a_seat_of_another_policy_has_no_reward_whatever_the_verdict_says() -> N
 
 def test_what_another_model_sampled_needs_no_log_probabilities_and_has_token_ids_of_its_own() -> None:
     strange = action(1, prompt_delta=pack_ids([888_888]), sampled=pack_ids([999_999]), logprobs=pack_logprobs([math.nan]))
-    actions = [action(0), strange]
+    actions = [action(0), replace(strange, segment=1, origin=SegmentOrigin(parent=NEW_ROOT, kept=0, reason="seat"))]
     seats = (EpisodeSeat(name="desk", turns=(0,), reward=1.0), EpisodeSeat(name="customer", turns=(1,)))
     mask = pack_mask([False] * 3 + [True] * 2 + [False] * 2)
     result = finished(seats=seats, untrained=(UntrainedTurn(turn=1, reason="seat"),), loss_mask=mask, tokens=7)
     assert find_actions_problem(result, actions, vocabulary=100) == ""
     rewarded = replace(result, seats=(seats[0], replace(seats[1], reward=1.0)))
     assert "not finite" in find_actions_problem(rewarded, actions)
-    finite = [action(0), replace(strange, logprobs=pack_logprobs([-1.0]))]
+    assert "plays in the context of another" in find_actions_problem(result, [action(0), strange], vocabulary=100)
+    finite = [action(0), replace(actions[1], logprobs=pack_logprobs([-1.0]))]
     assert "not below 100" in find_actions_problem(rewarded, finite, vocabulary=100)
+
+
+def test_a_client_that_trains_gets_no_sequence_of_another_model() -> None:
+    other = action(1, segment=1, origin=SegmentOrigin(parent=NEW_ROOT, kept=0, reason="seat"))
+    turns = [Turn(sequence=number, action=each, lane="e0") for number, each in enumerate((action(0), other), 1)]
+    seats = (EpisodeSeat(name="desk", turns=(0,), reward=1.0), EpisodeSeat(name="customer", turns=(1,)))
+    result = finished(seats=seats, untrained=(UntrainedTurn(turn=1, reason="seat"),))
+    assert [sequence.seat for sequence in _collect_sequences(turns, result)] == ["desk"]
+
+
+def test_a_trajectory_names_the_policy_that_played_it() -> None:
+    log_builder = start_log()
+    play_game(log_builder, other="simulator")
+    trajectory = build_trajectory(read_transcript(read_entries(log_builder)), run="run", version="1")
+    assert trajectory.agent.model_name == "default"
+    assert [each.agent.model_name for each in trajectory.subagent_trajectories or ()] == ["simulator"]

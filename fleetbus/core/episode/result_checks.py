@@ -6,7 +6,7 @@ An episode in which they do not fit is not trained, with a reason, and its learn
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fleetbus_schemas import GRADED, Action, EpisodeFinished
 from fleetbus_schemas.seat import MAX_SEATS
@@ -30,7 +30,7 @@ def find_actions_problem(result: EpisodeFinished, actions: Sequence[Action], *, 
             problem = problem or _find_sampling_problem(action, vocabulary or MAX_INT32 + 1)
         if problem:
             return f"turn {turn}: {problem}"
-    if result.seats and (problem := _find_seats_problem(result, len(actions))):
+    if result.seats and (problem := _find_seats_problem(result, actions)):
         return problem
     untrained = {each.turn for each in result.untrained}
     counts = [(count_tokens(action.prompt_delta), count_tokens(action.sampled)) for action in actions]
@@ -41,11 +41,11 @@ def find_actions_problem(result: EpisodeFinished, actions: Sequence[Action], *, 
     return ""
 
 
-def _find_seats_problem(result: EpisodeFinished, turns: int) -> str:
+def _find_seats_problem(result: EpisodeFinished, actions: Sequence[Action]) -> str:
     names = {seat.name for seat in result.seats}
     if not len(result.seats) == len(names) <= MAX_SEATS or not all(map(is_name, names)):
         return f"its seats are not up to {MAX_SEATS} different names"
-    if sorted(turn for seat in result.seats for turn in seat.turns) != list(range(turns)):
+    if sorted(turn for seat in result.seats for turn in seat.turns) != list(range(len(actions))):
         return "its seats have other turns than were played, or one turn twice"
     if not all(seat.turns and list(seat.turns) == sorted(seat.turns) for seat in result.seats):
         return "its seats have no turns, or not in their order"
@@ -53,6 +53,17 @@ def _find_seats_problem(result: EpisodeFinished, turns: int) -> str:
     unseated = {turn for seat in result.seats if seat.reward is None for turn in seat.turns}
     if result.outcome in GRADED and not unseated <= untrained:
         return "it trains turns of a seat without a reward"
+    return _find_shared_context({turn: seat.name for seat in result.seats for turn in seat.turns}, actions)
+
+
+def _find_shared_context(seats: Mapping[int, str], actions: Sequence[Action]) -> str:
+    """A sequence that is trained would begin with what another seat sampled, whose ids may be those of another model."""
+    owners: dict[int, str] = {}
+    for turn, action in enumerate(actions):
+        seat = seats[turn]
+        stands_on = action.segment if action.origin is None else action.origin.parent
+        if owners.setdefault(action.segment, seat) != seat or owners.get(stands_on, seat) != seat:
+            return f"turn {turn}: the seat {seat} plays in the context of another"
     return ""
 
 

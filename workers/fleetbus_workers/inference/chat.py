@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 
 from fleetbus.errors import UserError
-from fleetbus_schemas import PolicyPublished, VersionSpan
+from fleetbus_schemas import MAX_MESSAGE_BYTES, PolicyPublished, VersionSpan
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused, WeightsRejected
 from fleetbus_workers.inference.chat_transcript import ChatTranscript, format_answer, read_conversation
 from fleetbus_workers.inference.engine_context import EngineContext
@@ -27,6 +27,9 @@ NEW_LIMIT = "max_completion_tokens"
 
 MAX_TRIES = 4
 FIRST_PAUSE_SECONDS = 0.5
+
+MAX_CHARS = MAX_MESSAGE_BYTES // 9
+"""Of one answer: a byte of it is eight more as an id with its log-probability. A longer one fits no Action."""
 
 
 class ChatSampler:
@@ -85,12 +88,15 @@ class ChatSampler:
             server = self._servers[self._first % len(self._servers)]
             try:
                 choice = _read_choice(await server.request_json(PATH, body))
-                ids = self._transcript.encode_text(format_answer(choice.get("message")))
+                text = format_answer(choice.get("message"))
             except (ServerFailed, ValueError) as failed:
                 self._first += 1
                 problem = f"{number + 1} tries failed, the last: {failed}"
                 await anyio.sleep(FIRST_PAUSE_SECONDS * 2**number)
                 continue
+            if len(text) > MAX_CHARS:
+                raise RequestRefused(f"{server.url}: the answer has {len(text)} characters; an Action holds {MAX_CHARS}")
+            ids = self._transcript.encode_text(text)
             return Generation(
                 ids=ids,
                 logprobs=[math.nan] * len(ids),

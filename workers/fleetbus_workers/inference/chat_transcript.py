@@ -96,7 +96,7 @@ def format_answer(message: object) -> str:
         raise ValueError("the answer's message is no text with calls")
     try:
         blocks = [_format_call(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, RecursionError) as error:
         raise ValueError("the answer's calls are not those of functions") from error
     return "\n".join(filter(None, (content, *blocks)))
 

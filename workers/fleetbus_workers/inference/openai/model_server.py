@@ -13,6 +13,7 @@ import anyio
 import httpx
 import msgspec
 
+from fleetbus.logs.secret_formats import REDACTED
 from fleetbus_schemas import EngineLoad
 from fleetbus_workers.inference.base import RequestRefused
 from fleetbus_workers.inference.openai.dialects import Dialect, MalformedResponse, ServerCall, StreamChunk, format_error
@@ -67,6 +68,9 @@ MAX_ANSWER_BYTES = 64 << 20
 MAX_ANSWER_VALUES = 1 << 22
 """Of one answer, or one event of a stream: log-probabilities of a long completion."""
 
+MAX_ERROR_BYTES = 1 << 16
+"""Read of an error, as UTF-8: the server names the encoding, and some that Python has are no text's."""
+
 SERVER_KEY = "OPENAI_API_KEY"
 """Environment variable with the servers' key; it is never written anywhere."""
 
@@ -112,6 +116,7 @@ class ModelServer:
     def __init__(self, url: str, *, key: str = "", connections: int = 64) -> None:
         self.url = url.rstrip("/")
         self.state = ServerState()
+        self._key = key.strip()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.AsyncClient(
             base_url=self.url,
@@ -149,7 +154,7 @@ class ModelServer:
                         finished = finished or bool(piece.finish)
                         yield piece
         except httpx.HTTPError as error:
-            raise ServerFailed(f"{self.url}: {_describe_exception(error)}") from error
+            raise ServerFailed(f"{self.url}: {self._describe_exception(error)}") from error
         if not finished:
             raise ServerFailed(f"{self.url}: the answer ended in the middle")
 
@@ -214,20 +219,20 @@ class ModelServer:
         response = await self._post(path, body, seconds)
         if response.status_code != 200:
             raise ServerFailed(
-                f"{self.url}{path.partition('?')[0]}: status {response.status_code}, {_read_error_body(response)}"
+                f"{self.url}{path.partition('?')[0]}: status {response.status_code}, {self._read_error_body(response)}"
             )
 
     async def _post(self, path: str, body: dict[str, Any], seconds: float = STALL_SECONDS) -> httpx.Response:
         try:
             return await self._client.post(path, json=body, timeout=httpx.Timeout(seconds, connect=CONNECT_SECONDS))
         except httpx.HTTPError as error:
-            raise ServerFailed(f"{self.url}: {_describe_exception(error)}") from error
+            raise ServerFailed(f"{self.url}: {self._describe_exception(error)}") from error
 
     async def _get(self, path: str, seconds: float) -> httpx.Response:
         try:
             return await self._client.get(path, timeout=seconds)
         except httpx.HTTPError as error:
-            raise ServerFailed(f"{self.url}: {_describe_exception(error)}") from error
+            raise ServerFailed(f"{self.url}: {self._describe_exception(error)}") from error
 
     def _parse_line(self, line: str) -> StreamChunk | None:
         data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
@@ -235,12 +240,12 @@ class ModelServer:
             return None
         try:
             return self.dialect.parse_chunk(json.loads(data))
-        except (MalformedResponse, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ServerFailed(f"{self.url}: {_describe_exception(error)}") from error
+        except (MalformedResponse, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ServerFailed(f"{self.url}: {self._describe_exception(error)}") from error
 
     def _decode_json(self, response: httpx.Response) -> dict[str, Any]:
         if response.status_code != 200:
-            raise ServerFailed(f"{self.url}: status {response.status_code}, {_read_error_body(response)}")
+            raise ServerFailed(f"{self.url}: status {response.status_code}, {self._read_error_body(response)}")
         try:
             answer = response.json()
         except (ValueError, RecursionError) as error:
@@ -250,18 +255,21 @@ class ModelServer:
         return answer
 
     def _raise_for_status(self, response: httpx.Response) -> None:
-        message = f"{self.url}: status {response.status_code}, {_read_error_body(response)}"
+        message = f"{self.url}: status {response.status_code}, {self._read_error_body(response)}"
         if response.status_code in REFUSED:
             raise RequestRefused(message)
         raise ServerFailed(message)
 
+    def _describe_exception(self, error: Exception) -> str:
+        return self._redact(" ".join(str(error).split()))[:300] or type(error).__name__
 
-def _describe_exception(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    def _read_error_body(self, response: httpx.Response) -> str:
+        content = self._redact(response.content[:MAX_ERROR_BYTES].decode("utf-8", "replace"))
+        try:
+            return format_error(json.loads(content))
+        except (ValueError, RecursionError):
+            return format_error(content)
 
-
-def _read_error_body(response: httpx.Response) -> str:
-    try:
-        return format_error(response.json())
-    except ValueError:
-        return format_error(response.text)
+    def _redact(self, text: str) -> str:
+        """Servers repeat a key that they refuse, and httpx a header that it cannot send."""
+        return text.replace(self._key, REDACTED) if self._key else text
