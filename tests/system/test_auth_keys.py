@@ -135,8 +135,8 @@ def test_without_a_folder_nothing_is_asked() -> None:
 def test_up_refuses_keys_that_do_not_allow_its_run_and_says_what_would(tmp_path: Path) -> None:
     auth = str(tmp_path / "keys")
 
-    def check(run: str, *, lanes: int = 16, policy: str = "default") -> None:
-        tables = (RunSettings(name=run, policy=policy), NatsSettings(auth=auth, lanes=lanes))
+    def check(run: str, *, lanes: int = 16, policy: str = "default", seats: str = "") -> None:
+        tables = (RunSettings(name=run, policy=policy, seats=seats), NatsSettings(auth=auth, lanes=lanes))
         check_rights(Configuration(run=tables[0], nats=tables[1]))
 
     with pytest.raises(UserError, match="no configuration for the server"):
@@ -148,6 +148,8 @@ def test_up_refuses_keys_that_do_not_allow_its_run_and_says_what_would(tmp_path:
         check("safe")
     with pytest.raises(UserError, match=r"--run default --run other --lanes 32$"):
         check("other", lanes=32)
+    with pytest.raises(UserError, match=r"--run default --run other --policy default --policy user$"):
+        check("other", seats="user=http://127.0.0.1:8000/v1")
     with pytest.raises(UserError, match=r"--run default --run other --policy p$"):
         check("other", policy="p")
     assert run_program(["auth", "init", auth, "--run", "default", "--run", "other", "--run", "safe"]) == 0

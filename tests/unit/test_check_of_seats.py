@@ -106,3 +106,11 @@ async def test_a_seat_of_another_policy_that_does_not_act_is_named(seats: str, s
     configuration = Configuration(run=RunSettings(seats=seats))
     episode = await play_episode(Duo, Task(key="a"), lambda *_: "answer", configuration, turns=9)
     assert [said in problem.text for problem in episode.problems] == [True] * bool(said)
+
+
+@pytest.mark.parametrize(("turns", "fails"), [(2, False), (3, True)])
+async def test_an_episode_that_is_cut_short_before_a_trained_seat_acts_is_no_failure(turns: int, fails: bool) -> None:
+    """`up` plays three turns: a simulated user that calls tools may have them all. One that ends so is never trained."""
+    configuration = Configuration(run=RunSettings(seats="proposer=a\nsolver=b"))
+    episode = await play_episode(Duo, Task(key="a"), lambda *_: "answer", configuration, turns=turns)
+    assert episode.has_failed == fails

@@ -19,7 +19,7 @@ from fleetbus.config.engines import ENGINES, is_frozen
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.pools import find_pool, list_served_pools, parse_pools
 from fleetbus.config.run_folder import run_folder
-from fleetbus.config.seats import parse_seats
+from fleetbus.config.seats import list_policies, parse_seats
 from fleetbus.config.settings import Configuration, EnvironmentSettings, NatsSettings
 from fleetbus.errors import UserError
 from fleetbus.tasks.files import check_verifiers, load_dataset
@@ -287,7 +287,8 @@ def check_rights(configuration: Configuration) -> None:
     if run.name in parse_runs(text) and run_accounts(folder.access(build_stream_plan(configuration))) in text:
         return
     flags = [f"--run {name}" for name in dict.fromkeys((*parse_runs(text), run.name))]
-    flags += [f"--policy {run.policy}"] * (run.policy != "default")
+    policies = list_policies(run)
+    flags += [f"--policy {policy}" for policy in policies if policies != ("default",)]
     flags += [f"--lanes {nats.lanes}"] * (nats.lanes != NatsSettings().lanes)
     raise UserError(f"{config} does not allow run {run.name}: fleetbus auth init {nats.auth} {' '.join(flags)}")
 

@@ -91,6 +91,7 @@ class _Player:
         self._tools: dict[str, tuple[ToolSpec, ...]] = {}
         self._longest_gap = 0.0
         self._seats = UNSEATED
+        self._is_cut_short = False
         self._others = {seat.seat: seat.policy for seat in parse_seats(configuration.run.seats)}
         self.episode = PlayedEpisode()
 
@@ -131,7 +132,7 @@ class _Player:
                 self.episode.ending = "terminated" if step.terminated else "truncated by the environment"
                 break
         else:
-            self.episode.ending = f"stopped after {self._turns} turns"
+            self.episode.ending, self._is_cut_short = f"stopped after {self._turns} turns", True
         with self._stages.time_limit("state", self._limits.step):
             self._check_encodable(validate_return(dict, await environment.state(), "state", environment), "state", environment)
         with self._stages.time_limit("verify", self._limits.verify):
@@ -216,7 +217,8 @@ class _Player:
             return
         self._check_reward(verdict.reward, "verify", environment)
         seats, location = self._seats.describe(verdict.seats, verdict.reward), locate_method(environment, "verify")
-        if seats and all(seat.reward is None for seat in seats):
+        only_others = self._is_cut_short and all(seat.name in self._others for seat in seats)
+        if seats and not only_others and all(seat.reward is None for seat in seats):
             self._fail("no seat has a reward: Verdict.seats gives them by name; such an episode is never trained", location)
         acted = {seat.name for seat in seats}
         absent = ", ".join(sorted(verdict.seats.keys() - acted))
