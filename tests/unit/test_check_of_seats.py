@@ -10,6 +10,8 @@ from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
 from fleetbus_workers.environment.base import Start, Step, Verdict
 from fleetbus_workers.environment.check.episode import PlayedEpisode, play_episode
+from fleetbus_workers.environment.check.quick import check_quickly
+from tests.unit.test_first_mistakes import Factory
 
 PROPOSE, SOLVE = (ToolSpec(name=name, description="", parameters={"type": "object"}) for name in ("propose", "solve"))
 
@@ -114,3 +116,9 @@ async def test_an_episode_that_is_cut_short_before_a_trained_seat_acts_is_no_fai
     configuration = Configuration(run=RunSettings(seats="proposer=a\nsolver=b"))
     episode = await play_episode(Duo, Task(key="a"), lambda *_: "answer", configuration, turns=turns)
     assert episode.has_failed == fails
+
+
+def test_up_warns_of_a_seat_that_did_not_act(capsys: pytest.CaptureFixture[str]) -> None:
+    configuration = Configuration(run=RunSettings(seats="solvr=simulator"))
+    check_quickly(Factory(Duo), "duo.py:Duo", Task(key="a"), configuration)
+    assert "warning: run.seats gives the seat solvr to another policy, and here it did not act" in capsys.readouterr().err

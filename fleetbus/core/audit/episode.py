@@ -101,7 +101,7 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
         self.group_id = sys.intern(request.group_id)
         self.group_size = request.group_size
         self.lineage = sys.intern(request.lineage)
-        self.others = {seat.seat: sys.intern(seat.policy) for seat in request.seats} if request.seats else self.others
+        self.others = {seat.seat: sys.intern(seat.policy) for seat in reversed(request.seats)} if request.seats else self.others
 
     def on_claim(self, sequence: int, claim: AttemptStarted, findings: Findings) -> None:
         if self.result_sequence:

@@ -31,6 +31,10 @@ BLOCKED_SECONDS = 0.5
 T = TypeVar("T")
 
 
+OF_OTHERS = "run.seats"
+"""Begins what is said of seats that other policies play."""
+
+
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """Something that is wrong; ``is_failure`` if episodes of it would not be trained. ``location`` is FILE:LINE in FUNCTION."""
 
@@ -224,7 +228,7 @@ class _Player:
         absent = ", ".join(sorted(verdict.seats.keys() - acted))
         for name in sorted(self._others.keys() - acted):
             who = f"the seats that acted are {', '.join(sorted(acted))}" if acted else "it has no seats"
-            self._warn(f"run.seats gives the seat {name} to another policy, and here it did not act: {who}", location)
+            self._warn(f"{OF_OTHERS} gives the seat {name} to another policy, and here it did not act: {who}", location)
         for seat in seats:
             if seat.name in self._others:
                 continue

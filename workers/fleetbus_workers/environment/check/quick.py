@@ -1,6 +1,7 @@
 """The part of the check that `up` runs first: one short episode of a class of the user's own, given up after a second."""
 
 import io
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -13,7 +14,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.base import TaskEnvironmentFactory
-from fleetbus_workers.environment.check.episode import PlayedEpisode, play_episode
+from fleetbus_workers.environment.check.episode import OF_OTHERS, PlayedEpisode, play_episode
 from fleetbus_workers.environment.check.policies import build_random_policy
 
 QUICK_SECONDS = 1.0
@@ -34,6 +35,9 @@ def check_quickly(factory: Any, spec: str, task: Task, configuration: Configurat
         thread.join(QUICK_SECONDS)
     if not found:
         return
+    for problem in found[0].problems:
+        if problem.text.startswith(OF_OTHERS):  # the run would train the policy in its place
+            print(f"fleetbus: warning: {problem.text}", file=sys.stderr)  # noqa: T201
     failure = next((problem for problem in found[0].problems if problem.is_failure), None)
     if failure is not None:
         where = f" ({failure.location})" if failure.location else ""

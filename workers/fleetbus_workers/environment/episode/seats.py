@@ -111,7 +111,7 @@ UNSEATED = EpisodeSeats("")
 
 def list_other_policies(request: EpisodeRequested) -> Mapping[str, str]:
     """The policies by the seat that they play, where that is not the request's own."""
-    return {seat.seat: seat.policy for seat in request.seats} if request.seats else NO_OTHERS
+    return {seat.seat: seat.policy for seat in reversed(request.seats)} if request.seats else NO_OTHERS
 
 
 def find_seat_policy(request: EpisodeRequested, seat: str) -> SeatPolicy | None:
