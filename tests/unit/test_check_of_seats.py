@@ -8,10 +8,10 @@ import pytest
 
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
+from fleetbus_workers.environment.adapter_context import Factory
 from fleetbus_workers.environment.base import Start, Step, Verdict
 from fleetbus_workers.environment.check.episode import PlayedEpisode, play_episode
 from fleetbus_workers.environment.check.quick import check_quickly
-from tests.unit.test_first_mistakes import Factory
 
 PROPOSE, SOLVE = (ToolSpec(name=name, description="", parameters={"type": "object"}) for name in ("propose", "solve"))
 

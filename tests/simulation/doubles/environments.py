@@ -154,8 +154,9 @@ class SimulatedEnvironment:
         return Step(messages=(shown,), reward=reward, tool_calls=1, tool_errors=int(failed), context=change, seat=seat)
 
     def _choose_seat(self) -> str:
-        """The same after the same actions."""
-        return f"seat-{int(self._render()[-4:], 16) % self._seats}" if self._seats else ""
+        """The same after the same actions. Another policy never begins: an episode of one turn would train nothing."""
+        seat = f"seat-{int(self._render()[-4:], 16) % self._seats}" if self._seats else ""
+        return "seat-0" if seat and seat == self._other_seat and not self._sampled else seat
 
     def _choose_context(self) -> ContextChange | None:
         """The same after the same actions: turns dropped, a new prompt, or back to the first segment."""
