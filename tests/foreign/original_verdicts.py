@@ -1,9 +1,9 @@
 """Computes verdicts of `bfcl-eval` itself: ``python original_verdicts.py EPISODES``, in its interpreter.
 
-EPISODES is a file, ``[[ID, [ANSWER, ...]], ...]``: an answer is a text, or calls ``[NAME, ARGUMENTS]``; after its answers an episode
-is answered with "done". BFCL's own loop plays them, and its own evaluation of an entry, not only its checker, gives the verdict.
-Prints a list of 1.0 and 0.0. With ``--reference CATEGORY ...`` it prints ``{ID: [[CALL, ...], ...]}`` instead: the reference answers
-as such calls, turn by turn.
+EPISODES is a file, ``[[ID, [ANSWER, ...]], ...]``: an answer is a text, or calls ``[NAME, ARGUMENTS]``; after its answers an
+episode is answered with "done". BFCL's own loop plays them, and its own evaluation of an entry, not only its checker, gives the
+verdict. Prints a list of 1.0 and 0.0. With ``--reference`` it prints ``{ID: [[CALL, ...], ...]}`` instead: the reference
+answers as such calls, turn by turn.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ CATEGORIES = ("multi_turn_base", "multi_turn_miss_func", "multi_turn_miss_param"
 def load() -> dict[str, tuple[dict[str, Any], list[list[str]]]]:
     from bfcl_eval.utils import load_dataset_entry, load_ground_truth_entry
 
-    pairs = [
-        pair for each in CATEGORIES for pair in zip(load_dataset_entry(each), load_ground_truth_entry(each), strict=True)
-    ]
+    pairs = [pair for each in CATEGORIES for pair in zip(load_dataset_entry(each), load_ground_truth_entry(each), strict=True)]
     return {row["id"]: (row, truth["ground_truth"]) for row, truth in pairs}
 
 
@@ -64,7 +62,11 @@ def build_responses(answers: list[Any]) -> Iterator[Any]:
 
 def import_evaluation() -> Any:
     """Its module of evaluation without the list of all models, which imports every vendor's client."""
-    for name, member in {"bfcl_eval.constants.model_config": "MODEL_CONFIG_MAPPING", "dotenv": "load_dotenv", "tqdm": "tqdm"}.items():
+    for name, member in {
+        "bfcl_eval.constants.model_config": "MODEL_CONFIG_MAPPING",
+        "dotenv": "load_dotenv",
+        "tqdm": "tqdm",
+    }.items():
         stub = ModuleType(name)
         setattr(stub, member, {})
         sys.modules[name] = stub
@@ -91,7 +93,9 @@ def judge(number: int, row: dict[str, Any], truth: list[list[str]], answers: lis
     result, _ = handler.inference(row, False, True)
     result = json.loads(json.dumps(result))  # as it stands in its file of results
     category = row["id"].rpartition("_")[0]
-    found = import_evaluation()._evaluate_single_multi_turn_entry(handler, row["id"], result, truth, row, f"m{number}", category)
+    found = import_evaluation()._evaluate_single_multi_turn_entry(
+        handler, row["id"], result, truth, row, f"m{number}", category
+    )
     return float(found["valid"])
 
 
@@ -101,7 +105,9 @@ def main() -> None:
         return
     tasks = load()
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
-        verdicts = [judge(n, *tasks[key], answers) for n, (key, answers) in enumerate(json.loads(Path(sys.argv[1]).read_text()))]
+        verdicts = [
+            judge(n, *tasks[key], answers) for n, (key, answers) in enumerate(json.loads(Path(sys.argv[1]).read_text()))
+        ]
     print(json.dumps(verdicts))
 
 

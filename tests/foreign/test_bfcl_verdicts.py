@@ -115,6 +115,8 @@ async def test_what_is_no_call_of_a_tool_is_never_evaluated(tmp_path: Path) -> N
         ["ls", {f"**dict(a={opened}), b": True}],
         ["ls", {f"a=True) or open({str(files[2])!r}, 'w', buffering": -1}],
     ]
-    verdicts = await play_to_verdicts(SPEC.replace("multi_turn", "multi_turn_base"), [("multi_turn_base_0", [[each] for each in calls])])
+    verdicts = await play_to_verdicts(
+        SPEC.replace("multi_turn", "multi_turn_base"), [("multi_turn_base_0", [[each] for each in calls])]
+    )
     assert [verdict.reward for verdict in verdicts if verdict] == [0.0]
     assert not any(file.exists() for file in files)

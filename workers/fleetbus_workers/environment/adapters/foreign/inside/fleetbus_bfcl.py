@@ -1,8 +1,8 @@
-"""Multi-turn tasks of the Berkeley Function Calling Leaderboard, out of the package ``bfcl-eval``: data, tools, state and verdict.
+"""Multi-turn tasks of the Berkeley Function Calling Leaderboard, from ``bfcl-eval``: its data, tools, state and verdict.
 
-BFCL's own loop for models that call functions asks the endpoint at ``base_url`` turn after turn, its own classes run the calls, and
-its own checker gives 1 or 0. BFCL evaluates what the policy wrote as Python: only calls of tools get that far, and each episode has a
-process of its own. See docs/decisions/0247-bfcl-plays-its-own-loop.md.
+BFCL's own loop for models that call functions asks the endpoint at ``base_url`` turn after turn, its own classes run the calls,
+and its own checker gives 1 or 0. BFCL evaluates what the policy wrote as Python: only calls of tools get that far, and each
+episode has a process of its own. See docs/decisions/0247-bfcl-plays-its-own-loop.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from fleetbus_process import EpisodeFailed, call_in_process, prepare_server
 
 PACKAGE, TRIED = "bfcl-eval", "2026.3.23"
 INSTALL = (
-    f"-m pip install --no-deps {PACKAGE}=={TRIED} tree-sitter==0.21.3 tree-sitter-java==0.21.0 tree-sitter-javascript==0.21.4 && "
+    f"-m pip install --no-deps {PACKAGE}=={TRIED} "
+    "tree-sitter==0.21.3 tree-sitter-java==0.21.0 tree-sitter-javascript==0.21.4 && "
     "{0} -m pip install openai mpmath filelock tenacity overrides"
 )
 """What its multi-turn part imports; all that the package asks for is some gigabytes, and its pin of numpy collides."""
@@ -47,9 +48,9 @@ class NotInstalled(Exception):
 
 @asynccontextmanager
 async def open_environment(name: str, arguments: dict[str, Any]) -> AsyncIterator[Bfcl]:
-    """The tasks of a category, ``multi_turn_base``, or of all of them, ``multi_turn``; ``split=train`` or ``held_out`` leaves those
-    of one side. Raises `NotInstalled`, and `ValueError` for a name or an argument that is none."""
-    os.environ["BFCL_PROJECT_ROOT"] = os.path.abspath("bfcl")  # it makes folders when it is imported, else in the package's
+    """The tasks of a category, ``multi_turn_base``, or of all of them, ``multi_turn``; ``split=train`` or ``held_out`` leaves
+    those of one side. Raises `NotInstalled`, and `ValueError` for a name or an argument that is none."""
+    os.environ["BFCL_PROJECT_ROOT"] = os.getcwd()  # it makes folders when it is imported, else in the package's
     try:
         from bfcl_eval.constants.category_mapping import TEST_COLLECTION_MAPPING
         from bfcl_eval.model_handler.api_inference import openai_completion  # noqa: F401  # all that an episode imports
@@ -72,7 +73,9 @@ class Bfcl:
 
         rows = [row for each in categories for row in load_dataset_entry(each)]
         truths = [row["ground_truth"] for each in categories for row in load_ground_truth_entry(each)]
-        self._tasks = {row["id"]: (row, truth) for row, truth in zip(rows, truths, strict=True) if split in ("", side(row["id"]))}
+        self._tasks = {
+            row["id"]: (row, truth) for row, truth in zip(rows, truths, strict=True) if split in ("", side(row["id"]))
+        }
         self.source = {"package": PACKAGE, "version": version(PACKAGE), "digest": compute_digest()}
         self._server = prepare_server(["bfcl_eval.model_handler.api_inference.openai_completion"])
 
@@ -90,7 +93,9 @@ class Bfcl:
     async def play(self, task: dict[str, Any], base_url: str) -> dict[str, Any]:
         key, digest = task["config"]["id"], task["config"].get("digest", self.source["digest"])
         if digest != self.source["digest"]:
-            raise EpisodeFailed(f"the task is of {digest}, and {PACKAGE} {self.source['version']} here of {self.source['digest']}")
+            raise EpisodeFailed(
+                f"the task is of {digest}, and {PACKAGE} {self.source['version']} here of {self.source['digest']}"
+            )
         if key not in self._tasks:
             raise EpisodeFailed(f"no task {key!r} here")
         return await call_in_process(self._server, play_entry, *self._tasks[key], base_url)  # type: ignore[no-any-return]

@@ -3,7 +3,8 @@
 In its working folder are two named pipes. Lines of JSON come on ``requests``: ``{"id", "task", "base_url", "reward_url"}``
 plays an episode, ``{"cancel": id}`` ends one. Lines leave on ``replies``: ``{"ready": true}`` once both are open, then per
 episode ``{"id"}``, with ``error`` if the package failed; the reward is posted before that. ``--list COUNT`` before KIND prints
-``{"tasks", "source"}`` instead, as one line of JSON: tasks, and the package, version and digest that they are of, if known. KIND is a module beside this file, ``fleetbus_KIND``, with `open_environment`.
+``{"tasks", "source"}`` instead, as one line of JSON: the tasks, and the package, version and digest that they are of, if it is
+known. KIND is a module beside this file, ``fleetbus_KIND``, with `open_environment`.
 
 Standard library alone, and nothing of fleetbus: it is not installed there.
 """
