@@ -16,7 +16,7 @@ from fleetbus.errors import UserError
 from fleetbus_schemas import Task
 from fleetbus_workers.api.evaluation import evaluate_run
 from fleetbus_workers.cli.program import run_program
-from fleetbus_workers.environment.adapters.foreign import benchmarks, tasks
+from fleetbus_workers.environment.adapters.foreign import benchmarks
 from fleetbus_workers.environment.adapters.foreign.benchmarks import BENCHMARKS, Benchmark, BenchmarkFacts, load_benchmark
 from tests.support.small_deployment import small_deployment
 
@@ -47,14 +47,16 @@ def test_what_keeps_a_benchmark_from_being_played_is_one_line(
 
 
 def test_tasks_say_which_package_and_data_they_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = [{"key": "base_0", "env": "base", "prompt": "Do.", "config": {"id": "base_0", "digest": "sha256:0"}}]
+    listed: list[dict[str, Any]] = [
+        {"key": "base_0", "env": "base", "prompt": "Do.", "config": {"id": "base_0", "digest": "sha256:0"}}
+    ]
     answer = {"tasks": listed, "source": {"package": "bfcl-eval", "version": "1", "digest": "sha256:0"}}
 
     def run(command: list[str], **_: Any) -> Any:
         assert command[-2:] == ["multi_turn", "split=train"]
         return type("Done", (), {"returncode": 0, "stdout": json.dumps(answer).encode()})
 
-    monkeypatch.setattr(tasks.subprocess, "run", run)
+    monkeypatch.setattr("subprocess.run", run)
     loaded = load_benchmark(f"{NAME} split=train", sys.executable)
     assert loaded.facts == msgspec.structs.replace(FACTS, name=f"{NAME} split=train", tasks=1)
     assert loaded.tasks == [
@@ -73,7 +75,11 @@ def test_episodes_have_the_room_that_the_benchmark_needs_unless_a_setting_says_o
     fitted = BENCHMARK.fit(Configuration(), {"episode.max_turns": "the command line"}, context=16_384)
     assert (fitted.run.environment, fitted.run.tasks, fitted.environment.python) == ("bfcl:multi_turn", "", "python")
     assert fitted.episode.max_turns == Configuration().episode.max_turns
-    assert (fitted.episode.max_tokens, fitted.episode.max_episode_tokens, fitted.inference.max_model_len) == (1024, 16_384, 16_384)
+    assert (fitted.episode.max_tokens, fitted.episode.max_episode_tokens, fitted.inference.max_model_len) == (
+        1024,
+        16_384,
+        16_384,
+    )
     assert BENCHMARK.fit(Configuration(), {}).episode.max_turns == benchmarks.BENCHMARKS[NAME].turns
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,12 @@ from typing import Any
 import anyio
 import pytest
 
+from fleetbus.config.settings import Configuration, EnvironmentSettings, LimitSettings
+from fleetbus_schemas import Task
+from fleetbus_workers.assembly.model import find_starter_folder
+from fleetbus_workers.environment.adapters.foreign import tasks as foreign_tasks
+from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.specs import build_environment_factory
 from tests.foreign.playing import play_all, play_to_verdicts
 
 ROOT = Path(__file__).parents[2]
@@ -120,3 +128,52 @@ async def test_what_is_no_call_of_a_tool_is_never_evaluated(tmp_path: Path) -> N
     )
     assert [verdict.reward for verdict in verdicts if verdict] == [0.0]
     assert not any(file.exists() for file in files)
+
+
+def list_tasks(split: str) -> dict[str, list[int]]:
+    """The numbers of the scenarios of a split, by category."""
+    found: dict[str, list[int]] = {}
+    for task in foreign_tasks.list_tasks(f"bfcl:multi_turn split={split}", PYTHON, 1000).tasks:
+        category, _, number = task["key"].rpartition("_")
+        found.setdefault(category, []).append(int(number))
+        assert task["env_key"] == category
+    return found
+
+
+def test_a_scenario_is_on_one_side_of_the_split_in_all_categories() -> None:
+    train, held_out = list_tasks("train"), list_tasks("held_out")
+    assert len(train) == len(held_out) == 4
+    assert all(numbers == list(range(4, SCENARIOS, 5)) for numbers in held_out.values())
+    assert all(sorted(train[category] + held_out[category]) == list(range(SCENARIOS)) for category in train)
+
+
+async def test_a_task_of_other_data_is_refused_and_not_rewarded() -> None:
+    settings = Configuration(environment=EnvironmentSettings(agent_isolation="auto"), limits=LimitSettings(reset=600))
+    factory: Any = build_environment_factory(SPEC, verifier=None, configuration=settings)  # type: ignore[arg-type]
+    config = {"id": "multi_turn_base_0", "digest": "sha256:other"}
+    async with factory.run():
+        environment = factory()
+        await environment.open(Task(key="t", prompt="", config=config))
+        with pytest.raises(EnvironmentFailed, match=r"the task is of sha256:other, and bfcl-eval \S+ here of sha256:"):
+            await environment.reset()
+        await environment.close()
+
+
+def test_a_model_is_evaluated_by_category_and_the_report_says_of_what(tmp_path: Path) -> None:
+    """The starter policy, which can call no such tools, told that it takes as long a context as they need."""
+    model = tmp_path / "model"
+    shutil.copytree(find_starter_folder(), model)
+    config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 32_768}
+    (model / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "fleetbus_workers.cli", "evaluate", "--benchmark", "bfcl-multi-turn", "--json"]
+    ended = subprocess.run(
+        [*command, "--model", str(model), "--environment-python", PYTHON, "--episodes", "4"],
+        cwd=tmp_path, env=os.environ | {"FLEETBUS_EPISODE_MAX_TURNS": "2"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(ended.stdout)
+    told = report["benchmark"]
+    assert (told["name"], told["package"], told["tasks"]) == ("bfcl-multi-turn", "bfcl-eval", 800)
+    assert told["digest"].startswith("sha256:") and told["version"]
+    assert set(report["environments"]) == {f"multi_turn_{each}" for each in ("base", "miss_func", "miss_param", "long_context")}
+    assert (report["all"]["episodes"], report["all"]["graded"], report["all"]["success"]) == (4, 4, 0.0)

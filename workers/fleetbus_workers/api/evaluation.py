@@ -21,7 +21,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.core.training.evaluation_summary import Summary as ResultSummary
 from fleetbus.core.training.evaluation_summary import summarise_by_environment, summarise_results
 from fleetbus.errors import UserError
-from fleetbus_schemas import EpisodeFinished, MalformedMessage, PolicyPublished, Subjects
+from fleetbus_schemas import EpisodeFinished, MalformedMessage, PolicyPublished, Subjects, Task
 from fleetbus_workers.assembly.engines import check_packages
 from fleetbus_workers.assembly.work import Work, import_work
 from fleetbus_workers.environment.adapters.foreign.benchmarks import Benchmark, BenchmarkFacts
@@ -69,17 +69,12 @@ async def evaluate_run(
 ) -> Evaluation:
     """Play ``samples`` episodes of each held-out task. ``ks``: the k of pass@k (1 and ``samples`` unless given);
     ``temperature`` None: the run's. ``environment_work``: what an environment worker does that is started here, unless the
-    run's SPEC says it. ``benchmark``: its tasks instead, for which the run must not be active. Raises `UserError`."""
-    from fleetbus_workers.assembly.learner_parts import build_curriculum
+    run's SPEC says it. ``benchmark``: its tasks instead, by a configuration that it fitted; the run must not be active. Raises
+    `UserError`."""
     from fleetbus_workers.learner.held_out import find_newest_version, play
 
     temperature = configuration.episode.temperature if temperature is None else temperature
-    if benchmark is not None:
-        configuration, tasks = benchmark.fit(configuration, {}), benchmark.choose_tasks(episodes)
-    else:
-        tasks = build_curriculum(configuration).evaluation(episodes or configuration.evaluation.episodes)
-    if not tasks:
-        raise UserError("no tasks are held out: give more --episodes, or a tasks file with enough tasks")
+    tasks = select_tasks(configuration, episodes, benchmark)
     async with open_run(configuration, "operator", own_server=True) as bus:
         published = await find_newest_version(bus, Subjects(configuration.run.name), configuration.run.policy)
         live_roles = await find_live_roles(bus, configuration)
@@ -114,6 +109,18 @@ async def evaluate_run(
         pinned="learner" not in live_roles,
         benchmark=benchmark.facts if benchmark is not None else None,
     )
+
+
+def select_tasks(configuration: Configuration, episodes: int | None, benchmark: Benchmark | None) -> list[Task]:
+    """Those that an evaluation plays: held-out ones, or a benchmark's. Raises `UserError` if there are none."""
+    from fleetbus_workers.assembly.learner_parts import build_curriculum
+
+    if benchmark is not None:
+        return benchmark.choose_tasks(episodes)
+    tasks = build_curriculum(configuration).evaluation(episodes or configuration.evaluation.episodes)
+    if not tasks:
+        raise UserError("no tasks are held out: give more --episodes, or a tasks file with enough tasks")
+    return tasks
 
 
 def summarise_evaluation(

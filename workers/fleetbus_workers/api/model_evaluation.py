@@ -21,7 +21,7 @@ from fleetbus.config.pools import list_pools
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import PolicyPublished, Subjects, encode
-from fleetbus_workers.api.evaluation import Evaluation, start_missing_roles, summarise_evaluation
+from fleetbus_workers.api.evaluation import Evaluation, select_tasks, start_missing_roles, summarise_evaluation
 from fleetbus_workers.assembly.model import find_model_folder
 from fleetbus_workers.environment.adapters.foreign.benchmarks import Benchmark
 
@@ -39,18 +39,12 @@ async def evaluate_model(
     """Play ``samples`` episodes of each held-out task of a configuration with the model that it names, or of ``episodes`` tasks
     of a ``benchmark`` that it fits; see `evaluate_run`. Its paths are absolute, and its tasks fit its model (see
     `fleetbus_workers.up.command.check_run`). Raises `UserError`."""
-    from fleetbus_workers.assembly.learner_parts import build_curriculum
     from fleetbus_workers.learner.held_out import play
 
     engines = list_engines(lambda kind: kind.is_local)
     if configuration.inference.engine not in engines:
         raise UserError(f"--model is played by the engines {' and '.join(engines)}, not {configuration.inference.engine}")
-    if benchmark is not None:
-        tasks = benchmark.choose_tasks(episodes)
-    else:
-        tasks = build_curriculum(configuration).evaluation(episodes or configuration.evaluation.episodes)
-    if not tasks:
-        raise UserError("no tasks are held out: give more --episodes, or a tasks file with enough tasks")
+    tasks = select_tasks(configuration, episodes, benchmark)
     temperature = configuration.episode.temperature if temperature is None else temperature
     run = configuration.run
     with tempfile.TemporaryDirectory(prefix="fleetbus-evaluate-") as scratch:

@@ -73,18 +73,17 @@ def command(
     if of_model:
         if run is not None:
             raise UserError(f"--model and --recipe take the place of a run: leave out {run}")
-        configuration, loaded = _read_model_settings(values, recipe, episodes, benchmark)
+        configuration, played = _read_model_settings(values, recipe, episodes, benchmark)
     else:
         if values.get("run__environment"):
             raise UserError("--environment goes with --model: a run has its own")
-        configuration = load_settings({**values, "run__name": run}).configuration
-        loaded = load_benchmark(benchmark, configuration.environment.python) if benchmark is not None else None
+        configuration, played = _read_run_settings({**values, "run__name": run}, benchmark)
     configure_logs(configuration.log, run=configuration.run.name, role="evaluate", worker="evaluate")
     evaluate = partial(
         evaluate_model if of_model else evaluate_run,
         configuration,
         episodes=episodes,
-        benchmark=loaded,
+        benchmark=played,
         samples=samples,
         ks=chosen,
         temperature=temperature,
@@ -107,7 +106,6 @@ def _read_model_settings(
 ) -> tuple[Configuration, Benchmark | None]:
     """The settings that `up` would train the model with, those of a benchmark where it is played. Raises `UserError`."""
     from fleetbus_workers.up.command import check_run
-    from fleetbus_workers.up.model_limits import read_context_length
     from fleetbus_workers.up.recipes import find_recipe
 
     flags = {**values, "evaluation__episodes": episodes, "run__name": "evaluate"}
@@ -118,8 +116,22 @@ def _read_model_settings(
     played = load_benchmark(benchmark, loaded.configuration.environment.python)
     loaded = msgspec.structs.replace(loaded, configuration=played.fit(loaded.configuration, loaded.given))
     configuration, _ = check_run(loaded, fresh=True)
-    context = read_context_length(find_model_folder(configuration.run))
-    return played.fit(configuration, loaded.given, context=context), played
+    return _fit(played, configuration, loaded.given), played
+
+
+def _read_run_settings(values: dict[str, Any], benchmark: str | None) -> tuple[Configuration, Benchmark | None]:
+    """The settings of a run; those of a benchmark where it is played. Raises `UserError`."""
+    loaded = load_settings(values)
+    if benchmark is None:
+        return loaded.configuration, None
+    played = load_benchmark(benchmark, loaded.configuration.environment.python)
+    return _fit(played, loaded.configuration, loaded.given), played
+
+
+def _fit(benchmark: Benchmark, configuration: Configuration, given: dict[str, str]) -> Configuration:
+    from fleetbus_workers.up.model_limits import read_context_length
+
+    return benchmark.fit(configuration, given, context=read_context_length(find_model_folder(configuration.run)))
 
 
 def _parse_ks(text: str, samples: int) -> list[int]:
