@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import pytest
@@ -24,7 +24,7 @@ from fleetbus_workers.assembly.model import find_starter_folder
 from fleetbus_workers.environment.adapters.foreign import tasks as foreign_tasks
 from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.specs import build_environment_factory
-from tests.foreign.playing import play_all, play_to_verdicts
+from tests.foreign.playing import play, play_all
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("BFCL_PYTHON", str(ROOT / ".venv-bfcl/bin/python"))
@@ -92,6 +92,11 @@ async def ask_original(*words: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def build(isolation: Literal["auto", "off"]) -> Any:
+    settings = Configuration(environment=EnvironmentSettings(agent_isolation=isolation), limits=LimitSettings(reset=600))
+    return build_environment_factory(SPEC, verifier=None, configuration=settings)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_verdicts_are_those_of_the_packages_own_evaluation(kind: str, tmp_path: Path) -> None:
     references: dict[str, Turns] = await ask_original("--reference")
@@ -113,21 +118,21 @@ async def test_verdicts_are_those_of_the_packages_own_evaluation(kind: str, tmp_
 
 
 async def test_what_is_no_call_of_a_tool_is_never_evaluated(tmp_path: Path) -> None:
-    """BFCL hands to Python's ``eval`` what the policy wrote: its own evaluation would make these files."""
-    files = [tmp_path / str(number) for number in range(3)]
-    opened = f"open({str(files[0])!r}, 'w')"
+    """BFCL hands to Python's ``eval`` what the policy wrote: its own evaluation makes these files. Played outside of the sandbox,
+    which would hide them."""
+    files = [tmp_path / str(number) for number in range(4)]
+    opened = [f"open({str(file)!r}, 'w')" for file in files]
     calls = [
-        ["open", {"file": str(files[1]), "mode": "w"}],
-        [f"{opened} or ls", {}],
-        ["ls", {f"a={opened}, b": True}],
-        ["ls", {f"**dict(a={opened}), b": True}],
-        ["ls", {f"a=True) or open({str(files[2])!r}, 'w', buffering": -1}],
+        ["open", {"file": str(files[0]), "mode": "w"}],
+        [f"{opened[1]} or ls", {}],
+        ["ls", {f"a={opened[2]}, b": True}],
+        ["ls", {f"**dict(a={opened[3]}), b": True}],
     ]
-    verdicts = await play_to_verdicts(
-        SPEC.replace("multi_turn", "multi_turn_base"), [("multi_turn_base_0", [[each] for each in calls])]
-    )
-    assert [verdict.reward for verdict in verdicts if verdict] == [0.0]
-    assert not any(file.exists() for file in files)
+    factory = build("off")
+    async with factory.run():
+        verdict = await play(factory, "multi_turn_base_0", [[each] for each in calls], "done")
+    assert verdict is not None and verdict.reward == 0.0
+    assert [file.name for file in files if file.exists()] == []
 
 
 def list_tasks(split: str) -> dict[str, list[int]]:
@@ -148,8 +153,7 @@ def test_a_scenario_is_on_one_side_of_the_split_in_all_categories() -> None:
 
 
 async def test_a_task_of_other_data_is_refused_and_not_rewarded() -> None:
-    settings = Configuration(environment=EnvironmentSettings(agent_isolation="auto"), limits=LimitSettings(reset=600))
-    factory: Any = build_environment_factory(SPEC, verifier=None, configuration=settings)  # type: ignore[arg-type]
+    factory = build("auto")
     config = {"id": "multi_turn_base_0", "digest": "sha256:other"}
     async with factory.run():
         environment = factory()
@@ -168,7 +172,7 @@ def test_a_model_is_evaluated_by_category_and_the_report_says_of_what(tmp_path: 
     command = [sys.executable, "-m", "fleetbus_workers.cli", "evaluate", "--benchmark", "bfcl-multi-turn", "--json"]
     ended = subprocess.run(
         [*command, "--model", str(model), "--environment-python", PYTHON, "--episodes", "4"],
-        cwd=tmp_path, env=os.environ | {"FLEETBUS_EPISODE_MAX_TURNS": "2"}, capture_output=True, text=True, check=False,
+        cwd=tmp_path, env=os.environ | {"FLEETBUS_EPISODE_MAX_TURNS": "2", "FLEETBUS_EPISODE_MAX_TOKENS": "16"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout)
