@@ -118,8 +118,8 @@ async def test_verdicts_are_those_of_the_packages_own_evaluation(kind: str, tmp_
 
 
 async def test_what_is_no_call_of_a_tool_is_never_evaluated(tmp_path: Path) -> None:
-    """BFCL hands to Python's ``eval`` what the policy wrote: its own evaluation makes these files. Played outside of the sandbox,
-    which would hide them."""
+    """BFCL hands to Python's ``eval`` what the policy wrote: its own evaluation makes these files. It is played without the
+    sandbox, which would hide them."""
     files = [tmp_path / str(number) for number in range(4)]
     opened = [f"open({str(file)!r}, 'w')" for file in files]
     calls = [
@@ -169,10 +169,11 @@ def test_a_model_is_evaluated_by_category_and_the_report_says_of_what(tmp_path: 
     shutil.copytree(find_starter_folder(), model)
     config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 32_768}
     (model / "config.json").write_text(json.dumps(config))
+    limits = {"FLEETBUS_EPISODE_MAX_TURNS": "2", "FLEETBUS_EPISODE_MAX_TOKENS": "16"}
     command = [sys.executable, "-m", "fleetbus_workers.cli", "evaluate", "--benchmark", "bfcl-multi-turn", "--json"]
     ended = subprocess.run(
         [*command, "--model", str(model), "--environment-python", PYTHON, "--episodes", "4"],
-        cwd=tmp_path, env=os.environ | {"FLEETBUS_EPISODE_MAX_TURNS": "2", "FLEETBUS_EPISODE_MAX_TOKENS": "16"}, capture_output=True, text=True, check=False,
+        cwd=tmp_path, env=os.environ | limits, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout)
