@@ -79,6 +79,9 @@ test-foreign *arguments:
     .venv-verifiers-v0/bin/pip install -q 'verifiers==0.3.1' build/tool_test
     test -d .venv-inspect || python3 -m venv .venv-inspect
     .venv-inspect/bin/pip install -q 'inspect_ai==0.3.285' inspect_evals openai 'pydantic[email]'
+    test -d .venv-bfcl || python3 -m venv .venv-bfcl
+    .venv-bfcl/bin/pip install -q --no-deps 'bfcl-eval==2026.3.23' tree-sitter==0.21.3 tree-sitter-java==0.21.0 tree-sitter-javascript==0.21.4
+    .venv-bfcl/bin/pip install -q openai mpmath filelock tenacity overrides
     for each in python3.12 ~/.pyenv/versions/3.12*/bin/python3; do test -d .venv-harbor || "$each" -m venv .venv-harbor || true; done
     .venv-harbor/bin/pip install -q 'harbor==0.26.0'
     PATH=$PWD/.venv-verifiers/bin:$PATH .venv/bin/pytest -n0 -q -s -m foreign tests/foreign {{arguments}}

@@ -60,7 +60,7 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
     ] = ""
     python: Annotated[
         str,
-        Meta(description="Interpreter that has the package of verifiers:NAME and inspect:TASK: a path"),
+        Meta(description="Interpreter that has the package of verifiers:NAME, inspect:TASK and bfcl:CATEGORY: a path"),
     ] = ""
     agent_crash_reward: Annotated[
         str,

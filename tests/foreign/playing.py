@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
@@ -14,6 +15,9 @@ from fleetbus_workers.environment.specs import build_environment_factory
 AT_A_TIME = 4
 MAX_TURNS = 60
 
+Episodes = Sequence[tuple[int | str, list[Any]]]
+"""The place of a task in the package's data, or its id there, and the answers."""
+
 
 def act(turn: int, answer: Any) -> Action:
     if isinstance(answer, str):
@@ -22,10 +26,10 @@ def act(turn: int, answer: Any) -> Action:
     return Action(episode_id="e", attempt=1, turn=turn, text="", tool_calls=calls)
 
 
-async def play(factory: Any, index: int, answers: list[Any], pad: Any) -> Verdict | None:
+async def play(factory: Any, index: int | str, answers: list[Any], pad: Any) -> Verdict | None:
     environment = factory()
     try:
-        await environment.open(Task(key=f"t{index}", prompt="", config={"index": index}))
+        await environment.open(Task(key=f"t{index}", prompt="", config={"id" if isinstance(index, str) else "index": index}))
         await environment.reset()
         for turn in range(MAX_TURNS):
             if (await environment.step(act(turn, answers[turn] if turn < len(answers) else pad))).terminated:
@@ -39,13 +43,13 @@ async def play(factory: Any, index: int, answers: list[Any], pad: Any) -> Verdic
         await environment.close()
 
 
-async def play_all(spec: str, episodes: list[tuple[int, list[Any]]], *, pad: Any = "done") -> list[float | None]:
+async def play_all(spec: str, episodes: Episodes, *, pad: Any = "done") -> list[float | None]:
     """The rewards, None where an episode failed; each is answered with its answers, then with ``pad``."""
     verdicts = await play_to_verdicts(spec, episodes, pad=pad)
     return [None if verdict is None or verdict.reward is None else float(verdict.reward) for verdict in verdicts]
 
 
-async def play_to_verdicts(spec: str, episodes: list[tuple[int, list[Any]]], *, pad: Any = "done") -> list[Verdict | None]:
+async def play_to_verdicts(spec: str, episodes: Episodes, *, pad: Any = "done") -> list[Verdict | None]:
     """The same with all that the verdicts say."""
     settings = Configuration(environment=EnvironmentSettings(agent_isolation="auto"), limits=LimitSettings(reset=600))
     factory: Any = build_environment_factory(spec, verifier=None, configuration=settings)  # type: ignore[arg-type]

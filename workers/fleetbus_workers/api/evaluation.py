@@ -22,9 +22,10 @@ from fleetbus.config.settings import Configuration
 from fleetbus.core.training.evaluation_summary import Summary as ResultSummary
 from fleetbus.core.training.evaluation_summary import summarise_by_environment, summarise_results
 from fleetbus.errors import UserError
-from fleetbus_schemas import EpisodeFinished, MalformedMessage, PolicyPublished, Subjects
+from fleetbus_schemas import EpisodeFinished, MalformedMessage, PolicyPublished, Subjects, Task
 from fleetbus_workers.assembly.engines import check_packages
 from fleetbus_workers.assembly.work import Work, import_work
+from fleetbus_workers.environment.adapters.foreign.benchmarks import Benchmark, BenchmarkFacts
 from fleetbus_workers.run_access.log_access import open_run
 from fleetbus_workers.run_access.server_address import generate_worker_name
 
@@ -39,7 +40,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
     ``version`` is the policy's newest version, after ``step`` training steps. ``pinned``: no other version answered. ``all``
     and each of ``environments`` (by environment key) have the counts, the mean reward and pass@k. ``missing`` episodes were
-    not asked for, because no worker took them up in time.
+    not asked for, because no worker took them up in time. ``benchmark``: what was played, where it was one.
     """
 
     run: str
@@ -53,6 +54,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     all: ResultSummary
     environments: dict[str, ResultSummary]
     missing: int = 0
+    benchmark: BenchmarkFacts | None = None
 
 
 async def evaluate_run(
@@ -64,20 +66,21 @@ async def evaluate_run(
     temperature: float | None = None,
     on_progress: Callable[[int, int], None] = lambda done, count: None,
     environment_work: Work | None = None,
+    benchmark: Benchmark | None = None,
 ) -> Evaluation:
     """Play ``samples`` episodes of each held-out task. ``ks``: the k of pass@k (1 and ``samples`` unless given);
     ``temperature`` None: the run's. ``environment_work``: what an environment worker does that is started here, unless the
-    run's SPEC says it. Raises `UserError`."""
-    from fleetbus_workers.assembly.learner_parts import build_curriculum
+    run's SPEC says it. ``benchmark``: its tasks instead, by a configuration that it fitted; the run must not be active. Raises
+    `UserError`."""
     from fleetbus_workers.learner.held_out import find_newest_version, play
 
     temperature = configuration.episode.temperature if temperature is None else temperature
-    tasks = build_curriculum(configuration).evaluation(episodes or configuration.evaluation.episodes)
-    if not tasks:
-        raise UserError("no tasks are held out: give more --episodes, or a tasks file with enough tasks")
+    tasks = select_tasks(configuration, episodes, benchmark)
     async with open_run(configuration, "operator", own_server=True) as bus:
         published = await find_newest_version(bus, Subjects(configuration.run.name), configuration.run.policy)
         live_roles = await find_live_roles(bus, configuration)
+        if benchmark is not None and live_roles:
+            raise UserError(f"run {configuration.run.name} is active, and its workers play its own tasks: stop it first")
         async with anyio.create_task_group() as group:
             drain = anyio.Event()
             start_missing_roles(group, bus, configuration, live_roles, drain, environment_work)
@@ -105,7 +108,20 @@ async def evaluate_run(
         temperature=temperature,
         seconds=seconds,
         pinned="learner" not in live_roles,
+        benchmark=benchmark.facts if benchmark is not None else None,
     )
+
+
+def select_tasks(configuration: Configuration, episodes: int | None, benchmark: Benchmark | None) -> list[Task]:
+    """Those that an evaluation plays: held-out ones, or a benchmark's. Raises `UserError` if there are none."""
+    from fleetbus_workers.assembly.learner_parts import build_curriculum
+
+    if benchmark is not None:
+        return benchmark.choose_tasks(episodes)
+    tasks = build_curriculum(configuration).evaluation(episodes or configuration.evaluation.episodes)
+    if not tasks:
+        raise UserError("no tasks are held out: give more --episodes, or a tasks file with enough tasks")
+    return tasks
 
 
 def summarise_evaluation(
@@ -119,6 +135,7 @@ def summarise_evaluation(
     temperature: float,
     seconds: float,
     pinned: bool = True,
+    benchmark: BenchmarkFacts | None = None,
 ) -> Evaluation:
     """The findings in the results of ``asked`` episodes that ``published`` played."""
     threshold = configuration.evaluation.success_threshold
@@ -135,6 +152,7 @@ def summarise_evaluation(
         all=summarise_results(results, chosen, success_threshold=threshold),
         environments=summarise_by_environment(results, chosen, success_threshold=threshold),
         missing=asked - len(results),
+        benchmark=benchmark,
     )
 
 

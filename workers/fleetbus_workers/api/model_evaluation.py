@@ -22,8 +22,9 @@ from fleetbus.config.seats import list_policies
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import PolicyPublished, Subjects, encode
-from fleetbus_workers.api.evaluation import Evaluation, start_missing_roles, summarise_evaluation
+from fleetbus_workers.api.evaluation import Evaluation, select_tasks, start_missing_roles, summarise_evaluation
 from fleetbus_workers.assembly.model import find_model_folder
+from fleetbus_workers.environment.adapters.foreign.benchmarks import Benchmark
 
 
 async def evaluate_model(
@@ -33,18 +34,18 @@ async def evaluate_model(
     ks: Sequence[int] | None = None,
     temperature: float | None = None,
     on_progress: Callable[[int, int], None] = lambda done, count: None,
+    episodes: int | None = None,
+    benchmark: Benchmark | None = None,
 ) -> Evaluation:
-    """Play ``samples`` episodes of each held-out task of a configuration with the model that it names; see `evaluate_run`. Its
-    paths are absolute, and its tasks fit its model (see `fleetbus_workers.up.command.check_run`). Raises `UserError`."""
-    from fleetbus_workers.assembly.learner_parts import build_curriculum
+    """Play ``samples`` episodes of each held-out task of a configuration with the model that it names, or of ``episodes`` tasks
+    of a ``benchmark`` that it fits; see `evaluate_run`. Its paths are absolute, and its tasks fit its model (see
+    `fleetbus_workers.up.command.check_run`). Raises `UserError`."""
     from fleetbus_workers.learner.held_out import play
 
     engines = list_engines(lambda kind: kind.is_local)
     if configuration.inference.engine not in engines:
         raise UserError(f"--model is played by the engines {' and '.join(engines)}, not {configuration.inference.engine}")
-    tasks = build_curriculum(configuration).evaluation(configuration.evaluation.episodes)
-    if not tasks:
-        raise UserError("no tasks are held out: give more --episodes, or a tasks file with enough tasks")
+    tasks = select_tasks(configuration, episodes, benchmark)
     temperature = configuration.episode.temperature if temperature is None else temperature
     run = configuration.run
     with tempfile.TemporaryDirectory(prefix="fleetbus-evaluate-") as scratch:
@@ -72,9 +73,16 @@ async def evaluate_model(
                 )
                 seconds = anyio.current_time() - started
                 drain.set()
-    asked = len(tasks) * samples
     return summarise_evaluation(
-        configuration, published, results, asked=asked, samples=samples, ks=ks, temperature=temperature, seconds=seconds
+        configuration,
+        published,
+        results,
+        asked=len(tasks) * samples,
+        samples=samples,
+        ks=ks,
+        temperature=temperature,
+        seconds=seconds,
+        benchmark=benchmark.facts if benchmark is not None else None,
     )
 
 

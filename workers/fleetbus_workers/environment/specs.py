@@ -101,6 +101,10 @@ ADAPTERS = (
         "a task of `inspect_ai` with its solver and scorers, in an interpreter of its own", checks_rest=True,
     ),
     Adapter(
+        "bfcl[+python=PATH]:CATEGORY [split=SIDE]", "foreign.factory:build", "agents",
+        "multi-turn tasks of `bfcl-eval` with its checker, in an interpreter of its own", checks_rest=True,
+    ),
+    Adapter(
         "MODULE:CLASS", "python_class.environment:build", "",
         "a class of your own in this process, also of a file (`FILE.py:CLASS`)",
     ),
@@ -113,7 +117,7 @@ ADAPTERS = (
 
 SPEC_FORMS = ", ".join(adapter.forms for adapter in ADAPTERS)
 
-_WITH_OPTION = ("stdio+", "verifiers+", "inspect+")
+_WITH_OPTION = ("stdio+", "verifiers+", "inspect+", "bfcl+")
 
 _BY_NAME = {adapter.name: adapter for adapter in ADAPTERS}
 _BY_NAME |= {"https": _BY_NAME["http"]}

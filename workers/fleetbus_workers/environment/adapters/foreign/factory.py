@@ -1,4 +1,4 @@
-"""``verifiers:NAME`` and ``inspect:TASK``: environments of other packages, each in an interpreter that has them.
+"""``verifiers:NAME``, ``inspect:TASK``, ``bfcl:CATEGORY``: environments of other packages, each in an interpreter with it.
 
 ``[+python=PATH]`` before the colon names the interpreter, else `environment.python` does: two versions of a package play in one
 run. After the name come arguments of the environment, as in ``verifiers:kuhn-poker role=player1``. A name that is a path

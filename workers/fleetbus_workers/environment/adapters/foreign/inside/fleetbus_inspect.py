@@ -8,14 +8,13 @@ docs/decisions/0212-one-process-per-sample-of-inspect.md.
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
 import os
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from multiprocessing.connection import Connection
 from typing import Any
+
+from fleetbus_process import EpisodeFailed, call_in_process, prepare_server
 
 POLICY = "openai-api/fleetbus/policy"  # the provider openai asks for a response beside the task first
 OTHER = f"{POLICY}:untrained"
@@ -24,15 +23,10 @@ OWN = ("role.", "scorer", "part")
 """Arguments that are not the task's: models of roles; the scorer whose value is the reward, and its part if it has several."""
 
 
-class SampleFailed(Exception):
-    """The package recorded an error, or no score that is a number."""
-
-
 @asynccontextmanager
 async def open_environment(name: str, arguments: dict[str, Any]) -> AsyncIterator[Inspect]:
     """The task ``name``, as inspect eval takes it, with its arguments."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["inspect_ai", "inspect_ai.model", "inspect_ai.scorer", "openai"])
+    server = prepare_server(["inspect_ai", "inspect_ai.model", "inspect_ai.scorer", "openai"])
     yield Inspect(server, name, arguments)
 
 
@@ -52,41 +46,8 @@ class Inspect:
         return [{"index": index, "prompt": show(sample.input)} for index, sample in enumerate(samples)]
 
     async def play(self, task: dict[str, Any], base_url: str) -> dict[str, Any]:
-        here, there = self._server.Pipe(duplex=False)
         index = int(task["config"]["index"])
-        process = self._server.Process(target=play_sample, args=(there, self._name, self._arguments, index, base_url))
-        await asyncio.to_thread(process.start)
-        there.close()
-        try:
-            await wait_readable(here)
-            try:
-                value, error = here.recv()
-            except EOFError:
-                raise SampleFailed("the process of the sample ended without a score") from None
-        finally:
-            process.kill()
-            await asyncio.to_thread(process.join)
-            here.close()
-        if error:
-            raise SampleFailed(error)
-        return {"reward": value}
-
-
-async def wait_readable(connection: Connection) -> None:
-    loop, ready = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(connection.fileno(), ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(connection.fileno())
-
-
-def play_sample(answer: Connection, name: str, arguments: dict[str, Any], index: int, base_url: str) -> None:
-    """Evaluate one sample and send its reward, or what went wrong."""
-    try:
-        answer.send((evaluate(name, arguments, index, base_url), ""))
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # the package may fail in any way, and it is said
-        answer.send((None, f"{type(error).__name__}: {error}"))
+        return {"reward": await call_in_process(self._server, evaluate, self._name, self._arguments, index, base_url)}
 
 
 def evaluate(name: str, arguments: dict[str, Any], index: int, base_url: str) -> float:
@@ -101,7 +62,7 @@ def evaluate(name: str, arguments: dict[str, Any], index: int, base_url: str) ->
             limit=(index, index + 1), epochs=1, fail_on_error=True, retry_on_error=0, display="none", log_dir=folder,
         )  # fmt: skip
         if log.status != "success" or not log.samples or log.samples[0].error:
-            raise SampleFailed(log.error.message if log.error else f"status {log.status}")
+            raise EpisodeFailed(log.error.message if log.error else f"status {log.status}")
         return read_reward(log.samples[0].scores or {}, str(arguments.get("scorer", "")), str(arguments.get("part", "")))
 
 
@@ -111,10 +72,10 @@ def read_reward(scores: dict[str, Any], scorer: str, part: str) -> float:
 
     score = scores.get(scorer) if scorer else next(iter(scores.values()), None)
     if score is None:
-        raise SampleFailed(f"no score {scorer!r}; there are {', '.join(scores) or 'none'}")
+        raise EpisodeFailed(f"no score {scorer!r}; there are {', '.join(scores) or 'none'}")
     value = score.value[part] if part else score.value
     if isinstance(value, dict | list):
-        raise SampleFailed(f"the score has several parts, name one with part=: {value}")
+        raise EpisodeFailed(f"the score has several parts, name one with part=: {value}")
     return float(value_to_float()(value))
 
 

@@ -3,7 +3,8 @@
 In its working folder are two named pipes. Lines of JSON come on ``requests``: ``{"id", "task", "base_url", "reward_url"}``
 plays an episode, ``{"cancel": id}`` ends one. Lines leave on ``replies``: ``{"ready": true}`` once both are open, then per
 episode ``{"id"}``, with ``error`` if the package failed; the reward is posted before that. ``--list COUNT`` before KIND prints
-tasks instead, as one line of JSON. KIND is a module beside this file, ``fleetbus_KIND``, with `open_environment`.
+``{"tasks", "source"}`` instead, as one line of JSON: the tasks, and the package, version and digest that they are of, if it is
+known. KIND is a module beside this file, ``fleetbus_KIND``, with `open_environment`.
 
 Standard library alone, and nothing of fleetbus: it is not installed there.
 """
@@ -55,9 +56,9 @@ def read_argument(word: str) -> tuple[str, Any]:
         return name, value
 
 
-async def list_tasks(opened: Any, count: int) -> list[dict[str, Any]]:
+async def list_tasks(opened: Any, count: int) -> dict[str, Any]:
     async with opened as environment:
-        return environment.list_tasks(count)  # type: ignore[no-any-return]
+        return {"tasks": environment.list_tasks(count), "source": getattr(environment, "source", {})}
 
 
 class Runner:
