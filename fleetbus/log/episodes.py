@@ -73,7 +73,8 @@ async def read_answered_observations(
     bus: LogBus, subjects: Subjects, policies: Iterable[str], episode_id: str, turns: Iterable[Turn]
 ) -> dict[int, Observation]:
     """The recorded observations of these policies that the given turns answered, by turn."""
-    turns = tuple(turns)
+    if not (turns := tuple(turns)):
+        return {}
     wanted = {(turn.action.attempt, turn.action.turn) for turn in turns}
     lanes = sorted({ANY_LANE, *(turn.action.lane for turn in turns if turn.action.lane)})
     entries = await bus.history([subjects.observation(policy, lane, episode_id) for policy in policies for lane in lanes])

@@ -85,3 +85,17 @@ def seat_asked_of_the_trained_policy(log_builder: LogBuilder) -> None:
 
 def seat_asked_of_a_policy_that_nobody_named(log_builder: LogBuilder) -> None:
     play_game(log_builder, other="third")
+
+
+FORGED_SEATS = (
+    seats_invented,
+    seats_left_out,
+    turns_exchanged_between_seats,
+    context_shared_by_seats,
+    seat_of_another_policy_trained,
+    seat_asked_of_the_trained_policy,
+    seat_asked_of_a_policy_that_nobody_named,
+    unrewarded_seat_trained,
+    rewarded_seat_left_out,
+)
+"""Each is found as ``seats_wrong``."""

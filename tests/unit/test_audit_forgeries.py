@@ -34,18 +34,7 @@ from tests.support.forged_claims import (
     version_of_another_name,
     whole_group_told_as_too_small,
 )
-from tests.support.forged_seats import (
-    context_shared_by_seats,
-    play_game,
-    rewarded_seat_left_out,
-    seat_asked_of_a_policy_that_nobody_named,
-    seat_asked_of_the_trained_policy,
-    seat_of_another_policy_trained,
-    seats_invented,
-    seats_left_out,
-    turns_exchanged_between_seats,
-    unrewarded_seat_trained,
-)
+from tests.support.forged_seats import FORGED_SEATS, play_game
 from tests.support.log_builder import SUBJECTS, LogBuilder, audit_log, kinds, start_log
 
 
@@ -344,15 +333,7 @@ FORGERIES: list[tuple[Callable[[LogBuilder], None], str, str]] = [
     (loss_mask_length, "loss_mask_length", "a"),
     (loss_mask_bytes, "loss_mask_length", "a"),
     (segments_invented, "segments_wrong", "a"),
-    (seats_invented, "seats_wrong", "a"),
-    (seats_left_out, "seats_wrong", "a"),
-    (turns_exchanged_between_seats, "seats_wrong", "a"),
-    (context_shared_by_seats, "seats_wrong", "a"),
-    (seat_of_another_policy_trained, "seats_wrong", "a"),
-    (seat_asked_of_the_trained_policy, "seats_wrong", "a"),
-    (seat_asked_of_a_policy_that_nobody_named, "seats_wrong", "a"),
-    (unrewarded_seat_trained, "seats_wrong", "a"),
-    (rewarded_seat_left_out, "seats_wrong", "a"),
+    *((forge, "seats_wrong", "a") for forge in FORGED_SEATS),
     (loss_mask_unsampled, "loss_mask_unsampled", "a"),
     (reward_missing, "reward_not_of_outcome", "a"),
     (reward_of_a_failure, "reward_not_of_outcome", "a"),

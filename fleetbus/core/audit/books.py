@@ -14,10 +14,10 @@ import msgspec
 
 from fleetbus.core.audit.addresses import Addresses
 from fleetbus.core.audit.beginning import Beginning, EpisodeMessage
-from fleetbus.core.audit.closed import ClosedBooks, count_attempts
+from fleetbus.core.audit.closed import ClosedBooks, count_attempts, sum_attempts
 from fleetbus.core.audit.episode import EpisodeAudit
 from fleetbus.core.audit.exclusions import Excluding, judge_exclusions
-from fleetbus.core.audit.findings import Attempts, Books, Findings, Report
+from fleetbus.core.audit.findings import Books, Findings, Report
 from fleetbus.core.audit.operations import Operations, is_operation
 from fleetbus.core.audit.rewards import judge_rewards
 from fleetbus.core.audit.sessions import SessionsAudit
@@ -174,7 +174,7 @@ class Audit(msgspec.Struct):
             entries=self._counts["entries"],
             malformed=self._counts["malformed"],
             books=books,
-            attempts=self._count_attempts(),
+            attempts=sum_attempts(count_attempts(self._episodes.values()) + self._closed.attempts),
             outcomes=dict(
                 self._closed.outcomes
                 + Counter(episode.outcome for episode in self._episodes.values() if episode.outcome is not None)
@@ -382,17 +382,6 @@ class Audit(msgspec.Struct):
             finished=places["finished"] + closed.finished,
             void=void,
             abandoned=abandoned,
-        )
-
-    def _count_attempts(self) -> Attempts:
-        counts = count_attempts(self._episodes.values()) + self._closed.attempts
-        ended = counts["finished"] + counts["released"] + counts["in_flight"]
-        return Attempts(
-            started=counts["started"],
-            finished=counts["finished"],
-            released=counts["released"],
-            superseded=counts["started"] - ended,
-            in_flight=counts["in_flight"],
         )
 
 

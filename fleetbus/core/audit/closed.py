@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import msgspec
 
 from fleetbus.core.audit.episode import EpisodeAudit
+from fleetbus.core.audit.findings import Attempts
 
 
 class ClosedBooks(msgspec.Struct):
@@ -38,3 +39,15 @@ def count_attempts(episodes: Iterable[EpisodeAudit]) -> Counter[str]:
         counts["finished"] += episode.holding and episode.result_sequence > 0
         counts["in_flight"] += episode.holding and not episode.result_sequence
     return counts
+
+
+def sum_attempts(counts: Counter[str]) -> Attempts:
+    """The attempts of a report: what neither ended nor runs was superseded."""
+    ended = counts["finished"] + counts["released"] + counts["in_flight"]
+    return Attempts(
+        started=counts["started"],
+        finished=counts["finished"],
+        released=counts["released"],
+        superseded=counts["started"] - ended,
+        in_flight=counts["in_flight"],
+    )

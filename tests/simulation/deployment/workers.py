@@ -286,7 +286,6 @@ class Deployment:
 
         def make(task: Task) -> SimulatedEnvironment:
             is_session = "episode" not in structlog.contextvars.get_contextvars()
-            sessions = self._log_checker.sessions
             if self._scenario.rare and not is_session and draw.random() < UNMADE_SHARE:
                 self._observer.disturb_message("unmade", f"fb.sim.task.{structlog.contextvars.get_contextvars()['episode']}")
                 raise EnvironmentFailed("it cannot be made")
@@ -302,7 +301,7 @@ class Deployment:
                 seed=self._scenario.seed,
                 draw=draw,
                 observer=self._observer,
-                register=sessions.register_environment if is_session else self._oracle.register_environment,
+                register=self._log_checker.sessions.register_environment if is_session else self._oracle.register_environment,
                 session=task.key if is_session else "",
             )
 

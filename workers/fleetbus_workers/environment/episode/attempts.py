@@ -8,8 +8,7 @@ request away from the worker that now holds it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import anyio
 import msgspec
@@ -34,7 +33,6 @@ from fleetbus_schemas import (
     EpisodeFinished,
     EpisodeRequested,
     MalformedMessage,
-    Observation,
     Outcome,
     decode,
     encode,
@@ -58,8 +56,6 @@ FINAL_ATTEMPT_SLOT_SHARE = 8
 
 One of them may be what killed the workers before, and the others only ran beside it.
 """
-
-NOTHING_OBSERVED: Mapping[int, Observation] = MappingProxyType({})
 
 log = structlog.get_logger()
 
@@ -238,9 +234,7 @@ class Attempts:
         running.claim_sequence = claim_sequence
         running.policy_client = await self._build_policy_client(request, claim, claim_sequence, recorded)
         running.policy_client.limited_by = environment if isinstance(environment, LimitsTurns) else None
-        observed: Mapping[int, Observation] = NOTHING_OBSERVED
-        if recorded:
-            observed = await read_answered_observations(bus, subjects, request.policies, episode, recorded)
+        observed = await read_answered_observations(bus, subjects, request.policies, episode, recorded)
         if isinstance(environment, LivesElsewhere):
             turns = [RecordedTurn(observed[turn.action.turn], turn.action) for turn in recorded if turn.action.turn in observed]
             environment.assign(request, claim.attempt, turns)
