@@ -229,15 +229,16 @@ def _check_rollout(episode: Episode, episodes: EpisodeChecker, observer: Observe
         observer.violate("a rollout has its result in the log", episode.episode_id)
         return
     history = record.history(result.attempt)[: result.turns] if episode.outcome == result.outcome else ()
-    expected = [collect_segment_ids(leaf, history) for leaf in find_leaves(fold_segments(history))]
+    owners = {turn: seat for seat in result.seats for turn in seat.turns}
+    unseated = {turn for turn, seat in owners.items() if seat.reward is None} if result.outcome in GRADED else set()
+    leaves = [leaf for leaf in find_leaves(fold_segments(history)) if not unseated.issuperset(leaf.turns)]
+    expected = [collect_segment_ids(leaf, history) for leaf in leaves]
     right = [list(sequence.ids) for sequence in episode.sequences] == expected
     observer.require(right, "a rollout has the tokens of its result", f"{episode.episode_id}: {len(episode.sequences)}")
     trained = sum(sum(sequence.loss_mask) for sequence in episode.sequences)
-    owners = {turn: seat for seat in result.seats for turn in seat.turns}
-    unseated = {turn for turn, seat in owners.items() if seat.reward is None} if result.outcome in GRADED else set()
     seated = all(
         {sequence.seat} == {owners[turn].name for turn in leaf.turns}
-        for sequence, leaf in zip(episode.sequences, find_leaves(fold_segments(history)), strict=False)
+        for sequence, leaf in zip(episode.sequences, leaves, strict=False)
         if owners
     )
     observer.require(seated, "a rollout's sequence is one seat's", episode.episode_id)
