@@ -191,7 +191,7 @@ class Requests:
             stored = await self._bus.last(subject)
             if stored is None:
                 raise RequestUnanswered(f"{subject}: the replica of the log that answered does not have it yet") from None
-            return stored.sequence, (await read_episode_state(self._bus, self._subjects, episode_id)).result
+            return stored.sequence, (await read_episode_state(self._bus, self._subjects, episode_id)).result_of_claim
 
     async def _find_next_sequence(self, request: EpisodeRequested) -> int:
         try:
@@ -245,7 +245,7 @@ class Requests:
                 error = "its result has left the log: give the recorder's archive (learner.archive)"
                 result = self._build_result(request, sequence, episode_state, "lost", "trimmed", error)
         elif episode_state.result is not None:
-            result = episode_state.result
+            result = episode_state.result_of_claim
         else:
             error = "the deadline passed and no worker stored a result"
             result = self._build_result(request, sequence, episode_state, "timeout", UNANSWERED, error)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fleetbus.bus.base import LogBus, StreamEntry
 from fleetbus.concurrency.runtime import run_in_thread
+from fleetbus.core.episode.claims import EpisodeEntry, fold_episode
 from fleetbus.errors import UserError
 from fleetbus.log.archive_format import LOCK, ArchiveDamaged, TornRecord, parse_first_sequence, read_entries, read_header
 from fleetbus.log.archive_retention import ArchiveShortened, list_kept_segments, read_removed
@@ -69,10 +70,13 @@ def find_archived_result(folder: Path, subjects: Subjects, episode_id: str, *, s
     if not list_kept_segments(folder):
         return None
     subject = subjects.episode(episode_id)
+    found = list[tuple[int, EpisodeEntry | None]]()
     for entry in read_archive(folder, run=subjects.run, start=start):
-        if entry.subject == subject and isinstance(message := decode_episode_entry(entry), EpisodeFinished):
-            return message
-    return None
+        if entry.subject == subject:
+            found.append((entry.sequence, message := decode_episode_entry(entry)))
+            if isinstance(message, EpisodeFinished):
+                break
+    return fold_episode(found).result_of_claim
 
 
 async def scan_archive_and_log(

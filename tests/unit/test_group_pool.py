@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
 import pytest
 
+from fleetbus.core.episode.claim_seals import NOT_OF_CLAIM, without_verdict
 from fleetbus.core.training.ledger import Ledger
 from fleetbus_schemas import MAX_MESSAGE_BYTES, ActionReference, EpisodeFinished, Exclusion, Outcome, StepTrained, encode
 from fleetbus_workers.learner import pool
@@ -159,6 +161,15 @@ def test_a_result_that_is_told_twice_is_judged_once() -> None:
     world.finish("c", rewards=(1.0, 1.0))
 
     assert world.pool.settle(taken)[0] == ["c-0", "c-1"]
+
+
+def test_a_result_that_was_read_back_without_its_verdict_is_excluded_as_one_that_was_followed() -> None:
+    world = World("drop")
+    world.ask("a")
+    result = EpisodeFinished(episode_id="a-0", group_id="a", attempt=1, outcome="completed", worker="w", reward=1.0)
+    world.pool.add_result(without_verdict(result), sequence=10)
+    world.pool.add_result(msgspec.structs.replace(result, episode_id="a-1"), sequence=11, is_of_claim=False)
+    assert [each.reason for each in world.pool.take_exclusions()] == [NOT_OF_CLAIM, NOT_OF_CLAIM]
 
 
 def test_without_dynamic_sampling_such_groups_are_trained() -> None:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 import structlog
 
@@ -14,9 +15,10 @@ from fleetbus.bus.memory import Faults, MemoryBus, MemoryServer
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, EpisodeSettings, LimitSettings, NatsSettings, RunSettings
+from fleetbus.core.episode.claim_seals import make_seal, without_verdict
 from fleetbus.delivery.requests import Requests
 from fleetbus.log.episodes import read_episode_state
-from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Subjects, Task, encode
+from fleetbus_schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, Subjects, Task, encode
 from tests.support.virtual_time import virtual_time
 
 SUBJECTS = Subjects("r")
@@ -132,6 +134,27 @@ async def test_a_result_that_is_found_when_a_request_expires_is_told() -> None:
             await anyio.sleep(300)
             group.cancel_scope.cancel()
         assert told == [finished(request)]
+
+
+@pytest.mark.parametrize("secret", ["", "own"])
+async def test_a_result_that_is_read_back_has_no_verdict_unless_it_opens_the_seal_of_its_claim(secret: str) -> None:
+    """Who was away, as a learner that was replaced, is told of it by the log's state and not by a reader of claims."""
+    async with world() as here:
+        request, told = here.request(), list[EpisodeFinished]()
+        await here.requests.publish(request)
+        claim = AttemptStarted(episode_id="e", attempt=1, worker="w", nonce="n", lane="e0", seal=make_seal("own"))
+        claimed = await here.bus.publish(SUBJECTS.episode("e"), encode(claim), expected_last=0)
+        result = msgspec.structs.replace(finished(request), opens=secret)
+        await here.bus.publish(SUBJECTS.episode("e"), encode(result), expected_last=claimed.sequence)
+        expected = result if secret else without_verdict(result)
+        _, again = await here.requests.publish(request)
+        assert again == expected
+        here.requests.track(request, 1)
+        async with anyio.create_task_group() as group:
+            group.start_soon(here.requests.close_expired, told.append)
+            await anyio.sleep(300)
+            group.cancel_scope.cancel()
+        assert told == [expected]
 
 
 async def test_a_server_that_is_away_when_requests_expire_ends_nobody() -> None:

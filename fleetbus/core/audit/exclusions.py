@@ -18,7 +18,7 @@ from fleetbus_schemas import GRADED, Exclusion
 OUTCOMES = frozenset({"env_failed", "verifier_unknown", "timeout", "lost", "cancelled"})
 """Reasons that are the outcome of an episode that no verdict grades. An episode may end as stale, too, and a group be it."""
 
-LEARNERS_OWN = frozenset({NOT_FINITE, OUT_OF_BOUNDS, "lost"})
+LEARNERS_OWN = frozenset({NOT_FINITE, OUT_OF_BOUNDS, NOT_OF_CLAIM, "lost"})
 """What a learner may find whatever the outcome: rewards that it does not take, a result that left the log unread."""
 
 

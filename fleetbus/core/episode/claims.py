@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from fleetbus.core.episode.claim_seals import opens, without_verdict
 from fleetbus_schemas import AttemptReleased, AttemptStarted, EpisodeFinished, EpisodeRequested, Outcome
 from fleetbus_schemas.episode import ClaimReason
 
@@ -38,6 +39,13 @@ class EpisodeState(msgspec.Struct, frozen=True, kw_only=True):
         if not self.claims:
             return "fresh"
         return "handed_back" if self.released else "taken_over"
+
+    @property
+    def result_of_claim(self) -> EpisodeFinished | None:
+        """The result as others take it: without its verdict if it does not open the seal of the newest claim."""
+        if self.result is None or self.newest is None or opens(self.newest.seal, self.result):
+            return self.result
+        return without_verdict(self.result)
 
     def is_poison(self, max_attempts: int) -> bool:
         """True if it was lost with its worker ``max_attempts`` times; hand-backs do not count."""

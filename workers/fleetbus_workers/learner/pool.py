@@ -138,7 +138,7 @@ class GroupPool:
         rewards = (*result.turn_rewards, 0.0 if result.reward is None else result.reward, *seats)
         if problem := find_reward_problem(rewards, self._max_abs_reward):  # of any author: one would spoil the whole batch
             group.unusable[result.episode_id] = problem
-        if not is_of_claim:
+        if not is_of_claim or result.error_class == NOT_OF_CLAIM:  # read back without its verdict
             group.unusable[result.episode_id] = NOT_OF_CLAIM
         self._complete(group)
 
