@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 from fleetbus.bus.base import StreamEntry
+from fleetbus.core.episode.claim_seals import make_seal
 from fleetbus.errors import UserError
 from fleetbus.recording.format import RecordingHeader
 from fleetbus.recording.writer import create_recording
@@ -52,6 +53,23 @@ def test_training_episodes_with_enough_reward_are_taken_token_by_token(tmp_path:
     sequence = found.sequences[0]
     assert len(sequence.ids) == 2 * (PROMPT + SAMPLED) and int(sequence.loss_mask.sum()) == 2 * SAMPLED
     assert set(sequence.advantages[sequence.loss_mask]) == {1.0}
+
+
+@pytest.mark.parametrize("first", [{"opens": "00" * 16}, {"outcome": "cancelled", "reward": None}])
+def test_what_stands_behind_an_episodes_first_result_is_not_trained(tmp_path: Path, first: dict[str, Any]) -> None:
+    """An environment worker's key can store more results of an episode that has one, and claim it once more."""
+    log = LogBuilder()
+    for episode in ("again", "claimed_again"):
+        log.request(episode)
+        log.claim(episode, seal=make_seal("5f" * 16))
+        log.observe(episode, 0)
+        actions = [log.act(episode, 0)]
+        log.finish(episode, actions, **first)
+        if episode == "claimed_again":
+            log.claim(episode, attempt=2)
+        log.finish(episode, actions)
+
+    assert not select_rewarded([record(tmp_path / "r.fbrec", log)], min_reward=0.5, vocabulary=64).sequences
 
 
 def test_of_a_task_no_more_are_taken_than_asked_for(tmp_path: Path) -> None:

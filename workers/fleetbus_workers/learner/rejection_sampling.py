@@ -57,20 +57,20 @@ def select_rewarded(files: Sequence[Path], *, min_reward: float, per_task: int =
 
 
 def read_results(file: Path, selection: Selection) -> list[EpisodeFinished]:
-    """The graded training episodes of a recording."""
+    """The graded training episodes of a recording. The first result of an episode counts, be it one that is left out."""
     reader = RecordingReader(file)
-    found: dict[str, EpisodeFinished] = {}
+    found: dict[str, EpisodeFinished | None] = {}
     seals = ClaimSeals()
     for entry in reader.entries():
         if entry.subject.split(".", 3)[2] == "episode":
             message = decode_episode_entry(entry)
-            if not seals.enter(message):
-                continue
-            if isinstance(message, EpisodeFinished) and message.split == "train" and message.reward is not None:
-                found.setdefault(message.episode_id, message)
+            is_of_claim = seals.enter(message)
+            if isinstance(message, EpisodeFinished):
+                is_taken = is_of_claim and message.split == "train" and message.reward is not None
+                found.setdefault(message.episode_id, message if is_taken else None)
     if reader.torn:
         selection.torn.append(reader.torn)
-    return list(found.values())
+    return [result for result in found.values() if result is not None]
 
 
 def read_actions(file: Path, wanted: set[int]) -> dict[int, Action]:
