@@ -135,6 +135,16 @@ async def test_what_is_no_call_of_a_tool_is_never_evaluated(tmp_path: Path) -> N
     assert [file.name for file in files if file.exists()] == []
 
 
+def test_names_of_the_function_that_evaluates_are_no_tools(tmp_path: Path) -> None:
+    inside = ROOT / "workers/fleetbus_workers/environment/adapters/foreign/inside"
+    asked = [{name: "{}"} for name in ("method", "class_", "ls")]
+    code = f"import sys; sys.path.insert(0, {str(inside)!r}); import fleetbus_bfcl as bfcl"
+    code += f"; print(bfcl.build_handler('http://127.0.0.1').decode_execute({asked!r}, False))"
+    variables = os.environ | {"BFCL_PROJECT_ROOT": str(tmp_path)}
+    done = subprocess.run([PYTHON, "-c", code], cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("['no_such_tool()', 'no_such_tool()', 'ls()']")
+
+
 def list_tasks(split: str) -> dict[str, list[int]]:
     """The numbers of the scenarios of a split, by category."""
     found: dict[str, list[int]] = {}

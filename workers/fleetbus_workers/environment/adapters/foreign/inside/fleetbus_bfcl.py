@@ -39,7 +39,8 @@ NO_CALL = "no_such_tool()"
 """In the place of what is no call of a tool: BFCL answers that this is not defined."""
 
 CPU_SECONDS = 120
-"""Of one episode's process: arithmetic that the policy asks for may have no end."""
+MEMORY_BYTES = 4 << 30
+"""Of one episode's process: arithmetic that the policy asks for may have no end, and numbers of any length."""
 
 
 class NotInstalled(Exception):
@@ -120,6 +121,7 @@ def compute_digest() -> str:
 def play_entry(entry: dict[str, Any], truth: list[list[str]], base_url: str) -> dict[str, Any]:
     """The verdict on an episode with the policy at an address, and BFCL's name of its error."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     handler = build_handler(base_url)
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
         result, _ = handler.inference(entry, False, True)
@@ -156,8 +158,10 @@ def build_handler(base_url: str) -> Any:
             names = [name for call in result for name in call]
             return [text if is_call(text, name) else NO_CALL for name, text in zip(names, decoded, strict=True)]
 
+    reachable = {*dir(builtins), *dir(multi_turn_utils), *multi_turn_utils.execute_multi_turn_func_call.__code__.co_varnames}
+
     def is_call(text: str, name: str) -> bool:
-        """True for one call by that name with plain values, of no function of Python's or of BFCL's own module."""
+        """True for one call by that name with plain values, of nothing that is no tool where BFCL evaluates it."""
         try:
             tree = ast.parse(text, mode="eval").body
             assert isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id == name and not tree.args
@@ -166,6 +170,6 @@ def build_handler(base_url: str) -> Any:
                 ast.literal_eval(keyword.value)
         except (AssertionError, SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
             return False
-        return not hasattr(builtins, name) and not hasattr(multi_turn_utils, name)
+        return name not in reachable
 
     return Policy("policy", 0, "policy-FC", True)
