@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from fleetbus.auth.access import is_credentials
 from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.keys import public_key
-from fleetbus.log.operations import describe_operation, note_operation, now_ns, store_noted
 from fleetbus_schemas import Subjects
 
 if TYPE_CHECKING:
@@ -23,17 +22,23 @@ if TYPE_CHECKING:
 def note_rights(folder: Path, run: str, operation: str, targets: Sequence[str], *, key: str, author: str) -> None:
     """Note a change of a run's keys or certificates in the folder of keys; ``key`` is the admin's public one of then. Raises
     `UserError`."""
+    from fleetbus.log.operations import describe_operation, note_operation, now_ns
+
     note_operation(folder, run, key, describe_operation(operation, targets, author, at_ns=now_ns()))
 
 
 def note_purge(configuration: Configuration, run: str, *, author: str) -> None:
     """Note that a run is removed, for the next one of that name. Raises `UserError`."""
+    from fleetbus.log.operations import describe_operation, note_operation, now_ns
+
     folder, key = _find_folder(configuration, run)
     note_operation(folder, run, key, describe_operation("purge", [run], author, at_ns=now_ns()))
 
 
 async def store_notes(bus: LogBus, configuration: Configuration) -> int:
     """Store what is noted about the configured run; returns how many entries."""
+    from fleetbus.log.operations import store_noted
+
     run, stored = configuration.run.name, 0
     for folder in dict.fromkeys((_find_folder(configuration, run)[0], _runs_folder(configuration))):
         stored += await store_noted(bus, Subjects(run), folder)

@@ -16,7 +16,6 @@ from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus.tasks.files import build_tasks
 from fleetbus_schemas import Task
-from fleetbus_workers.environment.adapters.foreign.tasks import list_tasks
 
 
 class KnownBenchmark(NamedTuple):
@@ -84,6 +83,8 @@ class Benchmark(NamedTuple):
 def load_benchmark(text: str, python: str) -> Benchmark:
     """The benchmark ``NAME [ARGUMENT=VALUE ...]``, read by the interpreter ``python``, which has its package. Raises
     `UserError`."""
+    from fleetbus_workers.environment.adapters.foreign.tasks import list_tasks
+
     name, _, arguments = text.strip().partition(" ")
     if name not in BENCHMARKS:
         raise UserError(f"no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
