@@ -244,8 +244,8 @@ class Requests:
                 log.error("result left the log before it was read; counting the episode as lost")
                 error = "its result has left the log: give the recorder's archive (learner.archive)"
                 result = self._build_result(request, sequence, episode_state, "lost", "trimmed", error)
-        elif episode_state.result is not None:
-            result = episode_state.result_of_claim
+        elif (stored := episode_state.result_of_claim) is not None:
+            result = stored
         else:
             error = "the deadline passed and no worker stored a result"
             result = self._build_result(request, sequence, episode_state, "timeout", UNANSWERED, error)
