@@ -122,7 +122,6 @@ SAMPLE: tuple[Plant, ...] = (
     training.tasks_begin_anew_with_each_learner,
     training.exclusions_forgotten,
     seats.rewards_exchanged,
-    seats.seat_in_the_context_of_another,
     seats.seat_of_another_policy_rewarded,
     segments.token_trained_twice,
     segments.reward_counted_per_leaf,
