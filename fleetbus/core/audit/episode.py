@@ -13,7 +13,7 @@ import numpy as np
 from fleetbus.core.audit.findings import Findings
 from fleetbus.core.episode.claim_seals import opens
 from fleetbus.core.episode.history import Turn, fold_history
-from fleetbus.core.episode.result_checks import build_sampled_mask
+from fleetbus.core.episode.result_checks import build_sampled_mask, find_shared_context
 from fleetbus.core.episode.segments import SegmentError, SegmentTree, describe_segments
 from fleetbus_schemas import (
     GRADED,
@@ -217,13 +217,11 @@ def _follow_their_segments(named: Sequence[ActionFacts]) -> bool:
 def _fit_their_seats(named: Sequence[ActionFacts], result: EpisodeFinished) -> bool:
     """True if the result's seats are those that its turns were observed for, each in contexts of its own, and what has no
     reward is not trained."""
+    if find_shared_context([action.seat for action in named], named) is not None:
+        return False
     turns: dict[str, list[int]] = {}
-    owners: dict[int, str] = {}
     for turn, action in enumerate(named):
         turns.setdefault(action.seat, []).append(turn)
-        stands_on = action.segment if action.origin is None else action.origin.parent
-        if owners.setdefault(action.segment, action.seat) != action.seat or owners.get(stands_on, action.seat) != action.seat:
-            return False
     if set(turns) <= {""}:
         return not result.seats
     if [(seat.name, list(seat.turns)) for seat in result.seats] != list(turns.items()):

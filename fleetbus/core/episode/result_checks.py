@@ -6,9 +6,10 @@ An episode in which they do not fit is not trained, with a reason, and its learn
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
-from fleetbus_schemas import GRADED, Action, EpisodeFinished
+from fleetbus_schemas import GRADED, Action, EpisodeFinished, SegmentOrigin
 from fleetbus_schemas.seat import MAX_SEATS
 from fleetbus_schemas.subjects import is_name
 from fleetbus_schemas.tokens import TOKEN_BYTES, count_tokens, unpack_ids, unpack_logprobs
@@ -53,18 +54,30 @@ def _find_seats_problem(result: EpisodeFinished, actions: Sequence[Action]) -> s
     unseated = {turn for seat in result.seats if seat.reward is None for turn in seat.turns}
     if result.outcome in GRADED and not unseated <= untrained:
         return "it trains turns of a seat without a reward"
-    return _find_shared_context({turn: seat.name for seat in result.seats for turn in seat.turns}, actions)
-
-
-def _find_shared_context(seats: Mapping[int, str], actions: Sequence[Action]) -> str:
-    """A sequence that is trained would begin with what another seat sampled, whose ids may be those of another model."""
-    owners: dict[int, str] = {}
-    for turn, action in enumerate(actions):
-        seat = seats[turn]
-        stands_on = action.segment if action.origin is None else action.origin.parent
-        if owners.setdefault(action.segment, seat) != seat or owners.get(stands_on, seat) != seat:
-            return f"turn {turn}: the seat {seat} plays in the context of another"
+    owners = {turn: seat.name for seat in result.seats for turn in seat.turns}
+    # else a sequence that is trained would begin with what another seat sampled, whose ids may be those of another model
+    if (turn := find_shared_context([owners[turn] for turn in range(len(actions))], actions)) is not None:
+        return f"turn {turn}: the seat {owners[turn]} plays in the context of another"
     return ""
+
+
+class Placed(Protocol):
+    """A turn with its segment, and where that leaves its parent if it begins with this turn."""
+
+    @property
+    def segment(self) -> int: ...
+    @property
+    def origin(self) -> SegmentOrigin | None: ...
+
+
+def find_shared_context(seats: Iterable[str], turns: Iterable[Placed]) -> int | None:
+    """The first turn that is in, or leaves, a segment of another seat than its own; None if each has contexts of its own."""
+    owners: dict[int, str] = {}
+    for number, (seat, turn) in enumerate(zip(seats, turns, strict=True)):
+        stands_on = turn.segment if turn.origin is None else turn.origin.parent
+        if owners.setdefault(turn.segment, seat) != seat or owners.get(stands_on, seat) != seat:
+            return number
+    return None
 
 
 def build_sampled_mask(counts: Sequence[tuple[int, int]]) -> int:
