@@ -344,7 +344,7 @@ async def run_chaos(plan: Plan, opponent: str = "") -> dict[str, Any]:
                 patience = STRIKE_PATIENCE_SECONDS if plan.segments else 0.0
                 fleet = ChaosDeployment(bus, Subjects(RUN), server, folder, PLACES, patience=patience)
                 for number, seat in enumerate(2 * parse_seats(settings.run.seats)):
-                    options = list_seat_options(seat)
+                    options = list_seat_options(settings, seat)
                     fleet.members.append(fleet.member("inference", f"inference-{seat.policy}-{number}", *options))
                 return await Chaos(bus, fleet, plan, settings).run()
 

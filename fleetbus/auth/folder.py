@@ -15,10 +15,10 @@ from fleetbus.auth.cluster_config import cluster_config
 from fleetbus.auth.consumer_names import COUNTED, reader_names, secret_names
 from fleetbus.auth.keys import create_seed, public_key
 from fleetbus.auth.leaf_config import leaf_listener
-from fleetbus.auth.secret_files import create_secret_file, lock_folder, replace_secret_file
 from fleetbus.auth.server_config import RunAccess, server_config
 from fleetbus.bus.streams import RunPlan
 from fleetbus.errors import UserError
+from fleetbus.secret_files import create_secret_file, lock_folder, replace_secret_file
 from fleetbus_schemas.channels import ROLES
 
 PASSWORD_BYTES = 24

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fleetbus.auth.keys import create_seed, public_key
-from fleetbus.auth.secret_files import create_secret_file, replace_secret_file
 from fleetbus.bus.nats.local_key import KEY_FILE, name_server
 from fleetbus.errors import UserError
 from fleetbus.files import create_private_folder
+from fleetbus.secret_files import create_secret_file, replace_secret_file
 
 TIMEOUT_SECONDS = 10
 """For a client to say who it is; one that was held up connects again."""

@@ -14,8 +14,8 @@ import msgspec
 
 from fleetbus.auth.certificates import Certificates, make_certificates, read_hosts
 from fleetbus.auth.folder import AuthFolder
-from fleetbus.auth.secret_files import create_secret_file, lock_folder, replace_secret_file
 from fleetbus.errors import UserError
+from fleetbus.secret_files import create_secret_file, lock_folder, replace_secret_file
 from fleetbus_schemas.message import UNREADABLE
 
 NEXT = "certificates.next"

@@ -17,8 +17,8 @@ from fleetbus.auth.consumer_names import reader_names
 from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.keys import create_seed, public_key
 from fleetbus.auth.leaf_config import parse_leaf_roles
-from fleetbus.auth.secret_files import create_secret_file, lock_folder, replace_secret_file
 from fleetbus.errors import UserError
+from fleetbus.secret_files import create_secret_file, lock_folder, replace_secret_file
 from fleetbus_schemas.channels import ROLES
 
 NEXT = ".next"

@@ -14,9 +14,9 @@ import msgspec
 from fleetbus.auth.certificates import read_hosts
 from fleetbus.auth.folder import AuthFolder, write_certificates
 from fleetbus.auth.leaf_config import SiteUser, leaf_config, parse_leaf_roles
-from fleetbus.auth.secret_files import lock_folder, replace_secret_file
 from fleetbus.bus.streams import RunPlan
 from fleetbus.errors import UserError
+from fleetbus.secret_files import lock_folder, replace_secret_file
 
 HUB_AUTHORITY = "hub-ca.pem"
 

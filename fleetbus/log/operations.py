@@ -7,8 +7,6 @@ be that of who would write (docs/decisions/0244-operations-are-recorded-under-th
 
 from __future__ import annotations
 
-import fcntl
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ import structlog
 from fleetbus.bus.base import LogBus
 from fleetbus.concurrency.runtime import run_in_thread
 from fleetbus.errors import LogFull, NotPermitted, PublishUnanswered, UserError
+from fleetbus.secret_files import lock_folder, replace_secret_file
 from fleetbus_schemas import MalformedMessage, OperationRecorded, Subjects, decode, encode
 from fleetbus_schemas.message import UNREADABLE
 from fleetbus_schemas.operation import MAX_AUTHOR_CHARACTERS, MAX_TARGETS, NO_KEY
@@ -78,12 +77,9 @@ async def _store(bus: LogBus, subject: str, message: OperationRecorded) -> bool:
 def note_operation(folder: Path, run: str, key: str, message: OperationRecorded) -> None:
     """Keep an operation in a folder until an admin connects (`store_noted`). ``key`` is the public one, may be empty. Raises
     `UserError`."""
-    try:
-        with _locked(folder, run) as file:
-            noted = [*_read_notes(file), Noted(key=key or NO_KEY, entry=encode(message))]
-            _write_notes(file, noted[-KEPT_NOTES:])
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename or folder}: {error.strerror}") from error
+    with _locked(folder, run) as file:
+        noted = [*_read_notes(file), Noted(key=key or NO_KEY, entry=encode(message))]
+        _write_notes(file, noted[-KEPT_NOTES:])
 
 
 async def store_noted(bus: LogBus, subjects: Subjects, folder: Path) -> int:
@@ -122,14 +118,13 @@ def now_ns() -> int:
 
 @contextmanager
 def _locked(folder: Path, run: str) -> Iterator[Path]:
-    """The file of a run, for this process alone."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(folder, os.O_RDONLY)
+    """The file of a run, for this process alone. Raises `UserError`."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror}") from error
+    with lock_folder(folder):
         yield folder / f"{run}{ENDING}"
-    finally:
-        os.close(descriptor)
 
 
 def _read_notes(file: Path) -> list[Noted]:
@@ -148,13 +143,4 @@ def _write_notes(file: Path, noted: Sequence[Noted]) -> None:
     if not noted:
         file.unlink(missing_ok=True)
         return
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.part")
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as opened:
-            opened.write(msgspec.json.encode(list(noted)))
-            opened.flush()
-            os.fsync(opened.fileno())
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_secret_file(file, msgspec.json.encode(list(noted)))

@@ -92,16 +92,20 @@ def seat_of_another_policy_rewarded(patch: pytest.MonkeyPatch) -> None:
 
 def other_policy_forgotten(patch: pytest.MonkeyPatch) -> None:
     """All turns are asked of the policy that is trained."""
-    patch.setattr(policy_client, "find_seat_policy", lambda request, seat: None)
+    _forget_other(patch, attempts_before=0)
 
 
 def other_policy_forgotten_in_a_takeover(patch: pytest.MonkeyPatch) -> None:
     """A worker that takes over asks the policy that is trained."""
+    _forget_other(patch, attempts_before=1)
+
+
+def _forget_other(patch: pytest.MonkeyPatch, *, attempts_before: int) -> None:
     ask = policy_client.PolicyClient.ask
 
     def faulty(self: policy_client.PolicyClient, *arguments: Any, **options: Any) -> object:
-        if self._claim.attempt > 1:
-            self._request = msgspec.structs.replace(self._request, seats=())
+        if self._claim.attempt > attempts_before:
+            options["seats"] = EpisodeSeats(options["seats"].current)
         return ask(self, *arguments, **options)
 
     patch.setattr(policy_client.PolicyClient, "ask", faulty)

@@ -18,7 +18,6 @@ import pytest
 from fleetbus.auth.access import build_access
 from fleetbus.auth.folder import AuthFolder, write_folder
 from fleetbus.auth.rotation import NEXT, revoke_key, rotate_key
-from fleetbus.auth.secret_files import create_secret_file
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.client_wire import ClientWire
@@ -26,6 +25,7 @@ from fleetbus.bus.nats.connection import Connection
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.streams import plan_run
 from fleetbus.errors import BusClosed, UserError
+from fleetbus.secret_files import create_secret_file
 from fleetbus_schemas import Subjects
 from fleetbus_workers.cli.program import run_program
 from tests.support.small_deployment import LANES

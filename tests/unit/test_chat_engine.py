@@ -7,7 +7,7 @@ import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -206,6 +206,21 @@ async def test_an_answer_that_fits_no_action_is_refused_once() -> None:
         with pytest.raises(RequestRefused, match="an Action holds"):
             await sampler.generate(request(TEMPLATE.encode_prompt((USER,), ())))
     assert len(asked) == 1
+
+
+async def test_an_answer_that_never_ends_frees_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "ANSWER_SECONDS", 0.05)
+    ended = Event()
+
+    def wait(_: int) -> Answer:
+        ended.wait(20)
+        return say("late")
+
+    async with serve(wait) as (sampler, asked):
+        with pytest.raises(EngineFailed, match="no whole answer in time"):
+            await sampler.generate(request(TEMPLATE.encode_prompt((USER,), ())))
+        ended.set()
+    assert len(asked) == chat.MAX_TRIES
 
 
 async def test_what_is_trained_and_what_shows_images_is_refused() -> None:

@@ -27,6 +27,8 @@ from tests.unit.test_seats import SHOWN
 
 LINES = "user=simulator\njudge=gpt-4o@https://api.example.com/v1\nguide=http://127.0.0.1:8000\nold=model:runs/a/model"
 
+SIMULATOR = SeatPolicy(seat="customer", policy="simulator")
+
 
 def configured(seats: str, **inference: object) -> Configuration:
     settings = InferenceSettings(**inference)  # type: ignore[arg-type]
@@ -73,10 +75,10 @@ def test_a_worker_of_another_policy_may_have_the_configuration_of_the_run() -> N
 
 
 def test_a_seat_of_another_policy_has_no_reward_whatever_the_verdict_says() -> None:
-    seats = EpisodeSeats("desk", {"customer": "simulator"})
+    seats = EpisodeSeats("desk", {"customer": SIMULATOR})
     for turn, seat in enumerate(("desk", "customer", "desk")):
         seats.take(Step(messages=SHOWN, seat=seat))
-        assert seats.other == ("simulator" if seat == "customer" else "")
+        assert seats.other == (SIMULATOR if seat == "customer" else None)
         seats.append(turn, turn)
     assert seats.other_turns == {1}
     reason = "the policy simulator plays it, which is not trained here"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from fleetbus.auth.folder import AuthFolder, write_folder
-from fleetbus.auth.secret_files import create_secret_file
 from fleetbus.bus.streams import plan_run
+from fleetbus.secret_files import create_secret_file
 from fleetbus_workers.cli.program import run_program
 
 COMMANDS = (("rotate", "learner"), ("revoke", "learner"), ("renew",))

@@ -35,6 +35,12 @@ def note_purge(configuration: Configuration, run: str, *, author: str) -> None:
     note_operation(folder, run, key, describe_operation("purge", [run], author, at_ns=now_ns()))
 
 
+def find_admin_key(folder: AuthFolder, run: str) -> str:
+    """The public key of a run's admin; empty where its key is kept elsewhere."""
+    key = folder.key(run, "admin")
+    return public_key(key) if key.is_file() else ""
+
+
 async def store_notes(bus: LogBus, configuration: Configuration) -> int:
     """Store what is noted about the configured run; returns how many entries."""
     from fleetbus.log.operations import store_noted
@@ -50,8 +56,7 @@ def _find_folder(configuration: Configuration, run: str) -> tuple[Path, str]:
     auth = configuration.nats.auth
     if auth and not is_credentials(auth):
         folder = AuthFolder(Path(auth).expanduser())
-        key = folder.key(run, "admin")
-        return folder.path, public_key(key) if key.is_file() else ""
+        return folder.path, find_admin_key(folder, run)
     return _runs_folder(configuration), ""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,12 +18,15 @@ from fleetbus_schemas import MAX_MESSAGE_BYTES, PolicyPublished, VersionSpan
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused, WeightsRejected
 from fleetbus_workers.inference.chat_transcript import ChatTranscript, format_answer, read_conversation
 from fleetbus_workers.inference.engine_context import EngineContext
-from fleetbus_workers.inference.openai.model_server import SERVER_KEY, ModelServer, ServerFailed
+from fleetbus_workers.inference.openai.model_server import SERVER_KEY, ModelServer, ServerFailed, parse_urls
 
 PATH = "/v1/chat/completions"
 
 NEW_LIMIT = "max_completion_tokens"
 """The name that newer models of OpenAI want for ``max_tokens``; servers of others know the old one alone."""
+
+ANSWER_SECONDS = 300.0
+"""For one whole answer: a server that says a byte now and then is not silent."""
 
 MAX_TRIES = 4
 FIRST_PAUSE_SECONDS = 0.5
@@ -37,7 +40,7 @@ class ChatSampler:
 
     version = 0
 
-    def __init__(self, urls: tuple[str, ...], *, model: str = "", key: str = "", slots: int = 64) -> None:
+    def __init__(self, urls: Sequence[str], *, model: str = "", key: str = "", slots: int = 64) -> None:
         if not urls:
             raise UserError("the engine chat needs inference.urls: base URLs of servers, separated by commas")
         self._servers = [ModelServer(url, key=key, connections=slots) for url in dict.fromkeys(urls)]
@@ -87,11 +90,12 @@ class ChatSampler:
         for number in range(MAX_TRIES):
             server = self._servers[self._first % len(self._servers)]
             try:
-                choice = _read_choice(await server.request_json(PATH, body))
+                with anyio.fail_after(ANSWER_SECONDS):
+                    choice = _read_choice(await server.request_json(PATH, body))
                 text = format_answer(choice.get("message"))
-            except (ServerFailed, ValueError) as failed:
+            except (ServerFailed, TimeoutError, ValueError) as failed:
                 self._first += 1
-                problem = f"{number + 1} tries failed, the last: {failed}"
+                problem = f"{number + 1} tries failed, the last: {str(failed) or 'no whole answer in time'}"
                 await anyio.sleep(FIRST_PAUSE_SECONDS * 2**number)
                 continue
             if len(text) > MAX_CHARS:
@@ -138,10 +142,7 @@ def _read_choice(answer: dict[str, Any]) -> dict[str, Any]:
 async def open_engine(context: EngineContext) -> AsyncIterator[ChatSampler]:
     """See `fleetbus_workers.inference.engine_context`. The servers were asked for the name of their model."""
     settings = context.configuration.inference
-    urls = [url.strip().rstrip("/").removesuffix("/v1") for url in settings.urls.split(",") if url.strip()]
-    if any(not url.startswith(("http://", "https://")) for url in urls):
-        raise UserError("inference.urls must be base URLs such as http://host:8000, separated by commas")
     key = os.environ.get(SERVER_KEY, "")
-    sampler = ChatSampler(tuple(urls), model=settings.served_model_name, key=key, slots=settings.slots)
+    sampler = ChatSampler(parse_urls(settings.urls), model=settings.served_model_name, key=key, slots=settings.slots)
     await sampler.find_model()
     yield sampler

@@ -9,7 +9,7 @@ from fleetbus.bus.streams import RunPlan, plan_run
 from fleetbus.config.fields import list_settings
 from fleetbus.config.pools import list_pools
 from fleetbus.config.run_folder import RunFolder
-from fleetbus.config.seats import SeatSetting, list_policies, parse_seats
+from fleetbus.config.seats import SeatSetting, configure_seat, list_policies, parse_seats
 from fleetbus.config.settings import Configuration
 from fleetbus.python_process import build_module_command
 from fleetbus.tasks.datasets import is_remote
@@ -68,20 +68,20 @@ def replace_interpreter(python: str, command: RoleCommand) -> RoleCommand:
     return lambda role, name: [python, *command(role, name)[1:]]
 
 
-def list_seat_options(seat: SeatSetting) -> list[str]:
-    """The options with which an inference worker serves the policy of a seat as it is."""
-    options = ["--run-policy", seat.policy, "--inference-frozen"]
-    if seat.url:
-        options += ["--inference-engine", "chat", "--inference-urls", seat.url]
-        options += ["--inference-served-model-name", seat.served_model]
-    else:
-        options += ["--run-model", seat.model]
+def list_seat_options(configuration: Configuration, seat: SeatSetting) -> list[str]:
+    """The options with which an inference worker of a configuration serves the policy of a seat as it is."""
+    served = configure_seat(configuration, seat)
+    options: list[str] = []
+    for setting in list_settings():
+        value = getattr(getattr(served, setting.table), setting.key)
+        if value != getattr(getattr(configuration, setting.table), setting.key):
+            options += [setting.flag] if value is True else [setting.flag, str(value)]
     return options
 
 
-def serve_seat(seat: SeatSetting, command: RoleCommand) -> RoleCommand:
+def serve_seat(options: Sequence[str], command: RoleCommand) -> RoleCommand:
     """The same command lines for the policy of a seat that is served as it is."""
-    return lambda role, name: [*command(role, name), *list_seat_options(seat)]
+    return lambda role, name: [*command(role, name), *options]
 
 
 def share_model(processes: int, command: RoleCommand) -> RoleCommand:
@@ -115,7 +115,7 @@ def build_role_plans(
     if placement.processes > 1:
         commands["learner"] = share_model(placement.processes, command)
     seats = [seat for seat in parse_seats(configuration.run.seats) if seat.is_served]
-    served = {f"inference-{seat.seat}": serve_seat(seat, command) for seat in seats}
+    served = {f"inference-{seat.seat}": serve_seat(list_seat_options(configuration, seat), command) for seat in seats}
     counted = (
         ("learner", 1, configuration.learner.threads),
         ("environment", configuration.environment.workers, 1),

@@ -10,7 +10,6 @@ import msgspec
 from fleetbus.auth.certificates import check_host
 from fleetbus.auth.cluster_config import with_port
 from fleetbus.auth.folder import AuthFolder, WriteResult, list_runs_with_keys, write_folder
-from fleetbus.auth.keys import public_key
 from fleetbus.auth.renewal import renew_certificates
 from fleetbus.auth.rotation import KeyReplaced, revoke_key, rotate_key
 from fleetbus.bus.streams import plan_run
@@ -20,7 +19,7 @@ from fleetbus_schemas.subjects import InvalidName, check_name
 from fleetbus_workers.cli.output import json_option
 from fleetbus_workers.cli.setup.auth_site import LOCAL_HOSTS, SITE_ROLES
 from fleetbus_workers.cli.setup.auth_site import command as site
-from fleetbus_workers.command.noted_operations import note_rights
+from fleetbus_workers.command.noted_operations import find_admin_key, note_rights
 from fleetbus_workers.run_access.server_address import generate_worker_name
 
 Change = Callable[[AuthFolder, str, str], KeyReplaced]
@@ -139,9 +138,8 @@ def renew(folder: Path, days: int, as_json: bool) -> None:
     files = AuthFolder(folder)
     taken = renew_certificates(files, days=days)
     for run in list_runs_with_keys(str(folder)):
-        note_rights(
-            folder, run, "renew", [taken.step], key=public_key(files.key(run, "admin")), author=generate_worker_name("auth")
-        )
+        author = generate_worker_name("auth")
+        note_rights(folder, run, "renew", [taken.step], key=find_admin_key(files, run), author=author)
     if as_json:
         print(msgspec.json.encode(taken).decode())
         return
@@ -187,8 +185,7 @@ def revoke(folder: Path, user: str, run: str, as_json: bool) -> None:
 def _record(folder: Path, run: str, operation: str, change: Change, user: str) -> KeyReplaced:
     """Change a key, and note who did it under the admin's key of before."""
     files = AuthFolder(folder)
-    admin = files.key(run, "admin")
-    key = public_key(admin) if admin.is_file() else ""
+    key = find_admin_key(files, run)
     replaced = change(files, run, user)
     targets = [user, replaced.old, *([replaced.new] if replaced.key else [])]
     note_rights(folder, run, operation, targets, key=key, author=generate_worker_name("auth"))

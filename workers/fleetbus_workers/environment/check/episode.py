@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 
-from fleetbus.config.seats import parse_seats
+from fleetbus.config.seats import build_seats
 from fleetbus.config.settings import Configuration
 from fleetbus.core.algorithms.reward_components import find_reward_problem
 from fleetbus.core.text.tool_calls import parse_tool_calls
 from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
 from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
 from fleetbus_workers.environment.check.policies import Policy
-from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats, SeatError
+from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats, SeatError, list_other_policies
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages
 from fleetbus_workers.environment.failure_location import format_traceback, locate_error, locate_method
 from fleetbus_workers.environment.validation import check_messages, validate_return
@@ -96,7 +96,7 @@ class _Player:
         self._longest_gap = 0.0
         self._seats = UNSEATED
         self._is_cut_short = False
-        self._others = {seat.seat: seat.policy for seat in parse_seats(configuration.run.seats)}
+        self._others = list_other_policies(build_seats(configuration))
         self.episode = PlayedEpisode()
 
     async def play(self, make: Callable[[], Environment]) -> None:

@@ -24,7 +24,7 @@ from fleetbus_schemas import ANY_LANE, Action, AttemptStarted, ChatMessage, Epis
 from fleetbus_schemas.tokens import EMPTY_HISTORY
 from fleetbus_workers.environment.base import LimitsTurns
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
-from fleetbus_workers.environment.episode.seats import find_seat_policy
+from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats
 from fleetbus_workers.environment.episode.segments import FIRST, Placement
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Superseded
 from fleetbus_workers.environment.worker_context import WorkerContext
@@ -178,15 +178,15 @@ class PolicyClient:
         *,
         tokens_left: int,
         placement: Placement = FIRST,
-        seat: str = "",
+        seats: EpisodeSeats = UNSEATED,
     ) -> Awaitable[Turn]:
-        """Publish the observation of ``turn`` and wait for its Action. The caller's scope limits the wait.
+        """Publish the observation of ``turn`` and wait for its Action. The caller's scope limits the wait. ``seats`` say
+        whose turn it is, and who plays it.
 
         Raises `Superseded`, or `EpisodeEnded` when the observation went round too often.
         """
         self._expected, self._answer = turn, None
-        request = self._request
-        other = find_seat_policy(request, seat) if seat else None
+        request, other = self._request, seats.other
         self._turn_to(request.policy if other is None else other.policy)
         if other is not None:
             sampling = msgspec.structs.replace(other.sampling, seed=request.sampling.seed)
@@ -211,7 +211,7 @@ class PolicyClient:
             segment=placement.segment,
             origin=placement.origin,
             segments=placement.segments,
-            seat=seat,
+            seat=seats.current,
             trained=other is None,
         )
         lane = self._lane if self._lane_status.is_usable(self._lane) and not self._lane_status.is_full(self._lane) else ANY_LANE

@@ -177,7 +177,7 @@ class EpisodeRunner:
             if turn is None and tokens_left > 0:
                 with self._limit_answer():
                     turn = await self._policy_client.ask(
-                        self.turn, messages, tools, tokens_left=tokens_left, placement=placement, seat=self._seats.current
+                        self.turn, messages, tools, tokens_left=tokens_left, placement=placement, seats=self._seats
                     )
                 turn = self._check_answer(turn)
             if turn is None:
@@ -200,7 +200,7 @@ class EpisodeRunner:
             await self._environment.open(self._request.task)
         with self._stages.time_limit("reset", self._limits.reset):
             start = validate_return(Start, await self._environment.reset(), "reset", self._environment)
-        self._seats = EpisodeSeats(start.seat, list_other_policies(self._request)) if start.seat else UNSEATED
+        self._seats = EpisodeSeats(start.seat, list_other_policies(self._request.seats)) if start.seat else UNSEATED
         return insert_examples(start.messages, () if self._seats.other else self._examples), start.tools
 
     def _append_status(self, messages: tuple[ChatMessage, ...], placement: Placement) -> tuple[ChatMessage, ...]:

@@ -7,16 +7,16 @@ played. All follows from what the environment says, so that an attempt that take
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from fleetbus_schemas import ContextChange, EpisodeRequested, EpisodeSeat, SeatPolicy, UntrainedTurn
+from fleetbus_schemas import ContextChange, EpisodeSeat, SeatPolicy, UntrainedTurn
 from fleetbus_schemas.seat import MAX_SEATS, SHARED
 from fleetbus_workers.environment.base import Step
 from fleetbus_workers.environment.episode.stages import EpisodeEnded
 
 UNNAMED = "Verdict.seats has no reward for it"
-NO_OTHERS: Mapping[str, str] = MappingProxyType({})
+NO_OTHERS: Mapping[str, SeatPolicy] = MappingProxyType({})
 
 
 class SeatError(ValueError):
@@ -29,7 +29,7 @@ class EpisodeSeats:
 
     __slots__ = ("_others", "_owners", "_segments", "_turns", "current", "other_tokens")
 
-    def __init__(self, first: str, others: Mapping[str, str] = NO_OTHERS) -> None:
+    def __init__(self, first: str, others: Mapping[str, SeatPolicy] = NO_OTHERS) -> None:
         self.current = first
         self._others = others
         self.other_tokens = 0
@@ -39,9 +39,9 @@ class EpisodeSeats:
         self._owners: dict[int, str] = {}
 
     @property
-    def other(self) -> str:
-        """The other policy that plays the present seat; empty if that is the episode's own."""
-        return self._others.get(self.current, "")
+    def other(self) -> SeatPolicy | None:
+        """The other policy that plays the present seat; None if that is the episode's own."""
+        return self._others.get(self.current)
 
     @property
     def other_turns(self) -> frozenset[int]:
@@ -51,7 +51,7 @@ class EpisodeSeats:
     def describe_asked(self, ended: EpisodeEnded) -> str:
         """The other policy that was asked when the attempt ended, if its answer was what it lacked."""
         is_unanswered = ended.outcome == "lost" or ended.error_class in ("action_timeout", "idle_timeout")
-        return f" (of the policy {self.other}, seat {self.current})" if self.other and is_unanswered else ""
+        return f" (of the policy {self.other.policy}, seat {self.current})" if self.other and is_unanswered else ""
 
     def append(self, turn: int, segment: int) -> None:
         """The present seat played ``turn``, in ``segment``."""
@@ -100,23 +100,19 @@ class EpisodeSeats:
         )
 
     def _leave_to_its_policy(self, seat: EpisodeSeat) -> EpisodeSeat:
-        if (policy := self._others.get(seat.name)) is None:
+        if (other := self._others.get(seat.name)) is None:
             return seat
-        return EpisodeSeat(name=seat.name, turns=seat.turns, reason=f"the policy {policy} plays it, which is not trained here")
+        reason = f"the policy {other.policy} plays it, which is not trained here"
+        return EpisodeSeat(name=seat.name, turns=seat.turns, reason=reason)
 
 
 UNSEATED = EpisodeSeats("")
 """Of every episode without seats: nothing is ever added to it."""
 
 
-def list_other_policies(request: EpisodeRequested) -> Mapping[str, str]:
-    """The policies by the seat that they play, where that is not the request's own."""
-    return {seat.seat: seat.policy for seat in reversed(request.seats)} if request.seats else NO_OTHERS
-
-
-def find_seat_policy(request: EpisodeRequested, seat: str) -> SeatPolicy | None:
-    """The other policy that plays this seat, None if the request's own does."""
-    return next((each for each in request.seats if each.seat == seat), None)
+def list_other_policies(seats: Sequence[SeatPolicy]) -> Mapping[str, SeatPolicy]:
+    """By the seat that they play; the first one that is named for it."""
+    return {seat.seat: seat for seat in reversed(seats)} if seats else NO_OTHERS
 
 
 def _describe(name: str, turns: tuple[int, ...], rewards: Mapping[str, float | None]) -> EpisodeSeat:

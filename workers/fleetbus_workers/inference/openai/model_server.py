@@ -13,6 +13,7 @@ import anyio
 import httpx
 import msgspec
 
+from fleetbus.errors import UserError
 from fleetbus.logs.secret_formats import REDACTED
 from fleetbus_schemas import EngineLoad
 from fleetbus_workers.inference.base import RequestRefused
@@ -29,6 +30,14 @@ _NAMES = {
     "vllm:kv_cache_usage_perc": "kv_cache_use",
     "vllm:num_preemptions_total": "preemptions",
 }
+
+
+def parse_urls(text: str) -> list[str]:
+    """The addresses of servers in ``inference.urls``, without ``/v1``. Raises `UserError`."""
+    urls = [url.strip() for url in text.split(",") if url.strip()]
+    if any(not url.startswith(("http://", "https://")) for url in urls):
+        raise UserError("inference.urls must be base URLs such as http://host:8000, separated by commas")
+    return [url.rstrip("/").removesuffix("/v1") for url in urls]
 
 
 def parse_load(text: str) -> EngineLoad:

@@ -8,10 +8,9 @@ from contextlib import asynccontextmanager
 
 import anyio.to_thread
 
-from fleetbus.errors import UserError
 from fleetbus_schemas import ChatMessage
 from fleetbus_workers.inference.engine_context import EngineContext
-from fleetbus_workers.inference.openai.model_server import SERVER_KEY
+from fleetbus_workers.inference.openai.model_server import SERVER_KEY, parse_urls
 from fleetbus_workers.inference.openai.sampler import OpenAISampler
 from fleetbus_workers.inference.weight_folders import WeightFolders
 
@@ -26,11 +25,8 @@ async def open_engine(context: EngineContext) -> AsyncIterator[OpenAISampler]:
 
 def _open(context: EngineContext) -> OpenAISampler:
     settings = context.configuration.inference
-    urls = [url.strip() for url in settings.urls.split(",") if url.strip()]
-    if any(not url.startswith(("http://", "https://")) for url in urls):
-        raise UserError("inference.urls must be base URLs such as http://host:8000, separated by commas")
     return OpenAISampler(
-        [url.rstrip("/").removesuffix("/v1") for url in urls],
+        parse_urls(settings.urls),
         codec=context.template,
         prompt=context.template.encode_prompt([ChatMessage(role="user", content="Hello")], []),
         purpose=settings.purpose,
