@@ -300,7 +300,7 @@ def _build_episode(task: Task, result: EpisodeFinished, turns: Sequence[Turn], *
 def _collect_sequences(turns: Sequence[Turn], result: EpisodeFinished) -> Iterator[SampledSequence]:
     """The leaves of these turns, without those of a grade's seats that have no reward, which another model may have sampled;
     each sampled token is trained in the first that holds it. Raises `SegmentError`."""
-    unrewarded = {turn for seat in result.seats if seat.reward is None for turn in seat.turns if result.outcome in GRADED}
+    unrewarded = result.unrewarded_turns if result.outcome in GRADED else frozenset()
     untrained = {each.turn for each in result.untrained}
     seats = {turn: seat.name for seat in result.seats for turn in seat.turns}
     ids, mask = collect_token_ids(turns), loss_mask(turns, untrained)

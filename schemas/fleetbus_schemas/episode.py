@@ -217,3 +217,8 @@ class EpisodeFinished(Message, frozen=True, kw_only=True):
     untrained: tuple[UntrainedTurn, ...] = ()
     seats: tuple[EpisodeSeat, ...] = ()
     opens: str = ""
+
+    @property
+    def unrewarded_turns(self) -> frozenset[int]:
+        """Turns of its seats that have no reward: they are not trained, and another model may have sampled them."""
+        return frozenset(turn for seat in self.seats if seat.reward is None for turn in seat.turns)

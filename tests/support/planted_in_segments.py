@@ -10,7 +10,7 @@ import pytest
 
 import fleetbus_workers.environment.episode.policy_client as exchange
 import fleetbus_workers.learner.batches as batches
-from fleetbus_schemas import Action, EpisodeSeat
+from fleetbus_schemas import Action
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.leaves import Leaf, list_leaves, split_sequence
 
@@ -18,8 +18,8 @@ from fleetbus_workers.learner.leaves import Leaf, list_leaves, split_sequence
 def token_trained_twice(patch: pytest.MonkeyPatch) -> None:
     """A segment that others leave is a leaf of its own and trained with the first of them, too."""
 
-    def faulty(actions: Sequence[Action], seats: Sequence[EpisodeSeat]) -> tuple[Leaf, ...]:
-        leaves = list_leaves(actions, seats)
+    def faulty(actions: Sequence[Action], unrewarded: frozenset[int]) -> tuple[Leaf, ...]:
+        leaves = list_leaves(actions, unrewarded)
         return (*leaves, leaves[0]) if len(leaves) > 1 else leaves
 
     patch.setattr(batches, "list_leaves", faulty)
@@ -28,9 +28,9 @@ def token_trained_twice(patch: pytest.MonkeyPatch) -> None:
 def leaf_lost_in_a_takeover(patch: pytest.MonkeyPatch) -> None:
     """Of an episode that was taken over, segments that the attempts before had begun are left out."""
 
-    def faulty(actions: Sequence[Action], seats: Sequence[EpisodeSeat]) -> tuple[Leaf, ...]:
+    def faulty(actions: Sequence[Action], unrewarded: frozenset[int]) -> tuple[Leaf, ...]:
         newest = actions[-1].attempt
-        leaves = list_leaves(actions, seats)
+        leaves = list_leaves(actions, unrewarded)
         own = [leaf for leaf in leaves if any(actions[turn].attempt == newest for turn in leaf.segment.turns)]
         return tuple(own) or leaves
 

@@ -226,9 +226,8 @@ def _fit_their_seats(named: Sequence[ActionFacts], result: EpisodeFinished) -> b
         return not result.seats
     if [(seat.name, list(seat.turns)) for seat in result.seats] != list(turns.items()):
         return False
-    unseated = {turn for seat in result.seats if seat.reward is None for turn in seat.turns}
     marked = {each.turn for each in result.untrained if each.reason == "seat"}
-    return result.outcome not in GRADED or marked <= unseated <= {each.turn for each in result.untrained}
+    return result.outcome not in GRADED or marked <= result.unrewarded_turns <= {each.turn for each in result.untrained}
 
 
 def _describe_segments(named: Sequence[ActionFacts]) -> tuple[EpisodeSegment, ...] | None:

@@ -24,7 +24,7 @@ def find_actions_problem(result: EpisodeFinished, actions: Sequence[Action], *, 
     Token ids have to be below ``vocabulary``; 0: they have to fit 32 bits. Those of a seat without a reward, which another
     model may have sampled, are any, and need no log-probabilities.
     """
-    unrewarded = {turn for seat in result.seats if seat.reward is None for turn in seat.turns}
+    unrewarded = result.unrewarded_turns
     for turn, action in enumerate(actions):
         problem = _find_shape_problem(action, result.episode_id, turn)
         if turn not in unrewarded:
@@ -51,8 +51,7 @@ def _find_seats_problem(result: EpisodeFinished, actions: Sequence[Action]) -> s
     if not all(seat.turns and list(seat.turns) == sorted(seat.turns) for seat in result.seats):
         return "its seats have no turns, or not in their order"
     untrained = {each.turn for each in result.untrained}
-    unseated = {turn for seat in result.seats if seat.reward is None for turn in seat.turns}
-    if result.outcome in GRADED and not unseated <= untrained:
+    if result.outcome in GRADED and not result.unrewarded_turns <= untrained:
         return "it trains turns of a seat without a reward"
     owners = {turn: seat.name for seat in result.seats for turn in seat.turns}
     # else a sequence that is trained would begin with what another seat sampled, whose ids may be those of another model

@@ -15,10 +15,7 @@ import anyio.to_thread
 import msgspec
 
 from fleetbus.bus.memory import MemoryServer
-from fleetbus.bus.streams import plan_run
 from fleetbus.config.engines import list_engines
-from fleetbus.config.pools import list_pools
-from fleetbus.config.seats import list_policies
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import PolicyPublished, Subjects, encode
@@ -41,6 +38,7 @@ async def evaluate_model(
     of a ``benchmark`` that it fits; see `evaluate_run`. Its paths are absolute, and its tasks fit its model (see
     `fleetbus_workers.up.command.check_run`). Raises `UserError`."""
     from fleetbus_workers.learner.held_out import play
+    from fleetbus_workers.up.process_plans import build_stream_plan
 
     engines = list_engines(lambda kind: kind.is_local)
     if configuration.inference.engine not in engines:
@@ -53,8 +51,7 @@ async def evaluate_model(
         configuration = msgspec.structs.replace(configuration, inference=inference)
         published = await anyio.to_thread.run_sync(_write_version, find_model_folder(run), Path(scratch), run.policy)
         async with MemoryServer().connect(run.name, worker="evaluate") as bus:
-            lanes = configuration.nats.lanes
-            await bus.declare(plan_run(run.name, pools=list_pools(run), policies=list_policies(run), lanes=lanes))
+            await bus.declare(build_stream_plan(configuration))
             await bus.publish(Subjects(run.name).policy(run.policy), encode(published))
             async with anyio.create_task_group() as group:
                 drain = anyio.Event()

@@ -141,7 +141,7 @@ def _list_leaves(groups: Sequence[Group], actions: Mapping[str, Sequence[Action]
     for group in groups:
         for result in group.graded:
             try:
-                leaves[result.episode_id] = list_leaves(actions[result.episode_id], result.seats)
+                leaves[result.episode_id] = list_leaves(actions[result.episode_id], result.unrewarded_turns)
             except SegmentError as error:
                 _exclude([group], result.episode_id, "segments_broken", str(error))
     return leaves

@@ -152,7 +152,7 @@ class DigestAudit:
         named = [actions[reference.sequence] for reference in result.actions]
         try:
             sequence = build_sequence(result, named, [0.0] * len(named), self._plan_of[result.episode_id], 1.0)
-            leaves = list_leaves(named, result.seats)
+            leaves = list_leaves(named, result.unrewarded_turns)
             digests = tuple(digest_sampled(each) for each in split_sequence(sequence, leaves))
         except (ValueError, IndexError):
             return

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleetbus.core.episode.segments import Segment, Span, find_leaves, fold_segments, place_in_segment, split_first
-from fleetbus_schemas import Action, EpisodeSeat
+from fleetbus_schemas import Action
 from fleetbus_workers.images.placed_image import PlacedImage
 from fleetbus_workers.learner.base import TrainingSequence
 
@@ -34,11 +34,11 @@ class Leaf(msgspec.Struct, frozen=True, kw_only=True):
         return np.repeat([first for _, first in self.parts], [stop - start for (start, stop), _ in self.parts]).astype(bool)
 
 
-def list_leaves(actions: Sequence[Action], seats: Sequence[EpisodeSeat] = ()) -> tuple[Leaf, ...]:
-    """The leaves of the turns of one episode, by number of their segment, without those of ``seats`` that have no reward:
-    another model may have sampled them, with token ids of its own. Raises `SegmentError` if they are no tree."""
+def list_leaves(actions: Sequence[Action], unrewarded: frozenset[int] = frozenset()) -> tuple[Leaf, ...]:
+    """The leaves of the turns of one episode, by number of their segment, without those of which all turns
+    are ``unrewarded``: another model may have sampled them, with token ids of its own. Raises `SegmentError` if they are no
+    tree."""
     segments = fold_segments(actions)
-    unrewarded = {turn for seat in seats if seat.reward is None for turn in seat.turns}
     leaves = [leaf for leaf in find_leaves(segments) if not unrewarded.issuperset(leaf.turns)]
     return tuple(
         Leaf(segment=leaf, parts=parts, is_only=len(segments) == 1)

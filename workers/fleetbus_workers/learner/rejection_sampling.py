@@ -90,7 +90,7 @@ def build_sequences(result: EpisodeFinished, known: dict[int, Action], vocabular
         return "it has no token ids: they were redacted, or imported without"
     try:
         whole = build_sequence(result, actions, [1.0] * len(actions), CreditPlan(), 1.0)
-        leaves = split_sequence(whole, list_leaves(actions, result.seats))
+        leaves = split_sequence(whole, list_leaves(actions, result.unrewarded_turns))
     except (ValueError, IndexError, SegmentError):
         return "its numbers do not fit each other"
     if any(sequence.loss_mask[:1].any() for sequence in leaves):
