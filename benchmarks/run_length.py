@@ -153,7 +153,9 @@ async def measure(bus: Bus, log: LogWriter, state: Path) -> dict[str, Any]:
         "log_mib": round((await bus.log_state()).used_bytes / 2**20, 1),
         **await time_reading("learner_book", lambda: read_book(bus, SUBJECTS, "default")),
         **await time_reading("learner_versions", lambda: read_published_versions(bus, SUBJECTS, "default")),
-        **await time_reading("learner_requests", lambda: read_requests_from_floor(bus, SUBJECTS, "default", resume_point)),
+        **await time_reading(
+            "learner_requests", lambda: read_requests_from_floor(bus, SUBJECTS, "default", ["default"], resume_point)
+        ),
         **await time_reading("episode", rebuild_episode),
         **await time_reading("overview", lambda: open_overview(bus, log, whole=False)),
         **await time_reading("whole", lambda: open_overview(bus, log, whole=True)),

@@ -2,7 +2,9 @@
 
 The setting ``run.seats`` has one item a line: ``SEAT=POLICY`` for a policy that inference workers of its own serve, or
 ``SEAT=[MODEL@]URL`` for a server with chat completions and ``SEAT=model:MODEL`` for a model as it is: these are policies named
-as their seat, and `up` starts their workers (docs/decisions/0249-seats-of-other-policies.md).
+as their seat, and `up` starts their workers (docs/decisions/0249-seats-of-other-policies.md). So is that of ``SEAT=train`` and
+``SEAT=train:MODEL``, which a learner of its own trains from the same episodes
+(docs/decisions/0252-a-learner-for-each-policy.md).
 """
 
 from __future__ import annotations
@@ -14,24 +16,27 @@ from fleetbus.errors import UserError
 from fleetbus_schemas import SamplingSettings, SeatPolicy
 from fleetbus_schemas.subjects import is_name
 
-FORMS = "SEAT=POLICY, SEAT=[MODEL@]URL or SEAT=model:MODEL"
+FORMS = "SEAT=POLICY, SEAT=[MODEL@]URL, SEAT=model:MODEL or SEAT=train[:MODEL]"
 MODEL = "model:"
+TRAIN = "train"
 
 
 class SeatSetting(msgspec.Struct, frozen=True, kw_only=True):
     """``seat`` is played by ``policy``. With a ``url`` or a ``model`` an inference worker of `up` serves it: the model that the
-    server there calls ``served_model``, or the model itself."""
+    server there calls ``served_model``, or the model itself. A ``trained`` one has a learner, too, which begins with ``model``
+    (empty: with the run's)."""
 
     seat: str
     policy: str
     url: str = ""
     served_model: str = ""
     model: str = ""
+    trained: bool = False
 
     @property
     def is_served(self) -> bool:
         """True if `up` starts a worker for it."""
-        return bool(self.url or self.model)
+        return bool(self.url or self.model or self.trained)
 
 
 def parse_seats(text: str) -> tuple[SeatSetting, ...]:
@@ -47,7 +52,14 @@ def parse_seats(text: str) -> tuple[SeatSetting, ...]:
     return tuple(found.values())
 
 
+def list_trained_seats(run: RunSettings) -> tuple[SeatSetting, ...]:
+    """The seats whose policies are trained by learners of their own. Raises `UserError`."""
+    return tuple(seat for seat in parse_seats(run.seats) if seat.trained)
+
+
 def _parse_value(seat: str, value: str) -> SeatSetting:
+    if value == TRAIN or value.startswith(f"{TRAIN}:"):
+        return SeatSetting(seat=seat, policy=seat, model=value.removeprefix(TRAIN).removeprefix(":"), trained=True)
     if value.startswith(MODEL) and (model := value.removeprefix(MODEL)):
         return SeatSetting(seat=seat, policy=seat, model=model)
     if "://" in value:
@@ -71,25 +83,37 @@ def list_policies(run: RunSettings) -> tuple[str, ...]:
 
 
 def build_seats(configuration: Configuration) -> tuple[SeatPolicy, ...]:
-    """The seats of other policies as requests carry them."""
-    episode = configuration.episode
+    """The seats of other policies as requests carry them; those that are trained are sampled as each request says."""
+    episode, trained = configuration.episode, {seat.policy for seat in list_trained_seats(configuration.run)}
     sampling = SamplingSettings(temperature=episode.seat_temperature, max_tokens=episode.seat_max_tokens)
     return tuple(
-        SeatPolicy(seat=seat.seat, policy=seat.policy, sampling=sampling) for seat in parse_seats(configuration.run.seats)
+        SeatPolicy(seat=seat.seat, policy=seat.policy, sampling=sampling, trained=seat.policy in trained)
+        for seat in parse_seats(configuration.run.seats)
     )
 
 
 def configure_seat(configuration: Configuration, seat: SeatSetting) -> Configuration:
-    """The configuration of an inference worker that serves the policy of a seat as it is."""
-    inference = msgspec.structs.replace(configuration.inference, frozen=True)
+    """The configuration of an inference worker that serves the policy of a seat: as it is, unless it is trained."""
+    inference = msgspec.structs.replace(configuration.inference, frozen=not seat.trained)
     if seat.url:
         inference = msgspec.structs.replace(inference, engine="chat", urls=seat.url, served_model_name=seat.served_model)
     run = msgspec.structs.replace(configuration.run, policy=seat.policy, model=seat.model or configuration.run.model)
     return msgspec.structs.replace(configuration, inference=inference, run=run)
 
 
+def configure_learner(configuration: Configuration, seat: SeatSetting) -> Configuration:
+    """The configuration of the learner of a trained seat's policy: it trains what the run's own learner asks for, which also
+    plays the held-out tasks."""
+    learner = msgspec.structs.replace(configuration.learner, requested_by=configuration.run.policy)
+    run = msgspec.structs.replace(configuration.run, policy=seat.policy, model=seat.model or configuration.run.model)
+    evaluation = msgspec.structs.replace(configuration.evaluation, episodes=0)
+    return msgspec.structs.replace(configuration, learner=learner, run=run, evaluation=evaluation)
+
+
 def check_seats(run: RunSettings) -> None:
-    """Raise `UserError` if a seat is given to the policy that plays all others."""
-    for seat in parse_seats(run.seats):
-        if seat.policy == run.policy:
+    """Raise `UserError` if a seat is given to the policy that plays all others; a worker of a trained one has its name."""
+    seats = parse_seats(run.seats)
+    trained = {seat.policy for seat in seats if seat.trained}
+    for seat in seats:
+        if seat.policy == run.policy not in trained:
             raise UserError(f"run.seats gives the seat {seat.seat} to {run.policy}, which is the policy that the run trains")

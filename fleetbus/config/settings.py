@@ -64,8 +64,8 @@ class RunSettings(Settings, frozen=True, kw_only=True):
     seats: Annotated[
         str,
         Meta(
-            description="Seat that another policy plays, which is not trained: SEAT=POLICY, SEAT=[MODEL@]URL or "
-            "SEAT=model:MODEL; repeatable"
+            description="Seat that another policy plays, as it is: SEAT=POLICY, SEAT=[MODEL@]URL or SEAT=model:MODEL; or "
+            "that a learner of its own trains: SEAT=train[:MODEL]; repeatable"
         ),
     ] = ""
 

@@ -60,6 +60,13 @@ class LearnerSettings(Settings, frozen=True, kw_only=True):
         str,
         Meta(description="Folder of a checkpoint of another run: begin with its weights and optimizer (fleetbus fork sets it)"),
     ] = ""
+    requested_by: Annotated[
+        str,
+        Meta(
+            description="Policy whose learner asks for the episodes of which this one trains the seats of its own policy; "
+            "empty: this one asks for its own (up sets it for a seat that is trained)"
+        ),
+    ] = ""
     keep_weights: Annotated[int, Meta(ge=2, description="Published weights files kept")] = 4
     keep_token_records: Annotated[
         int, Meta(ge=0, description="Newest steps whose log-probabilities by the trainer are kept, token by token; 0: none")

@@ -129,6 +129,17 @@ class Requests:
         """A request as the configuration wants it, made after `wait_for_room`; ``temperature`` overrides that of training."""
         episode, run = self._configuration.episode, self._configuration.run
         seed = hashlib.blake2b(f"{run.seed}/{episode_id}".encode(), digest_size=7).digest()
+        sampling = SamplingSettings(
+            temperature=episode.temperature if temperature is None else temperature,
+            top_p=episode.top_p,
+            top_k=episode.top_k,
+            min_p=episode.min_p,
+            presence_penalty=episode.presence_penalty,
+            frequency_penalty=episode.frequency_penalty,
+            repetition_penalty=episode.repetition_penalty,
+            max_tokens=episode.max_tokens,
+            seed=int.from_bytes(seed, "little"),
+        )
         return EpisodeRequested(
             episode_id=episode_id,
             group_id=group_id,
@@ -137,17 +148,7 @@ class Requests:
             task=task,
             policy=run.policy,
             pinned_version=version if pinned else None,
-            sampling=SamplingSettings(
-                temperature=episode.temperature if temperature is None else temperature,
-                top_p=episode.top_p,
-                top_k=episode.top_k,
-                min_p=episode.min_p,
-                presence_penalty=episode.presence_penalty,
-                frequency_penalty=episode.frequency_penalty,
-                repetition_penalty=episode.repetition_penalty,
-                max_tokens=episode.max_tokens,
-                seed=int.from_bytes(seed, "little"),
-            ),
+            sampling=sampling,
             max_turns=episode.max_turns,
             max_tokens=episode.max_episode_tokens,
             deadline_ns=self._bus.now_ns() + int(self._configuration.limits.episode * 1e9),
@@ -156,7 +157,7 @@ class Requests:
             group_size=group_size,
             earliest_sequence=self._next_sequence,
             timeout_reward=float(episode.timeout_reward) if episode.timeout_reward and split == "train" else None,
-            seats=self._seats,
+            seats=tuple(msgspec.structs.replace(seat, sampling=sampling) if seat.trained else seat for seat in self._seats),
         )
 
     async def publish(self, request: EpisodeRequested) -> tuple[int, EpisodeFinished | None]:

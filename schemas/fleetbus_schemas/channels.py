@@ -282,7 +282,7 @@ CHANNELS: tuple[Channel, ...] = (
             *_all_workers("send"),
             Use("environment", ("hear",), of=("inference",)),
             Use("gateway", ("hear",), of=("environment",)),
-            Use("learner", ("hear",), of=("inference",)),
+            Use("learner", ("hear",), of=("inference", "learner")),
             Use("operator", ("hear",), of=WORKERS),
             Use("monitor", ("hear",), of=WORKERS),
             Use("admin", ("hear",), of=WORKERS),

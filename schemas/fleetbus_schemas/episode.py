@@ -67,11 +67,12 @@ temperature."""
 
 class SeatPolicy(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """``seat`` of an episode is played by another ``policy``, sampled as ``sampling`` says. The episode's requester never
-    trains its tokens."""
+    trains its tokens; if it is ``trained``, a learner of that policy does."""
 
     seat: str
     policy: str
     sampling: SamplingSettings = SamplingSettings()
+    trained: bool = False
 
 
 class EpisodeRequested(Message, frozen=True, kw_only=True):
@@ -81,7 +82,7 @@ class EpisodeRequested(Message, frozen=True, kw_only=True):
     has an outcome by then in every case. ``max_tokens`` bounds what all turns add, in all segments.
     ``earliest_sequence`` is the first log position at which it can stand, as its author knew when it was made (0: unknown).
     ``timeout_reward`` is what an episode gets that has sampled tokens when its time is up; None: no grade. ``policy`` plays all
-    seats but those in ``seats``, whose tokens do not count in ``max_tokens``.
+    seats but those in ``seats``, whose tokens do not count in ``max_tokens`` where they are not trained.
     """
 
     grown: ClassVar[bool] = True
@@ -108,6 +109,11 @@ class EpisodeRequested(Message, frozen=True, kw_only=True):
     def policies(self) -> tuple[str, ...]:
         """All that its turns are asked of, each once."""
         return tuple(dict.fromkeys((self.policy, *(seat.policy for seat in self.seats))))
+
+    @property
+    def trained_policies(self) -> tuple[str, ...]:
+        """Those whose learners train it, each once."""
+        return tuple(dict.fromkeys((self.policy, *(seat.policy for seat in self.seats if seat.trained))))
 
 
 ClaimReason = Literal["fresh", "handed_back", "taken_over"]

@@ -10,6 +10,9 @@ MAX_SEATS = 64
 SHARED = "shared"
 """The reason of a reward that is the episode's, also where a judge of whole groups changes that one."""
 
+ELSEWHERE = "the learner of another policy trains it"
+"""The reason of a seat without a reward in what one learner makes of a result that several train."""
+
 
 class EpisodeSeat(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One seat of a finished episode, in the order in which the seats first acted.
@@ -17,9 +20,12 @@ class EpisodeSeat(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     ``turns`` are the numbers of its turns, ascending; each turn of an episode with seats is in one of them. ``reward`` is the
     seat's own, compared with that of the same seat in other episodes of the group. None: it is not trained, ``reason`` says
     why, and its turns are in `EpisodeFinished.untrained`. With the reason `SHARED` it is worth what the episode is.
+    ``policy`` plays and trains it, and sampled it with ``versions``; empty where that is the policy of the request.
     """
 
     name: str
     turns: tuple[int, ...]
     reward: float | None = None
     reason: str = ""
+    policy: str = ""
+    versions: tuple[int, ...] = ()

@@ -105,7 +105,7 @@ class Member:
         self.scope = anyio.CancelScope()
 
     def kill(self) -> None:
-        """As SIGKILL: nothing that it says from now on, not even a goodbye, gets out."""
+        """As SIGKILL: nothing that it says gets out, not even a goodbye."""
         self.cut()
         self.scope.cancel()
 
@@ -179,9 +179,10 @@ class SmallDeployment:
     def inference(
         self, name: str, *, sampler: Sampler | None = None, template: Template | None = None, slots: int = 0, policy: str = ""
     ) -> Member:
-        """A worker of the run's policy, or of another one, which nobody trains."""
+        """A worker of the run's policy, or of another one."""
+        is_frozen = bool(policy) and f"{policy}=train" not in self.configuration.run.seats
         given, replace = self.configuration, msgspec.structs.replace
-        inference = replace(given.inference, slots=slots or given.inference.slots, frozen=bool(policy))
+        inference = replace(given.inference, slots=slots or given.inference.slots, frozen=is_frozen)
         configuration = replace(given, inference=inference, run=replace(given.run, policy=policy or given.run.policy))
 
         async def work(member: Member, bus: Bus) -> None:
@@ -240,7 +241,6 @@ class SmallDeployment:
             self._wake()
 
     async def heard(self, *members: Member) -> None:
-        """Until these workers have said that they live."""
         await self.until(lambda: all(member.name in self.beats or member.ended.is_set() for member in members))
 
     async def control(self, member: Member, command: str, *episodes: str) -> ControlAnswered:
@@ -280,9 +280,9 @@ class SmallDeployment:
             timeout_reward=timeout_reward,
             seats=build_seats(self.configuration),
         )
-        published = await self.bus.publish(self.subjects.task("default", episode_id), encode(request), expected_last=0)
-        self.requested.append(published.sequence)
-        return published.sequence
+        stored = await self.bus.publish(self.subjects.task("default", episode_id), encode(request), expected_last=0)
+        self.requested.append(stored.sequence)
+        return stored.sequence
 
     async def result(self, episode_id: str = "e") -> EpisodeFinished:
         await self.until(lambda: bool(self.results[episode_id]))
@@ -338,8 +338,8 @@ class SmallDeployment:
     async def follow_heartbeats(self) -> None:
         async with self.bus.listen(self.subjects.heartbeats) as listener:
             while True:
-                subject, payload = await listener.receive()
-                beat = self.beats[subject.rpartition(".")[2]] = decode(Heartbeat, payload)
+                beat = decode(Heartbeat, (await listener.receive())[1])
+                self.beats[beat.worker] = beat
                 self.most_in_flight[beat.worker] = max(self.most_in_flight[beat.worker], beat.in_flight)
                 assert beat.role == "learner" or 0 <= beat.in_flight <= beat.slots, beat
                 self._wake()

@@ -1,51 +1,168 @@
-"""Two learners of one run, both kept running by somebody: the later one trains, the earlier one stops for good."""
+"""Two policies in one run, each trained by a learner of its own from the same episodes."""
 
 from __future__ import annotations
 
-import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
 import pytest
+from msgspec.structs import replace
 
-from fleetbus.bus.base import Bus
-from fleetbus.bus.streams import plan_run
-from fleetbus.config.settings import Configuration
-from fleetbus_schemas import LineageStarted, Subjects, encode
-from fleetbus_workers.cli.roles.role import run_role
-from fleetbus_workers.command.exit_status import CRASHED, FINISHED
-from fleetbus_workers.learner.journal import FencedAppender
-from tests.support.servers import connect, run_server
+from fleetbus.config.seats import configure_learner, list_trained_seats
+from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
+from fleetbus.log.episodes import decode_entries
+from fleetbus_schemas import Action, ChatMessage, EpisodeRequested, StepTrained, Task, TrainingFinished
+from fleetbus_workers.environment.base import Start, Step, Verdict
+from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.scripted import ScriptedTrainer
+from tests.support.small_deployment import RUN, Member, SmallDeployment, build_configuration, small_deployment
+from tests.support.virtual_time import virtual_time
 
+pytestmark = pytest.mark.integration
 
-async def replaced(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
-    """A learner in whose place another begins."""
-    subjects = Subjects(configuration.run.name)
-    chain = FencedAppender(bus, subjects.train("default"), 0)
-    async with anyio.create_task_group() as group:
-        group.start_soon(chain.watch)
-        await chain.append(LineageStarted(lineage="l1", worker=name))
-        await bus.publish(subjects.train("default"), encode(LineageStarted(lineage="l2", worker="another")))
-        await chain.append(LineageStarted(lineage="l1", worker=name))
+anyio_backend = virtual_time
 
-
-async def broken(bus: Bus, configuration: Configuration, name: str, drain: anyio.Event) -> None:
-    raise ValueError("a bug")
+PROPOSER, SOLVER = "default", "solver"
+STEPS = 6
+TASKS = [Task(key=f"task-{number}") for number in range(4)]
 
 
-@pytest.mark.parametrize(("work", "status"), [("replaced", FINISHED), ("broken", CRASHED)])
-async def test_a_replaced_learner_ends_as_if_it_were_finished_and_a_broken_one_does_not(
-    work: str, status: int, tmp_path: Path
-) -> None:
-    """A supervisor starts again what crashed: two learners that crash for each other would never train a step."""
-    with anyio.fail_after(50):
-        async with run_server(tmp_path) as server, connect(server.url, run="two") as bus:
-            await bus.declare(plan_run("two", lanes=1))
-            variables = os.environ | {"FLEETBUS_NATS_URL": server.url, "FLEETBUS_RUN_NAME": "two"}
-            ended = await anyio.run_process([sys.executable, __file__, work], env=variables, check=False, cwd=tmp_path)
-    assert ended.returncode == status, ended.stderr.decode()
+class Lesson:
+    """A task is proposed, solved, and proposed again; each seat's reward is its own."""
+
+    replayable = False
+
+    async def open(self, task: Task) -> None:
+        self._played = 0
+
+    async def reset(self) -> Start:
+        return Start(messages=(ChatMessage(role="user", content="propose"),), seat="proposer")
+
+    async def step(self, action: Action) -> Step:
+        self._played += 1
+        self._last = action.sampled
+        if self._played == 3:
+            return Step(terminated=True)
+        seat = "solver" if self._played == 1 else "proposer"
+        return Step(messages=(ChatMessage(role="user", content=f"turn {self._played}"),), seat=seat)
+
+    async def verify(self) -> Verdict:
+        reward = (self._last[0] % 7) / 7
+        return Verdict(reward=reward, seats={"proposer": reward, "solver": 1.0 - reward})
+
+    async def close(self) -> None:
+        """Nothing is open."""
 
 
-if __name__ == "__main__":
-    sys.exit(run_role("learner", lambda: {"replaced": replaced, "broken": broken}[sys.argv[1]], {}))
+class Noting(ScriptedTrainer):
+    """Knows how many tokens it was given of each episode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: dict[str, int] = {}
+        self.times: dict[str, int] = {}
+
+    def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
+        for sequence in batch:
+            self.tokens[sequence.episode_id] = int(sequence.loss_mask.sum())
+            self.times[sequence.episode_id] = self.times.get(sequence.episode_id, 0) + 1
+        return super().train(batch, version=version, progress=progress)
+
+
+def configure(folder: Path, **learner: object) -> tuple[Configuration, Configuration]:
+    settings = LearnerSettings(steps=STEPS, groups=2, group_size=2, checkpoint_every=2, **learner)  # type: ignore[arg-type]
+    run = RunSettings(name=RUN, folder=str(folder), seats="solver=train")
+    configuration = build_configuration(run=run, learner=settings, evaluation=EvaluationSettings(episodes=0))
+    (seat,) = list_trained_seats(run)
+    return configuration, configure_learner(configuration, seat)
+
+
+def start_workers(fleet: SmallDeployment) -> None:
+    fleet.environment("environment", make=Lesson)
+    fleet.inference("inference")
+    fleet.inference("inference-solver", policy=SOLVER)
+
+
+def start_learner(fleet: SmallDeployment, name: str, configuration: Configuration, trainer: ScriptedTrainer) -> Member:
+    return fleet.learner(name, trainer=trainer, curriculum=Curriculum(TASKS, (), seed=1), configuration=configuration)
+
+
+async def read_steps(fleet: SmallDeployment, policy: str) -> list[StepTrained]:
+    entries = [entry async for entry in fleet.bus.scan([fleet.subjects.train(policy)]) if b"StepTrained" in entry.payload]
+    return [message for _, message in decode_entries(StepTrained, entries)]
+
+
+async def test_each_learner_trains_the_turns_of_its_policy_in_the_same_episodes(tmp_path: Path) -> None:
+    own, other = configure(tmp_path)
+    async with small_deployment(own, published=False) as fleet:
+        start_workers(fleet)
+        trainers = Noting(), Noting()
+        members = [
+            start_learner(fleet, "learner", own, trainers[0]),
+            start_learner(fleet, "learner-solver", other, trainers[1]),
+        ]
+        for member in members:
+            await member.ended.wait()
+        for policy in (PROPOSER, SOLVER):
+            assert [step.step for step in await read_steps(fleet, policy)] == [*range(1, STEPS + 1)], policy
+        assert trainers[0].tokens.keys() == trainers[1].tokens.keys(), "the same episodes"
+        assert set(trainers[0].times.values()) == set(trainers[1].times.values()) == {1}, "each once"
+        counts = {(trainers[0].tokens[each], trainers[1].tokens[each]) for each in trainers[0].tokens}
+        assert counts == {(16, 8)}, "two turns of one seat, one of the other"
+        result = fleet.results[next(iter(trainers[0].tokens))][0]
+        assert [(seat.name, seat.policy) for seat in result.seats] == [("proposer", ""), ("solver", SOLVER)]
+        assert all(seat.reward is not None for seat in result.seats)
+
+
+@pytest.mark.parametrize("killed", ["learner", "learner-solver"])
+async def test_a_learner_that_is_killed_goes_on_with_its_own_policy(tmp_path: Path, killed: str) -> None:
+    configurations = dict(zip(("learner", "learner-solver"), configure(tmp_path), strict=True))
+    async with small_deployment(configurations["learner"], published=False) as fleet:
+        start_workers(fleet)
+        members = {name: start_learner(fleet, name, each, Noting()) for name, each in configurations.items()}
+        policy = PROPOSER if killed == "learner" else SOLVER
+        async with fleet.bus.read([fleet.subjects.train(policy)]) as reader:
+            steps = 0
+            while steps < 3:
+                steps += b"StepTrained" in (await reader.receive()).payload
+        members[killed].kill()
+        await members[killed].ended.wait()
+        await anyio.sleep(60)
+        trainer = Noting()
+        members[killed] = start_learner(fleet, f"{killed}-1", configurations[killed], trainer)
+        for member in members.values():
+            await member.ended.wait()
+        for each in (PROPOSER, SOLVER):
+            counted = {step.step: step for step in await read_steps(fleet, each)}
+            assert sorted(counted) == [*range(1, STEPS + 1)], each
+            trained = [episode for step in counted.values() for episode in step.episodes]
+            assert len(trained) == len(set(trained)), each
+
+
+async def test_a_learner_that_is_away_is_waited_for(tmp_path: Path) -> None:
+    own, _ = configure(tmp_path)
+    async with small_deployment(own, published=False) as fleet:
+        start_workers(fleet)
+        learner = start_learner(fleet, "learner", own, Noting())
+        await anyio.sleep(120)
+        entries = [entry async for entry in fleet.bus.scan([fleet.subjects.tasks()])]
+        groups = {request.group_id for _, request in decode_entries(EpisodeRequested, entries)}
+        most = own.learner.groups * (1 + own.learner.max_staleness)
+        assert len(groups) <= most, "nothing is asked for that the other learner would find stale"
+        assert not learner.ended.is_set()
+
+
+async def test_the_learner_that_asks_does_not_wait_for_one_that_has_finished(tmp_path: Path) -> None:
+    own, other = configure(tmp_path)
+    async with small_deployment(own, published=False) as fleet:
+        start_workers(fleet)
+        short = replace(other, learner=replace(other.learner, steps=2))
+        members = [start_learner(fleet, "learner", own, Noting()), start_learner(fleet, "learner-solver", short, Noting())]
+        for member in members:
+            await member.ended.wait()
+        assert len(await read_steps(fleet, PROPOSER)) == STEPS
+        assert len(await read_steps(fleet, SOLVER)) == 2
+        entries = [entry async for entry in fleet.bus.scan([fleet.subjects.train(SOLVER)])]
+        assert decode_entries(TrainingFinished, entries[-1:])

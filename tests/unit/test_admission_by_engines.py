@@ -43,7 +43,7 @@ async def test_a_full_cache_holds_groups_back_until_it_has_room_again() -> None:
         with anyio.fail_after(500):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(admission.run, anyio.Event())
-                tasks.start_soon(admission.follow_engines, bus, subjects)
+                tasks.start_soon(admission.follow, bus, subjects)
                 await anyio.sleep(1)
                 assert len(requests.asked) == admission.episode_limit == 16
                 await say(0.95, 24)

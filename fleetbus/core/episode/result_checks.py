@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from fleetbus_schemas import GRADED, Action, EpisodeFinished, SegmentOrigin
-from fleetbus_schemas.seat import MAX_SEATS
+from fleetbus_schemas.seat import ELSEWHERE, MAX_SEATS
 from fleetbus_schemas.subjects import is_name
 from fleetbus_schemas.tokens import TOKEN_BYTES, count_tokens, unpack_ids, unpack_logprobs
 
@@ -51,7 +51,8 @@ def _find_seats_problem(result: EpisodeFinished, actions: Sequence[Action]) -> s
     if not all(seat.turns and list(seat.turns) == sorted(seat.turns) for seat in result.seats):
         return "its seats have no turns, or not in their order"
     untrained = {each.turn for each in result.untrained}
-    if result.outcome in GRADED and not result.unrewarded_turns <= untrained:
+    elsewhere = {turn for seat in result.seats if seat.reason == ELSEWHERE for turn in seat.turns}
+    if result.outcome in GRADED and not result.unrewarded_turns - elsewhere <= untrained:
         return "it trains turns of a seat without a reward"
     owners = {turn: seat.name for seat in result.seats for turn in seat.turns}
     # else a sequence that is trained would begin with what another seat sampled, whose ids may be those of another model

@@ -39,7 +39,7 @@ class Group(msgspec.Struct, kw_only=True):
         if self.is_cut:
             return []
         usable = [result for result in self.results.values() if result.outcome in GRADED and result.reward is not None]
-        trainable = [result for result in usable if result.actions and result.episode_id not in self.unusable]
+        trainable = [result for result in usable if has_tokens(result) and result.episode_id not in self.unusable]
         return sorted(trainable, key=lambda result: result.episode_id)
 
     @property
@@ -67,3 +67,8 @@ class Group(msgspec.Struct, kw_only=True):
     def discard(self, reason: str) -> list[Exclusion]:
         """Exclusions of the whole group: ``reason`` for graded results, their own outcome for the others."""
         return [Exclusion(episode_id=result.episode_id, reason=reason) for result in self.graded] + self.excluded
+
+
+def has_tokens(result: EpisodeFinished) -> bool:
+    """True if something of a graded result can be trained: a turn, and where it has seats one of a seat with a reward."""
+    return bool(result.actions) and (not result.seats or any(seat.reward is not None for seat in result.seats))

@@ -15,6 +15,7 @@ from fleetbus.delivery.heartbeats import follow_heartbeats
 from fleetbus.delivery.requests import Requests
 from fleetbus_schemas import EpisodeRequested, Heartbeat, Subjects
 from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.joint_progress import JointProgress
 from fleetbus_workers.learner.pool import GroupPool
 
 log = structlog.get_logger()
@@ -24,6 +25,7 @@ class Admission:
     """The training requests of one lineage. ``progress`` returns the steps done and the newest version.
 
     ``floor`` and ``next_group`` are those of the checkpoint: below the floor every request of an earlier group is settled.
+    ``joint``: the learners that train from the same episodes.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Admission:
         floor: int = 1,
         next_group: int,
         progress: Callable[[], tuple[int, int]],
+        joint: JointProgress | None = None,
     ) -> None:
         self._requests = requests
         self._pool = pool
@@ -44,6 +47,7 @@ class Admission:
         self._settings = settings
         self._lineage = lineage
         self._progress = progress
+        self._joint = joint or JointProgress()
         self._floor = floor
         self._first_new_group = next_group
         self.next_group = next_group
@@ -63,8 +67,8 @@ class Admission:
         """``episode_limit``, for a step's entry."""
         return {"episode_limit": float(self.episode_limit)}
 
-    async def follow_engines(self, bus: Bus, subjects: Subjects) -> None:
-        """Let out more or fewer episodes as the engines' caches have room, until cancelled."""
+    async def follow(self, bus: Bus, subjects: Subjects) -> None:
+        """Let out more or fewer episodes as the engines' caches have room and other learners keep up, until cancelled."""
 
         def record(beat: Heartbeat) -> None:
             now = anyio.current_time()
@@ -73,7 +77,9 @@ class Admission:
                 log.info("admission follows the engines", episodes=self.episode_limit, reason=self._pressure.reason)
                 self._pool.notify()
 
-        await follow_heartbeats(bus, subjects.heartbeat("inference", "*"), record)
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._joint.follow, bus, subjects, self._floor, self._pool.notify)
+            await follow_heartbeats(bus, subjects.heartbeat("inference", "*"), record)
 
     def pause(self, is_paused: bool) -> None:
         """Request no new groups from now on, or go on: what was requested before is played and trained."""
@@ -117,6 +123,7 @@ class Admission:
             for episode_id in settled[group_id].values():
                 self._pool.record_settlement(episode_id, group_id)
             await self._request_group(group_id, sorted(missing))
+        self._joint.begin(self.next_group)
 
     async def run(self, drain: anyio.Event) -> None:
         """Keep as many groups out as staleness allows, until drained."""
@@ -156,7 +163,7 @@ class Admission:
             last_step=self._settings.steps,
             batch=self._settings.groups,
             max_staleness=self._settings.max_staleness,
-            outstanding=len(self._pool),
+            outstanding=max(len(self._pool), self._joint.count_outstanding(self.next_group)),
         )
         return min(allowed, self._count_engine_room())
 

@@ -18,6 +18,7 @@ from fleetbus_workers.learner.changed_settings import list_changed_settings
 from fleetbus_workers.learner.checkpoint_storage import CheckpointStorage
 from fleetbus_workers.learner.checkpoints import WrittenCheckpoint, find_origin, hash_index, is_there
 from fleetbus_workers.learner.group_judge import GroupJudge
+from fleetbus_workers.learner.joined_requests import JoinedRequests
 from fleetbus_workers.learner.journal import FencedAppender
 from fleetbus_workers.learner.pool import GroupPool
 from fleetbus_workers.learner.publication import Publication
@@ -46,7 +47,7 @@ class LineageStart:
         checkpoints: CheckpointStorage,
         pool: GroupPool,
         requests: Requests,
-        admission: Admission,
+        admission: Admission | JoinedRequests,
         judge: GroupJudge,
     ) -> None:
         self._bus = bus
@@ -101,6 +102,6 @@ class LineageStart:
         for version, step in versions.items():
             self._pool.record_version(version, step)
         run = configuration.run
-        requests = await read_requests_from_floor(self._bus, self._subjects, list_pools(run), point)
+        requests = await read_requests_from_floor(self._bus, self._subjects, run.policy, list_pools(run), point)
         await self._requests.assume_size(len(requests))
         await self._admission.take_over(requests, floor.groups.get(run.policy, 0))

@@ -10,7 +10,8 @@ import anyio
 
 from fleetbus.bus.base import Bus
 from fleetbus.concurrency.runtime import Runtime
-from fleetbus.config.run_folder import RunFolder, run_folder
+from fleetbus.config.run_folder import RunFolder, policy_folder
+from fleetbus.config.seats import list_trained_seats
 from fleetbus.config.settings import Configuration
 from fleetbus.core.training.ledger import Ledger
 from fleetbus.delivery.requests import Requests
@@ -23,6 +24,8 @@ from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.evaluation import Evaluations
 from fleetbus_workers.learner.evaluation_schedule import EvaluationSchedule
 from fleetbus_workers.learner.group_judge import GroupJudge
+from fleetbus_workers.learner.joined_requests import JoinedRequests
+from fleetbus_workers.learner.joint_progress import JointProgress
 from fleetbus_workers.learner.journal import FencedAppender
 from fleetbus_workers.learner.lineage_start import LineageStart
 from fleetbus_workers.learner.pool import GroupPool, compute_max_replaced
@@ -45,7 +48,7 @@ class LearnerParts(NamedTuple):
     requests: Requests
     publication: Publication
     checkpoints: CheckpointStorage
-    admission: Admission
+    admission: Admission | JoinedRequests
     results: Results
     start: LineageStart
     batches: BatchTraining
@@ -67,7 +70,7 @@ def make_parts(
     judge: GroupJudge,
 ) -> LearnerParts:
     """The parts of a learner called ``name`` that begins at ``resume_point``; nothing runs and nothing is stored yet."""
-    run, settings, folder = configuration.run, configuration.learner, run_folder(configuration.run)
+    run, settings, folder = configuration.run, configuration.learner, policy_folder(configuration.run)
     subjects, lineage = Subjects(run.name), resume_point.lineage
     progress = Progress(lineage=lineage, step=resume_point.step)
     appender = FencedAppender(bus, subjects.train(run.policy), resume_point.train_last, lineage=lineage)
@@ -80,6 +83,7 @@ def make_parts(
         stale_groups=settings.stale_groups,
         replace_flat=compute_max_replaced(configuration),
         max_abs_reward=configuration.environment.max_abs_reward,
+        policy=run.policy if settings.requested_by else "",
         is_log_full=lambda: requests.full,
     )
     publication = _make_publication(bus, subjects, trainer, configuration, folder, lineage, runtime)
@@ -92,7 +96,8 @@ def make_parts(
         is_voided=resume_point.is_voided,
         restarts=resume_point.restarts,
     )
-    admission = Admission(
+    joined = _join(configuration, pool, resume_point)
+    admission = joined or Admission(
         requests,
         pool,
         curriculum,
@@ -101,6 +106,7 @@ def make_parts(
         floor=resume_point.floor,
         next_group=resume_point.next_group,
         progress=lambda: (progress.step, publication.version),
+        joint=JointProgress(tuple(dict.fromkeys(seat.policy for seat in list_trained_seats(run)))),
     )
     evaluations = Evaluations(requests, success_threshold=configuration.evaluation.success_threshold)
     return LearnerParts(
@@ -111,7 +117,7 @@ def make_parts(
         publication=publication,
         checkpoints=checkpoints,
         admission=admission,
-        results=Results(bus, subjects, requests, pool, evaluations, progress.counters),
+        results=Results(bus, subjects, requests, pool, evaluations, progress.counters, joined),
         start=LineageStart(
             bus, subjects, resume_point, trainer, runtime, appender=appender, publication=publication,
             checkpoints=checkpoints, pool=pool, requests=requests, admission=admission, judge=judge,
@@ -127,6 +133,19 @@ def make_parts(
         ),
         progress=progress,
     )  # fmt: skip
+
+
+def _join(configuration: Configuration, pool: GroupPool, resume_point: ResumePoint) -> JoinedRequests | None:
+    run, settings = configuration.run, configuration.learner
+    if not settings.requested_by:
+        return None
+    return JoinedRequests(
+        pool,
+        policy=run.policy,
+        requested_by=settings.requested_by,
+        next_group=resume_point.next_group,
+        steps=settings.steps,
+    )
 
 
 def _make_publication(
@@ -148,7 +167,13 @@ def _make_publication(
         folder=folder.weights,
         keep=configuration.learner.keep_weights,
         runtime=runtime,
-        store=open_store(bus, weights.store, run=run.name, public_url=weights.public_url),
+        store=open_store(
+            bus,
+            weights.store,
+            run=run.name,
+            public_url=weights.public_url,
+            policy=run.policy if configuration.learner.requested_by else "",
+        ),
         objects=get_object_store(bus, run.name),
         full_every=weights.full_every,
         sender=open_sender(bus, subjects, configuration, runtime),

@@ -18,6 +18,7 @@ from fleetbus.core.episode.claim_seals import NOT_OF_CLAIM
 from fleetbus.core.training.capacity import lag
 from fleetbus.core.training.groups import Group
 from fleetbus.core.training.ledger import Ledger
+from fleetbus.core.training.own_seats import select_own_seats
 from fleetbus.core.training.rewarded_parts import has_no_signal, list_rewards
 from fleetbus.core.training.task_losses import TaskLosses
 from fleetbus_schemas import EpisodeFinished, Exclusion
@@ -35,7 +36,7 @@ class GroupPool:
     ``stale_groups`` says what becomes of groups beyond ``max_staleness``: "drop" discards them, "keep" trains them, "wait"
     takes no batch that would make an unfinished group late. ``replace_flat``: so many groups with equal rewards are discarded
     per batch (dynamic sampling), further ones are trained, so that a task without any signal ends all the same; and so are all
-    while ``is_log_full``, for what is discarded leaves the log only after the next step.
+    while ``is_log_full``, for what is discarded leaves the log only after the next step. ``policy``: see `select_own_seats`.
     """
 
     def __init__(
@@ -47,9 +48,11 @@ class GroupPool:
         stale_groups: Literal["drop", "keep", "wait"] = "drop",
         replace_flat: int = 0,
         max_abs_reward: float = MAX_ABS_REWARD,
+        policy: str = "",
         is_log_full: Callable[[], bool] = lambda: False,
     ) -> None:
         self._is_log_full = is_log_full
+        self._policy = policy
         self._max_abs_reward = max_abs_reward
         self._ledger = ledger
         self._minimum = minimum
@@ -131,6 +134,7 @@ class GroupPool:
         group = self._groups.get(self._group_of.get(result.episode_id, ""))
         if group is None or result.episode_id in group.results:
             return
+        result = select_own_seats(result, self._policy)
         requested = self._ledger.register_result(result.episode_id, result.request_sequence, sequence)
         group.add(msgspec.structs.replace(result, request_sequence=requested))
         self.losses.record_result(result)

@@ -8,11 +8,12 @@ from fleetbus.delivery.requests import Requests
 from fleetbus.log.episodes import decode_episode_entry, scan_training_results
 from fleetbus_schemas import EpisodeFinished, Subjects
 from fleetbus_workers.learner.evaluation import Evaluations
+from fleetbus_workers.learner.joined_requests import JoinedRequests
 from fleetbus_workers.learner.pool import GroupPool
 
 
 class Results:
-    """``counters["results"]`` counts what was read of the log."""
+    """``counters["results"]`` counts what was read of the log. ``joined``: of a learner that trains what another asks for."""
 
     def __init__(
         self,
@@ -22,20 +23,28 @@ class Results:
         pool: GroupPool,
         evaluations: Evaluations,
         counters: MutableMapping[str, float],
+        joined: JoinedRequests | None = None,
     ) -> None:
         self._bus = bus
         self._subjects = subjects
+        self._results = subjects.episodes.removesuffix(">")
         self._requests = requests
         self._pool = pool
         self._evaluations = evaluations
         self._counters = counters
+        self._joined = joined
 
     async def follow(self, floor: int) -> None:
-        """Read results from ``floor`` on, for ever; claims and goodbyes stand on the same subjects."""
-        seals = ClaimSeals()
-        async with self._bus.read([self._subjects.episodes], start=floor) as reader:
+        """Read results from ``floor`` on, for ever; claims and goodbyes stand on the same subjects. A learner that does not ask
+        reads the requests between them."""
+        seals, joined = ClaimSeals(), self._joined
+        others = joined.list_subjects(self._subjects) if joined is not None else []
+        async with self._bus.read([self._subjects.episodes, *others], start=floor) as reader:
             while True:
                 stored = await reader.receive()
+                if joined is not None and not stored.subject.startswith(self._results):
+                    joined.enter(stored)
+                    continue
                 entry = decode_episode_entry(stored)
                 is_of_claim = seals.enter(entry)
                 if isinstance(entry, EpisodeFinished):

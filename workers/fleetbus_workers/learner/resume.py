@@ -16,7 +16,7 @@ import structlog
 from fleetbus.bus.base import LogBus
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.profile import list_profile
-from fleetbus.config.run_folder import run_folder
+from fleetbus.config.run_folder import policy_folder
 from fleetbus.config.settings import Configuration
 from fleetbus.core.training.floor import find_group_number, refuses_request
 from fleetbus.core.training.lineage import complete_lineages, compute_surviving_steps, is_surviving, lineage_number
@@ -243,7 +243,7 @@ async def wait_for_resume_point(
     bus: LogBus, subjects: Subjects, configuration: Configuration, drain: anyio.Event, runtime: Runtime
 ) -> ResumePoint | None:
     """Wait for the place to begin; None if training is finished, or was drained while a checkpoint was waited for."""
-    settings, folder = configuration.learner, run_folder(configuration.run).checkpoints.absolute()
+    settings, folder = configuration.learner, policy_folder(configuration.run).checkpoints.absolute()
     give_up_at = anyio.current_time() + settings.checkpoint_wait
     while not drain.is_set():
         book = await read_book(bus, subjects, configuration.run.policy)
@@ -296,9 +296,10 @@ async def read_published_versions(bus: LogBus, subjects: Subjects, policy: str) 
 
 
 async def read_requests_from_floor(
-    bus: LogBus, subjects: Subjects, pools: Sequence[str], resume_point: ResumePoint
+    bus: LogBus, subjects: Subjects, policy: str, pools: Sequence[str], resume_point: ResumePoint
 ) -> list[tuple[int, EpisodeRequested]]:
-    """The learners' training requests in the log from the checkpoint's floor on, settled ones among them, with their positions.
+    """The training requests of the policy's learners in the log from the checkpoint's floor on, settled ones among them, with
+    their positions.
 
     Any client may request an episode; what no lineage requested is not one of its groups. What was settled for good may stand
     here in part, or again.
@@ -309,7 +310,7 @@ async def read_requests_from_floor(
     return [
         (sequence, request)
         for sequence, request in found
-        if find_group_number(request) is not None and not refuses_request(floor, request)
+        if request.policy == policy and find_group_number(request) is not None and not refuses_request(floor, request)
     ]
 
 

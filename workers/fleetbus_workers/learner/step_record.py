@@ -18,6 +18,7 @@ from fleetbus_workers.learner.batch_metrics import SignalLog
 from fleetbus_workers.learner.batch_training import TrainedBatch
 from fleetbus_workers.learner.checkpoint_storage import CheckpointStorage
 from fleetbus_workers.learner.checkpoints import Checkpoint
+from fleetbus_workers.learner.joined_requests import JoinedRequests
 from fleetbus_workers.learner.journal import FencedAppender
 from fleetbus_workers.learner.pool import GroupPool
 from fleetbus_workers.learner.progress import Progress
@@ -37,7 +38,7 @@ class StepRecord:
         ledger: Ledger,
         pool: GroupPool,
         requests: Requests,
-        admission: Admission,
+        admission: Admission | JoinedRequests,
         publication: Publication,
         checkpoints: CheckpointStorage,
         progress: Progress,

@@ -11,7 +11,7 @@ from anyio.abc import TaskGroup
 from fleetbus.bus.base import Bus
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.check import check_trained_distribution
-from fleetbus.config.run_folder import run_folder
+from fleetbus.config.run_folder import policy_folder
 from fleetbus.config.settings import Configuration
 from fleetbus.core.training.groups import Group
 from fleetbus.delivery.control import Control, run_until_drained
@@ -21,6 +21,7 @@ from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.disk_full import retry_while_disk_full
 from fleetbus_workers.learner.group_judge import GroupJudge
+from fleetbus_workers.learner.joined_requests import JoinedRequests
 from fleetbus_workers.learner.journal import JournalMoved
 from fleetbus_workers.learner.parts import LearnerParts, make_parts
 from fleetbus_workers.learner.resume import ResumePoint, wait_for_resume_point
@@ -55,6 +56,7 @@ class Learner:
         self._trainer = trainer
         self._resume_point = resume_point
         self._runtime = runtime
+        self._is_left = False
 
     async def run(self) -> None:
         """Train until the last step or until drained."""
@@ -74,22 +76,27 @@ class Learner:
             group.start_soon(parts.appender.watch)
             group.start_soon(parts.requests.close_expired, parts.results.enter)
             group.start_soon(parts.admission.run, self._drain)
-            group.start_soon(parts.admission.follow_engines, bus, subjects)
+            group.start_soon(parts.admission.follow, bus, subjects)
             await self._train(group)
             group.cancel_scope.cancel()
 
     async def _train(self, tasks: TaskGroup) -> None:
         parts = self._parts
-        while parts.progress.step < self._settings.steps and not self._drain.is_set():
+        while not self._is_done and not self._drain.is_set():
             if parts.evaluations.is_due:
                 await run_until_drained(self._drain, parts.evaluations.play_due)
             await self._train_batch(tasks)
-        if self._drain.is_set() and parts.progress.step < self._settings.steps:
+        if self._drain.is_set() and not self._is_done:
             if self._settings.checkpoint_at_stop:
                 await parts.checkpoints.store()
             log.info("drained", step=parts.progress.step)
             return
         await self._finish()
+
+    @property
+    def _is_done(self) -> bool:
+        """True after the last step, and when nobody asks any more for what would be the next batch."""
+        return self._parts.progress.step >= self._settings.steps or self._is_left
 
     async def _train_batch(self, tasks: TaskGroup) -> None:
         parts, waited = self._parts, anyio.current_time()
@@ -102,21 +109,29 @@ class Learner:
             await parts.steps.record(batch, tasks)
 
     async def _wait_for_batch(self) -> list[Group]:
-        """The groups of the next step; [] when drained while waiting."""
-        pool, checkpoints = self._parts.pool, self._parts.checkpoints
+        """The groups of the next step; [] when drained while waiting, or when there will be none."""
+        pool, checkpoints, admission = self._parts.pool, self._parts.checkpoints, self._parts.admission
         while not self._drain.is_set():
             groups = pool.take(self._settings.groups, self._parts.progress.step)
             if groups:
                 return groups
-            if self._parts.requests.full and checkpoints.pending is not None:
+            if isinstance(admission, JoinedRequests) and admission.is_over:
+                self._is_left = True
+                return []
+            if checkpoints.pending is not None and await self._is_log_full():
                 await checkpoints.store()  # the log is trimmed up to a checkpoint only
             with anyio.move_on_after(FULL_CHECK_SECONDS):
                 await run_until_drained(self._drain, pool.changed.wait)
         return []
 
+    async def _is_log_full(self) -> bool:
+        """True if new requests wait for room; who asks for none looks by itself."""
+        requests = self._parts.requests
+        return requests.full or (bool(self._settings.requested_by) and await requests.is_short_of_room())
+
     async def _finish(self) -> None:
         """Store the model, evaluate it, and exclude what was not trained; the last entry says that training has finished."""
-        parts, model = self._parts, run_folder(self._configuration.run).model
+        parts, model = self._parts, policy_folder(self._configuration.run).model
         await parts.checkpoints.store()
         await retry_while_disk_full(self._runtime, self._trainer.save_model, model)
         await run_until_drained(self._drain, parts.evaluations.play_end)
@@ -144,7 +159,13 @@ class Learner:
             policy_version=parts.publication.version,
             draining=self._drain.is_set(),
             paused=parts.admission.is_paused,
-            counters=dict(progress.counters) | {"step": float(progress.step), "seconds_checkpoint": parts.checkpoints.seconds},
+            counters=dict(progress.counters)
+            | {
+                "step": float(progress.step),
+                "seconds_checkpoint": parts.checkpoints.seconds,
+                "groups_seen": float(parts.admission.next_group),
+            },
+            policy=self._configuration.run.policy,
         )
 
 

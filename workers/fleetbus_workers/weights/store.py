@@ -46,16 +46,17 @@ class FolderStore:
 class BusStore:
     """The object store of the bus; nothing is shared but the server."""
 
-    def __init__(self, objects: ObjectStore, bucket: str) -> None:
+    def __init__(self, objects: ObjectStore, bucket: str, prefix: str = "") -> None:
         self._objects = objects
         self._bucket = bucket
+        self._prefix = prefix
 
     async def put(self, file: Path) -> str:
-        await self._objects.put(file.name, file)
-        return f"{OBJECT_SCHEME}://{self._bucket}/{file.name}"
+        await self._objects.put(self._prefix + file.name, file)
+        return f"{OBJECT_SCHEME}://{self._bucket}/{self._prefix}{file.name}"
 
     async def remove(self, file: Path) -> None:
-        await self._objects.remove(file.name)
+        await self._objects.remove(self._prefix + file.name)
 
 
 class FsspecStore:
@@ -113,18 +114,20 @@ def open_filesystem(url: str) -> Any:
         raise UserError(f"{url}: {' '.join(str(error).split())}") from error
 
 
-def open_store(bus: LogBus, store: str, *, run: str, public_url: str = "") -> WeightsStore:
-    """The store that the setting ``weights.store`` names; raises `UserError`."""
+def open_store(bus: LogBus, store: str, *, run: str, public_url: str = "", policy: str = "") -> WeightsStore:
+    """The store that the setting ``weights.store`` names; raises `UserError`. ``policy``: a second one, whose files have the
+    names of the first one's."""
     if store == "folder":
-        return FolderStore(public_url)
+        return FolderStore(f"{public_url.rstrip('/')}/{policy}" if public_url and policy else public_url)
     if store == "nats":
         objects = get_object_store(bus, run)
         if objects is None:
             raise UserError("weights.store = nats needs a NATS server; this bus stores no objects")
-        return BusStore(objects, weights_bucket(run))
+        return BusStore(objects, weights_bucket(run), f"{policy}-" if policy else "")
     if "://" not in store:
         raise UserError(f"weights.store = {store}: use folder, nats, or a URL such as s3://bucket/path")
-    return FsspecStore(store, public_url)
+    below = f"/{policy}" if policy else ""
+    return FsspecStore(store.rstrip("/") + below, public_url and public_url.rstrip("/") + below)
 
 
 def get_object_store(bus: LogBus, run: str) -> ObjectStore | None:

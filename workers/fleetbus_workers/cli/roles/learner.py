@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _load_work() -> Work:
-    from fleetbus.config.run_folder import run_folder
+    from fleetbus.config.run_folder import policy_folder
     from fleetbus.files import create_folder
     from fleetbus_workers.assembly.engines import check_packages
     from fleetbus_workers.assembly.learner_parts import build_curriculum, open_group_judge
@@ -48,7 +48,7 @@ def _load_work() -> Work:
             await anyio.to_thread.run_sync(run_follower, trainer)
             return
         leading = LeaderTrainer(trainer) if trainer.shards.world > 1 else None
-        for files in (run_folder(configuration.run).weights, run_folder(configuration.run).checkpoints):
+        for files in (policy_folder(configuration.run).weights, policy_folder(configuration.run).checkpoints):
             create_folder(files)
         try:
             async with open_group_judge(configuration) as judge:
@@ -72,7 +72,7 @@ def _load_work() -> Work:
 async def _train_on_tinker(
     bus: Bus, configuration: Configuration, name: str, drain: anyio.Event, curriculum: Curriculum
 ) -> None:
-    from fleetbus.config.run_folder import run_folder
+    from fleetbus.config.run_folder import policy_folder
     from fleetbus.files import create_folder
     from fleetbus_workers.assembly.engines import check_packages
     from fleetbus_workers.assembly.learner_parts import open_group_judge
@@ -87,7 +87,7 @@ async def _train_on_tinker(
     trainer = TinkerTrainer(
         client, folder, base_model=settings.base_model or str(folder), settings=settings, learner=configuration.learner
     )
-    for files in (run_folder(configuration.run).weights, run_folder(configuration.run).checkpoints):
+    for files in (policy_folder(configuration.run).weights, policy_folder(configuration.run).checkpoints):
         create_folder(files)
     async with open_group_judge(configuration) as judge:
         await run_learner(

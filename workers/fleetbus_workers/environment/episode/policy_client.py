@@ -186,12 +186,13 @@ class PolicyClient:
         Raises `Superseded`, or `EpisodeEnded` when the observation went round too often.
         """
         self._expected, self._answer = turn, None
-        request, other = self._request, seats.other
+        request, other, frozen = self._request, seats.other, seats.frozen
         self._turn_to(request.policy if other is None else other.policy)
+        sampling = request.sampling
         if other is not None:
             sampling = msgspec.structs.replace(other.sampling, seed=request.sampling.seed)
-        else:
-            sampling = self.limited_by.turn_limits.apply(request.sampling) if self.limited_by else request.sampling
+        if self.limited_by and frozen is None:
+            sampling = self.limited_by.turn_limits.apply(sampling)
         stands_on = placement.segment if placement.origin is None else placement.origin.parent
         observation = Observation(
             episode_id=request.episode_id,
@@ -201,7 +202,7 @@ class PolicyClient:
             messages=messages,
             tools=tools,
             sampling=sampling,
-            tokens_left=tokens_left if other is None else MAX_INT32,
+            tokens_left=tokens_left if frozen is None else MAX_INT32,
             pinned_version=request.pinned_version if other is None else None,
             history_hash=self._history_hashes.get(stands_on, EMPTY_HISTORY),
             environment_lane=self._claim.lane,
@@ -212,7 +213,7 @@ class PolicyClient:
             origin=placement.origin,
             segments=placement.segments,
             seat=seats.current,
-            trained=other is None,
+            trained=frozen is None,
         )
         lane = self._lane if self._lane_status.is_usable(self._lane) and not self._lane_status.is_full(self._lane) else ANY_LANE
         return self._await_answer(observation, lane)

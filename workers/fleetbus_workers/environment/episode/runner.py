@@ -42,7 +42,15 @@ from fleetbus_workers.environment.episode.conclusion import (
 )
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
-from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats, SeatError, add_unseated, list_other_policies
+from fleetbus_workers.environment.episode.seats import (
+    UNSEATED,
+    EpisodeSeats,
+    SeatError,
+    add_unseated,
+    add_versions,
+    list_other_policies,
+    list_versions,
+)
 from fleetbus_workers.environment.episode.segments import FIRST, EpisodeContext, Placement, append_line, find_context_tokens
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, to_printable
 from fleetbus_workers.environment.examples import insert_examples
@@ -154,7 +162,7 @@ class EpisodeRunner:
                 conclusion = await self._grade(conclusion)
         finally:
             await self._close()
-        reward = None if self._seats.other else self._request.timeout_reward
+        reward = None if self._seats.frozen else self._request.timeout_reward
         return self._build_result(grade_timeout(conclusion, reward, self.turn))
 
     def _describe_failure(self, ended: EpisodeEnded) -> Conclusion:
@@ -201,11 +209,11 @@ class EpisodeRunner:
         with self._stages.time_limit("reset", self._limits.reset):
             start = validate_return(Start, await self._environment.reset(), "reset", self._environment)
         self._seats = EpisodeSeats(start.seat, list_other_policies(self._request.seats)) if start.seat else UNSEATED
-        return insert_examples(start.messages, () if self._seats.other else self._examples), start.tools
+        return insert_examples(start.messages, () if self._seats.frozen else self._examples), start.tools
 
     def _append_status(self, messages: tuple[ChatMessage, ...], placement: Placement) -> tuple[ChatMessage, ...]:
         """The policy's budget at the end of what it sees next, if that is wanted."""
-        if not self._settings.context_status or not messages or self._seats.other:
+        if not self._settings.context_status or not messages or self._seats.frozen:
             return messages
         context = self._context
         line = format_status_line(
@@ -228,7 +236,7 @@ class EpisodeRunner:
                 placement = self._change_context(change)
                 if change is step.context or change.resume is None:
                     return self._append_status(messages, placement), change.tools, placement
-        if self._seats.other or not context.needs_compaction(messages):
+        if self._seats.frozen or not context.needs_compaction(messages):
             placement = context.extend()
         elif self._settings.compaction == "summarise":
             self._unread = messages
@@ -274,7 +282,7 @@ class EpisodeRunner:
         if action.finish_reason == "failed":
             raise EpisodeEnded("lost", action.error_class or "action_failed", action.error)
         if not action.sampled:
-            if self._seats.other:
+            if self._seats.frozen:
                 raise EpisodeEnded("lost", "seat_without_room", action.error)
             self._lack_of_room = action.error
             return None
@@ -290,7 +298,7 @@ class EpisodeRunner:
 
     def _append_turn(self, turn: Turn, messages: tuple[ChatMessage, ...]) -> None:
         self._seats.append(len(self._turns), turn.action.segment)
-        if self._seats.other:
+        if self._seats.frozen:
             self._seats.other_tokens += count_tokens(turn.action.prompt_delta + turn.action.sampled)
         self._turns.append(turn)
         try:
@@ -357,9 +365,7 @@ class EpisodeRunner:
         info = clip_values(self._last.info, INFO_BYTES)
         limit = self._settings.max_abs_reward
         others = self._seats.other_turns
-        versions = {
-            span.version for number, turn in enumerate(self._turns) if number not in others for span in turn.action.versions
-        }
+        own = (turn for number, turn in enumerate(self._turns) if number not in others)
         return EpisodeFinished(
             episode_id=request.episode_id,
             group_id=request.group_id,
@@ -383,7 +389,7 @@ class EpisodeRunner:
             tool_calls=self._tool_calls,
             tool_errors=self._tool_errors,
             attempts=self._claim.attempt,
-            policy_versions=tuple(sorted(versions)),
+            policy_versions=list_versions(own),
             success=success_in(info),
             info=info,
             last_observation=to_printable(clip_text(format_text(self._last.messages), LAST_OBSERVATION_BYTES)),
@@ -394,5 +400,5 @@ class EpisodeRunner:
             reward_components=conclusion.components,
             transcript=conclusion.transcript,
             untrained=untrained,
-            seats=seats,
+            seats=add_versions(seats, self._turns),
         )

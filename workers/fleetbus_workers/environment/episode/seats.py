@@ -7,9 +7,12 @@ played. All follows from what the environment says, so that an attempt that take
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+import msgspec
+
+from fleetbus.core.episode.history import Turn
 from fleetbus_schemas import ContextChange, EpisodeSeat, SeatPolicy, UntrainedTurn
 from fleetbus_schemas.seat import MAX_SEATS, SHARED
 from fleetbus_workers.environment.base import Step
@@ -25,7 +28,7 @@ class SeatError(ValueError):
 
 class EpisodeSeats:
     """Turns by seat. Without a first seat the episode has none, and all calls say so. ``others`` are policies by the seat that
-    they play, which are not trained."""
+    they play; those that are not trained are ``frozen``."""
 
     __slots__ = ("_others", "_owners", "_segments", "_turns", "current", "other_tokens")
 
@@ -33,7 +36,7 @@ class EpisodeSeats:
         self.current = first
         self._others = others
         self.other_tokens = 0
-        """Tokens of the turns of other policies, which do not count as the episode's."""
+        """Tokens of the turns of frozen policies, which do not count as the episode's."""
         self._turns: dict[str, list[int]] = {}
         self._segments: dict[str, int] = {}
         self._owners: dict[int, str] = {}
@@ -42,6 +45,12 @@ class EpisodeSeats:
     def other(self) -> SeatPolicy | None:
         """The other policy that plays the present seat; None if that is the episode's own."""
         return self._others.get(self.current)
+
+    @property
+    def frozen(self) -> SeatPolicy | None:
+        """That policy if nobody trains it."""
+        other = self.other
+        return None if other is None or other.trained else other
 
     @property
     def other_turns(self) -> frozenset[int]:
@@ -102,6 +111,8 @@ class EpisodeSeats:
     def _leave_to_its_policy(self, seat: EpisodeSeat) -> EpisodeSeat:
         if (other := self._others.get(seat.name)) is None:
             return seat
+        if other.trained:
+            return msgspec.structs.replace(seat, policy=other.policy)
         reason = f"the policy {other.policy} plays it, which is not trained here"
         return EpisodeSeat(name=seat.name, turns=seat.turns, reason=reason)
 
@@ -131,3 +142,16 @@ def add_unseated(untrained: tuple[UntrainedTurn, ...], seats: tuple[EpisodeSeat,
     turns = {turn: UntrainedTurn(turn=turn, reason="seat") for seat in seats if seat.reward is None for turn in seat.turns}
     turns |= {each.turn: each for each in untrained}
     return tuple(turns[turn] for turn in sorted(turns))
+
+
+def add_versions(seats: tuple[EpisodeSeat, ...], turns: Sequence[Turn]) -> tuple[EpisodeSeat, ...]:
+    """The seats with the versions that sampled those which a policy of their own plays."""
+    return tuple(
+        msgspec.structs.replace(seat, versions=list_versions(turns[turn] for turn in seat.turns)) if seat.policy else seat
+        for seat in seats
+    )
+
+
+def list_versions(turns: Iterable[Turn]) -> tuple[int, ...]:
+    """Those that sampled these turns, each once, ascending."""
+    return tuple(sorted({span.version for turn in turns for span in turn.action.versions}))

@@ -1,0 +1,29 @@
+"""The part of a result that one learner trains, where several policies played its episode. Pure.
+
+The seats of other policies are to a learner as seats without a reward: their turns are in no sequence of its own, and their
+rewards in no advantage. So all rules of seats that are never trained hold for them as they are.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from fleetbus_schemas import EpisodeFinished, EpisodeSeat
+from fleetbus_schemas.seat import ELSEWHERE
+
+
+def select_own_seats(result: EpisodeFinished, policy: str) -> EpisodeFinished:
+    """The result as the learner of ``policy`` trains it; empty: the policy that the episode was requested for."""
+    if not policy and not any(seat.policy for seat in result.seats):
+        return result
+    own = [seat for seat in result.seats if seat.policy == policy]
+    versions = {version for seat in own for version in seat.versions} if policy else result.policy_versions
+    return msgspec.structs.replace(
+        result,
+        seats=tuple(seat if seat.policy == policy else _leave(seat) for seat in result.seats),
+        policy_versions=tuple(sorted(versions)),
+    )
+
+
+def _leave(seat: EpisodeSeat) -> EpisodeSeat:
+    return msgspec.structs.replace(seat, reward=None, reason=ELSEWHERE) if seat.reward is not None else seat

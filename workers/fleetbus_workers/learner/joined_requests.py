@@ -1,0 +1,96 @@
+"""The training requests of another policy's learner: this one trains the seats of its own policy in the same episodes.
+
+It takes the place of `fleetbus_workers.learner.admission.Admission`, and asks for nothing.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import anyio
+import structlog
+
+from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.core.training.floor import find_group_number, parse_group_number
+from fleetbus.log.episodes import read_entry
+from fleetbus_schemas import EpisodeRequested, LineageStarted, Subjects, TrainingFinished
+from fleetbus_schemas.channels import STORED
+from fleetbus_workers.learner.pool import GroupPool
+
+log = structlog.get_logger()
+
+
+class JoinedRequests:
+    """The requests of the learner of ``requested_by`` in which ``policy`` has a seat that is trained. They are entered as they
+    stand in the log, before their results. ``steps`` are those that both are to train."""
+
+    def __init__(self, pool: GroupPool, *, policy: str, requested_by: str, next_group: int, steps: int) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._requested_by = requested_by
+        self._steps = steps
+        self._first_group = 0
+        self.metrics: dict[str, float] = {}
+        self.is_paused = False
+        self._settled: defaultdict[str, list[str]] = defaultdict(list)
+        """By group the episodes that a checkpoint settled."""
+        self.next_group = next_group
+        self.is_over = False
+        """True once the learner that asks has trained its last step."""
+
+    @property
+    def first_open_group(self) -> int:
+        """The first group that is not settled."""
+        return min((parse_group_number(group_id) for group_id in self._pool.group_ids), default=self.next_group)
+
+    def pause(self, is_paused: bool) -> None:
+        """Nothing is asked for here: the learner that asks is told, too."""
+
+    def list_subjects(self, subjects: Subjects) -> list[str]:
+        """The subjects to `enter` the entries of, together with the results."""
+        return [subjects.tasks(), subjects.train(self._requested_by)]
+
+    async def take_over(self, requests: Iterable[tuple[int, EpisodeRequested]], first_group: int = 0) -> None:
+        """Groups below ``first_group`` are settled for good; ``requests`` will be read again, in their order."""
+        self._first_group = first_group
+        self.next_group = max(self.next_group, first_group)
+
+    async def run(self, drain: anyio.Event) -> None:
+        """Nothing, until drained."""
+        await drain.wait()
+
+    async def follow(self, bus: Bus, subjects: Subjects) -> None:
+        """Nothing: who asks follows the engines."""
+
+    def enter(self, stored: StreamEntry) -> None:
+        """An entry of `list_subjects`, in the order of the log."""
+        if stored.subject.split(".", 3)[2] == "train":
+            entry = read_entry(STORED["train"], stored)
+            if isinstance(entry, LineageStarted):
+                self.is_over = False
+            elif isinstance(entry, TrainingFinished) and not entry.more and entry.step >= self._steps:
+                self.is_over = True
+                self._pool.notify()
+        elif (request := read_entry(STORED["task"], stored)) is not None:
+            assert isinstance(request, EpisodeRequested)
+            self._enter_request(request, stored.sequence)
+
+    def _enter_request(self, request: EpisodeRequested, sequence: int) -> None:
+        number, group_id = find_group_number(request), request.group_id
+        if number is None or request.policy != self._requested_by or number < self._first_group:
+            return
+        if not any(seat.trained and seat.policy == self._policy for seat in request.seats):
+            return
+        self.next_group = max(self.next_group, number + 1)
+        if not self._pool.register_request(request.episode_id, sequence):
+            self._settled[group_id].append(request.episode_id)
+            if group_id in self._pool.group_ids:
+                self._cut(group_id)
+            return
+        self._pool.admit(group_id, request.group_size)
+        self._pool.expect(request.episode_id, group_id, request.deadline_ns)
+        self._cut(group_id)
+
+    def _cut(self, group_id: str) -> None:
+        """Tell of the episodes of a group that were settled without the others."""
+        for episode_id in self._settled.pop(group_id, ()):
+            self._pool.record_settlement(episode_id, group_id)
