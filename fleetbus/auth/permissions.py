@@ -50,7 +50,8 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True):
     """The operations that one user of one run may do, besides talking to itself on its inbox.
 
     ``asks``: of the run's account. ``calls`` and ``hears``: (role, subject) of other roles' services and broadcasts. ``serves``
-    and ``tells``: its own. ``listens``: a subject with wildcards that it subscribes to in place of those that it hears.
+    and ``tells``: its own. ``listens``: a subject with wildcards that it subscribes to in place of those that it hears, or on
+    which others of its role speak.
     ``everything``: all of the run's account, which holds the streams.
     """
 
@@ -134,11 +135,14 @@ class _GatheredRights:
     def add(self, channel: Channel, use: Use) -> None:
         for way in use.ways:
             if way in ("call", "hear"):
+                others = [role for role in use.of if role != self._user]
                 self._others[way] += [
-                    (role, channel.fill(run=self._plan.run, role=role, command=use.command)) for role in use.of
+                    (role, channel.fill(run=self._plan.run, role=role, command=use.command)) for role in others
                 ]
-                if way == "hear" and len(use.of) > 1:
+                if way == "hear" and len(others) > 1:
                     self._listens.append(channel.below(run=self._plan.run))
+                elif way == "hear" and self._user in use.of:  # of the same account, which imports nothing from itself
+                    self._listens.append(self._subject(channel))
             elif way == "serve" or (way == "send" and not channel.kept):
                 self._own["serve" if way == "serve" else "tell"].append(self._subject(channel))
             elif way == "batch" or channel.kept != "log" or channel.name == "log" or not covers_log(self._user, way):

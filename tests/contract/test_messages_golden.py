@@ -63,7 +63,18 @@ def test_golden_bytes_of_every_age_lose_nothing_when_they_are_decoded_and_encode
     for file in ADD["stored"](GOLDEN, message_type.__name__):
         payload = file.read_bytes()
         again = encode(decode(message_type, payload, subject=file.name))
-        assert msgspec.msgpack.decode(again) == msgspec.msgpack.decode(payload), file.name  # a map's length has several forms
+        assert holds(msgspec.msgpack.decode(again), msgspec.msgpack.decode(payload)), (
+            file.name
+        )  # a map's length has several forms
+
+
+def holds(newer: Any, older: Any) -> bool:
+    """True if all that the older value holds stands in the newer one: a struct that is an array may have grown at its end."""
+    if isinstance(older, dict):
+        return newer.keys() == older.keys() and all(holds(newer[key], value) for key, value in older.items())
+    if isinstance(older, list):
+        return len(newer) >= len(older) and all(map(holds, newer, older))
+    return bool(newer == older)
 
 
 def test_every_golden_file_belongs_to_a_message_that_still_exists() -> None:

@@ -101,7 +101,7 @@ def is_allowed(rights: Rights, operation: Operation) -> bool:
         return not operation.subject.startswith(Subjects(OTHER_RUN).log.removesuffix(">"))
     if operation.kind == LISTEN:
         own = (f"{build_inbox_prefix('admin')}.>",) if rights.everything else ()
-        allowed: Iterable[str] = (*own, *(subject for _, subject in rights.hears))
+        allowed: Iterable[str] = (*own, *(subject for _, subject in rights.hears), *rights.listens)
     else:  # the admin's account is not that of any worker
         allowed = () if rights.everything else rights.publish
     return any(covers(pattern, operation.subject) for pattern in allowed)

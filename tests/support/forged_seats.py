@@ -23,11 +23,17 @@ UNTRAINED = (UntrainedTurn(turn=1, reason="seat"),)
 
 
 def play_game(
-    log_builder: LogBuilder, asked: tuple[str, ...] = ("first", "second", "first"), other: str = "", **changes: Any
+    log_builder: LogBuilder,
+    asked: tuple[str, ...] = ("first", "second", "first"),
+    other: str = "",
+    *,
+    is_trained: bool = False,
+    **changes: Any,
 ) -> None:
     """Turns 0 and 2 in one context, turn 1 in another, which is not trained. The second seat may be another policy's, of which
-    ``other`` is asked."""
-    log_builder.request("a", seats=(SeatPolicy(seat="second", policy="simulator"),) if other else ())
+    ``other`` is asked, and which a learner of its own may train."""
+    policy = "solver" if is_trained else "simulator"
+    log_builder.request("a", seats=(SeatPolicy(seat="second", policy=policy, trained=is_trained),) if other else ())
     log_builder.claim("a")
     actions = []
     for turn, (seat, segment, before) in enumerate(zip(asked, (0, 1, 0), (0, 0, 1), strict=True)):

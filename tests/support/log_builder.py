@@ -51,18 +51,21 @@ class LogBuilder:
         self.entries.append((subject, encode(message)))
         return len(self.entries)
 
-    def lineage(self, name: str = "l1", parent: str = "", parent_step: int = 0, restart: str = "", settings: Any = None) -> int:
+    def lineage(
+        self, name: str = "l1", parent: str = "", parent_step: int = 0, restart: str = "", settings: Any = None, *,
+        policy: str = "default",
+    ) -> int:  # fmt: skip
         started = LineageStarted(
             lineage=name, worker="learner", parent=parent, parent_step=parent_step, restart=restart, settings=settings or {}
         )
-        self.add(SUBJECTS.train("default"), started)
-        return self.add(SUBJECTS.policy("default"), started)
+        self.add(SUBJECTS.train(policy), started)
+        return self.add(SUBJECTS.policy(policy), started)
 
-    def version(self, number: int = 0, *, uri: str = "") -> int:
+    def version(self, number: int = 0, *, uri: str = "", policy: str = "default") -> int:
         published = PolicyPublished(
-            policy="default", version=number, lineage="l1", step=number, uri=uri, manifest=(), size_bytes=0
+            policy=policy, version=number, lineage="l1", step=number, uri=uri, manifest=(), size_bytes=0
         )
-        return self.add(SUBJECTS.policy("default"), published)
+        return self.add(SUBJECTS.policy(policy), published)
 
     def request(
         self, episode: str, *, split: Split = "train", pool: str = "default", seats: tuple[SeatPolicy, ...] = ()
@@ -121,11 +124,12 @@ class LogBuilder:
         return self.finish(episode, actions, split=split, **changes)
 
     def step(
-        self, number: int, episodes: list[str], excluded: dict[str, str] | None = None, lineage: str = "l1", **changes: Any
-    ) -> int:
+        self, number: int, episodes: list[str], excluded: dict[str, str] | None = None, lineage: str = "l1", *,
+        policy: str = "default", **changes: Any,
+    ) -> int:  # fmt: skip
         reasons = tuple(Exclusion(episode_id=episode, reason=reason) for episode, reason in (excluded or {}).items())
         trained = StepTrained(lineage=lineage, step=number, version=number, episodes=tuple(episodes), excluded=reasons)
-        return self.add(SUBJECTS.train("default"), msgspec.structs.replace(trained, **changes))
+        return self.add(SUBJECTS.train(policy), msgspec.structs.replace(trained, **changes))
 
     def checkpoint(self, step: int, *, floor: int = 1, lineage: str = "l1", file: str = "") -> int:
         stored = CheckpointStored(lineage=lineage, step=step, version=step, file=file, floor=floor)

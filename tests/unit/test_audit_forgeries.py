@@ -44,6 +44,12 @@ def trained_twice(log_builder: LogBuilder) -> None:
     log_builder.step(2, ["a"])
 
 
+def trained_by_another_policy(log_builder: LogBuilder) -> None:
+    log_builder.play("a")
+    log_builder.step(1, [])
+    log_builder.step(1, ["a"], policy="third")
+
+
 def trained_and_excluded(log_builder: LogBuilder) -> None:
     log_builder.play("a")
     log_builder.step(1, ["a"])
@@ -290,6 +296,7 @@ def lineage_anew_beside_a_checkpoint(log_builder: LogBuilder) -> None:
 
 
 FORGERIES: list[tuple[Callable[[LogBuilder], None], str, str]] = [
+    (trained_by_another_policy, "settled_elsewhere", "a-by-third"),
     (rewards_without_a_judge, "reward_unjudged", "a"),
     (rewards_that_no_score_explains, "reward_unjudged", "a"),
     (rewards_without_scores, "reward_unjudged", "a"),

@@ -35,10 +35,11 @@ def name_share(episode_id: str, policy: str) -> str:
 def apply_to_shares(episodes: dict[str, EpisodeAudit], episode: EpisodeAudit, sequence: int, message: Message) -> None:
     """Keep the further accounts of an episode, after ``message`` was applied to it."""
     if isinstance(message, EpisodeRequested) and episode.requested == sequence:
-        for share in _open_shares(episode):
-            episodes[share.episode_id] = share
+        episodes |= {share.episode_id: share for share in _open_shares(episode)}
     for policy in episode.sharers:
-        share = episodes[name_share(episode.episode_id, policy)]
+        share = episodes.get(name_share(episode.episode_id, policy))
+        if share is None:
+            continue
         if isinstance(message, AttemptStarted | AttemptReleased):
             share.holding = episode.holding
         elif isinstance(message, EpisodeFinished) and episode.result_sequence == sequence:
@@ -47,7 +48,7 @@ def apply_to_shares(episodes: dict[str, EpisodeAudit], episode: EpisodeAudit, se
 
 
 def _open_shares(episode: EpisodeAudit) -> Iterator[EpisodeAudit]:
-    for policy in episode.sharers:
+    for policy in episode.sharers if episode.split == "train" and episode.lineage else ():
         yield EpisodeAudit(
             episode_id=name_share(episode.episode_id, policy),
             requested=episode.requested,
@@ -71,7 +72,7 @@ def rename_settled(
             return episode_id
         if policy in episode.sharers:
             return name_share(episode_id, policy)
-        findings.add("settled_elsewhere", f"{episode_id} by {policy}", sequence)
+        findings.add("settled_elsewhere", f"{episode_id}-by-{policy}", sequence)
         return episode_id
 
     excluded = tuple(Exclusion(episode_id=rename(each.episode_id), reason=each.reason) for each in entry.excluded)

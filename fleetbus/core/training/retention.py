@@ -198,7 +198,8 @@ class Retention:
             return
         group = find_group_number(request)
         number = sequence if group is not None else min(request.earliest_sequence or sequence, sequence)
-        for policy in request.trained_policies if group is not None else (request.policy,):
+        by_learner = request.split != "eval" and bool(request.lineage)
+        for policy in request.trained_policies if by_learner else (request.policy,):
             if policy != request.policy and policy not in self._joined:
                 self._joined[policy] = self._get_training(policy).suffix = f"@{policy}"
             self._open[request.episode_id + self._joined.get(policy, "")] = _OpenEpisode(
@@ -206,7 +207,7 @@ class Retention:
                 content=-sequence,
                 policy=policy,
                 group=group or 0,
-                by_learner=request.split != "eval" and bool(request.lineage),
+                by_learner=by_learner,
             )
             if group is not None:
                 self._groups.setdefault(policy, {}).setdefault(group, sequence)

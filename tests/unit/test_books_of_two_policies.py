@@ -1,0 +1,117 @@
+"""The books where the learners of two policies train the same episodes: what each settles, and what is forged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fleetbus.core.training.own_seats import select_own_seats
+from fleetbus.core.training.retention import Retention
+from fleetbus_schemas import CheckpointStored, EpisodeFinished, EpisodeSeat, FloorRaised, decode
+from fleetbus_schemas.channels import STORED
+from fleetbus_schemas.message import decode_any
+from fleetbus_schemas.tokens import pack_mask
+from tests.support.forged_seats import TOKENS, play_game
+from tests.support.log_builder import PROMPT, SAMPLED, SUBJECTS, LogBuilder, audit_log, kinds, read_entries, start_log
+
+SOLVER = "solver"
+SEATS = (
+    EpisodeSeat(name="first", turns=(0, 2), reward=1.0),
+    EpisodeSeat(name="second", turns=(1,), reward=-1.0, policy=SOLVER, versions=(0,)),
+)
+ALL = pack_mask([*[False] * PROMPT, *[True] * SAMPLED] * 3)
+
+
+def start_joint_log(**changes: Any) -> LogBuilder:
+    log_builder = start_log()
+    log_builder.lineage(policy=SOLVER)
+    log_builder.version(policy=SOLVER)
+    play_game(log_builder, other=SOLVER, is_trained=True, **{"seats": SEATS, "untrained": (), "loss_mask": ALL} | changes)
+    return log_builder
+
+
+async def test_an_episode_is_in_the_books_of_each_policy_that_trains_it() -> None:
+    log_builder = start_joint_log()
+    log_builder.step(1, ["a"])
+    report = await audit_log(log_builder)
+    assert (kinds(report), report.books.requested, report.books.trained, report.books.finished) == ({}, 2, 1, 1)
+    log_builder.step(1, ["a"], policy=SOLVER)
+    report = await audit_log(log_builder)
+    assert (kinds(report), report.books.trained, report.books.in_flight) == ({}, 2, 0)
+    assert report.trained_by == {"default": 1, SOLVER: 1}
+    assert (report.outcomes, report.attempts.started) == ({"completed": 1}, 1)
+
+
+async def test_one_policy_may_exclude_what_the_other_trains() -> None:
+    log_builder = start_joint_log()
+    log_builder.step(1, ["a"])
+    log_builder.step(1, [], {"a": "no_tokens"}, policy=SOLVER)
+    assert "exclusion_unfounded" in kinds(await audit_log(log_builder)), "it has a reward for its own seat"
+    log_builder = start_joint_log(seats=(SEATS[0], EpisodeSeat(name="second", turns=(1,), reason="its verdict is None")))
+    log_builder.step(1, ["a"])
+    log_builder.step(1, [], {"a": "no_tokens"}, policy=SOLVER)
+    assert "exclusion_unfounded" not in kinds(await audit_log(log_builder))
+
+
+def trained_twice_by_the_other(log_builder: LogBuilder) -> None:
+    log_builder.step(1, ["a"], policy=SOLVER)
+    log_builder.step(2, ["a"], policy=SOLVER)
+
+
+def floor_above_what_the_other_has_not_settled(log_builder: LogBuilder) -> None:
+    log_builder.step(1, ["a"])
+    log_builder.checkpoint(1)
+    log_builder.add(SUBJECTS.floor, FloorRaised(sequence=len(log_builder.entries) + 1))
+
+
+def settled_by_a_third(log_builder: LogBuilder) -> None:
+    log_builder.step(1, [], {"a": "stale"}, policy="third")
+
+
+@pytest.mark.parametrize(
+    ("forge", "kind", "offender"),
+    [
+        (trained_twice_by_the_other, "trained_twice", "a@solver"),
+        (floor_above_what_the_other_has_not_settled, "floor_unsettled", "a@solver"),
+        (settled_by_a_third, "settled_elsewhere", "a-by-third"),
+    ],
+)
+async def test_what_is_wrong_with_one_policy_is_named_with_it(
+    forge: Callable[[LogBuilder], None], kind: str, offender: str
+) -> None:
+    log_builder = start_joint_log()
+    forge(log_builder)
+    assert kinds(await audit_log(log_builder)).get(kind) == (offender,)
+
+
+@pytest.mark.parametrize("policy", ["", "default", "third"])
+async def test_a_seat_that_names_another_policy_than_played_it_is_wrong(policy: str) -> None:
+    log_builder = start_joint_log(seats=(SEATS[0], EpisodeSeat(name="second", turns=(1,), reward=-1.0, policy=policy)))
+    assert kinds(await audit_log(log_builder)).get("seats_wrong") == ("a",)
+
+
+def test_each_learner_sees_the_rewards_and_versions_of_its_own_seats() -> None:
+    (payload,) = (payload for subject, payload in start_joint_log().entries if b"EpisodeFinished" in payload)
+    result = decode(EpisodeFinished, payload, subject="test")
+    own, other = select_own_seats(result, ""), select_own_seats(result, SOLVER)
+    assert [seat.reward for seat in own.seats] == [1.0, None]
+    assert [seat.reward for seat in other.seats] == [None, -1.0]
+    assert (own.unrewarded_turns, other.unrewarded_turns) == ({1}, {0, 2})
+    assert (own.policy_versions, other.policy_versions) == (result.policy_versions, (0,))
+    assert result.tokens == 3 * TOKENS
+
+
+def test_what_one_policy_has_settled_stays_in_the_log_until_the_other_has() -> None:
+    log_builder = start_joint_log()
+    for policy, is_settled in (("default", False), (SOLVER, True)):
+        log_builder.step(1, ["a"], policy=policy)
+        stored = CheckpointStored(lineage="l1", step=1, version=1, file="", floor=len(log_builder.entries))
+        log_builder.add(SUBJECTS.train(policy), stored)
+        retention = Retention()
+        for entry in read_entries(log_builder):
+            kind = entry.subject.split(".")[2]
+            retention.enter(entry.sequence, entry.subject, decode_any(STORED[kind], entry.payload, subject=entry.subject))
+        assert retention.is_settled(SUBJECTS.episode("a")) == is_settled, policy
+        assert bool(retention.list_settled(len(log_builder.entries), 9)) == is_settled
