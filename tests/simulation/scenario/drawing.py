@@ -27,7 +27,11 @@ FAULT_WINDOW_SECONDS = 120.0
 OTHER_SEAT_SHARE = 0.5
 """Of the worlds with seats."""
 
+TRAINED_SEAT_SHARE = 0.5
+"""Of the worlds in which another policy plays one of them."""
+
 FAULT_FREE_SHARE = 0.05
+CALM_LEARNERS_SHARE = 0.15
 
 IMPATIENT_SHARE = 0.25
 IMPATIENT_SECONDS = 6.0
@@ -57,6 +61,8 @@ MANY_LANES = 80
 
 def draw_scenario(seed: int, faults: FaultSet = "usual") -> Scenario:
     """The scenario of a seed; with all faults it is the usual one, with more clients and more that goes wrong."""
+    if faults == "learners":
+        return _train_both(seed)
     if faults == "rare":
         draw, scenario = random.Random(f"rare/{seed}"), draw_scenario(seed, "swarm")
         lanes = draw.choice((scenario.lanes, scenario.lanes, MANY_LANES))
@@ -83,6 +89,19 @@ def draw_scenario(seed: int, faults: FaultSet = "usual") -> Scenario:
     return _limit_log(scenario, random.Random(f"room/{seed}"))
 
 
+def _train_both(seed: int) -> Scenario:
+    """One in so many seeds is calm."""
+    draw = random.Random(f"learners/{seed}")
+    scenario = draw_scenario(seed, draw.choice(("all", "swarm")))
+    scenario = msgspec.structs.replace(
+        scenario, seats=max(scenario.seats, draw.choice((2, 3))), other_seat=True, trained_seat=True
+    )
+    if draw.random() < CALM_LEARNERS_SHARE:
+        calm = NetworkFaultRates(), FaultProfile()
+        scenario = msgspec.structs.replace(scenario, network_faults=calm[0], fault_profile=calm[1], fault_schedule=())
+    return scenario
+
+
 def _draw_usual(seed: int) -> Scenario:
     draw, contexts = random.Random(f"scenario/{seed}"), random.Random(f"contexts/{seed}")
     groups, group_size = draw.choice(((5, 4), (5, 4), (10, 2)))
@@ -106,7 +125,8 @@ def _draw_usual(seed: int) -> Scenario:
         seats=random.Random(f"seats/{seed}").choice((0, 0, 2, 3)),
     )
     is_other = scenario.seats > 0 and random.Random(f"other seat/{seed}").random() < OTHER_SEAT_SHARE
-    scenario = msgspec.structs.replace(scenario, other_seat=is_other)
+    is_trained = is_other and random.Random(f"learner of a seat/{seed}").random() < TRAINED_SEAT_SHARE
+    scenario = msgspec.structs.replace(scenario, other_seat=is_other, trained_seat=is_trained)
     settling = random.Random(f"settling/{seed}")
     scenario = msgspec.structs.replace(
         scenario, settle_seconds=settling.choice((3.0, 10.0, 30.0)), late_copies=scenario.recorder and settling.random() < 0.7
