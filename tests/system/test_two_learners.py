@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import anyio
 import pytest
 from msgspec.structs import replace
 
+from fleetbus.audit.run import audit_run
+from fleetbus.bus.base import StreamEntry
 from fleetbus.config.seats import configure_learner, list_trained_seats
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
 from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import Action, ChatMessage, EpisodeRequested, StepTrained, Task, TrainingFinished
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Start, Step, Verdict
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.digest_audit import audit_digests
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.small_deployment import RUN, Member, SmallDeployment, build_configuration, small_deployment
 from tests.support.virtual_time import virtual_time
@@ -29,13 +33,11 @@ STEPS = 6
 TASKS = [Task(key=f"task-{number}") for number in range(4)]
 
 
-class Lesson:
+class Lesson(ScriptedEnvironment):
     """A task is proposed, solved, and proposed again; each seat's reward is its own."""
 
     replayable = False
-
-    async def open(self, task: Task) -> None:
-        self._played = 0
+    _played = 0
 
     async def reset(self) -> Start:
         return Start(messages=(ChatMessage(role="user", content="propose"),), seat="proposer")
@@ -51,9 +53,6 @@ class Lesson:
     async def verify(self) -> Verdict:
         reward = (self._last[0] % 7) / 7
         return Verdict(reward=reward, seats={"proposer": reward, "solver": 1.0 - reward})
-
-    async def close(self) -> None:
-        """Nothing is open."""
 
 
 class Noting(ScriptedTrainer):
@@ -94,6 +93,22 @@ async def read_steps(fleet: SmallDeployment, policy: str) -> list[StepTrained]:
     return [message for _, message in decode_entries(StepTrained, entries)]
 
 
+async def expect_balance(fleet: SmallDeployment, episodes: int = 0) -> None:
+    """The books of both policies balance, and what both trained is what was sampled."""
+    report = await audit_run(fleet.bus, fleet.subjects)
+    assert report.balanced, report.findings
+    log = [entry async for entry in fleet.bus.scan([fleet.subjects.log])]
+
+    async def scan() -> AsyncIterator[StreamEntry]:
+        for entry in log:
+            yield entry
+
+    proof = await audit_digests(scan, last_sequence=log[-1].sequence)
+    assert not proof.findings and proof.proven == report.books.trained
+    if episodes:
+        assert report.books.trained == 2 * episodes, "each for both policies"
+
+
 async def test_each_learner_trains_the_turns_of_its_policy_in_the_same_episodes(tmp_path: Path) -> None:
     own, other = configure(tmp_path)
     async with small_deployment(own, published=False) as fleet:
@@ -111,6 +126,7 @@ async def test_each_learner_trains_the_turns_of_its_policy_in_the_same_episodes(
         assert set(trainers[0].times.values()) == set(trainers[1].times.values()) == {1}, "each once"
         counts = {(trainers[0].tokens[each], trainers[1].tokens[each]) for each in trainers[0].tokens}
         assert counts == {(16, 8)}, "two turns of one seat, one of the other"
+        await expect_balance(fleet, episodes=len(trainers[0].tokens))
         result = fleet.results[next(iter(trainers[0].tokens))][0]
         assert [(seat.name, seat.policy) for seat in result.seats] == [("proposer", ""), ("solver", SOLVER)]
         assert all(seat.reward is not None for seat in result.seats)
@@ -139,6 +155,7 @@ async def test_a_learner_that_is_killed_goes_on_with_its_own_policy(tmp_path: Pa
             assert sorted(counted) == [*range(1, STEPS + 1)], each
             trained = [episode for step in counted.values() for episode in step.episodes]
             assert len(trained) == len(set(trained)), each
+        await expect_balance(fleet)
 
 
 async def test_a_learner_that_is_away_is_waited_for(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ _SUFFIXES = (".safetensors", ".delta")
 
 
 class Addresses(msgspec.Struct):
-    """By lineage the place of its first version and of its first checkpoint."""
+    """By policy and lineage the place of its first version and of its first checkpoint."""
 
-    _versions: dict[str, str] = {}
-    _checkpoints: dict[str, str] = {}
+    _versions: dict[tuple[str, str], str] = {}
+    _checkpoints: dict[tuple[str, str], str] = {}
 
     def is_version_right(self, published: PolicyPublished) -> bool:
         """True if this version is where it may be. One without an address is nowhere."""
@@ -23,12 +23,12 @@ class Addresses(msgspec.Struct):
             return True
         place, _, name = published.uri.rpartition("/")
         is_named = name in [f"{published.lineage}-v{published.version:06d}{suffix}" for suffix in _SUFFIXES]
-        return is_named and self._versions.setdefault(published.lineage, place) == place
+        return is_named and self._versions.setdefault((published.policy, published.lineage), place) == place
 
-    def is_checkpoint_right(self, stored: CheckpointStored) -> bool:
-        """True if this checkpoint is where it may be."""
+    def is_checkpoint_right(self, policy: str, stored: CheckpointStored) -> bool:
+        """True if this checkpoint of the policy's learner is where it may be."""
         if not stored.file:
             return True
         place, _, name = stored.file.rpartition("/")
         is_named = name == f"{stored.lineage}-{stored.step:06d}"
-        return is_named and self._checkpoints.setdefault(stored.lineage, place) == place
+        return is_named and self._checkpoints.setdefault((policy, stored.lineage), place) == place

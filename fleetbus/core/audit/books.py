@@ -21,6 +21,7 @@ from fleetbus.core.audit.findings import Books, Findings, Report
 from fleetbus.core.audit.operations import Operations, is_operation
 from fleetbus.core.audit.rewards import judge_rewards
 from fleetbus.core.audit.sessions import SessionsAudit
+from fleetbus.core.audit.shares import apply_to_shares, rename_settled
 from fleetbus.core.audit.training import Settled, TrainingAudit
 from fleetbus.core.audit.versions import PolicyVersions
 from fleetbus.core.training.floor import NO_FLOOR, merge_floors, parse_group_number, refuses_request
@@ -110,19 +111,19 @@ class Audit(msgspec.Struct):
                 self._mark_passed(tokens[-1])
             case StepTrained():
                 self._counts["steps"] += 1
+                step = rename_settled(message, tokens[-1], self._episodes, sequence, self._findings)
                 self._get_training(tokens[-1]).on_step(
-                    sequence, self._beginning.leave_out(message, self._episodes), self._findings
+                    sequence, self._beginning.leave_out(step, self._episodes), self._findings
                 )
-                self._prove_step(sequence, tokens[-1], message)
+                self._prove_step(sequence, tokens[-1], step)
             case CheckpointStored():
                 self._get_training(tokens[-1]).on_checkpoint(sequence, message, self._findings)
-                if not self._addresses.is_checkpoint_right(message):
+                if not self._addresses.is_checkpoint_right(tokens[-1], message):
                     self._findings.add("checkpoint_elsewhere", f"{message.lineage}/{message.step}", sequence)
             case TrainingFinished():
-                self._get_training(tokens[-1]).on_end(
-                    sequence, self._beginning.leave_out(message, self._episodes), self._findings
-                )
-                self._prove_exclusions(sequence, tokens[-1], message, message.step, is_end=True)
+                end = rename_settled(message, tokens[-1], self._episodes, sequence, self._findings)
+                self._get_training(tokens[-1]).on_end(sequence, self._beginning.leave_out(end, self._episodes), self._findings)
+                self._prove_exclusions(sequence, tokens[-1], end, end.step, is_end=True)
             case SessionClaimed() | SessionRecorded() | SessionEnded():
                 self._sessions.enter(tokens[-1], message)
             case FloorRaised():
@@ -177,7 +178,7 @@ class Audit(msgspec.Struct):
             attempts=sum_attempts(count_attempts(self._episodes.values()) + self._closed.attempts),
             outcomes=dict(
                 self._closed.outcomes
-                + Counter(episode.outcome for episode in self._episodes.values() if episode.outcome is not None)
+                + Counter(each.outcome for each in self._episodes.values() if each.outcome is not None and not each.is_share)
             ),
             observations=self._counts["observations"],
             actions=self._counts["actions"],
@@ -185,6 +186,7 @@ class Audit(msgspec.Struct):
             steps=self._counts["steps"],
             lineages=tuple(lineage for training in self._training.values() for lineage in training.lineages),
             reached={name: training.reached for name, training in self._training.items()},
+            trained_by={name: training.count_trained() for name, training in self._training.items()},
             findings=findings.list_found(),
             unproven=self._list_unproven(),
             refused=self._counts["refused"],
@@ -289,7 +291,8 @@ class Audit(msgspec.Struct):
                 episode.on_observation(sequence, tokens[3], message, findings)
             case _:
                 self._counts["actions"] += 1
-                episode.on_action(sequence, tokens[3], message, self._get_versions(episode.policy), findings)
+                episode.on_action(sequence, tokens[3], message, self._get_versions, findings)
+        apply_to_shares(self._episodes, episode, sequence, message)
 
     def _publish(self, sequence: int, name: str, published: PolicyPublished) -> None:
         versions = self._get_versions(name)

@@ -21,7 +21,7 @@ class ClosedBooks(msgspec.Struct):
     def add(self, episode: EpisodeAudit, *, is_settled: bool) -> None:
         """One episode; what training settled is counted with its step."""
         self.requested += 1
-        self.outcomes[episode.outcome or ""] += episode.outcome is not None
+        self.outcomes[episode.outcome or ""] += episode.outcome is not None and not episode.is_share
         self.attempts += count_attempts([episode])
         if episode.split == "eval":
             self.evaluation += 1
@@ -33,7 +33,7 @@ def count_attempts(episodes: Iterable[EpisodeAudit]) -> Counter[str]:
     """Claims by what became of them. One is finished when a result ended it, superseded when another followed without a
     release."""
     counts: Counter[str] = Counter()
-    for episode in episodes:
+    for episode in (each for each in episodes if not each.is_share):
         counts["started"] += episode.attempts
         counts["released"] += episode.released
         counts["finished"] += episode.holding and episode.result_sequence > 0

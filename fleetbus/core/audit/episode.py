@@ -5,7 +5,7 @@ Turns are kept until the result is checked; what stays after it is a few numbers
 
 import math
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import msgspec
 import numpy as np
@@ -15,6 +15,8 @@ from fleetbus.core.episode.claim_seals import opens
 from fleetbus.core.episode.history import Turn, fold_history
 from fleetbus.core.episode.result_checks import build_sampled_mask, find_shared_context
 from fleetbus.core.episode.segments import SegmentError, SegmentTree, describe_segments
+from fleetbus.core.training.groups import has_tokens
+from fleetbus.core.training.own_seats import select_own_seats
 from fleetbus_schemas import (
     GRADED,
     Action,
@@ -22,6 +24,7 @@ from fleetbus_schemas import (
     AttemptStarted,
     EpisodeFinished,
     EpisodeRequested,
+    EpisodeSeat,
     EpisodeSegment,
     Observation,
     Outcome,
@@ -77,7 +80,8 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
     hashes: dict[tuple[int, int], bytes] = {}
     actions: dict[int, ActionFacts] = {}
     reward: float | None = None
-    has_actions: bool = False
+    has_tokens: bool = False
+    """Something of it can be trained, if it is graded."""
     oldest_version: int = -1
     """That sampled any of the result's tokens; -1 if none did."""
     seats: dict[tuple[int, int], str] = {}
@@ -86,6 +90,10 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
     """Of the seats that have one; none without seats."""
     others: dict[str, str] = {}
     """Other policies by the seat that they play."""
+    sharers: tuple[str, ...] = ()
+    """Those of them whose learners train it, too."""
+    is_share: bool = False
+    """It is the account of such a policy (`fleetbus.core.audit.shares`)."""
     asked_elsewhere: set[tuple[int, int]] = set()
     """Observations by (attempt, turn) that were not sent to the policy of their seat."""
     forged: bool = False
@@ -101,7 +109,9 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
         self.group_id = sys.intern(request.group_id)
         self.group_size = request.group_size
         self.lineage = sys.intern(request.lineage)
-        self.others = {seat.seat: sys.intern(seat.policy) for seat in reversed(request.seats)} if request.seats else self.others
+        if request.seats:
+            self.others = {seat.seat: sys.intern(seat.policy) for seat in reversed(request.seats)}
+            self.sharers = request.trained_policies[1:]
 
     def on_claim(self, sequence: int, claim: AttemptStarted, findings: Findings) -> None:
         if self.result_sequence:
@@ -134,20 +144,25 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
             if self.requested and policy != self.others.get(observation.seat, self.policy):
                 self.asked_elsewhere.add((attempt, observation.turn))
 
-    def on_action(self, sequence: int, lane: str, action: Action, published: Container[int], findings: Findings) -> None:
-        """An Action that comes after the result is late and trains nothing; it must have been asked for all the same."""
+    def on_action(
+        self, sequence: int, lane: str, action: Action, published: Callable[[str], Container[int]], findings: Findings
+    ) -> None:
+        """An Action that comes after the result is late and trains nothing; it must have been asked for all the same.
+        ``published``: the versions of a policy."""
         word, bit = divmod(action.turn, _WORD)
         if not self.observed.get((action.attempt, word), 0) & 1 << bit:
             findings.add("action_unobserved", self.episode_id, sequence)
         turn = (action.attempt, action.turn)
         seat = self.seats.get(turn, "")
-        if seat not in self.others and any(span.version not in published for span in action.versions):
+        policy = self.others.get(seat, self.policy)
+        is_frozen = seat in self.others and policy not in self.sharers
+        if not is_frozen and any(span.version not in published(policy) for span in action.versions):
             findings.add("version_unpublished", self.episode_id, sequence)
         if self.result_sequence:
             return
         if any((other.action.attempt, other.action.turn) == turn for other in self.turns):
             findings.add("action_repeated", self.episode_id, sequence)
-        facts = _summarize_action(action, self.hashes.get(turn, EMPTY_HISTORY), seat, is_other=seat in self.others)
+        facts = _summarize_action(action, self.hashes.get(turn, EMPTY_HISTORY), seat, is_frozen=is_frozen)
         if turn in self.asked_elsewhere:
             facts = msgspec.structs.replace(facts, faults=(*facts.faults, "seats_wrong"))
         self.actions[sequence] = facts
@@ -159,10 +174,7 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
             return
         self.result_sequence = sequence
         self.outcome = result.outcome
-        self.reward = result.reward
-        self.seat_rewards = tuple((seat.name, seat.reward) for seat in result.seats if seat.reward is not None)
-        self.has_actions = bool(result.actions)
-        self.oldest_version = min(result.policy_versions, default=-1)
+        self.take_reward(result)
         if result.attempt != (self.claims[-1].attempt if self.claims else 0):
             findings.add("result_not_newest", self.episode_id, sequence)
         if self.claims and not opens(self.claims[-1].seal, result):
@@ -170,13 +182,29 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
             self.forged = True
         if (result.reward is not None) != (result.outcome in GRADED):
             findings.add("reward_not_of_outcome", self.episode_id, sequence)
-        if not all(map(math.isfinite, (result.reward or 0.0, *result.turn_rewards, *dict(self.seat_rewards).values()))):
+        of_seats = (seat.reward for seat in result.seats if seat.reward is not None)
+        if not all(map(math.isfinite, (result.reward or 0.0, *result.turn_rewards, *of_seats))):
             findings.add("reward_not_finite", self.episode_id, sequence)
         if self.requested and (result.group_id, result.split) != (self.group_id, self.split):
             findings.add("result_not_of_request", self.episode_id, sequence)
         self._check_actions(sequence, result, findings)
         self.claims, self.turns, self.hashes, self.actions, self.asked_elsewhere = [], [], {}, {}, set()
         self.seats = {turn: seat for turn, seat in self.seats.items() if seat in self.others}
+
+    def take_reward(self, result: EpisodeFinished) -> None:
+        """Take what the episode is worth to the learner of its policy."""
+        own = select_own_seats(result, self.policy if self.is_share else "")
+        self.reward = result.reward
+        self.seat_rewards = tuple((seat.name, seat.reward) for seat in own.seats if seat.reward is not None)
+        self.has_tokens = has_tokens(own)
+        self.oldest_version = min(own.policy_versions, default=-1)
+
+    def _is_of_its_policy(self, seat: EpisodeSeat) -> bool:
+        """True if the seat names the policy that plays it where that trains it; it has no reward where nobody does."""
+        other = self.others.get(seat.name, "")
+        if other and other not in self.sharers:
+            return not seat.policy and seat.reward is None
+        return seat.policy in (other, "") if seat.reward is None else seat.policy == other
 
     def _check_actions(self, sequence: int, result: EpisodeFinished, findings: Findings) -> None:
         """A result may stop before the end of its history: an Action came when it was no longer awaited."""
@@ -193,7 +221,7 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
             findings.add("history_hash_wrong", self.episode_id, sequence)
         if _describe_segments(named) != result.segments:
             findings.add("segments_wrong", self.episode_id, sequence)
-        if not _fit_their_seats(named, result) or any(name in self.others for name, _ in self.seat_rewards):
+        if not _fit_their_seats(named, result) or not all(map(self._is_of_its_policy, result.seats)):
             findings.add("seats_wrong", self.episode_id, sequence)
         counts = [(action.prompt, action.sampled) for action in named]
         tokens = sum(prompt + sampled for prompt, sampled in counts)
@@ -241,7 +269,7 @@ def _describe_segments(named: Sequence[ActionFacts]) -> tuple[EpisodeSegment, ..
     return describe_segments(tree.segments)
 
 
-def _summarize_action(action: Action, before: bytes, seat: str, *, is_other: bool) -> ActionFacts:
+def _summarize_action(action: Action, before: bytes, seat: str, *, is_frozen: bool) -> ActionFacts:
     prompt, sampled = count_tokens(action.prompt_delta), count_tokens(action.sampled)
     """What a segment keeps of its parent is no longer known here: the first hash of its chain is left to the deep audit."""
     start = before if action.origin is None else EMPTY_HISTORY
@@ -251,7 +279,7 @@ def _summarize_action(action: Action, before: bytes, seat: str, *, is_other: boo
     stops = [0, *(span.stop for span in action.versions)]
     faults = {
         "history_hash_wrong": is_known and action.history_hash != after,
-        "logprobs_missing": logprobs is None or not (is_other or np.isfinite(logprobs).all()),
+        "logprobs_missing": logprobs is None or not (is_frozen or np.isfinite(logprobs).all()),
         "versions_missing": [span.start for span in action.versions] != stops[:-1] or stops[-1] != sampled,
     }
     return ActionFacts(

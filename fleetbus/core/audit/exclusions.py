@@ -61,7 +61,7 @@ def _is_founded(excluding: Excluding, reason: str, episode: EpisodeAudit, member
         case _ if reason == NOT_OF_CLAIM:
             return episode.forged
         case "no_tokens":
-            return not episode.has_actions
+            return not episode.has_tokens
         case "stale":
             return _is_stale(excluding, learner.get("max_staleness"), members)
         case "group_too_small":

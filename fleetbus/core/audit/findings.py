@@ -45,6 +45,7 @@ KINDS: dict[str, str] = {
     "step_out_of_order": "steps of the surviving lineage that do not follow the one before",
     "trained_twice": "episodes trained more than once",
     "excluded_twice": "episodes excluded more than once",
+    "settled_elsewhere": "episodes settled by the learner of a policy that has no part in them",
     "trained_and_excluded": "episodes that were trained and excluded",
     "excluded_without_reason": "episodes excluded without a reason",
     "exclusion_unfounded": "episodes excluded for a reason that is not so: their outcome, age or group is another",
@@ -192,6 +193,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     sessions: SessionBooks = SessionBooks()
     operations: Operations = msgspec.field(default_factory=Operations)
     """What people did to the run, by the keys that did it."""
+    trained_by: dict[str, int] = msgspec.field(default_factory=dict)
+    """By policy the episodes that its learner trained: one that several train is in the books of each."""
 
     @property
     def whole(self) -> bool:

@@ -164,6 +164,10 @@ class TrainingAudit(msgspec.Struct):
             return next((each.step for each in counted if not each.end), self._first_step)
         return self._first_step
 
+    def count_trained(self) -> int:
+        """Episodes that were trained by steps that count."""
+        return sum(len(each.episodes) + each.closed_trained for each in self.list_settlements(Findings()))
+
     def count_void(self, counted: list[Settlement]) -> tuple[int, int]:
         """Episodes trained by steps that do not count, and how many of all that those settled were settled for good."""
         kept = {each.sequence for each in counted}

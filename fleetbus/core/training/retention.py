@@ -2,12 +2,15 @@
 
 An episode is settled when training consumed or excluded it by a step that the newest surviving checkpoint covers, so that a
 learner that resumes there never asks for it; an episode that no learner trains (an evaluation, or asked for by somebody else),
-when it has a result. What is settled leaves with all that comes before it; what a learner may begin from stays.
+when it has a result. What is settled leaves with all that comes before it; what a learner may begin from stays. An episode
+that the learners of several policies train has an account for each, and leaves when all are settled.
 
 Until the floor in the log has passed it, what training settled can be open again: a learner may begin before the step.
 """
 
 from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import chain, islice
 
 import msgspec
 
@@ -58,9 +61,11 @@ class _OpenEpisode(msgspec.Struct, kw_only=True):
 
 
 class _Training:
-    """Steps of one ``train.<name>`` that no checkpoint covers yet, and what covered steps settled above the floor."""
+    """Steps of one ``train.<name>`` that no checkpoint covers yet, and what covered steps settled above the floor, by account:
+    its name is the episode's and a ``suffix``."""
 
     def __init__(self) -> None:
+        self.suffix = ""
         self._lineages: list[LineageStarted] = []
         self._steps: list[_Step] = []
         self._checkpoints: list[tuple[int, CheckpointStored]] = []
@@ -96,8 +101,9 @@ class _Training:
 
     def on_step(self, step: StepTrained) -> None:
         self._lineages = complete_lineages(self._lineages, step.lineage)
-        ids = step.episodes + tuple(exclusion.episode_id for exclusion in step.excluded)
-        self._steps.append(_Step(lineage=step.lineage, step=step.step, episodes=ids))
+        ids = (*step.episodes, *(exclusion.episode_id for exclusion in step.excluded))
+        accounts = tuple(each + self.suffix for each in ids) if self.suffix else ids
+        self._steps.append(_Step(lineage=step.lineage, step=step.step, episodes=accounts))
 
     def on_checkpoint(self, sequence: int, checkpoint: CheckpointStored, opened: dict[str, _OpenEpisode]) -> None:
         """Takes the episodes that are settled from now on out of ``opened``."""
@@ -114,13 +120,15 @@ class _Training:
                 each.settled_at = sequence
             self._settled |= {each: (step, entry) for each, entry in settled.items()}
 
-    def list_settled(self, last_sequence: int, most: int) -> list[str]:
-        """So many episodes above the floor that were settled by then, and whose content was not removed since."""
-        return [each for each, (_, entry) in self._settled.items() if 0 < entry.settled_at <= last_sequence][:most]
+    def list_settled(self, last_sequence: int) -> Iterator[str]:
+        """The episodes above the floor that were settled by then, and whose content was not removed since."""
+        for each, (_, entry) in self._settled.items():
+            if 0 < entry.settled_at <= last_sequence:
+                yield each.removesuffix(self.suffix)
 
     def mark_removed(self, episode: str, last_sequence: int) -> None:
         """The content of an episode that was settled by then has left the log."""
-        found = self._settled.get(episode)
+        found = self._settled.get(episode + self.suffix)
         if found is not None and found[1].settled_at <= last_sequence:
             found[1].settled_at = 0
 
@@ -137,6 +145,9 @@ class Retention:
 
     def __init__(self) -> None:
         self._open: dict[str, _OpenEpisode] = {}
+        """By account: an episode's own, and that of each policy that joined it."""
+        self._joined: dict[str, str] = {}
+        """By policy that joined an episode of another the suffix of its accounts."""
         self._training: dict[str, _Training] = {}
         self._groups: dict[str, dict[int, int]] = {}
         """By policy of every group that is not below the floor its first request."""
@@ -145,16 +156,16 @@ class Retention:
         """As the log has it."""
 
     def __len__(self) -> int:
-        """Episodes that are requested and not settled."""
+        """Accounts of episodes that are requested and not settled."""
         return len(self._open)
 
     def enter(self, sequence: int, subject: str, message: Message | None) -> None:
         """One entry; ``message`` is needed for everything but observations, actions and claims."""
         tokens = subject.split(".")
         if tokens[2] in CONTENT:
-            found = self._open.get(tokens[-1])
-            if found is not None and found.content < 0:
-                found.content = sequence
+            for account in self._list_open(tokens[-1]):
+                if account.content < 0:
+                    account.content = sequence
             return
         match message:
             case EpisodeRequested():
@@ -187,15 +198,23 @@ class Retention:
             return
         group = find_group_number(request)
         number = sequence if group is not None else min(request.earliest_sequence or sequence, sequence)
-        self._open[request.episode_id] = _OpenEpisode(
-            number=number,
-            content=-sequence,
-            policy=request.policy,
-            group=group or 0,
-            by_learner=request.split != "eval" and bool(request.lineage),
-        )
-        if group is not None:
-            self._groups.setdefault(request.policy, {}).setdefault(group, sequence)
+        for policy in request.trained_policies if group is not None else (request.policy,):
+            if policy != request.policy and policy not in self._joined:
+                self._joined[policy] = self._get_training(policy).suffix = f"@{policy}"
+            self._open[request.episode_id + self._joined.get(policy, "")] = _OpenEpisode(
+                number=number,
+                content=-sequence,
+                policy=policy,
+                group=group or 0,
+                by_learner=request.split != "eval" and bool(request.lineage),
+            )
+            if group is not None:
+                self._groups.setdefault(policy, {}).setdefault(group, sequence)
+
+    def _list_open(self, episode: str) -> list[_OpenEpisode]:
+        """The accounts of an episode that are not settled."""
+        found = (self._open.get(episode + suffix) for suffix in ("", *self._joined.values()))
+        return [account for account in found if account is not None]
 
     def mark_content_skipped(self) -> None:
         """Observations and actions up to here were not entered: what is needed may begin right after its request."""
@@ -204,7 +223,7 @@ class Retention:
 
     def is_settled(self, subject: str) -> bool:
         """True if an entry on this subject of an episode is no longer needed: it is settled, or was never requested."""
-        return subject.rpartition(".")[2] not in self._open
+        return not self._list_open(subject.rpartition(".")[2])
 
     def limit(self, last_sequence: int) -> int:
         """The last sequence, up to ``last_sequence``, before any content that is needed."""
@@ -213,7 +232,8 @@ class Retention:
     def list_settled(self, last_sequence: int, most: int) -> list[str]:
         """So many episodes that training had settled by then and the floor has not passed, until `mark_removed`: nobody needs
         their content, even where an open episode before them keeps the rest."""
-        return [each for training in self._training.values() for each in training.list_settled(last_sequence, most)]
+        settled = chain.from_iterable(training.list_settled(last_sequence) for training in self._training.values())
+        return list(islice((each for each in dict.fromkeys(settled) if not self._joined or not self._list_open(each)), most))
 
     def mark_removed(self, episode: str, last_sequence: int) -> None:
         """The content of an episode that was settled by then has left the log."""

@@ -19,6 +19,7 @@ from fleetbus.core.audit.training import TrainingAudit
 from fleetbus.core.episode.history import Turn
 from fleetbus.core.episode.segments import fold_segments, hash_segments
 from fleetbus.core.training.groups import Group
+from fleetbus.core.training.own_seats import select_own_seats
 from fleetbus.errors import UserError
 from fleetbus.log.archive_retention import Removed
 from fleetbus.log.stored_entries import decode_stored
@@ -92,9 +93,11 @@ class DigestAudit:
         self._training: dict[str, TrainingAudit] = {}
         self._plans: dict[tuple[str, str], CreditPlan] = {}
         self._steps: dict[int, CreditPlan] = {}
-        self._plan_of: dict[str, CreditPlan] = {}
+        self._plans_of: dict[str, dict[str, CreditPlan]] = {}
+        """By episode and policy: each that trains it has rules of its own."""
         self._actions: dict[str, dict[int, Action]] = {}
-        self._sampled: dict[str, Sampled] = {}
+        self._sampled: dict[str, dict[str, Sampled]] = {}
+        """By policy and episode."""
         self._proven = 0
 
     def begin_with(self, sequence: int, subject: str, started: LineageStarted) -> None:
@@ -126,19 +129,20 @@ class DigestAudit:
                         "--advantage to have it imported and called, or audit without --deep"
                     )
                 self._steps[step.sequence] = plan
-                self._plan_of |= dict.fromkeys(step.episodes, plan)
+                for episode in step.episodes:
+                    self._plans_of.setdefault(episode, {})[subject.rpartition(".")[2]] = plan
 
     def enter(self, entry: StreamEntry) -> None:
         kind = _get_kind(entry)
         if kind == "train" and entry.sequence in self._steps:
             step = _decode(entry)
             assert isinstance(step, StepTrained)
-            self._check_step(entry.sequence, step)
-        elif kind in ("act", "episode") and entry.subject.rpartition(".")[2] in self._plan_of:
+            self._check_step(entry.sequence, step, self._sampled.get(entry.subject.rpartition(".")[2], {}))
+        elif kind in ("act", "episode") and entry.subject.rpartition(".")[2] in self._plans_of:
             message = _decode(entry)
             if isinstance(message, Action):
                 self._actions.setdefault(message.episode_id, {})[entry.sequence] = message
-            elif isinstance(message, EpisodeFinished) and message.episode_id not in self._sampled:
+            elif isinstance(message, EpisodeFinished):
                 self._summarize(message)
 
     def report(self) -> DigestReport:
@@ -150,24 +154,17 @@ class DigestAudit:
         if any(reference.sequence not in actions for reference in result.actions):
             return
         named = [actions[reference.sequence] for reference in result.actions]
-        try:
-            sequence = build_sequence(result, named, [0.0] * len(named), self._plan_of[result.episode_id], 1.0)
-            leaves = list_leaves(named, result.unrewarded_turns)
-            digests = tuple(digest_sampled(each) for each in split_sequence(sequence, leaves))
-        except (ValueError, IndexError):
-            return
-        if len(result.segments) > 1 and not _hashes_follow(named):
-            self._findings.add("history_hash_wrong", result.episode_id, result.actions[0].sequence)
-        self._sampled[result.episode_id] = Sampled(
-            result=msgspec.structs.replace(result, info={}, last_observation="", loss_mask=b""),
-            digests=digests,
-            loss_mask=np.packbits(sequence.loss_mask, bitorder="little").tobytes(),
-            counts=count_trained(result, named),
-            leaves=() if is_whole(leaves) else leaves,
-        )
+        policies = {seat.policy for seat in result.seats}
+        for policy, plan in self._plans_of.pop(result.episode_id).items():
+            own = select_own_seats(result, policy if policy in policies else "")
+            if (sampled := _summarize(own, named, plan)) is None:
+                continue
+            if len(result.segments) > 1 and not _hashes_follow(named):
+                self._findings.add("history_hash_wrong", result.episode_id, result.actions[0].sequence)
+            self._sampled.setdefault(policy, {})[result.episode_id] = sampled
 
-    def _check_step(self, position: int, step: StepTrained) -> None:
-        sampled = {episode: self._sampled.pop(episode) for episode in step.episodes if episode in self._sampled}
+    def _check_step(self, position: int, step: StepTrained, known: dict[str, Sampled]) -> None:
+        sampled = {episode: known.pop(episode) for episode in step.episodes if episode in known}
         if not self._is_whole and len(sampled) < len(step.episodes):  # a group's advantages need all of it
             self._unread += len(step.episodes)
             return
@@ -184,6 +181,23 @@ class DigestAudit:
                 self._proven += 1
             else:
                 self._findings.add("digest_wrong", episode, position)
+
+
+def _summarize(result: EpisodeFinished, named: Sequence[Action], plan: CreditPlan) -> Sampled | None:
+    """The facts of what one policy has in an episode; None for what cannot be trained at all."""
+    try:
+        sequence = build_sequence(result, named, [0.0] * len(named), plan, 1.0)
+        leaves = list_leaves(named, result.unrewarded_turns)
+        digests = tuple(digest_sampled(each) for each in split_sequence(sequence, leaves))
+    except (ValueError, IndexError):
+        return None
+    return Sampled(
+        result=msgspec.structs.replace(result, info={}, last_observation="", loss_mask=b""),
+        digests=digests,
+        loss_mask=np.packbits(sequence.loss_mask, bitorder="little").tobytes(),
+        counts=count_trained(result, named),
+        leaves=() if is_whole(leaves) else leaves,
+    )
 
 
 def _compute_digests(sampled: dict[str, Sampled], plan: CreditPlan) -> dict[str, bytes]:

@@ -80,6 +80,8 @@ class JoinedRequests:
             return
         if not any(seat.trained and seat.policy == self._policy for seat in request.seats):
             return
+        if self._pool.expects(request.episode_id):
+            return
         self.next_group = max(self.next_group, number + 1)
         if not self._pool.register_request(request.episode_id, sequence):
             self._settled[group_id].append(request.episode_id)

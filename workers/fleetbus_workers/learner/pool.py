@@ -115,6 +115,10 @@ class GroupPool:
             self._groups[group_id].deadlines_ns[episode_id] = deadline_ns
         self._ledger.register_pending(episode_id)
 
+    def expects(self, episode_id: str) -> bool:
+        """True for an episode that was entered and is not settled."""
+        return episode_id in self._group_of
+
     def register_request(self, episode_id: str, sequence: int) -> bool:
         """The episode's request stands at this position of the log; False if it is settled or known already."""
         return self._ledger.register(episode_id, sequence)

@@ -62,5 +62,8 @@ class Results:
 
     async def enter_stored(self, floor: int) -> None:
         """Enter all results of training that stand in the log by now: who begins at the last step may not have read any yet."""
+        if self._joined is not None:
+            async for entry in self._bus.scan([self._subjects.tasks()], start=floor):
+                self._joined.enter(entry)
         async for sequence, result, is_of_claim in scan_training_results(self._bus, self._subjects, start=floor):
             self._pool.add_result(result, sequence, is_of_claim=is_of_claim)

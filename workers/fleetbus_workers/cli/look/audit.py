@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,7 +91,8 @@ async def _audit(
     configuration: Configuration, archive: Path | None, deep: bool, trusted: tuple[str, ...], state: Path | None
 ) -> Report:
     from fleetbus.audit.run import audit_archive, audit_run, find_removed
-    from fleetbus.config.run_folder import run_folder
+    from fleetbus.config.run_folder import policy_folder
+    from fleetbus.config.seats import list_trained_seats
     from fleetbus.log.archive_reader import scan_archive, scan_archive_and_log
     from fleetbus_workers.learner.checkpoints import list_checkpoints
 
@@ -99,31 +100,39 @@ async def _audit(
     if archive is not None and not is_reachable(configuration):
         if state is not None:
             raise UserError("--state continues the audit of a log, and no server has that of the run: leave it out")
-        report = _hold_against_checkpoints(await audit_archive(subjects, archive), configuration.run.policy, ())
+        report = _hold_against_checkpoints(await audit_archive(subjects, archive), {})
         removed = await find_removed(None, archive)
         return await _add_proof(report, partial(scan_archive, archive, run=subjects.run), trusted, removed) if deep else report
-    folder = run_folder(configuration.run).checkpoints
-    written = await run_in_thread(list_checkpoints, folder)  # before the log is read, which has the step of each by then
+    run = configuration.run
+    policies = (run.policy, *(seat.policy for seat in list_trained_seats(run)))
+    written = {  # before the log is read, which has the step of each by then
+        policy: await run_in_thread(list_checkpoints, policy_folder(msgspec.structs.replace(run, policy=policy)).checkpoints)
+        for policy in policies
+    }
     async with open_run(configuration, "audit", own_server=True) as bus:
         report = await audit_run(bus, subjects, archive=archive, state=state)
-        report = _hold_against_checkpoints(report, configuration.run.policy, written)
+        report = _hold_against_checkpoints(report, written)
         scan = partial(scan_archive_and_log, bus, subjects, archive)
         if not deep:
             return report
         return await _add_proof(report, scan, (*trusted, configuration.algorithm.advantage), await find_removed(bus, archive))
 
 
-def _hold_against_checkpoints(report: Report, policy: str, written: Sequence[tuple[int, int, bool]]) -> Report:
-    """The report with the checkpoints that are ahead of the log; each was written after its step was stored."""
+def _hold_against_checkpoints(report: Report, written: Mapping[str, Sequence[tuple[int, int, bool]]]) -> Report:
+    """The report with the checkpoints of each policy that are ahead of the log; each was written after its step was stored."""
     from fleetbus.core.audit.findings import Findings
     from fleetbus.core.training.lineage import lineage_number
 
-    reached, findings = report.reached.get(policy), Findings()
-    last = (lineage_number(reached.lineage), reached.step) if reached is not None else (0, 0)
-    for number, step, is_finished in written:
-        if is_finished and (number, step) > last:
-            findings.add("checkpoints_ahead", f"l{number}-{step:06d}", report.last_sequence)
-    place = () if written else ("that the log did not lose its end: no checkpoints of the run lie here beside it",)
+    findings = Findings()
+    for policy, checkpoints in written.items():
+        reached = report.reached.get(policy)
+        last = (lineage_number(reached.lineage), reached.step) if reached is not None else (0, 0)
+        for number, step, is_finished in checkpoints:
+            if is_finished and (number, step) > last:
+                findings.add("checkpoints_ahead", f"l{number}-{step:06d}", report.last_sequence)
+    place = (
+        () if any(written.values()) else ("that the log did not lose its end: no checkpoints of the run lie here beside it",)
+    )
     return msgspec.structs.replace(
         report, findings=(*report.findings, *findings.list_found()), unproven=(*report.unproven, *place)
     )
@@ -156,7 +165,7 @@ async def _audit_file(file: Path, archive: Path | None, deep: bool, trusted: tup
     if archive is not None:
         raise UserError(f"--archive belongs to a run and not to a recording: leave it out to audit {file}")
     reader = RecordingReader(file)
-    report = _hold_against_checkpoints(await audit_recording(reader), "", ())
+    report = _hold_against_checkpoints(await audit_recording(reader), {})
     if reader.torn:
         click.echo(f"fleetbus: {reader.torn}", err=True)
     if deep:
@@ -179,6 +188,9 @@ def _print(report: Report, run: str) -> None:
         f"{attempts.superseded} superseded, {attempts.in_flight} in flight"
     )
     print(f"  {report.observations} observations, {report.actions} actions, {report.steps} steps, {report.versions} versions")
+    if len(report.trained_by) > 1:
+        shares = ", ".join(f"{count} by {policy}" for policy, count in report.trained_by.items())
+        print(f"  of those trained {shares}: an episode counts for each policy that trains it")
     if report.proven is not None:
         print(f"  {report.proven} trained episodes proven to be what was sampled")
     if books.void:

@@ -1,0 +1,86 @@
+"""Episodes that the learners of several policies train: an account of its own for each further one. Pure.
+
+Such an episode is settled once for each of them, so the books count it as often. The account of a further policy has an id of
+its own, and takes from the episode what settling depends on: where it was requested, and how it ended for that policy's seats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from fleetbus.core.audit.episode import EpisodeAudit
+from fleetbus.core.audit.findings import Findings
+from fleetbus_schemas import (
+    AttemptReleased,
+    AttemptStarted,
+    EpisodeFinished,
+    EpisodeRequested,
+    Exclusion,
+    Message,
+    StepTrained,
+    TrainingFinished,
+)
+
+Settling = TypeVar("Settling", StepTrained, TrainingFinished)
+
+
+def name_share(episode_id: str, policy: str) -> str:
+    """The id of the account of a further policy, which no episode can have."""
+    return f"{episode_id}@{policy}"
+
+
+def apply_to_shares(episodes: dict[str, EpisodeAudit], episode: EpisodeAudit, sequence: int, message: Message) -> None:
+    """Keep the further accounts of an episode, after ``message`` was applied to it."""
+    if isinstance(message, EpisodeRequested) and episode.requested == sequence:
+        for share in _open_shares(episode):
+            episodes[share.episode_id] = share
+    for policy in episode.sharers:
+        share = episodes[name_share(episode.episode_id, policy)]
+        if isinstance(message, AttemptStarted | AttemptReleased):
+            share.holding = episode.holding
+        elif isinstance(message, EpisodeFinished) and episode.result_sequence == sequence:
+            share.result_sequence, share.outcome, share.forged = sequence, episode.outcome, episode.forged
+            share.take_reward(message)
+
+
+def _open_shares(episode: EpisodeAudit) -> Iterator[EpisodeAudit]:
+    for policy in episode.sharers:
+        yield EpisodeAudit(
+            episode_id=name_share(episode.episode_id, policy),
+            requested=episode.requested,
+            split=episode.split,
+            policy=policy,
+            group_id=episode.group_id,
+            group_size=episode.group_size,
+            lineage=episode.lineage,
+            is_share=True,
+        )
+
+
+def rename_settled(
+    entry: Settling, policy: str, episodes: Mapping[str, EpisodeAudit], sequence: int, findings: Findings
+) -> Settling:
+    """What the learner of ``policy`` settled by an entry, by the ids of its accounts; who has none may not settle it."""
+
+    def rename(episode_id: str) -> str:
+        episode = episodes.get(episode_id)
+        if episode is None or episode.policy == policy:
+            return episode_id
+        if policy in episode.sharers:
+            return name_share(episode_id, policy)
+        findings.add("settled_elsewhere", f"{episode_id} by {policy}", sequence)
+        return episode_id
+
+    excluded = tuple(Exclusion(episode_id=rename(each.episode_id), reason=each.reason) for each in entry.excluded)
+    if isinstance(entry, TrainingFinished):
+        return msgspec.structs.replace(entry, excluded=excluded)
+    return msgspec.structs.replace(
+        entry,
+        episodes=tuple(map(rename, entry.episodes)),
+        excluded=excluded,
+        rewards={rename(each): reward for each, reward in entry.rewards.items()},
+        scores={rename(each): score for each, score in entry.scores.items()},
+    )
