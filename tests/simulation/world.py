@@ -171,7 +171,11 @@ class World:
         for finding in report.findings:
             self._observer.violate("the audit balances", f"{finding.kind}: {finding.meaning}: {', '.join(finding.ids[:4])}")
         episodes = self.log_checker.episodes
-        kept = sum(record.request_sequence >= episodes.floor.sequence for record in episodes.record.values())
+        kept = sum(
+            len(record.request.trained_policies)
+            for record in episodes.record.values()
+            if record.request_sequence >= episodes.floor.sequence
+        )
         self._observer.require(len(audit) <= kept, "an audit forgets what the floor has passed", f"{len(audit)} of {kept}")
         with _tiny_audit():
             same = _keep_books(self.log_checker.entries).report() == report

@@ -231,7 +231,7 @@ class TrainingChecker:
         passed = {
             record.request.episode_id
             for record in self._episodes.record.values()
-            if self._trains(record) and self._episodes.is_passed(record)
+            if self._trains(record) and self._is_passed(record)
         }
         open_below = sorted(passed - self._passed - self.settled.keys())
         self._passed |= passed
@@ -247,6 +247,13 @@ class TrainingChecker:
                 continue
             lost = [turn.sequence for turn in record.history(result.attempt)[: result.turns] if not is_held(turn.sequence)]
             self._observer.require(not lost, "nothing leaves the log before it is settled", f"{self._policy}: {episode} {lost}")
+
+    def _is_passed(self, record: EpisodeRecord) -> bool:
+        """True if the floor has passed it for this policy: it stays settled, whatever lineage is cut afterwards."""
+        number, floor = find_group_number(record.request), self._episodes.floor
+        if self._asks or number is None:
+            return self._episodes.is_passed(record)
+        return record.request_sequence < floor.sequence or number < floor.groups.get(self._policy, 0)
 
     def _trains(self, record: EpisodeRecord) -> bool:
         """True for what a learner of this policy is to train, or to exclude."""
@@ -284,7 +291,7 @@ class TrainingChecker:
         requests = [
             record
             for record in self._episodes.record.values()
-            if record.request.split == "train" and not self._episodes.is_passed(record)
+            if record.request.split == "train" and not self._is_passed(record)
         ]
         skipped = [
             record.request.episode_id
@@ -292,7 +299,7 @@ class TrainingChecker:
             if record.request_sequence < checkpoint.floor and record.request.episode_id not in self.settled
         ]
         above = {record.request.episode_id for record in requests if record.request_sequence >= checkpoint.floor}
-        open_settled = {name for name in checkpoint.settled if not self._episodes.is_passed(self._episodes.record[name])}
+        open_settled = {name for name in checkpoint.settled if not self._is_passed(self._episodes.record[name])}
         differing = (above & set(self.settled)) ^ open_settled
         self._observer.require(not skipped, "nothing unsettled lies below the floor", f"{name}: {skipped[:4]}")
         self._observer.require(not differing, "a checkpoint says what is settled", f"{name}: {sorted(differing)[:4]}")
@@ -313,7 +320,7 @@ class TrainingChecker:
     def _group_requests(self) -> dict[str, list[str]]:
         groups: dict[str, list[str]] = {}
         for record in self._episodes.record.values():
-            stray = record.request.episode_id in self.strays or self._episodes.is_passed(record)
+            stray = record.request.episode_id in self.strays or self._is_passed(record)
             if record.request.split == "train" and not stray:
                 groups.setdefault(record.request.group_id, []).append(record.request.episode_id)
         return groups

@@ -12,6 +12,7 @@ import msgspec
 
 from tests.simulation.scenario.shape import (
     ROLES,
+    ROOMY_LOG_BYTES,
     FaultKind,
     FaultProfile,
     FaultSet,
@@ -99,7 +100,7 @@ def _train_both(seed: int) -> Scenario:
     if draw.random() < CALM_LEARNERS_SHARE:
         calm = NetworkFaultRates(), FaultProfile()
         scenario = msgspec.structs.replace(scenario, network_faults=calm[0], fault_profile=calm[1], fault_schedule=())
-    return scenario
+    return msgspec.structs.replace(scenario, log_bytes=ROOMY_LOG_BYTES) if _discards_much(scenario) else scenario
 
 
 def _draw_usual(seed: int) -> Scenario:
@@ -349,9 +350,14 @@ def _limit_log(scenario: Scenario, draw: random.Random) -> Scenario:
 
     Where most groups are discarded, a step may take more than that: then the learner says that the log is too small.
     """
-    discards = scenario.dynamic_sampling or scenario.min_group_size > 2
-    if not scenario.recorder or discards or draw.random() > SMALL_LOG_SHARE:
+    if not scenario.recorder or _discards_much(scenario) or draw.random() > SMALL_LOG_SHARE:
         return scenario
     turns = sum(min(each, scenario.max_turns) for each in scenario.turns) / len(scenario.turns)
     step_bytes = scenario.groups * scenario.group_size * int(EPISODE_BYTES + TURN_BYTES * turns)
     return msgspec.structs.replace(scenario, log_bytes=max(draw.choice(SMALL_LOG_STEPS) * step_bytes, SMALLEST_LOG_BYTES))
+
+
+def _discards_much(scenario: Scenario) -> bool:
+    """True where most groups are good for nothing: a seat that seldom acts trains few of them."""
+    acts_seldom = scenario.trained_seat and (scenario.max_turns < 6 or scenario.group_size < 4)
+    return scenario.dynamic_sampling or scenario.min_group_size > 2 or acts_seldom
