@@ -38,10 +38,11 @@ PROCESSES = 2
 )
 @click.option(
     "--faults",
-    type=click.Choice(["usual", "all", "swarm", "power", "rare"]),
+    type=click.Choice(["usual", "all", "swarm", "power", "rare", "learners"]),
     default="usual",
     help="all: also clocks, elections, replicas and disks, and clients of sessions; swarm: configurations, too; "
-    "power: the usual ones, and a server that loses its newest entries; rare: swarm, and what hardly ever happens",
+    "power: the usual ones, and a server that loses its newest entries; rare: swarm, and what hardly ever happens; learners: all or swarm, with a second "
+    "policy that a learner of its own trains",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per seed")
 def command(seed: int | None, seeds: str | None, processes: int, trace: Path | None, faults: FaultSet, as_json: bool) -> int:

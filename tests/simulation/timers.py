@@ -20,7 +20,7 @@ import fleetbus_workers.inference.worker as inference
 import fleetbus_workers.observe.run.run_observer as run_observer
 import fleetbus_workers.recorder.worker as recorder
 import tests.simulation.clients.sessions as sessions
-import tests.simulation.deployment.workers as deployment
+import tests.simulation.deployment.endings as endings
 import tests.simulation.judge.oracle as oracle
 import tests.simulation.world as world
 
@@ -38,8 +38,8 @@ TIMERS = (
     (environment, "TASK_LEASE_SECONDS"),
     (inference, "OBSERVATION_LEASE_SECONDS"),
     (observations, "OBSERVATION_LEASE_SECONDS"),
-    (deployment, "LANE_SECONDS"),
-    (deployment, "LONGEST_EFFECT_SECONDS"),
+    (endings, "LANE_SECONDS"),
+    (endings, "LONGEST_EFFECT_SECONDS"),
     (oracle, "LEASE_MARGIN_SECONDS"),
     (oracle, "OBSERVATION_LEASE_SECONDS"),
     (oracle, "STOP_SECONDS"),

@@ -19,7 +19,8 @@ from fleetbus.core.audit.books import Audit
 from fleetbus.log.archive_format import list_segments
 from fleetbus.log.archive_reader import read_archive
 from tests.simulation.deployment.fixtures import build_fixtures
-from tests.simulation.deployment.workers import CLIENTS, Deployment
+from tests.simulation.deployment.endings import CLIENTS
+from tests.simulation.deployment.workers import Deployment
 from tests.simulation.faults.fault_schedule import FaultInjector
 from tests.simulation.faults.late_copies import LateCopies
 from tests.simulation.faults.power_loss import PowerSupply
@@ -87,7 +88,8 @@ class World:
             await anyio.sleep_until(pace.lasts_seconds)
         left = self._list_missed()
         if horizon.cancelled_caught and (left or not fleet.training_finished.is_set()):
-            detail = f"{self.log_checker.training.steps} steps; open: {', '.join(left[:4]) or 'none'}"
+            steps = ", ".join(str(training.steps) for training in self.log_checker.trainings.values())
+            detail = f"{steps} steps; open: {', '.join(left[:4]) or 'none'}"
             self._observer.violate("the training comes to its end", detail)
 
     def _list_missed(self) -> list[str]:
@@ -131,7 +133,9 @@ class World:
             self.bounds.check(self._fixtures.log.count)
             self._oracle.check_superseded()
             self._oracle.check_versions()
-            self._oracle.check_replaced(self.log_checker.training.replaced)
+            for training in self.log_checker.trainings.values():
+                self._oracle.check_replaced(training.replaced)
+                training.check_content(lambda sequence: self._fixtures.log.get(sequence) is not None)
             self._liveness.check()
             count, scenario = len(self.log_checker.episodes.record), self._fixtures.scenario
             calm = max(scenario.steps * scenario.groups * scenario.group_size, FEWEST_EPISODES)
@@ -152,7 +156,8 @@ class World:
             return
         self._oracle.check_environments()
         self.log_checker.sessions.check_environments()
-        self.log_checker.training.check_settled()
+        for training in self.log_checker.trainings.values():
+            training.check_settled()
         self._check_audit()
         self._check_archive()
         check_forgeries(self._observer, self.log_checker.entries, self._fixtures.scenario.seed)
@@ -166,7 +171,11 @@ class World:
         for finding in report.findings:
             self._observer.violate("the audit balances", f"{finding.kind}: {finding.meaning}: {', '.join(finding.ids[:4])}")
         episodes = self.log_checker.episodes
-        kept = sum(record.request_sequence >= episodes.floor.sequence for record in episodes.record.values())
+        kept = sum(
+            len(record.request.trained_policies)
+            for record in episodes.record.values()
+            if record.request_sequence >= episodes.floor.sequence
+        )
         self._observer.require(len(audit) <= kept, "an audit forgets what the floor has passed", f"{len(audit)} of {kept}")
         with _tiny_audit():
             same = _keep_books(self.log_checker.entries).report() == report

@@ -18,11 +18,13 @@ class Addresses(msgspec.Struct):
     _checkpoints: dict[tuple[str, str], str] = {}
 
     def is_version_right(self, published: PolicyPublished) -> bool:
-        """True if this version is where it may be. One without an address is nowhere."""
+        """True if this version is where it may be. One without an address is nowhere; an object of a bucket that several
+        policies have is named by its policy, too."""
         if not published.uri:
             return True
         place, _, name = published.uri.rpartition("/")
-        is_named = name in [f"{published.lineage}-v{published.version:06d}{suffix}" for suffix in _SUFFIXES]
+        names = [f"{published.lineage}-v{published.version:06d}{suffix}" for suffix in _SUFFIXES]
+        is_named = name in names or name.removeprefix(f"{published.policy}-") in names
         return is_named and self._versions.setdefault((published.policy, published.lineage), place) == place
 
     def is_checkpoint_right(self, policy: str, stored: CheckpointStored) -> bool:

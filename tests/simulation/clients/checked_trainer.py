@@ -33,6 +33,7 @@ class CheckedTrainer(ScriptedTrainer):
         self._observer = observer
         self._record = record
         self._learner, self._algorithm = configuration.learner, configuration.algorithm
+        self._policy = configuration.run.policy
 
     def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
         leaves: dict[str, list[TrainingSequence]] = {}
@@ -46,8 +47,12 @@ class CheckedTrainer(ScriptedTrainer):
         for episode, sequences in leaves.items():
             by_turn, unseated = self._list_tokens(episode), self._find_unseated(episode)
             expected = Counter(token for turn, tokens in enumerate(by_turn) if turn not in unseated for token in tokens)
+            others = self._find_others(episode)
+            foreign = Counter(token for turn, tokens in enumerate(by_turn) if turn in others for token in tokens)
             trained = Counter(token for sequence in sequences for token in list_trained_tokens(sequence))
             name = f"{episode}: {len(sequences)} leaves, {trained.total()} of {expected.total()} tokens"
+            is_own = not trained & (foreign - expected)
+            self._observer.require(is_own, "a learner trains the turns of its policy only", f"{self._policy}, {name}")
             self._observer.require(trained <= expected, "a sampled token is trained once", name)
             is_masked = self._algorithm.mask_truncated_completions and not trained
             self._observer.require(trained >= expected or is_masked, "every sampled token is trained", name)
@@ -59,8 +64,20 @@ class CheckedTrainer(ScriptedTrainer):
         return list_sampled_tokens(record.history(result.attempt)[: result.turns])
 
     def _find_unseated(self, episode: str) -> set[int]:
-        """Turns of seats that have no reward."""
-        return {turn for seat in self._find_result(episode).seats if seat.reward is None for turn in seat.turns}
+        """Turns of seats that have no reward, and those of other policies."""
+        seats = self._find_result(episode).seats
+        return self._find_others(episode) | {turn for seat in seats if seat.reward is None for turn in seat.turns}
+
+    def _find_others(self, episode: str) -> set[int]:
+        """Turns of seats that the request gave to other policies."""
+        others = self._list_others(episode)
+        return {turn for seat in self._find_result(episode).seats if seat.name in others for turn in seat.turns}
+
+    def _list_others(self, episode: str) -> set[str]:
+        request = self._record[episode].request
+        players = {seat.seat: seat.policy for seat in request.seats}
+        seats = {seat.name for seat in self._find_result(episode).seats}
+        return {seat for seat in seats if players.get(seat, request.policy) != self._policy}
 
     def _check_advantages(self, leaves: Mapping[str, Sequence[TrainingSequence]]) -> None:
         """A group's advantages come from one reward per episode, or per seat of it, however many leaves it has."""
@@ -68,7 +85,8 @@ class CheckedTrainer(ScriptedTrainer):
         for episode, sequences in leaves.items():
             result = self._find_result(episode)
             assert result.reward is not None
-            parts = [(seat.name, seat.reward, set(seat.turns)) for seat in result.seats if seat.reward is not None]
+            seats = [seat for seat in result.seats if seat.name not in self._list_others(episode)]
+            parts = [(seat.name, seat.reward, set(seat.turns)) for seat in seats if seat.reward is not None]
             for name, reward, turns in parts or [("", result.reward, set(range(result.turns)))]:
                 rewards.append((reward, (sequences[0].group_id, name), episode, turns))
         numbers: dict[tuple[str, str], int] = {}

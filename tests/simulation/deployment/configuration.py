@@ -5,10 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import msgspec
-
 from fleetbus.bus.streams import RunPlan, plan_run
-from fleetbus.config.seats import list_policies
+from fleetbus.config.seats import configure_learner, configure_seat, list_policies, parse_seats
 from fleetbus.config.settings import (
     AlgorithmSettings,
     Configuration,
@@ -37,10 +35,10 @@ CHECKPOINT_WAIT_SECONDS = 60.0
 
 def build_configuration(scenario: Scenario, folder: Path) -> Configuration:
     """What every worker of the scenario is given."""
+    played_by = "train" if scenario.trained_seat else OTHER_POLICY
+    seats = f"{OTHER_SEAT}={played_by}" if scenario.other_seat else ""
     return Configuration(
-        run=RunSettings(
-            name=RUN, folder=str(folder), seed=scenario.seed, seats=f"{OTHER_SEAT}={OTHER_POLICY}" * scenario.other_seat
-        ),
+        run=RunSettings(name=RUN, folder=str(folder), seed=scenario.seed, seats=seats),
         nats=NatsSettings(lanes=scenario.lanes, max_bytes=scenario.log_bytes),
         episode=EpisodeSettings(max_turns=scenario.max_turns),
         limits=LimitSettings(
@@ -101,11 +99,19 @@ def plan_streams(scenario: Scenario, configuration: Configuration) -> RunPlan:
 
 
 def serve_other(configuration: Configuration) -> Configuration:
-    """The same for a worker of the other policy, which nobody trains."""
-    run = msgspec.structs.replace(configuration.run, policy=OTHER_POLICY)
-    return msgspec.structs.replace(
-        configuration, run=run, inference=msgspec.structs.replace(configuration.inference, frozen=True)
-    )
+    """The same for an inference worker of the other policy."""
+    (seat,) = parse_seats(configuration.run.seats)
+    return configure_seat(configuration, seat)
+
+
+def configure_learners(scenario: Scenario, configuration: Configuration) -> dict[str, Configuration]:
+    """By policy what its learner is given."""
+    trained = [seat for seat in parse_seats(configuration.run.seats) if seat.trained]
+    found = {configuration.run.policy: configuration} | {
+        seat.policy: configure_learner(configuration, seat) for seat in trained
+    }
+    assert tuple(found) == scenario.trained_policies
+    return found
 
 
 def build_tasks(scenario: Scenario) -> list[Task]:

@@ -1,16 +1,10 @@
-"""The fleet and its supervisor: processes of every role, started, and started again when they end.
-
-Which endings are right is judged here: a worker ends because it was killed, drained, or replaced, and for no other reason.
-"""
+"""The fleet and its supervisor: processes of every role, started, and started again when they end."""
 
 from __future__ import annotations
 
-import errno
 import random
-import re
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import cast
 
 import anyio
@@ -18,20 +12,13 @@ import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
-from fleetbus.config.run_folder import run_folder
-from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS
-from fleetbus.delivery.lanes import ANSWER_SECONDS, LEASE_SECONDS, LaneLost, LanesUnread
-from fleetbus.errors import BusError, LogLost, RequestUnanswered, UserError
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.stepwise.host import SessionHost
 from fleetbus_workers.environment.worker import run_environment
 from fleetbus_workers.inference.scripted import ScriptedTemplate
 from fleetbus_workers.inference.worker import run_inference
-from fleetbus_workers.learner.checkpoint_choice import START, CheckpointUnread
 from fleetbus_workers.learner.curriculum import Curriculum
-from fleetbus_workers.learner.journal import LearnerReplaced
-from fleetbus_workers.learner.lineage_start import CheckpointRemoved
 from fleetbus_workers.learner.worker import run_learner
 from fleetbus_workers.recorder.worker import RecorderSettings, run_recorder
 from fleetbus_workers.weights.fetch import WeightsFetcher
@@ -39,15 +26,15 @@ from tests.simulation.clients.checked_trainer import CheckedTrainer
 from tests.simulation.clients.monitor import watch
 from tests.simulation.clients.sessions import GatewayCaller, SessionCaller, run_rollouts
 from tests.simulation.clients.stranger import Stranger
-from tests.simulation.deployment.configuration import build_tasks, serve_other
+from tests.simulation.deployment.configuration import build_tasks, configure_learners, serve_other
+from tests.simulation.deployment.endings import CLIENTS, EndingJudge
 from tests.simulation.deployment.fixtures import SimulationFixtures
 from tests.simulation.deployment.runtime import build_runtime
 from tests.simulation.doubles.engines import SimulatedSampler, UnlearnableSampler
 from tests.simulation.doubles.environments import HoldingEnvironment, SimulatedEnvironment
-from tests.simulation.observer import ALL_WORKERS
 from tests.simulation.platform.bus import SimulatedBus
 from tests.simulation.platform.process import Process
-from tests.simulation.scenario.shape import OTHER_POLICY, OTHER_SEAT
+from tests.simulation.scenario.shape import OTHER_SEAT, POLICY
 from tests.support.checked_bus import CheckedBus
 
 RESTART_SECONDS = (0.2, 4.0)
@@ -55,28 +42,11 @@ RESTART_SECONDS = (0.2, 4.0)
 
 UNMADE_SHARE = 0.03
 
+JOINED_PACE = 2.0
+"""So many times as long trains a learner that asks for nothing: the one that asks has to wait for it."""
+
 CHECKED = ("environment", "inference", "learner", "recorder", "monitor")
 """Roles that meet the rights of their keys; of clients each says for itself whose it has."""
-
-MISTYPED = ("l1", "999")
-"""What an operator gives who does not read: no step, and one without a checkpoint."""
-
-LONGEST_EFFECT_SECONDS = 60.0
-"""How long after a fault a worker may still end of it."""
-
-RENEWALS_PER_LEASE = 2
-"""So many that are lost, or come late, cost a lane: each is waited for, and a lost answer costs the one after it."""
-
-LANE_SECONDS = LEASE_SECONDS + 2 * (HEARTBEAT_SECONDS + ANSWER_SECONDS)
-"""From the first renewal that is lost until a worker hears that its lane is another's."""
-
-_LANE = re.compile(r"^lane (\S+)")
-
-CHECKPOINT_FAULTS = frozenset({"spoil_checkpoint", "lose_checkpoints", "rewind_checkpoints", "lose_power"})
-
-CLIENTS = frozenset({"session_client", "gateway", "rollouts", "stranger"})
-"""Roles that end when they have done what they came for."""
-
 
 class PerTask(msgspec.Struct, frozen=True):
     """See `fleetbus_workers.environment.base.TaskEnvironmentFactory`."""
@@ -102,7 +72,7 @@ class Deployment:
         self.wanted = Counter(
             environment=self._scenario.environment_workers,
             inference=self._scenario.inference_workers + 2 * self._scenario.other_seat,
-            learner=1,
+            learner=len(self._scenario.trained_policies),
             recorder=int(self._scenario.recorder),
             session_client=self._scenario.session_clients,
             gateway=self._scenario.gateway_clients,
@@ -112,15 +82,20 @@ class Deployment:
         )
         self.training_finished = anyio.Event()
         self.is_closing = False
-        self._orders = 0
+        self.configurations = configure_learners(self._scenario, self._configuration)
+        """By policy that of its next learner."""
+        self._judge = EndingJudge(fixtures, self.configurations, self.alive)
         self._bucket: dict[str, bytes] | None = {} if self._scenario.weights_in_bucket else None
 
-    def start(self, role: str) -> Process:
-        """One more process of that role."""
+    def start(self, role: str, policy: str = "") -> Process:
+        """One more process of that role; a learner of ``policy``, or of the one that has the fewest."""
         name = f"{role}-{self._numbers[role]}"
         self._numbers[role] += 1
         slots = {"environment": self._scenario.environment_slots, "inference": self._scenario.inference_slots}.get(role, 1)
         process = Process(role, name, slots, self._observer, session_slots=self._configuration.environment.session_slots)
+        if role == "learner":
+            learners = [each.policy for each in self.alive(role)]
+            process.policy = policy or min(self.configurations, key=learners.count)
         self._oracle.processes[name] = process
         self._group.start_soon(self._supervise, process)
         return process
@@ -149,92 +124,30 @@ class Deployment:
     def alive(self, role: str) -> list[Process]:
         return [process for process in self._oracle.processes.values() if process.role == role and process.is_alive]
 
+    def learners(self, policy: str) -> list[Process]:
+        return [process for process in self.alive("learner") if process.policy == policy]
+
     async def _supervise(self, process: Process) -> None:
         faults, bucket = self._fixtures.network_faults, self._bucket
         await process.live(self._server, faults, self._oracle, lambda wire: self._work(process, wire), bucket)
-        self._check_ending(process)
-        if process.role == "learner" and self._log_checker.training.finished:
-            self.training_finished.set()
+        self._judge.check(process)
+        if process.role == "learner" and self._log_checker.trainings[process.policy].finished:
+            if self._log_checker.has_finished:
+                self.training_finished.set()
             return
         if process.role in CLIENTS and process.ending == "finished":
             self.wanted[process.role] -= 1
             return
         await anyio.sleep(self._draw.uniform(*RESTART_SECONDS))
-        if not self.is_closing and len(self.alive(process.role)) < self.wanted[process.role]:
-            self.start(process.role)
+        if not self.is_closing and self._is_short_of(process):
+            self.start(process.role, process.policy if process.role == "learner" else "")
 
-    # Endings
-
-    def _check_ending(self, process: Process) -> None:
-        if process.ending == "failed":
-            leaves = list(_iterate_leaves(process.error))
-            wrong = [leaf for leaf in leaves if not self._may_end(process, leaf)]
-            for leaf in wrong:
-                where = "".join(traceback.format_exception(leaf)[-3:])
-                self._observer.violate("no fault ends a worker", f"{process.name}: {type(leaf).__name__}: {leaf}\n{where}")
-        elif process.ending == "finished" and process.role not in CLIENTS and not process.drain.is_set():
-            is_done = process.role == "learner" and self._log_checker.training.finished
-            self._observer.require(is_done, "a worker works until it is told to stop", process.name)
-
-    def _may_end(self, process: Process, error: BaseException) -> bool:
-        if isinstance(error, LearnerReplaced):
-            newest = self._log_checker.training.lineage
-            return newest is not None and newest.worker != process.name
-        if isinstance(error, LogLost):
-            return self._has_lost_power
-        if isinstance(error, UserError) and self._has_lost_power and self._follow_advice(str(error)):
-            return True
-        if isinstance(error, CheckpointUnread):
-            return self._order_restart()
-        if isinstance(error, CheckpointRemoved):
-            return any(each is not process for each in self.alive("learner"))
-        if isinstance(error, UserError) and str(error).startswith("learner.restart_from = ") and self._scenario.rare:
-            return self._order_restart()
-        since = anyio.current_time() - LONGEST_EFFECT_SECONDS
-        if isinstance(error, (LaneLost, BusError)) and self._observer.was_disturbed(process.name, since=since):
-            return True
-        if isinstance(error, LaneLost):
-            from_first = anyio.current_time() - LANE_SECONDS
-            lost = [self._observer.message_faults(lane, since=from_first) for lane in _LANE.findall(str(error))]
-            return sum(lost) >= RENEWALS_PER_LEASE
-        if isinstance(error, (LanesUnread, RequestUnanswered)):  # only who has yet to begin ends of a read
-            has_begun = process.name in self._oracle.heard
-            unread = self._observer.message_fault_count(since, kind="read_lost") > 0
-            return not has_begun and (unread or self._observer.was_disturbed(process.name, since=since))
-        if isinstance(error, OSError) and error.errno == errno.EIO:
-            return any(each.kind == "disk_failed" and each.worker == process.name for each in self._observer.disturbances)
-        if isinstance(error, UserError) and "already has a recorder" in str(error):
-            return self._observer.was_disturbed(ALL_WORKERS, since=anyio.current_time() - 60)
-        return isinstance(error, UserError) and "server is down" in str(error)
-
-    @property
-    def _has_lost_power(self) -> bool:
-        return any(each.kind == "lose_power" for each in self._observer.disturbances)
-
-    def _follow_advice(self, error: str) -> bool:
-        """An operator reads that the log lost what an archive or checkpoints hold, and does what is said there."""
-        if "give another --archive" in error:
-            folder = self._fixtures.folder / f"archive-{len(self._fixtures.archives) + 1}"
-            self._fixtures.archives.append(folder)
-            learner = msgspec.structs.replace(self._configuration.learner, archive=str(folder))
-            self._configuration = msgspec.structs.replace(self._configuration, learner=learner)
-            return True
-        return "the log names no checkpoint" in error and self._order_restart()
-
-    def _order_restart(self) -> bool:
-        """An operator reads that no checkpoint can be read, and says where to resume; False if none was spoiled.
-
-        That is where the newest checkpoint lies that counts and is whole, or else the beginning.
-        """
-        spoiled = [each for each in self._observer.disturbances if each.kind in CHECKPOINT_FAULTS]
-        self._orders += 1
-        step = self._log_checker.training.find_readable_step(run_folder(self._configuration.run).checkpoints)
-        order = f"{START if step is None else step}/{self._orders}"
-        if self._scenario.rare and self._orders <= len(MISTYPED):
-            order = MISTYPED[self._orders - 1]
-        learner = msgspec.structs.replace(self._configuration.learner, restart_from=order)
-        self._configuration = msgspec.structs.replace(self._configuration, learner=learner)
-        return bool(spoiled)
+    def _is_short_of(self, process: Process) -> bool:
+        """True if one like it has to take its place; of each policy one learner is there, unless all are away."""
+        if process.role == "learner":
+            is_wanted = bool(self.wanted["learner"]) and not self._log_checker.trainings[process.policy].finished
+            return is_wanted and not self.learners(process.policy)
+        return len(self.alive(process.role)) < self.wanted[process.role]
 
     # Work
 
@@ -298,6 +211,7 @@ class Deployment:
                 segments=self._scenario.segments,
                 seats=0 if is_session else self._scenario.seats,
                 other_seat=OTHER_SEAT if self._scenario.other_seat else "",
+                is_other_trained=self._scenario.trained_seat,
                 seed=self._scenario.seed,
                 draw=draw,
                 observer=self._observer,
@@ -320,9 +234,10 @@ class Deployment:
         configuration, fault_profile, kind = self._configuration, self._scenario.fault_profile, SimulatedSampler
         if self._scenario.other_seat:  # the policies have as many workers each, as far as that goes
             served = [each.policy for each in self.alive("inference")]
-            process.policy = min((configuration.run.policy, OTHER_POLICY), key=served.count)
-            if process.policy == OTHER_POLICY:
-                configuration, kind = serve_other(configuration), UnlearnableSampler
+            process.policy = min((configuration.run.policy, self._scenario.other_policy), key=served.count)
+            if process.policy != configuration.run.policy:
+                configuration = serve_other(configuration)
+                kind = UnlearnableSampler if configuration.inference.frozen else kind
         await run_inference(
             wire,
             configuration=configuration,
@@ -335,17 +250,19 @@ class Deployment:
         )
 
     async def _run_learner(self, process: Process, wire: SimulatedBus) -> None:
-        trainer = CheckedTrainer(self._observer, self._log_checker.episodes.record, self._configuration)
+        configuration = self.configurations[process.policy]
+        trainer = CheckedTrainer(self._observer, self._log_checker.episodes.record, configuration)
+        pace = JOINED_PACE if configuration.learner.requested_by else 1.0
         await run_learner(
             wire,
-            configuration=self._configuration,
+            configuration=configuration,
             name=process.name,
             drain=process.drain,
             trainer=trainer,
             curriculum=Curriculum(self._tasks, self._tasks, seed=self._scenario.seed),
-            runtime=build_runtime(self._fixtures, process, seconds=self._scenario.blocking_seconds),
+            runtime=build_runtime(self._fixtures, process, seconds=self._scenario.blocking_seconds * pace),
         )
-        training = self._log_checker.training
+        training = self._log_checker.trainings[process.policy]
         if training.finished and training.lineage is not None and training.lineage.worker == process.name:
             same = trainer.trained == training.trained
             self._observer.require(same, "the weights hold what the surviving lineage trained", process.name)
@@ -353,7 +270,7 @@ class Deployment:
     async def _run_recorder(self, process: Process, wire: SimulatedBus) -> None:
         await run_recorder(
             wire,
-            configuration=self._configuration,
+            configuration=self.configurations[POLICY],
             name=process.name,
             drain=process.drain,
             folder=self._fixtures.archive,
@@ -377,7 +294,7 @@ class Deployment:
                 await stranger.run(wire)
             case _:
                 await run_rollouts(
-                    process, _check(wire, "operator"), self._configuration, self._tasks, self._log_checker.episodes,
+                    process, _check(wire, "operator"), self.configurations[POLICY], self._tasks, self._log_checker.episodes,
                     self._observer, build_runtime(self._fixtures, process),
                 )  # fmt: skip
 
@@ -386,14 +303,6 @@ class Deployment:
 
     def _list_environments(self) -> list[str]:
         return [process.name for process in self.alive("environment")]
-
-
-def _iterate_leaves(error: BaseException | None) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _iterate_leaves(inner)
-    elif error is not None:
-        yield error
 
 
 def _check(wire: SimulatedBus, role: str) -> SimulatedBus:

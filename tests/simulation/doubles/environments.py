@@ -95,6 +95,7 @@ class SimulatedEnvironment:
         segments: float,
         seats: int,
         other_seat: str,
+        is_other_trained: bool = False,
         seed: int,
         draw: random.Random,
         observer: Observer,
@@ -114,6 +115,7 @@ class SimulatedEnvironment:
         self._segments = segments
         self._seats = seats
         self._other_seat = other_seat
+        self._frozen_seat = "" if is_other_trained else other_seat
         self._seed = seed
         self._draw = draw
         self._observer = observer
@@ -182,7 +184,7 @@ class SimulatedEnvironment:
         record, seen = self.environment_record, self._render()
         record.reward = compute_reward(seen)
         rewards = {seat: compute_seat_reward(seat, seen) for seat in dict.fromkeys(record.acted)} if self._seats else {}
-        record.seats = {seat: None if seat == self._other_seat else reward for seat, reward in rewards.items()}
+        record.seats = {seat: None if seat == self._frozen_seat else reward for seat, reward in rewards.items()}
         if record.seats and all(reward is None for reward in record.seats.values()):
             record.fault_profile.add("verify")
         return Verdict(reward=record.reward, seats=rewards)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 
 import anyio
 import msgspec
 
 from fleetbus.bus.streams import StreamPlan, lane_stream, log_stream
-from fleetbus.config.run_folder import run_folder
+from fleetbus.config.run_folder import policy_folder
 from fleetbus.errors import BusError, UserError
 from fleetbus_schemas import ControlRequested, Subjects, encode
 from fleetbus_workers.learner.checkpoints import WEIGHTS
@@ -58,7 +59,7 @@ class FaultInjector:
             case "join":
                 self._add_worker("inference" if fault.role == "inference" else "environment")
             case "second_learner":
-                self._fleet.start("learner")
+                self._fleet.start("learner", self._pick_policy(fault.pick))
             case "visit":
                 self._fleet.visit(fault.role)
             case "leave":
@@ -83,13 +84,21 @@ class FaultInjector:
             case "break_disk":
                 self._fixtures.disks.fail_soon(fault.role)
             case "lose_checkpoints":
-                await self._lose_checkpoints(fault.seconds * AWAY_SHARE)
+                await self._lose_checkpoints(fault.seconds * AWAY_SHARE, self._pick_policy(fault.pick))
             case "rewind_checkpoints":
-                self._rewind_checkpoints(1 + fault.pick % 2)
+                self._rewind_checkpoints(1 + fault.pick % 2, self._pick_policy(fault.pick // 2))
             case "garbage":
                 self._store_garbage(fault.pick)
             case "pause_requests":
                 await self._pause_requests(fault.seconds)
+
+    def _pick_policy(self, pick: int) -> str:
+        """One of those that have learners."""
+        policies = list(self._fleet.configurations)
+        return policies[pick % len(policies)]
+
+    def _find_checkpoints(self, policy: str) -> Path:
+        return policy_folder(self._fleet.configurations[policy].run).checkpoints
 
     def _pick_process(self, fault: ScheduledFault) -> Process | None:
         alive = [process for process in self._fleet.alive(fault.role) if process.gate.is_open]
@@ -147,22 +156,21 @@ class FaultInjector:
         self._fixtures.oracle.clock_slack_seconds += abs(seconds)
         self._server.step_clock(seconds)
 
-    async def _lose_checkpoints(self, seconds: float) -> None:
+    async def _lose_checkpoints(self, seconds: float, policy: str) -> None:
         """The disk with the checkpoints is away while a learner dies, and comes back."""
-        folder = run_folder(self._fixtures.configuration.run).checkpoints
-        learners = self._fleet.alive("learner")
+        folder, learners = self._find_checkpoints(policy), self._fleet.learners(policy)
         if folder.is_dir() and learners:
             self._observer.disturb("lose_checkpoints", seconds=seconds)
             learners[-1].crash()
             hidden = await take_away(folder, seconds)
-            self._log_checker.training.hidden |= hidden
+            self._log_checker.trainings[policy].hidden |= hidden
 
-    def _rewind_checkpoints(self, count: int) -> None:
+    def _rewind_checkpoints(self, count: int, policy: str) -> None:
         """Also while no learner is there: the one before was drained, or has crashed."""
-        gone = rewind_checkpoints(run_folder(self._fixtures.configuration.run).checkpoints, count)
+        gone = rewind_checkpoints(self._find_checkpoints(policy), count)
         if gone:
             self._observer.disturb("rewind_checkpoints", ",".join(gone))
-        for learner in self._fleet.alive("learner")[-1:] if gone else ():
+        for learner in self._fleet.learners(policy)[-1:] if gone else ():
             learner.crash()
 
     async def _cancel(self, pick: int) -> None:
@@ -219,9 +227,10 @@ class FaultInjector:
 
         In the second case the next learner dies, too, and the one after it finds a checkpoint of a lineage that was cut.
         """
-        folder = run_folder(self._fixtures.configuration.run).checkpoints
+        policy = self._pick_policy(fault.pick // 2)
+        folder = self._find_checkpoints(policy)
         whole = sorted(folder.glob("*/checkpoint.json"), key=lambda path: path.stat().st_mtime_ns)
-        learners = self._fleet.alive("learner")
+        learners = self._fleet.learners(policy)
         if not whole or not learners:
             return
         weights = whole[-1].parent / WEIGHTS
@@ -234,5 +243,5 @@ class FaultInjector:
             if weights.exists():
                 weights.write_bytes(before)
                 self._observer.trace("mend", weights.parent.name)
-            for learner in self._fleet.alive("learner"):
+            for learner in self._fleet.learners(policy):
                 learner.crash()

@@ -24,6 +24,7 @@ from fleetbus_schemas import (
     AttemptStarted,
     EpisodeFinished,
     EpisodeRequested,
+    EpisodeSeat,
     FloorRaised,
     Observation,
     decode,
@@ -34,7 +35,7 @@ from fleetbus_schemas.tokens import EMPTY_HISTORY, extend_history, pack_ids, pac
 from fleetbus_workers.inference.turn_rules import compute_turn_seed
 from tests.simulation.doubles.engines import compute_sampled_ids
 from tests.simulation.observer import Observer
-from tests.simulation.scenario.shape import OTHER_POLICY, OTHER_SEAT
+from tests.simulation.scenario.shape import OTHER_SEAT
 
 Claim = tuple[float, AttemptStarted]
 """A claim and the second at which it was stored."""
@@ -163,7 +164,7 @@ class EpisodeChecker:
         same = _stands_on(first) == _stands_on(observation)
         self._observer.require(same, "a rerouted observation is the same", f"{observation.episode_id} {key}")
         is_other = bool(record.request.seats) and observation.seat == OTHER_SEAT
-        right = entry.subject.split(".")[3] == (OTHER_POLICY if is_other else record.request.policy)
+        right = entry.subject.split(".")[3] == (record.request.seats[0].policy if is_other else record.request.policy)
         self._observer.require(right, "a turn is asked of the policy of its seat", f"{observation.episode_id} {key}")
 
     def apply_garbage(self, entry: StreamEntry) -> None:
@@ -235,6 +236,7 @@ class EpisodeChecker:
             and (len(mask), pack_mask(mask)) == (result.tokens, result.loss_mask)
             and tuple(sorted(versions)) == result.policy_versions
             and describe_segments(fold_segments(history)) == result.segments
+            and all(seat.versions == _list_versions(seat, history) for seat in result.seats)
         )
         self._observer.require(holds, "a result refers to the history of its claims", f"{name}, {len(history)} turns")
 
@@ -258,6 +260,12 @@ class EpisodeChecker:
         require(unpack_ids(action.prompt_delta) == delta, "the prompt is what was observed", name)
         require(unpack_ids(action.sampled) == sampled, "tokens are sampled upon the recorded history", name)
         require(action.history_hash == digest, "an action carries the hash of its history", name)
+
+
+def _list_versions(seat: EpisodeSeat, history: Sequence[Turn]) -> tuple[int, ...]:
+    """Those of a seat that a policy of its own plays and trains."""
+    spans = [span for turn in seat.turns for span in history[turn].action.versions] if seat.policy else []
+    return tuple(sorted({span.version for span in spans}))
 
 
 def _stands_on(observation: Observation) -> tuple[object, ...]:

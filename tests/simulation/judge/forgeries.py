@@ -37,6 +37,7 @@ from fleetbus_schemas import (
 from fleetbus_schemas.channels import STORED
 from fleetbus_schemas.message import decode_any
 from tests.simulation.observer import GARBAGE, Observer
+from tests.simulation.scenario.shape import POLICY
 
 FAR = 1000
 """Added to a number it makes one that stands nowhere else in a log."""
@@ -121,7 +122,9 @@ def check_forgeries(observer: Observer, entries: Sequence[StreamEntry], seed: in
         log[max(log) + 1] = (log[sequence][0], forge(message))
         expected.append((kind, message.episode_id))
     expected += [name for pages in episodes[:1] for name in _forge_repetition(log, pages)]
-    expected += _forge_training(log, [pages[EpisodeFinished][0][1].episode_id for pages in episodes])
+    untouched = [pages[EpisodeFinished][0][1].episode_id for pages in episodes]
+    trained = sorted({subject.rpartition(".")[2] for subject, message in log.values() if isinstance(message, StepTrained)})
+    expected += _forge_training(log, untouched, draw.choice(trained))
     _require_found(observer, log, expected)
 
 
@@ -203,10 +206,10 @@ def _forge_repetition(log: Log, pages: Pages) -> list[tuple[str, str]]:
 
 def _forge_settlement(log: Log) -> tuple[Log, list[tuple[str, str]]]:
     """Training that has finished, of which the last step leaves a group out, and a checkpoint that covers it all the same."""
-    lineages = [message.lineage for _, message in log.values() if isinstance(message, LineageStarted)]
-    ends = [sequence for sequence, (_, message) in log.items() if isinstance(message, TrainingFinished)]
-    steps = [(sequence, message) for sequence, (_, message) in log.items() if isinstance(message, StepTrained)]
-    sequence, step = steps[-1]
+    own = {sequence: message for sequence, (subject, message) in log.items() if subject.endswith(f".{POLICY}")}
+    lineages = [message.lineage for message in own.values() if isinstance(message, LineageStarted)]
+    ends = [message for message in own.values() if isinstance(message, TrainingFinished)]
+    sequence, step = [(sequence, message) for sequence, message in own.items() if isinstance(message, StepTrained)][-1]
     groups = {episode.rpartition("-")[0] for episode in step.episodes}
     left_out = sorted(episode for episode in step.episodes if episode.startswith(f"{min(groups)}-"))
     asked = {message.episode_id: (at, message) for at, (_, message) in log.items() if isinstance(message, EpisodeRequested)}
@@ -218,7 +221,7 @@ def _forge_settlement(log: Log) -> tuple[Log, list[tuple[str, str]]]:
     forged: Log = {**log, sequence: (log[sequence][0], msgspec.structs.replace(step, episodes=kept, digests=()))}
     expected = [("finished_unsettled", episode) for episode in left_out]
     for position, (subject, message) in log.items():
-        if position > sequence and isinstance(message, CheckpointStored):
+        if position > sequence and position in own and isinstance(message, CheckpointStored):
             forged[position] = (
                 subject,
                 msgspec.structs.replace(message, floor=max(message.floor, *(at + 1 for at, _ in requests))),
@@ -228,11 +231,12 @@ def _forge_settlement(log: Log) -> tuple[Log, list[tuple[str, str]]]:
     return forged, expected
 
 
-def _forge_training(log: Log, untouched: list[str]) -> list[tuple[str, str]]:
-    """A step, versions and a lineage that no learner would have stored, at the end of the log."""
-    steps = [(subject, message) for subject, message in log.values() if isinstance(message, StepTrained)]
-    lineages = [(subject, message) for subject, message in log.values() if isinstance(message, LineageStarted)]
-    policies = [(subject, message) for subject, message in log.values() if isinstance(message, PolicyPublished)]
+def _forge_training(log: Log, untouched: list[str], policy: str) -> list[tuple[str, str]]:
+    """A step, versions and a lineage that no learner of this policy would have stored, at the end of the log."""
+    own = [(subject, message) for subject, message in log.values() if subject.endswith(f".{policy}")]
+    steps = [(subject, message) for subject, message in own if isinstance(message, StepTrained)]
+    lineages = [(subject, message) for subject, message in own if isinstance(message, LineageStarted)]
+    policies = [(subject, message) for subject, message in own if isinstance(message, PolicyPublished)]
     splits = {message.episode_id: message.split for _, message in log.values() if isinstance(message, EpisodeRequested)}
     subject, last = steps[-1]
     trained = [episode for episode in last.episodes if episode in untouched]
@@ -251,17 +255,18 @@ def _forge_training(log: Log, untouched: list[str]) -> list[tuple[str, str]]:
     for where, message in ((subject, step), (subject, lineage), (subject, last), policies[-1]):
         log[max(log) + 1] = (where, message)
     log[max(log) + 2] = (subject, None)
+    account = "" if policy == POLICY else f"@{policy}"
     return [
-        ("trained_twice", twice),
-        ("trained_without_result", trained[2]),
-        ("evaluation_settled", evaluated[0]),
-        ("trained_and_excluded", both),
+        ("trained_twice", f"{twice}{account}"),
+        ("trained_without_result", f"{trained[2]}{account}"),
+        ("evaluation_settled", f"{evaluated[0]}{account}"),
+        ("trained_and_excluded", f"{both}{account}"),
         ("excluded_without_reason", nobody),
         ("excluded_twice", nobody),
         ("never_requested", nobody),
         ("step_out_of_order", f"{step.lineage}/{step.step}"),
         ("lineage_unfounded", f"{lineage.lineage}/{lineage.parent_step}"),
         ("lineage_replaced", f"{last.lineage}/{last.step}"),
-        ("version_repeated", f"default/{policies[-1][1].version}"),
+        ("version_repeated", f"{policy}/{policies[-1][1].version}"),
         ("entries_missing", f"{max(log) - 1}-{max(log) - 1}"),
     ]

@@ -35,7 +35,7 @@ class LivenessChecker:
 
     def check(self) -> None:
         """Report every wait that is over its bound; nothing before the world has healed."""
-        if not self._observer.has_healed or self._log_checker.training.finished:
+        if not self._observer.has_healed or self._log_checker.has_finished:
             return
         now = anyio.current_time()
         for episode, record in tuple(self._log_checker.episodes.open.items()):

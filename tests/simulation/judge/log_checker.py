@@ -10,7 +10,7 @@ from tests.simulation.judge.oracle import FaultOracle
 from tests.simulation.judge.session_checker import SessionChecker
 from tests.simulation.judge.training_checker import TrainingChecker
 from tests.simulation.observer import GARBAGE, Observer
-from tests.simulation.scenario.shape import Scenario
+from tests.simulation.scenario.shape import POLICY, Scenario
 
 
 class LogChecker:
@@ -30,22 +30,37 @@ class LogChecker:
         observer, oracle, scenario = self._observer, self._oracle, self._scenario
         self.episodes = EpisodeChecker(observer, oracle)
         self.episodes.is_trimmed = scenario.recorder
-        self.training = TrainingChecker(
-            observer,
-            self.episodes,
-            max_staleness=scenario.max_staleness if scenario.stale_groups == "drop" else None,
-            groups=scenario.groups,
-            group_size=scenario.group_size,
-            tasks=scenario.tasks,
-        )
+        self.trainings = {
+            policy: TrainingChecker(
+                observer,
+                self.episodes,
+                policy=policy,
+                max_staleness=scenario.max_staleness if scenario.stale_groups == "drop" else None,
+                groups=scenario.groups,
+                group_size=scenario.group_size,
+                tasks=scenario.tasks,
+            )
+            for policy in scenario.trained_policies
+        }
         self.sessions = SessionChecker(observer, replayable=scenario.replayable)
         oracle.record = self.episodes.record
 
+    @property
+    def training(self) -> TrainingChecker:
+        """The books of the policy whose learner asks for the episodes."""
+        return self.trainings[POLICY]
+
+    @property
+    def has_finished(self) -> bool:
+        """True once every learner has come to its end."""
+        return all(training.finished for training in self.trainings.values())
+
     def rewind(self, last: int) -> None:
         """The log lost what it stored after ``last``: the books begin anew with what is left. What was published stays so."""
-        before, judged = self.training, self._observer.judged
+        before, judged = self.trainings, self._observer.judged
         self._open_books()
-        self.training.remember(before)
+        for policy, training in self.trainings.items():
+            training.remember(before[policy])
         self.entries = [entry for entry in self.entries if entry.sequence <= last]
         self._observer.judged = frozenset()
         for entry in self.entries:
@@ -67,8 +82,8 @@ class LogChecker:
         match entry.subject.split(".")[2]:
             case "task":
                 record = self.episodes.apply_request(entry, at)
-                if record is not None:
-                    self.training.apply_request(record)
+                for training in self.trainings.values() if record is not None else ():
+                    training.apply_request(record)
             case "obs":
                 self.episodes.apply_observation(entry, at)
             case "act":
@@ -79,12 +94,14 @@ class LogChecker:
                 self.sessions.on_session(entry)
             case "floor":
                 self.episodes.raise_floor(entry)
+                for training in self.trainings.values():
+                    training.check_floor()
                 self.sessions.raise_floor(self.episodes.floor.sessions)
             case "policy":
-                self.training.apply_publication(entry)
+                self.trainings[entry.subject.split(".")[3]].apply_publication(entry)
                 self._oracle.newest_version = self.training.newest_version
             case "train":
-                self.training.on_train(entry)
+                self.trainings[entry.subject.split(".")[3]].on_train(entry)
 
     def on_lane(self, entry: StreamEntry) -> None:
         """An entry that only the trace takes."""

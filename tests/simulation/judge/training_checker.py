@@ -5,6 +5,7 @@ The invariants of rule 8 of docs/concepts/delivery.md and of the staleness bound
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -28,6 +29,7 @@ from fleetbus_schemas.message import decode_any
 from fleetbus_workers.learner.checkpoints import read_checkpoint
 from tests.simulation.judge.episode_checker import EpisodeChecker, EpisodeRecord
 from tests.simulation.observer import Observer
+from tests.simulation.scenario.shape import POLICY
 
 
 class SettledEpisode(msgspec.Struct, frozen=True):
@@ -39,14 +41,16 @@ class SettledEpisode(msgspec.Struct, frozen=True):
 
 
 class TrainingChecker:
-    """The surviving lineage as of now: ``settled`` by episode id, in order, ``steps`` so far; ``strays`` were requested by a
-    learner that had been replaced; ``replaced`` is when that happened to whom."""
+    """The surviving lineage of one policy as of now: ``settled`` by episode id, in order, ``steps`` so far; ``strays`` were
+    requested by a learner that had been replaced; ``replaced`` is when that happened to whom. The policy of a seat has a learner
+    that asks for nothing."""
 
     def __init__(
         self,
         observer: Observer,
         episodes: EpisodeChecker,
         *,
+        policy: str,
         max_staleness: int | None,
         groups: int,
         group_size: int,
@@ -54,6 +58,8 @@ class TrainingChecker:
     ) -> None:
         self._observer = observer
         self._episodes = episodes
+        self._policy = policy
+        self._asks = policy == POLICY
         self._max_staleness = max_staleness
         self._groups = groups
         self._group_size = group_size
@@ -70,6 +76,10 @@ class TrainingChecker:
         self._publisher = ""
         self.lineage: LineageStarted | None = None
         self.settled: dict[str, SettledEpisode] = {}
+        self._ever_settled: set[str] = set()
+        """In whichever lineage."""
+        self._passed: set[str] = set()
+        """What the floor has passed."""
         self.steps = 0
         self.finished = False
         self.strays: set[str] = set()
@@ -94,6 +104,8 @@ class TrainingChecker:
 
     def apply_request(self, record: EpisodeRecord) -> None:
         """A request in flight at a replaced learner counts only if its successor requests it, too."""
+        if not self._asks:
+            return
         if not self._is_current(record.request.lineage):
             self.strays.add(record.request.episode_id)
         number = find_group_number(record.request)
@@ -200,9 +212,54 @@ class TrainingChecker:
                 "only graded episodes are trained", f"{episode}: {result.outcome if result else 'no result'}"
             )
             return
-        behind = lag(self.steps - 1, tuple(self._step_of.get(version, 0) for version in result.policy_versions))
+        versions = self._list_versions(result)
+        self._observer.require(bool(versions), "an episode is trained by the learners of who played it", episode)
+        behind = lag(self.steps - 1, tuple(self._step_of.get(version, 0) for version in versions))
         right = self._max_staleness is None or behind <= self._max_staleness
         self._observer.require(right, "staleness is bounded", f"{episode}: {behind} steps")
+
+    def _list_versions(self, result: EpisodeFinished) -> tuple[int, ...]:
+        """What sampled the policy's turns of an episode."""
+        record = self._episodes.record[result.episode_id]
+        players, history = {each.seat: each.policy for each in record.request.seats}, record.history(result.attempt)
+        seats = [seat for seat in result.seats if players.get(seat.name, record.request.policy) == self._policy]
+        own = [turn for seat in seats for turn in seat.turns] if result.seats else list(range(result.turns))
+        return tuple(sorted({span.version for turn in own for span in history[turn].action.versions}))
+
+    def check_floor(self) -> None:
+        """The floor was raised: below it is nothing of which a learner that begins now would not know that it is settled."""
+        passed = {
+            record.request.episode_id
+            for record in self._episodes.record.values()
+            if self._trains(record) and self._is_passed(record)
+        }
+        open_below = sorted(passed - self._passed - self.settled.keys())
+        self._passed |= passed
+        right = not open_below or self.finished
+        name = f"{self._policy}: {', '.join(open_below[:4])}"
+        self._observer.require(right, "nothing unsettled is passed by the floor", name)
+
+    def check_content(self, is_held: Callable[[int], bool]) -> None:
+        """What a learner has yet to train stands in the log."""
+        for episode, record in self._episodes.record.items():
+            result = record.result
+            if result is None or episode in self._ever_settled or self.finished or not self._trains(record):
+                continue
+            lost = [turn.sequence for turn in record.history(result.attempt)[: result.turns] if not is_held(turn.sequence)]
+            self._observer.require(not lost, "nothing leaves the log before it is settled", f"{self._policy}: {episode} {lost}")
+
+    def _is_passed(self, record: EpisodeRecord) -> bool:
+        """True if the floor has passed it for this policy: it stays settled, whatever lineage is cut afterwards."""
+        number, floor = find_group_number(record.request), self._episodes.floor
+        if self._asks or number is None:
+            return self._episodes.is_passed(record)
+        return record.request_sequence < floor.sequence or number < floor.groups.get(self._policy, 0)
+
+    def _trains(self, record: EpisodeRecord) -> bool:
+        """True for what a learner of this policy is to train, or to exclude."""
+        request = record.request
+        is_stray = request.episode_id in self.strays or record.refused
+        return find_group_number(request) is not None and self._policy in request.trained_policies and not is_stray
 
     def _exclude(self, excluded: tuple[Exclusion, ...]) -> None:
         for exclusion in excluded:
@@ -219,6 +276,7 @@ class TrainingChecker:
         earlier = self.settled.get(episode)
         if earlier is not None:
             self._observer.violate("an episode is settled once in the surviving lineage", f"{episode}: {earlier}")
+        self._ever_settled.add(episode)
         self.settled[episode] = SettledEpisode(episode, self.steps, trained)
 
     def _apply_checkpoint(self, stored: CheckpointStored) -> None:
@@ -233,7 +291,7 @@ class TrainingChecker:
         requests = [
             record
             for record in self._episodes.record.values()
-            if record.request.split == "train" and not self._episodes.is_passed(record)
+            if record.request.split == "train" and not self._is_passed(record)
         ]
         skipped = [
             record.request.episode_id
@@ -241,7 +299,7 @@ class TrainingChecker:
             if record.request_sequence < checkpoint.floor and record.request.episode_id not in self.settled
         ]
         above = {record.request.episode_id for record in requests if record.request_sequence >= checkpoint.floor}
-        open_settled = {name for name in checkpoint.settled if not self._episodes.is_passed(self._episodes.record[name])}
+        open_settled = {name for name in checkpoint.settled if not self._is_passed(self._episodes.record[name])}
         differing = (above & set(self.settled)) ^ open_settled
         self._observer.require(not skipped, "nothing unsettled lies below the floor", f"{name}: {skipped[:4]}")
         self._observer.require(not differing, "a checkpoint says what is settled", f"{name}: {sorted(differing)[:4]}")
@@ -262,7 +320,7 @@ class TrainingChecker:
     def _group_requests(self) -> dict[str, list[str]]:
         groups: dict[str, list[str]] = {}
         for record in self._episodes.record.values():
-            stray = record.request.episode_id in self.strays or self._episodes.is_passed(record)
+            stray = record.request.episode_id in self.strays or self._is_passed(record)
             if record.request.split == "train" and not stray:
                 groups.setdefault(record.request.group_id, []).append(record.request.episode_id)
         return groups

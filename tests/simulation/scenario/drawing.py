@@ -12,6 +12,7 @@ import msgspec
 
 from tests.simulation.scenario.shape import (
     ROLES,
+    ROOMY_LOG_BYTES,
     FaultKind,
     FaultProfile,
     FaultSet,
@@ -27,7 +28,11 @@ FAULT_WINDOW_SECONDS = 120.0
 OTHER_SEAT_SHARE = 0.5
 """Of the worlds with seats."""
 
+TRAINED_SEAT_SHARE = 0.5
+"""Of the worlds in which another policy plays one of them."""
+
 FAULT_FREE_SHARE = 0.05
+CALM_LEARNERS_SHARE = 0.15
 
 IMPATIENT_SHARE = 0.25
 IMPATIENT_SECONDS = 6.0
@@ -57,6 +62,8 @@ MANY_LANES = 80
 
 def draw_scenario(seed: int, faults: FaultSet = "usual") -> Scenario:
     """The scenario of a seed; with all faults it is the usual one, with more clients and more that goes wrong."""
+    if faults == "learners":
+        return _train_both(seed)
     if faults == "rare":
         draw, scenario = random.Random(f"rare/{seed}"), draw_scenario(seed, "swarm")
         lanes = draw.choice((scenario.lanes, scenario.lanes, MANY_LANES))
@@ -83,6 +90,19 @@ def draw_scenario(seed: int, faults: FaultSet = "usual") -> Scenario:
     return _limit_log(scenario, random.Random(f"room/{seed}"))
 
 
+def _train_both(seed: int) -> Scenario:
+    """One in so many seeds is calm."""
+    draw = random.Random(f"learners/{seed}")
+    scenario = draw_scenario(seed, draw.choice(("all", "swarm")))
+    scenario = msgspec.structs.replace(
+        scenario, seats=max(scenario.seats, draw.choice((2, 3))), other_seat=True, trained_seat=True
+    )
+    if draw.random() < CALM_LEARNERS_SHARE:
+        calm = NetworkFaultRates(), FaultProfile()
+        scenario = msgspec.structs.replace(scenario, network_faults=calm[0], fault_profile=calm[1], fault_schedule=())
+    return msgspec.structs.replace(scenario, log_bytes=ROOMY_LOG_BYTES) if _discards_much(scenario) else scenario
+
+
 def _draw_usual(seed: int) -> Scenario:
     draw, contexts = random.Random(f"scenario/{seed}"), random.Random(f"contexts/{seed}")
     groups, group_size = draw.choice(((5, 4), (5, 4), (10, 2)))
@@ -106,7 +126,8 @@ def _draw_usual(seed: int) -> Scenario:
         seats=random.Random(f"seats/{seed}").choice((0, 0, 2, 3)),
     )
     is_other = scenario.seats > 0 and random.Random(f"other seat/{seed}").random() < OTHER_SEAT_SHARE
-    scenario = msgspec.structs.replace(scenario, other_seat=is_other)
+    is_trained = is_other and random.Random(f"learner of a seat/{seed}").random() < TRAINED_SEAT_SHARE
+    scenario = msgspec.structs.replace(scenario, other_seat=is_other, trained_seat=is_trained)
     settling = random.Random(f"settling/{seed}")
     scenario = msgspec.structs.replace(
         scenario, settle_seconds=settling.choice((3.0, 10.0, 30.0)), late_copies=scenario.recorder and settling.random() < 0.7
@@ -329,9 +350,14 @@ def _limit_log(scenario: Scenario, draw: random.Random) -> Scenario:
 
     Where most groups are discarded, a step may take more than that: then the learner says that the log is too small.
     """
-    discards = scenario.dynamic_sampling or scenario.min_group_size > 2
-    if not scenario.recorder or discards or draw.random() > SMALL_LOG_SHARE:
+    if not scenario.recorder or _discards_much(scenario) or draw.random() > SMALL_LOG_SHARE:
         return scenario
     turns = sum(min(each, scenario.max_turns) for each in scenario.turns) / len(scenario.turns)
     step_bytes = scenario.groups * scenario.group_size * int(EPISODE_BYTES + TURN_BYTES * turns)
     return msgspec.structs.replace(scenario, log_bytes=max(draw.choice(SMALL_LOG_STEPS) * step_bytes, SMALLEST_LOG_BYTES))
+
+
+def _discards_much(scenario: Scenario) -> bool:
+    """True where most groups are good for nothing: a seat that seldom acts trains few of them."""
+    acts_seldom = scenario.trained_seat and (scenario.max_turns < 6 or scenario.group_size < 4)
+    return scenario.dynamic_sampling or scenario.min_group_size > 2 or acts_seldom

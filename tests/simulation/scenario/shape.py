@@ -36,16 +36,18 @@ FaultKind = Literal[
 """From ``elect`` on they take part with ``faults="all"`` only, ``garbage`` and ``pause_requests`` with drawn configurations. In
 scenarios of days a role ``leave``s for a while, and a client comes for a ``visit``."""
 
-FaultSet = Literal["usual", "all", "swarm", "power", "rare"]
+FaultSet = Literal["usual", "all", "swarm", "power", "rare", "learners"]
 """``swarm``: all faults, and a configuration that is drawn, too: tiny limits, short deadlines, few lanes, long episodes.
-``power``: the usual ones, and a server that loses its newest entries. ``rare``: as ``swarm``, and what hardly ever happens."""
+``power``: the usual ones, and a server that loses its newest entries. ``rare``: as ``swarm``, and what hardly ever happens.
+``learners``: as ``all`` or as ``swarm``, always with a second policy that is trained."""
 
 ROLES = ("environment", "inference", "learner")
+"""Roles that every fleet has; some have a recorder, too."""
 
+POLICY = "default"
 OTHER_SEAT = "seat-1"
 OTHER_POLICY = "simulator"
-"""The seat that another policy plays, in worlds with one."""
-"""Roles that every fleet has; some have a recorder, too."""
+"""The seat that another policy plays, in worlds with one, and that policy's name unless it is trained."""
 
 ROOMY_LOG_BYTES = 1 << 30
 """More than any run stores."""
@@ -199,6 +201,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     seats: int = 0
     other_seat: bool = False
     """Another policy, of two more inference workers, plays one of them."""
+    trained_seat: bool = False
+    """A learner of its own trains that policy."""
     compaction: Literal["off", "drop", "summarise"] = "off"
     log_bytes: int = ROOMY_LOG_BYTES
     power_losses: tuple[PowerLoss, ...] = ()
@@ -206,6 +210,16 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     rare: bool = False
     """Environments cannot be made, or hold something elsewhere; callers flood one session, or a gateway's own worker; operators
     mistype."""
+
+    @property
+    def other_policy(self) -> str:
+        """Who plays the other seat; empty without one. A policy that is trained is called like its seat."""
+        return (OTHER_SEAT if self.trained_seat else OTHER_POLICY) if self.other_seat else ""
+
+    @property
+    def trained_policies(self) -> tuple[str, ...]:
+        """Those that have learners."""
+        return (POLICY, OTHER_SEAT) if self.other_seat and self.trained_seat else (POLICY,)
 
     @property
     def session_faults(self) -> FaultProfile:

@@ -123,7 +123,7 @@ def open_store(bus: LogBus, store: str, *, run: str, public_url: str = "", polic
         objects = get_object_store(bus, run)
         if objects is None:
             raise UserError("weights.store = nats needs a NATS server; this bus stores no objects")
-        return BusStore(objects, weights_bucket(run), f"{policy}/" if policy else "")
+        return BusStore(objects, weights_bucket(run), f"{policy}-" if policy else "")
     if "://" not in store:
         raise UserError(f"weights.store = {store}: use folder, nats, or a URL such as s3://bucket/path")
     below = f"/{policy}" if policy else ""
