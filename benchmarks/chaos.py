@@ -77,7 +77,8 @@ from fleetbus_schemas import (
 from fleetbus_schemas.message import decode_any
 from fleetbus_workers.learner.digest_audit import audit_digests
 from fleetbus_workers.observe.run.progress import Progress
-from fleetbus_workers.up.process_plans import build_stream_plan, list_seat_options
+from fleetbus_workers.up.process_plans import build_stream_plan
+from fleetbus_workers.up.seat_workers import list_seat_options
 from fleetbus_workers.up.summary_builder import Summary, build_summary
 
 RUN = "chaos"

@@ -96,7 +96,7 @@ class Stage:
             output=(self.folder,) if "writer" in behaviour else (),
         )
 
-    def fleet(self, *plans: ProcessPlan, final: str = "learner") -> Supervisor:
+    def fleet(self, *plans: ProcessPlan, final: tuple[str, ...] = ("learner",)) -> Supervisor:
         return Supervisor(plans, final=final, report=self.reports.append, achieved=self.achievements.count)
 
     @asynccontextmanager

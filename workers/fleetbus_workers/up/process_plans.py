@@ -9,12 +9,13 @@ from fleetbus.bus.streams import RunPlan, plan_run
 from fleetbus.config.fields import list_settings
 from fleetbus.config.pools import list_pools
 from fleetbus.config.run_folder import RunFolder
-from fleetbus.config.seats import SeatSetting, configure_seat, list_policies, parse_seats
+from fleetbus.config.seats import list_policies
 from fleetbus.config.settings import Configuration
 from fleetbus.python_process import build_module_command
 from fleetbus.tasks.datasets import is_remote
 from fleetbus_workers.up.placement import Placement
 from fleetbus_workers.up.process import ProcessPlan
+from fleetbus_workers.up.seat_workers import list_seat_workers
 from fleetbus_workers.up.supervisor import Plan
 
 STOP_LIMITS_SECONDS = {"learner": 4.0, "environment": 4.5, "inference": 5.0}
@@ -68,19 +69,8 @@ def replace_interpreter(python: str, command: RoleCommand) -> RoleCommand:
     return lambda role, name: [python, *command(role, name)[1:]]
 
 
-def list_seat_options(configuration: Configuration, seat: SeatSetting) -> list[str]:
-    """The options with which an inference worker of a configuration serves the policy of a seat as it is."""
-    served = configure_seat(configuration, seat)
-    options: list[str] = []
-    for setting in list_settings():
-        value = getattr(getattr(served, setting.table), setting.key)
-        if value != getattr(getattr(configuration, setting.table), setting.key):
-            options += [setting.flag] if value is True else [setting.flag, str(value)]
-    return options
-
-
-def serve_seat(options: Sequence[str], command: RoleCommand) -> RoleCommand:
-    """The same command lines for the policy of a seat that is served as it is."""
+def add_options(options: Sequence[str], command: RoleCommand) -> RoleCommand:
+    """The same command lines with further options."""
     return lambda role, name: [*command(role, name), *options]
 
 
@@ -106,7 +96,8 @@ def build_role_plans(
     local: LocalRoles | None = None,
     placement: Placement | None = None,
 ) -> list[Plan]:
-    """The learner, the environment workers and the inference workers: processes, except the roles that are ``local``."""
+    """The learner, the environment workers and the inference workers: processes, except the roles that are ``local``; then
+    those of the policies of seats."""
     placement = placement or Placement()
     local = local or {}
     commands = dict.fromkeys(STOP_LIMITS_SECONDS, command)
@@ -114,8 +105,6 @@ def build_role_plans(
         commands["inference"] = replace_interpreter(configuration.inference.python, command)
     if placement.processes > 1:
         commands["learner"] = share_model(placement.processes, command)
-    seats = [seat for seat in parse_seats(configuration.run.seats) if seat.is_served]
-    served = {f"inference-{seat.seat}": serve_seat(list_seat_options(configuration, seat), command) for seat in seats}
     counted = (
         ("learner", 1, configuration.learner.threads),
         ("environment", configuration.environment.workers, 1),
@@ -136,13 +125,15 @@ def build_role_plans(
         for index in range(count)
     ] + [
         ProcessPlan(
-            name=name,
-            stop_limit_seconds=STOP_LIMITS_SECONDS["inference"],
-            command=_number_starts(of_seat, "inference", name),
-            log=folder.logs / f"{name}.log",
-            environment=build_role_variables(configuration, url, variables, configuration.inference.threads),
+            name=worker.name,
+            stop_limit_seconds=STOP_LIMITS_SECONDS[worker.role],
+            command=_number_starts(add_options(worker.options, commands[worker.role]), worker.role, worker.name),
+            log=folder.logs / f"{worker.name}.log",
+            environment=build_role_variables(configuration, url, variables, worker.threads)
+            | placement.get_variables(worker.role, worker.index),
+            output=worker.output,
         )
-        for name, of_seat in served.items()
+        for worker in list_seat_workers(configuration)
     ]
 
 

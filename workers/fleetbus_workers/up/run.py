@@ -24,6 +24,7 @@ from fleetbus.auth.access import build_access
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.config.run_folder import RunFolder
+from fleetbus.config.seats import list_trained_seats
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import BusError, FleetbusError, RunFailed
 from fleetbus_schemas import Subjects
@@ -35,6 +36,7 @@ from fleetbus_workers.up.placement import find_gpus, place_roles
 from fleetbus_workers.up.process_plans import LocalRoles, RoleCommand, build_role_plans, build_server_plan, build_stream_plan
 from fleetbus_workers.up.progress_guard import ProgressGuard
 from fleetbus_workers.up.restarts import Achievements
+from fleetbus_workers.up.seat_workers import name_learner
 from fleetbus_workers.up.server import end_stray_server
 from fleetbus_workers.up.summary_builder import Summary, build_summary
 from fleetbus_workers.up.supervisor import Supervisor
@@ -102,7 +104,7 @@ class Run:
         self._achievements = Achievements()
         self._server = Supervisor(
             [build_server_plan(folder, self._choose_port, os.environ, configuration.nats.auth, configuration.nats.sync)],
-            final="",
+            final=(),
             report=display.line,
             achieved=self._achievements.count,
         )
@@ -204,7 +206,8 @@ class Run:
         if described := placement.describe():
             self._display.line(described)
         plans = build_role_plans(self._configuration, self._folder, url, os.environ, self._command, self._local, placement)
-        return Supervisor(plans, final="learner", report=self._display.line, achieved=self._achievements.count)
+        final = ("learner", *(name_learner(seat.policy) for seat in list_trained_seats(self._configuration.run)))
+        return Supervisor(plans, final=final, report=self._display.line, achieved=self._achievements.count)
 
     async def _watch(self, bus: Bus, roles: Supervisor, progress: Progress, began: float) -> None:
         run = self._configuration.run

@@ -1,8 +1,8 @@
 """The processes of a run: started together, restarted when they crash, stopped in order within a bounded time.
 
 Above it is `fleetbus_workers.up.run`, below it `ChildProcess`. It knows nothing of NATS or of what the processes do, except
-that a final process that exits 0 has finished the job, that another one that does was drained or replaced, and that status 2
-of one that never worked means that trying again is of no use.
+that the job is finished when all final processes have exited 0, that another one that does was drained or replaced, and that
+status 2 of one that never worked means that trying again is of no use.
 """
 
 import os
@@ -96,16 +96,17 @@ def _measure_output(folders: Sequence[Path]) -> dict[str, int]:
 class Supervisor:
     """Runs plans. ``report`` gets one line per event that a person should know of."""
 
-    def __init__(self, plans: Sequence[Plan], *, final: str, report: Report, achieved: Achieved) -> None:
+    def __init__(self, plans: Sequence[Plan], *, final: Sequence[str], report: Report, achieved: Achieved) -> None:
         self._achieved = achieved
         self._plans = plans
-        self._final = final
+        self._final = frozenset(final)
+        self._finished: set[str] = set()
         self._report = report
         self._children: dict[str, Child] = {}
         self._ended = {plan.name: anyio.Event() for plan in plans}
         self._stopping = False
         self.over = anyio.Event()
-        """Set when there is nothing to wait for: the process named ``final`` has exited 0, or one was given up."""
+        """Set when there is nothing to wait for: the processes named ``final`` have exited 0, or one was given up."""
         self.failure: WorkerUnrecoverable | None = None
 
     async def run(self) -> None:
@@ -194,9 +195,11 @@ class Supervisor:
                 del self._children[plan.name]
 
     def _is_finished(self, plan: Plan, status: int) -> bool:
-        if plan.name != self._final or status != FINISHED:
+        if plan.name not in self._final or status != FINISHED:
             return False
-        self.over.set()
+        self._finished.add(plan.name)
+        if self._finished == self._final:
+            self.over.set()
         return True
 
     def _record_failure(self, failure: WorkerUnrecoverable) -> None:
