@@ -56,6 +56,12 @@ def check_configuration(configuration: Configuration) -> None:
             "algorithm.credit_assignment = turn does not support "
             f"learner.advantage_estimator = {learner.advantage_estimator}: choose grpo, dr_grpo or gae"
         )
+    evaluation = configuration.evaluation
+    if configuration.run.tasks and not evaluation.held_out and evaluation.episodes:
+        raise UserError(
+            f"evaluation.held_out = 0 keeps no task for evaluation.episodes = {evaluation.episodes}: set evaluation.episodes = 0, "
+            "or hold tasks out"
+        )
     _check_torch_only(configuration)
     _check_clips(configuration)
     check_training(configuration.algorithm, configuration.trainer)
