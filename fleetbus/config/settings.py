@@ -310,6 +310,15 @@ class EvaluationSettings(Settings, frozen=True, kw_only=True):
         bool, Meta(description="Also evaluate greedily before the first step; `up`: yes, unless it is set")
     ] = False
     every: Annotated[int, Meta(ge=0, description="Also evaluate every N steps; 0: never")] = 0
+    held_out: Annotated[
+        float,
+        Meta(
+            ge=0,
+            lt=1,
+            description="Share of the tasks of run.tasks that is kept out of training, one at least and 30 at most per "
+            "environment; 0: none, all are trained on",
+        ),
+    ] = 0.1
 
 
 class LogSettings(Settings, frozen=True, kw_only=True):

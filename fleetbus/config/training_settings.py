@@ -123,12 +123,20 @@ class AlgorithmSettings(Settings, frozen=True, kw_only=True):
         Meta(description="Multiply the KL in the loss by the ratio, as TRL does: its gradient is then that of the KL"),
     ] = False
     kl_reference: Annotated[
-        Literal["sampler", "start"],
+        Literal["sampler", "start", "moving"],
         Meta(
             description="What the KL pulls to: sampler, the policy that sampled the tokens (bounds a step); start, the model "
-            "of the run's start, as with TRL, verl and SkyRL (bounds the run; a second model in memory)"
+            "of the run's start, as with TRL, verl and SkyRL (bounds the run; a second model in memory); moving, one that "
+            "begins there and follows the policy, as TRL's sync_ref_model (ends the circling of self-play; also a second model)"
         ),
     ] = "sampler"
+    reference_sync_steps: Annotated[
+        int, Meta(ge=1, description="With kl_reference = moving: steps from one move of the reference to the next")
+    ] = 1
+    reference_mixup_alpha: Annotated[
+        float,
+        Meta(gt=0, le=1, description="With kl_reference = moving: share of the policy in the reference after each move"),
+    ] = 0.05
     credit_assignment: Annotated[Literal["episode", "turn"], Meta(description="One advantage per episode, or one per turn")] = (
         "episode"
     )
@@ -168,6 +176,11 @@ class AlgorithmSettings(Settings, frozen=True, kw_only=True):
     def truncation_mask(self) -> Literal["", "outcome", "no_end_token"]:
         """The truncated episodes that are left out of the loss; empty: none."""
         return self.truncated_when if self.mask_truncated_completions else ""
+
+    @property
+    def pulls_to_a_model(self) -> bool:
+        """True if the KL pulls to another model than the one that sampled."""
+        return bool(self.kl_coefficient) and self.kl_reference != "sampler"
 
 
 class TrainerSettings(Settings, frozen=True, kw_only=True):

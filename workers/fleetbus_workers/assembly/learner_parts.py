@@ -18,7 +18,7 @@ def build_curriculum(configuration: Configuration) -> Curriculum:
     """Training and held-out tasks. Raises `UserError` for a tasks file that cannot be read."""
     run = configuration.run
     if run.tasks:
-        return load_curriculum(run.tasks, seed=run.seed)
+        return load_curriculum(run.tasks, seed=run.seed, held_out_share=configuration.evaluation.held_out)
     held_out = build_held_out_tasks(configuration.evaluation.episodes)
     return Curriculum(build_train_tasks(WAREHOUSE_TASKS, seed=run.seed), held_out, seed=run.seed)
 

@@ -39,9 +39,15 @@ class Curriculum:
         return [self.held_out[index % len(self.held_out)] for index in range(count)] if self.held_out else []
 
 
-def load_curriculum(path: str, *, seed: int) -> Curriculum:
+def load_curriculum(path: str, *, seed: int, held_out_share: float = 0.1) -> Curriculum:
     """The tasks at a location (`tasks.datasets`), split by the hash of their keys; raises `UserError` if none is left."""
-    train, held_out = split_tasks(load_dataset(path))
+    train, held_out = load_split(path, held_out_share)
     if not train:
         raise UserError(f"{redact_location(path)}: no training tasks remain after holding out {len(held_out)}; add tasks")
     return Curriculum(train, held_out, seed=seed)
+
+
+def load_split(path: str, held_out_share: float) -> tuple[list[Task], list[Task]]:
+    """Training tasks and held-out ones. So large a share of each environment's is held out, but one at least; 0: none, for
+    tasks that are all there is, such as the deals of a game, which without one of them is another game."""
+    return split_tasks(load_dataset(path), eval_ratio=held_out_share, min_eval=1 if held_out_share else 0)

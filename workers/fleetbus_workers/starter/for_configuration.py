@@ -12,9 +12,8 @@ import anyio
 import msgspec
 
 from fleetbus.config.settings import Configuration
-from fleetbus.core.training.splits import split_tasks
 from fleetbus.errors import UserError
-from fleetbus.tasks.files import load_dataset
+from fleetbus_workers.learner.curriculum import load_split
 
 
 def check_new_folder(folder: Path) -> None:
@@ -30,7 +29,7 @@ def build_for_environment(
     `UserError`."""
     check_new_folder(folder)
     spec = configuration.run.environment
-    tasks, _ = split_tasks(load_dataset(configuration.run.tasks))
+    tasks, _ = load_split(configuration.run.tasks, configuration.evaluation.held_out)
     try:
         import torch
 

@@ -161,7 +161,7 @@ def plan_learner(shape: ModelShape, configuration: Configuration, processes: int
         "activations": activations,
         "logits": logits,
         "critic": held_each * own * MASTER_BYTES if configuration.learner.advantage_estimator == "gae" else 0,
-        "reference": own * MASTER_BYTES if _needs_reference(configuration) and not trainer.lora_rank else 0,
+        "reference": own * MASTER_BYTES if configuration.algorithm.pulls_to_a_model and not trainer.lora_rank else 0,
         "runtime": RUNTIME_BYTES if on_gpu else 0,
     }
     held = {name: int(size) for name, size in parts.items() if size}
@@ -227,7 +227,3 @@ def _count_adapters(shape: ModelShape, rank: int) -> int:
     attention = shape.head_dim * (shape.heads + shape.kv_heads)
     width = 0 if shape.experts else shape.intermediate
     return rank * shape.layers * (4 * shape.hidden + 2 * attention + 3 * (shape.hidden + width) * bool(width))
-
-
-def _needs_reference(configuration: Configuration) -> bool:
-    return bool(configuration.algorithm.kl_coefficient) and configuration.algorithm.kl_reference == "start"

@@ -19,7 +19,8 @@ class TorchTrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     The rate rises over ``warmup_steps`` optimizer steps, because Adam's first steps have the full rate in every weight
     however small its gradient, and falls with progress to ``min_lr_ratio`` of itself as ``lr_scheduler_type`` says.
     ``clip_ratio_low`` and ``clip_ratio_high`` are offsets from 1. A batch is split into ``minibatches`` of one optimizer step
-    each, ``epochs`` times over. The KL pulls to the sampler's policy, or (``kl_reference`` "start") to the model of the folder.
+    each, ``epochs`` times over. The KL pulls to the sampler's policy, (``kl_reference`` "start") to the model of the
+    folder, or ("moving") to one that begins there and follows.
 
     A forward pass takes at most ``micro_batch_size`` sequences and, with a ``token_budget``, so many tokens; ``packing`` puts
     sequences into one row up to the budget. Sequences over ``max_tokens`` are cut at their end. ``precision`` "bfloat16"
@@ -46,8 +47,8 @@ class TorchTrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
 
     @property
     def needs_reference(self) -> bool:
-        """True if the model of the run's start has to be asked too."""
-        return bool(self.algorithm.kl_coefficient) and self.algorithm.kl_reference == "start"
+        """True if another model has to be asked too: that of the run's start, or one that follows."""
+        return self.algorithm.pulls_to_a_model
 
     @property
     def needs_critic(self) -> bool:

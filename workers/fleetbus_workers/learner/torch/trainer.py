@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,6 +35,7 @@ from fleetbus_workers.learner.torch.critic import Critic
 from fleetbus_workers.learner.torch.forward import SharedPrefix, can_pack, can_share_prefix, compute_scores, find_head
 from fleetbus_workers.learner.torch.loss import LossMetrics, SampledTokens, ScoredBatch, Totals, compute_loss
 from fleetbus_workers.learner.torch.optimizer import build_optimizer, collect_state, compute_learning_rate, prepare_moments
+from fleetbus_workers.learner.torch.reference import Reference
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.sharding import gather_tensor, init_shards, resolve_device
 from fleetbus_workers.learner.torch.text_only import TextOnly
@@ -53,7 +53,7 @@ log = structlog.get_logger()
 class InitialLogprobs(NamedTuple):
     """Log-probabilities of all sampled tokens before the first update, one tensor per sequence; None where not needed.
 
-    ``proximal`` are the trainer's own, ``reference`` those of the model that the run started with."""
+    ``proximal`` are the trainer's own, ``reference`` those of the model that the KL pulls to."""
 
     proximal: list[torch.Tensor] | None
     reference: list[torch.Tensor] | None
@@ -88,7 +88,7 @@ class TorchTrainer:
         with torch.autocast(device.type, self._autocast, enabled=self._autocast != torch.float32):
             self._detect_capabilities()
         self._images = self._open_images()
-        self._reference = self._load_reference(device)
+        self._reference = Reference(folder, self._model, self.settings, device, self.shards)
         self._teacher = models.load_teacher(self._model, self.settings, device, self.shards)
         self._critic = Critic(folder, self.settings, device, self.shards) if self.settings.needs_critic else None
         if self.settings.trainer.lora_rank:
@@ -132,6 +132,7 @@ class TorchTrainer:
                 norms.append(self._update(batch, chosen, initial, measured, fresh))
                 if self._critic is not None:
                     self._critic.update(batch, chosen, rate)
+        self._reference.follow()
         measured.gather(self.shards)
         self.differences = measured.list_differences(batch)
         self.traced_tokens = measured.trace.collect(batch, self.shards)
@@ -208,6 +209,7 @@ class TorchTrainer:
         with torch.no_grad():
             read_into(folder, state, self.shards)
         self._updates = int(state["updates"])
+        self._reference.finish_restore(state)
         if not self._updates:
             self._optimizer.state.clear()
 
@@ -217,6 +219,7 @@ class TorchTrainer:
         tensors = models.iterate_tensors(self._model, adapters=True)
         trained = ((name, tensor) for name, tensor in tensors if not adapted or tensor.requires_grad)
         state = collect_state(trained, self._model.named_parameters(), self._optimizer)
+        state |= self._reference.collect_state()
         return state | (self._critic.collect_state() if self._critic is not None else {})
 
     def _list_trained(self) -> list[torch.nn.Parameter]:
@@ -245,24 +248,16 @@ class TorchTrainer:
 
         return TrainingImages(self._folder, self._model, processes=self.shards.world)
 
-    def _load_reference(self, device: torch.device) -> PreTrainedModel | None:
-        """The model that the KL pulls to; with adapters it is the model itself without them."""
-        if not self.settings.needs_reference:
-            return None
-        if self.settings.trainer.lora_rank:
-            return self._model
-        return models.load_model(self._folder, self.settings, device, self.shards).requires_grad_(False)
-
     def _compute_initial_logprobs(self, batch: Sequence[TrainingSequence]) -> InitialLogprobs:
         """Log-probabilities before the first update, as later updates and the KL term need them."""
         settings = self.settings
         several = settings.loss.uses_proximal and settings.trainer.epochs * settings.learner.minibatches > 1
         penalises = settings.algorithm.kl_coefficient > 0 and settings.algorithm.kl_place == "reward"
         proximal = self._compute_logprobs(batch, self._model) if several or penalises else None
-        if self._reference is None:
+        if self._reference.model is None:
             return InitialLogprobs(proximal, None)
-        with models.disable_adapters(self._model) if settings.trainer.lora_rank else nullcontext():
-            return InitialLogprobs(proximal, self._compute_logprobs(batch, self._reference))
+        with self._reference.use():
+            return InitialLogprobs(proximal, self._compute_logprobs(batch, self._reference.model))
 
     def _compute_logprobs(self, batch: Sequence[TrainingSequence], model: PreTrainedModel) -> list[torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
