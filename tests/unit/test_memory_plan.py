@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from fleetbus.config.engine_arguments import count_engine_gpus
-from fleetbus.config.profile import replace_settings
+from fleetbus.config.profile import FITTED, replace_settings
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.errors import UserError
 from fleetbus_workers.cli.train.plan import command
@@ -25,6 +25,9 @@ from tests.support.trainable_model import CONFIGS
 
 SHARED = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": False}
 MODELS: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen3-1.7B": SHARED
+    | {"model_type": "qwen3", "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16}
+    | {"num_key_value_heads": 8, "intermediate_size": 6144, "tie_word_embeddings": True},
     "Qwen/Qwen3-8B": SHARED
     | {"model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32}
     | {"num_key_value_heads": 8, "intermediate_size": 12288},
@@ -57,7 +60,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(up, "find_memory", lambda: GB80)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_of_known_models_are_those_of_their_files(name: str) -> None:
     assert read_shape(MODELS[name]).parameters == pytest.approx(PUBLISHED[name], rel=0.001)
 
@@ -100,6 +103,7 @@ def run_plan(folder: Path, *arguments: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "gpus", "more"),
     [
+        ("Qwen/Qwen3-1.7B", 1, []),
         ("Qwen/Qwen3-8B", 8, []),
         ("Qwen/Qwen3-32B", 16, []),
         ("Qwen/Qwen3-30B-A3B", 8, []),
@@ -167,7 +171,7 @@ def test_of_several_machines_the_learner_gets_whole_ones() -> None:
     mine, sixteen = Configuration(run=RunSettings(model="m")), tuple(map(str, range(16)))
     fitted, _ = fit_machine(mine, {}, sixteen, GB80, read_shape(MODELS["Qwen/Qwen3-32B"]), starts=False)
     assert place_roles(fitted, sixteen).machines == (1,)
-    assert place_roles(fit(fitted, {}, **{"inference.workers": 2}), sixteen).machines == (0, 1)
+    assert place_roles(fit(fitted, {}, **{"inference.workers": 1}), sixteen).machines == (0, 1)
 
 
 def test_the_optimizer_goes_to_the_cpu_only_where_the_machine_has_that_memory() -> None:
@@ -196,16 +200,18 @@ def test_as_many_episodes_are_played_as_the_engines_decode_and_staleness_allows(
     ("name", "gpus", "given", "each"),
     [
         ("Qwen/Qwen3-8B", 8, {}, 1),
-        ("Qwen/Qwen3-32B", 16, {}, 2),
+        ("Qwen/Qwen3-32B", 16, {}, 4),
+        ("Qwen/Qwen3-30B-A3B", 8, {}, 2),
+        ("Qwen/Qwen3-32B", 8, {}, 2),
         ("Qwen/Qwen3-32B", 16, {"inference.vllm": "--inference-vllm"}, 1),
         ("Qwen/Qwen3-32B", 16, {"inference.workers": "--inference-workers"}, 1),
         ("Qwen/Qwen3-32B", 2, {}, 1),
     ],
 )
-def test_a_large_model_is_split_until_its_cache_has_room_unless_it_was_said_how(
+def test_a_large_model_is_split_while_that_pays_and_the_learner_fits_unless_it_was_said_how(
     name: str, gpus: int, given: dict[str, str], each: int
 ) -> None:
-    """With two GPUs, half of them is one."""
+    """With two GPUs, half of them is one; on eight the learner of 32B needs six."""
     mine = Configuration(run=RunSettings(model="m"))
     fitted, _ = fit_machine(mine, given, tuple(map(str, range(gpus))), GB80, read_shape(MODELS[name]), starts=False)
     assert count_engine_gpus(fitted.inference.vllm) == each
@@ -253,7 +259,7 @@ def test_a_single_gpu_goes_to_the_learner_unless_that_stays_on_the_cpu(folder: P
         assert chosen.endswith(": engine torch on the CPU")
 
 
-def test_a_small_model_is_sampled_on_the_only_gpu_and_a_large_one_beside_it(folder: Path) -> None:
+def test_models_are_sampled_on_the_only_gpu_as_far_as_there_is_room(folder: Path) -> None:
     mine = Configuration(run=RunSettings(model=str(folder)))
     small = read_shape(MODELS["Qwen/Qwen3-8B"] | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28})
     for shape, device in ((small, "cuda"), (read_shape(MODELS["Qwen/Qwen3-8B"]), "cpu")):
@@ -268,6 +274,30 @@ def test_a_small_model_is_sampled_on_the_only_gpu_and_a_large_one_beside_it(fold
     forced = replace_settings(fitted, {"inference.device": "cuda", **longer})
     (shortage,) = build_plan(small, forced, place_roles(forced, ("0",)), GB80).shortages
     assert shortage.startswith("roles that share a GPU need ") and "inference.device = cpu" in shortage
+
+
+@pytest.mark.parametrize(
+    ("given", "cpu_memory", "offloads", "sequences"),
+    [
+        ({}, 0, True, 8),
+        ({}, 30 << 30, False, 3),
+        ({"trainer.offload_optimizer": ""}, 0, False, 3),
+        ({"inference.max_num_seqs": ""}, 0, None, None),
+    ],
+)
+def test_on_a_single_gpu_fewer_sequences_and_the_optimizer_on_the_cpu_make_room_for_sampling(
+    given: dict[str, str], cpu_memory: int, offloads: bool | None, sequences: int | None
+) -> None:
+    """1.7 B parameters train and are sampled on one H100; with 32 sequences, which somebody asked for, on the CPU."""
+    mine = fit(Configuration(run=RunSettings(model="m")), {}, **dict.fromkeys(FITTED, 8192))
+    shape = read_shape(MODELS["Qwen/Qwen3-1.7B"])
+    fitted, chosen = fit_machine(mine, given, ("0",), 81_559 << 20, shape, starts=False, cpu_memory=cpu_memory)
+    if sequences is None:
+        assert fitted.inference.device == "cpu" and not fitted.trainer.offload_optimizer
+        return
+    assert (fitted.inference.device, fitted.inference.max_num_seqs) == ("cuda", sequences)
+    assert fitted.trainer.offload_optimizer == offloads and f"inference.max_num_seqs = {sequences}" in chosen
+    assert not build_plan(shape, fitted, place_roles(fitted, ("0",)), 81_559 << 20).shortages
 
 
 def test_engine_torch_is_planned_with_what_its_slots_hold_once_one_history_is_long() -> None:

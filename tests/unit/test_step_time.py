@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fleetbus.config.profile import replace_settings
 from fleetbus.config.settings import Configuration, EpisodeSettings, InferenceSettings, LearnerSettings, TrainerSettings
 from fleetbus_workers.up.memory import ModelShape, Parts, read_shape
 from fleetbus_workers.up.step_time import Device, count_active, count_flops, count_read, estimate_step, format_step
@@ -21,7 +22,7 @@ def configure(**trainer: Any) -> Configuration:
     return Configuration(
         learner=LearnerSettings(groups=2, group_size=4),
         episode=EpisodeSettings(max_episode_tokens=100, max_turns=3, max_tokens=20),
-        inference=InferenceSettings(max_num_seqs=4),
+        inference=InferenceSettings(max_num_seqs=4, dtype="bfloat16", engine="vllm"),
         trainer=TrainerSettings(token_budget=200, **trainer),
     )
 
@@ -51,6 +52,22 @@ def test_sampling_reads_weights_and_cache_for_each_token_of_the_sequences_that_r
     assert step.training == step.moving == 0.0
 
 
+@pytest.mark.parametrize(("engine", "dtype", "weight", "cached"), [("vllm", "float32", 4, 4), ("torch", "bfloat16", 2, 4)])
+def test_numbers_are_read_as_the_engine_keeps_them(engine: Any, dtype: Any, weight: int, cached: int) -> None:
+    wanted = replace_settings(configure(), {"inference.engine": engine, "inference.dtype": dtype})
+    step = estimate_step(DENSE, wanted, processes=0, engines=2, engine=ENGINE, device=DEVICE)
+    read = weight * DENSE.parameters + 4 * (2 * 2 * 1 * 4) * cached * 50
+    assert step.tokens_per_second == pytest.approx(4 * 0.5e6 / read)
+
+
+def test_gpus_that_share_a_model_read_a_part_each_and_sum_twice_in_a_layer() -> None:
+    wanted = replace_settings(configure(), {"inference.vllm": '{"tensor_parallel_size": 2}'})
+    step = estimate_step(DENSE, wanted, processes=0, engines=2, engine=ENGINE, device=DEVICE)
+    read = 2 * DENSE.parameters + 4 * (2 * 2 * 1 * 4) * 2 * 50
+    summed = 2 * 2 * (2 * 4 * 8 / 0.5e6 + DEVICE.latency)
+    assert step.tokens_per_second == pytest.approx(4 / (read / (2 * 0.5e6) + summed) / 2)
+
+
 def test_a_cache_for_few_sequences_slows_sampling() -> None:
     small = Parts(name="inference", parts={"cache": 2 * 100 * (2 * 2 * 1 * 4) * 2})
     slow = estimate_step(DENSE, configure(), processes=0, engines=2, engine=small, device=DEVICE)
@@ -76,5 +93,5 @@ def test_of_experts_those_are_read_that_any_sequence_takes() -> None:
     sizes = {"model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
     experts = {"moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 2, "tie_word_embeddings": True}
     shape = read_shape(sizes | experts)
-    assert count_read(shape, 1) == pytest.approx(2 * count_active(shape))
-    assert count_read(shape, 1000) == pytest.approx(2 * shape.parameters, rel=0.01)
+    assert count_read(shape, 1) == pytest.approx(count_active(shape))
+    assert count_read(shape, 1000) == pytest.approx(shape.parameters, rel=0.01)

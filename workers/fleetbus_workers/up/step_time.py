@@ -8,7 +8,7 @@ their limits let them, so that real steps are shorter.
 
 import msgspec
 
-from fleetbus.config.engine_arguments import count_engine_gpus
+from fleetbus.config.engine_arguments import count_engine_gpus, parse_engine_arguments
 from fleetbus.config.settings import Configuration
 from fleetbus_workers.up.memory import MASTER_BYTES, ModelShape, Parts, count_tokens, plan_learner
 
@@ -16,11 +16,12 @@ from fleetbus_workers.up.memory import MASTER_BYTES, ModelShape, Parts, count_to
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     """The most that a GPU can do, and the shares of it that are assumed. Defaults: an H100 SXM by its data sheet (dense
     bfloat16, HBM3, NVLink in one direction, PCIe 5), 400 Gb/s between machines for each GPU, and the memory of a machine's
-    CPUs, whose share is ``bandwidth_share`` too."""
+    CPUs, whose share is ``bandwidth_share`` too. ``latency``: seconds until a sum over GPUs begins to move."""
 
     flops: float = 989e12
     bandwidth: float = 3.35e12
     link: float = 450e9
+    latency: float = 1e-5
     network: float = 50e9
     bus: float = 63e9
     host: float = 300e9
@@ -80,10 +81,12 @@ def estimate_step(
             optimizer = updates * own * _count_offloaded_seconds(device, processes / machines)
     if engines and engine is not None:
         gpus = count_engine_gpus(configuration.inference.vllm)
-        room = gpus * _count_room(shape, engine, longest)
+        weight, cached = _count_bytes(configuration)
+        room = gpus * engine.parts.get("cache", 0) / (shape.count_cached() * cached * longest)
         running = max(min(configuration.inference.max_num_seqs, _count_played(configuration) / engines, room), 1.0)
-        read = count_read(shape, running) + running * shape.count_cached() * 2 * longest / 2
-        rate = running / (read / (device.bandwidth * device.bandwidth_share))
+        read = weight * count_read(shape, running) + running * shape.count_cached() * cached * longest / 2
+        seconds = read / (gpus * device.bandwidth * device.bandwidth_share)
+        rate = running / (seconds + _count_summing_seconds(shape, configuration, running, device)) / gpus
         prompts = episodes * (longest - sampled) * count_flops(shape, longest) / (device.flops * device.mfu)
         sampling = (episodes * sampled / rate + prompts) / (engines * gpus)
     return StepTime(
@@ -91,6 +94,19 @@ def estimate_step(
         tokens_per_second=rate,
         overlap=configuration.learner.max_staleness > 0,
     )  # fmt: skip
+
+
+def _count_bytes(configuration: Configuration) -> tuple[int, int]:
+    """Bytes of a weight, and of a number in the cache, which engine torch keeps in float32."""
+    weight = MASTER_BYTES if configuration.inference.dtype == "float32" else 2
+    return weight, MASTER_BYTES if configuration.inference.engine == "torch" else weight
+
+
+def _count_summing_seconds(shape: ModelShape, configuration: Configuration, running: float, device: Device) -> float:
+    """Of a decoding step under tensor parallelism: two sums over the GPUs in each layer, of a hidden state per sequence."""
+    split = parse_engine_arguments(configuration.inference.vllm).get("tensor_parallel_size", 1)
+    moved = 2 * (split - 1) / split * 2 * running * shape.hidden
+    return 2 * shape.layers * (moved / (device.link * device.link_share) + device.latency) if split > 1 else 0.0
 
 
 def _count_offloaded_seconds(device: Device, processes: float) -> float:
@@ -119,13 +135,13 @@ def count_active(shape: ModelShape) -> int:
 
 
 def count_read(shape: ModelShape, running: float) -> float:
-    """Bytes of weights in bfloat16 that a decoding step of ``running`` sequences reads: of experts those that any takes."""
+    """Weights that a decoding step of ``running`` sequences reads: of experts those that any takes."""
     if not shape.routed:
-        return 2.0 * (shape.parameters - (0 if shape.tied else shape.vocabulary * shape.hidden))
+        return float(shape.parameters - (0 if shape.tied else shape.vocabulary * shape.hidden))
     missed: float = (1 - shape.routed / shape.experts) ** running
     own = 3 * shape.hidden * shape.intermediate
     experts = shape.layers * own * (shape.experts // shape.routed) * (1 - missed)
-    return 2.0 * (count_active(shape) - shape.layers * own + experts)
+    return count_active(shape) - shape.layers * own + experts
 
 
 def format_step(step: StepTime) -> list[str]:
@@ -147,7 +163,3 @@ def format_step(step: StepTime) -> list[str]:
         f"{device.bandwidth_share:g}, links {device.link / 1e9:.0f} GB/s ({device.network / 1e9:.0f} between machines) x "
         f"{device.link_share:g}, episodes at their limits",
     ]
-
-
-def _count_room(shape: ModelShape, engine: Parts, longest: int) -> float:
-    return engine.parts.get("cache", 0) / (shape.count_cached() * 2 * longest)
