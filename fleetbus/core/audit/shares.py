@@ -64,7 +64,7 @@ def _open_shares(episode: EpisodeAudit) -> Iterator[EpisodeAudit]:
 def rename_settled(
     entry: Settling, policy: str, episodes: Mapping[str, EpisodeAudit], sequence: int, findings: Findings
 ) -> Settling:
-    """What the learner of ``policy`` settled by an entry, by the ids of its accounts; who has none may not settle it."""
+    """An entry of the learner of ``policy`` with the ids of its accounts; who has none may not settle an episode."""
 
     def rename(episode_id: str) -> str:
         episode = episodes.get(episode_id)
