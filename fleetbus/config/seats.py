@@ -82,9 +82,14 @@ def list_policies(run: RunSettings) -> tuple[str, ...]:
     return tuple(dict.fromkeys((run.policy, *(seat.policy for seat in parse_seats(run.seats)))))
 
 
+def list_joined_policies(run: RunSettings) -> tuple[str, ...]:
+    """The policies of those seats, each once."""
+    return tuple(dict.fromkeys(seat.policy for seat in list_trained_seats(run)))
+
+
 def build_seats(configuration: Configuration) -> tuple[SeatPolicy, ...]:
     """The seats of other policies as requests carry them; those that are trained are sampled as each request says."""
-    episode, trained = configuration.episode, {seat.policy for seat in list_trained_seats(configuration.run)}
+    episode, trained = configuration.episode, list_joined_policies(configuration.run)
     sampling = SamplingSettings(temperature=episode.seat_temperature, max_tokens=episode.seat_max_tokens)
     return tuple(
         SeatPolicy(seat=seat.seat, policy=seat.policy, sampling=sampling, trained=seat.policy in trained)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fleetbus.bus.base import StreamEntry
+from fleetbus.core.training.joined_policies import JoinedPolicies
 from fleetbus.core.training.lineage import compute_surviving_steps, is_surviving
 from fleetbus.log.stored_entries import read_stored
 from fleetbus.recording.token_record import TrainedTokens, build_record_path, read_record
@@ -30,13 +31,17 @@ class TrainedTokensIndex:
     def __init__(self, folder: Path, *, max_episodes: int = sys.maxsize) -> None:
         self._folder = folder
         self._max_episodes = max_episodes
+        self._joined = JoinedPolicies()
         self._lineages: list[LineageStarted] = []
         self._records: dict[str, list[_Record]] = {}
         self._read = lru_cache(STEPS_HELD)(self._read_step)
 
     def add(self, entry: StreamEntry) -> None:
         """Enter one of the learner's entries; others are left out."""
-        match read_stored(entry):
+        message = read_stored(entry)
+        if self._joined.covers(entry.subject, message):
+            return
+        match message:
             case LineageStarted() as started:
                 self._lineages.append(started)
             case StepTrained() as step if step.token_record:

@@ -14,6 +14,7 @@ from fleetbus.bus.base import StreamEntry
 from fleetbus.config.seats import configure_learner, list_trained_seats
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
 from fleetbus.log.episodes import decode_entries
+from fleetbus.log.stored_entries import read_stored
 from fleetbus_schemas import Action, ChatMessage, EpisodeRequested, StepTrained, Task, TrainingFinished
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Start, Step, Verdict
@@ -21,6 +22,7 @@ from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.digest_audit import audit_digests
 from fleetbus_workers.learner.scripted import ScriptedTrainer
+from fleetbus_workers.observe.run.state import RunState
 from tests.support.small_deployment import RUN, Member, SmallDeployment, build_configuration, small_deployment
 from tests.support.virtual_time import virtual_time
 
@@ -127,6 +129,11 @@ async def test_each_learner_trains_the_turns_of_its_policy_in_the_same_episodes(
         counts = {(trainers[0].tokens[each], trainers[1].tokens[each]) for each in trainers[0].tokens}
         assert counts == {(16, 8)}, "two turns of one seat, one of the other"
         await expect_balance(fleet, episodes=len(trainers[0].tokens))
+        state = RunState(STEPS)
+        async for entry in fleet.bus.scan([fleet.subjects.log]):
+            if (message := read_stored(entry)) is not None:
+                state.apply(entry, message, 0.0, entry.time_ns)
+        assert [point.step for point in state.progress.training.steps] == [*range(1, STEPS + 1)], "of the run's own policy"
         result = fleet.results[next(iter(trainers[0].tokens))][0]
         assert [(seat.name, seat.policy) for seat in result.seats] == [("proposer", ""), ("solver", SOLVER)]
         assert all(seat.reward is not None for seat in result.seats)

@@ -11,7 +11,7 @@ import anyio
 from fleetbus.bus.base import Bus
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.run_folder import RunFolder, policy_folder
-from fleetbus.config.seats import list_trained_seats
+from fleetbus.config.seats import list_joined_policies
 from fleetbus.config.settings import Configuration
 from fleetbus.core.training.ledger import Ledger
 from fleetbus.delivery.requests import Requests
@@ -106,7 +106,7 @@ def make_parts(
         floor=resume_point.floor,
         next_group=resume_point.next_group,
         progress=lambda: (progress.step, publication.version),
-        joint=JointProgress(tuple(dict.fromkeys(seat.policy for seat in list_trained_seats(run)))),
+        joint=JointProgress(list_joined_policies(run)),
     )
     evaluations = Evaluations(requests, success_threshold=configuration.evaluation.success_threshold)
     return LearnerParts(

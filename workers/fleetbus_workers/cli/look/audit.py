@@ -92,7 +92,7 @@ async def _audit(
 ) -> Report:
     from fleetbus.audit.run import audit_archive, audit_run, find_removed
     from fleetbus.config.run_folder import policy_folder
-    from fleetbus.config.seats import list_trained_seats
+    from fleetbus.config.seats import list_joined_policies
     from fleetbus.log.archive_reader import scan_archive, scan_archive_and_log
     from fleetbus_workers.learner.checkpoints import list_checkpoints
 
@@ -104,7 +104,7 @@ async def _audit(
         removed = await find_removed(None, archive)
         return await _add_proof(report, partial(scan_archive, archive, run=subjects.run), trusted, removed) if deep else report
     run = configuration.run
-    policies = (run.policy, *(seat.policy for seat in list_trained_seats(run)))
+    policies = (run.policy, *list_joined_policies(run))
     written = {  # before the log is read, which has the step of each by then
         policy: await run_in_thread(list_checkpoints, policy_folder(msgspec.structs.replace(run, policy=policy)).checkpoints)
         for policy in policies

@@ -14,6 +14,7 @@ from anyio.abc import TaskStatus
 
 from fleetbus.config.load import flatten_configuration
 from fleetbus.config.run_folder import run_folder
+from fleetbus.config.seats import list_joined_policies
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import Subjects
@@ -90,7 +91,7 @@ async def _export(
     from fleetbus_workers.observe.run.state import RunState
     from fleetbus_workers.observe.run.watchdog import find_stalls
 
-    run, state = configuration.run.name, RunState(configuration.learner.steps)
+    run, state = configuration.run.name, RunState(configuration.learner.steps, joined=list_joined_policies(configuration.run))
     opening = open_sinks(
         run=run, configuration=flatten_configuration(configuration), folder=run_folder(configuration.run).path, **sinks
     )

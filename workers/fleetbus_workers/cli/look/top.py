@@ -9,6 +9,7 @@ import anyio
 import click
 import msgspec
 
+from fleetbus.config.seats import list_joined_policies
 from fleetbus.config.settings import Configuration
 from fleetbus_schemas import Subjects
 from fleetbus_workers.cli.look.run_options import nats_http_option, reach_options, run_argument
@@ -66,7 +67,8 @@ async def _watch(
     run = configuration.run.name
     async with open_run(configuration, "top", own_server=True) as bus, anyio.create_task_group() as tasks:
         with suppress_logs():
-            state, driver = RunState(configuration.learner.steps), build_driver(configuration)
+            state = RunState(configuration.learner.steps, joined=list_joined_policies(configuration.run))
+            driver = build_driver(configuration)
             watch = RunObserver(bus, Subjects(run), state, driver, recent_first=not once)
             tasks.start_soon(watch.run)
             if not once:  # a server that takes its time must not hold up the picture of the workers

@@ -10,6 +10,7 @@ import uvicorn
 
 from fleetbus.bus.base import Bus
 from fleetbus.config.run_folder import run_folder
+from fleetbus.config.seats import list_joined_policies
 from fleetbus.config.settings import Configuration
 from fleetbus_schemas import Subjects
 from fleetbus_workers.assembly.model import find_model_folder
@@ -62,7 +63,13 @@ async def serve(
     ``open_other`` connects to other runs on this machine, without which none is compared;
     ``rejoins``: ``bus`` is soon served again when the run ends."""
     subjects = Subjects(configuration.run.name)
-    watch = RunObserver(bus, subjects, RunState(configuration.learner.steps), driver, recent_first=True)
+    watch = RunObserver(
+        bus,
+        subjects,
+        RunState(configuration.learner.steps, joined=list_joined_policies(configuration.run)),
+        driver,
+        recent_first=True,
+    )
     words = await anyio.to_thread.run_sync(load_token_decoder, find_model_folder(configuration.run))
     guard = build_guard_settings(host, allowed_hosts, ())
     folder = run_folder(configuration.run)

@@ -178,7 +178,7 @@ class RunObserver:
         self.health.counted_from = start
         await self._read_training_before(start)
         await self._read_existing_entries(start=start)
-        whole = RunState(self.state.progress.steps)
+        whole = RunState(self.state.progress.steps, joined=self.state.joined.names)
         async with open_first_error_task_group() as tasks:
             tasks.start_soon(self._follow_entries)
             await self._fold_all(whole)

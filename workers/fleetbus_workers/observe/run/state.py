@@ -15,6 +15,7 @@ import msgspec
 from fleetbus.bus.base import StreamEntry
 from fleetbus.core.algorithms.means import compute_mean, compute_spread
 from fleetbus.core.audit.operations import Operations
+from fleetbus.core.training.joined_policies import JoinedPolicies
 from fleetbus.recording.episodes import EpisodeIndex, EpisodeRow
 from fleetbus_schemas import (
     GRADED,
@@ -65,7 +66,8 @@ class GroupRow(msgspec.Struct, kw_only=True):
 class RunState:
     """The fold. `apply` takes entries in the order of the log."""
 
-    def __init__(self, steps: int, *, kept_episodes: int = KEPT_EPISODES) -> None:
+    def __init__(self, steps: int, *, kept_episodes: int = KEPT_EPISODES, joined: Iterable[str] = ()) -> None:
+        self.joined = JoinedPolicies(joined)
         self._kept_episodes = kept_episodes
         self.progress = Progress(steps)
         self.worker_registry = self.progress.worker_registry
@@ -107,6 +109,8 @@ class RunState:
             self.operations.apply(message, entry.sequence, entry.subject, entry.time_ns)
             return
         self.last_time_ns = max(self.last_time_ns, entry.time_ns)
+        if self.joined.covers(entry.subject, message):
+            return
         self.progress.apply(message, entry.time_ns)
         self.worker_registry.record_life_event(message, (now_ns - entry.time_ns) / 1e9, now)
         self.episodes.apply(entry, message)
