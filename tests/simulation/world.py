@@ -18,8 +18,8 @@ from fleetbus.core.audit import versions as audit_limits
 from fleetbus.core.audit.books import Audit
 from fleetbus.log.archive_format import list_segments
 from fleetbus.log.archive_reader import read_archive
-from tests.simulation.deployment.fixtures import build_fixtures
 from tests.simulation.deployment.endings import CLIENTS
+from tests.simulation.deployment.fixtures import build_fixtures
 from tests.simulation.deployment.workers import Deployment
 from tests.simulation.faults.fault_schedule import FaultInjector
 from tests.simulation.faults.late_copies import LateCopies

@@ -48,6 +48,7 @@ JOINED_PACE = 2.0
 CHECKED = ("environment", "inference", "learner", "recorder", "monitor")
 """Roles that meet the rights of their keys; of clients each says for itself whose it has."""
 
+
 class PerTask(msgspec.Struct, frozen=True):
     """See `fleetbus_workers.environment.base.TaskEnvironmentFactory`."""
 
