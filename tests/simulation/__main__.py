@@ -41,8 +41,8 @@ PROCESSES = 2
     type=click.Choice(["usual", "all", "swarm", "power", "rare", "learners"]),
     default="usual",
     help="all: also clocks, elections, replicas and disks, and clients of sessions; swarm: configurations, too; "
-    "power: the usual ones, and a server that loses its newest entries; rare: swarm, and what hardly ever happens; learners: all or swarm, with a second "
-    "policy that a learner of its own trains",
+    "power: the usual ones, and a server that loses its newest entries; rare: swarm, and what hardly ever happens; "
+    "learners: all or swarm, with a second policy that a learner of its own trains",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per seed")
 def command(seed: int | None, seeds: str | None, processes: int, trace: Path | None, faults: FaultSet, as_json: bool) -> int:

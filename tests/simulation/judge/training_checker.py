@@ -17,6 +17,7 @@ from fleetbus.core.training.floor import find_group_number
 from fleetbus_schemas import (
     GRADED,
     CheckpointStored,
+    EpisodeFinished,
     EvaluationFinished,
     Exclusion,
     LineageStarted,
@@ -42,8 +43,8 @@ class SettledEpisode(msgspec.Struct, frozen=True):
 
 class TrainingChecker:
     """The surviving lineage of one policy as of now: ``settled`` by episode id, in order, ``steps`` so far; ``strays`` were
-    requested by a learner that had been replaced; ``replaced`` is when that happened to whom. The policy of a seat has a learner
-    that asks for nothing."""
+    requested by a learner that had been replaced; ``replaced`` is when that happened to whom. The policy of a seat has a
+    learner that asks for nothing."""
 
     def __init__(
         self,
