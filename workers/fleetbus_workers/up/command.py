@@ -14,6 +14,7 @@ import msgspec
 from fleetbus.config.load import LoadedConfiguration, dump_configuration
 from fleetbus.config.profile import apply_profile, describe_profile
 from fleetbus.config.run_folder import RunFolder, read_earlier_configuration, run_folder
+from fleetbus.config.seats import list_trained_seats
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.errors import UserError
 from fleetbus.files import create_folder, create_private_folder, replace_file
@@ -163,7 +164,10 @@ def format_path(path: Path) -> str:
 def load_finished_summary(configuration: Configuration, folder: RunFolder) -> Summary | None:
     """The summary of a run that has all the steps that are asked for, else None."""
     summary = load_summary(folder)
-    if summary is None or not summary.finished or max(summary.steps, default=0) < configuration.learner.steps:
+    trained = {seat.policy for seat in list_trained_seats(configuration.run)}
+    if summary is None or not summary.finished or not trained <= summary.policies.keys():
+        return None
+    if max(summary.steps, default=0) < configuration.learner.steps:
         return None
     return summary
 
