@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from fleetbus.config.load import read_tables
-from fleetbus.config.seats import list_trained_seats
+from fleetbus.config.seats import POLICIES, list_trained_seats
 from fleetbus.config.settings import RunSettings
 from fleetbus_schemas.subjects import is_name
 
@@ -98,7 +98,7 @@ def policy_folder(run: RunSettings) -> RunFolder:
 
 def policy_folder_below(folder: RunFolder, policy: str) -> RunFolder:
     """The folder, in that of a run, of what the policy of a trained seat leaves."""
-    return RunFolder(folder.path / "policies" / policy)
+    return RunFolder(folder.path / POLICIES / policy)
 
 
 def read_earlier_configuration(run: RunSettings) -> dict[str, object] | None:

@@ -99,7 +99,8 @@ async def _export(
         with ExitStack() as stack:
             publish = _start_exposition(stack, run, host, port, allow_host)
             kept = await tasks.start(_hold_sinks, opening)
-            watch = RunObserver(bus, Subjects(run), state, build_driver(configuration))
+            policy = configuration.run.policy
+            watch = RunObserver(bus, Subjects(run), state, build_driver(configuration), policy=policy)
             tasks.start_soon(watch.run)
             written: set[tuple[str, int]] = set()
             evaluated: set[tuple[str, str]] = set()

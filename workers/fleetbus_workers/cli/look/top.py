@@ -67,7 +67,8 @@ async def _watch(
     async with open_run(configuration, "top", own_server=True) as bus, anyio.create_task_group() as tasks:
         with suppress_logs():
             state, driver = RunState(configuration.learner.steps), build_driver(configuration)
-            watch = RunObserver(bus, Subjects(run), state, driver, recent_first=not once)
+            policy = configuration.run.policy
+            watch = RunObserver(bus, Subjects(run), state, driver, recent_first=not once, policy=policy)
             tasks.start_soon(watch.run)
             if not once:  # a server that takes its time must not hold up the picture of the workers
                 tasks.start_soon(watch.follow_server_view, nats_http)

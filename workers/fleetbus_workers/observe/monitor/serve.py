@@ -62,7 +62,8 @@ async def serve(
     ``open_other`` connects to other runs on this machine, without which none is compared;
     ``rejoins``: ``bus`` is soon served again when the run ends."""
     subjects = Subjects(configuration.run.name)
-    watch = RunObserver(bus, subjects, RunState(configuration.learner.steps), driver, recent_first=True)
+    state, policy = RunState(configuration.learner.steps), configuration.run.policy
+    watch = RunObserver(bus, subjects, state, driver, recent_first=True, policy=policy)
     words = await anyio.to_thread.run_sync(load_token_decoder, find_model_folder(configuration.run))
     guard = build_guard_settings(host, allowed_hosts, ())
     folder = run_folder(configuration.run)
@@ -77,7 +78,7 @@ async def serve(
         search,
         ObservedImages(get_every_object(bus, subjects.run)),
         TrainerTokens(bus, subjects, folder.tokens),
-        DiagnosedRun(bus, subjects, configuration.run.policy),
+        DiagnosedRun(bus, subjects, policy),
         ComparedEvaluations(bus, subjects, folder.path.parent, open_other, success_threshold=threshold),
         guard=guard,
         admission=configuration.nats.admission,

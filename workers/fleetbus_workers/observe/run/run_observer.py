@@ -83,12 +83,21 @@ class LogHealth:
 
 
 class RunObserver:
-    """One run, watched. ``driver`` is what is known here of the process that drives it. ``recent_first`` shows a long run at
-    once: ``state`` is replaced when all of the log is folded, see ``is_whole``."""
+    """One run, watched, with the training of one ``policy``: where several are trained, steps and versions of others are not
+    its. ``driver`` is what is known here of the process that drives it. ``recent_first`` shows a long run at once: ``state`` is
+    replaced when all of the log is folded, see ``is_whole``."""
 
     def __init__(
-        self, bus: Bus, subjects: Subjects, state: RunState, driver: Driver | None = None, *, recent_first: bool = False
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        state: RunState,
+        driver: Driver | None = None,
+        *,
+        recent_first: bool = False,
+        policy: str = "*",
     ) -> None:
+        self._training = [subjects.train(policy), subjects.policy(policy)]
         self._recent_first = recent_first
         self._bus = bus
         self._subjects = subjects
@@ -189,7 +198,7 @@ class RunObserver:
 
     async def _read_training_before(self, start: int) -> None:
         subjects = self._subjects
-        few = [subjects.train("*"), subjects.policy("*"), subjects.life("*", "*"), subjects.operations]
+        few = [*self._training, subjects.life("*", "*"), subjects.operations]
         try:
             async for entry in self._bus.scan(few, start=start - RECENT_TRAINING_ENTRIES):
                 if entry.sequence < start:
@@ -235,7 +244,7 @@ class RunObserver:
     def _followed(self) -> list[str]:
         subjects = self._subjects
         kinds = [subjects.tasks(), subjects.episodes, subjects.labels, subjects.operations]
-        return [*kinds, subjects.train("*"), subjects.policy("*"), subjects.life("*", "*")]
+        return [*kinds, *self._training, subjects.life("*", "*")]
 
     def _apply_entry(self, entry: StreamEntry, state: RunState) -> None:
         self._applied_at = now = self._clock()
