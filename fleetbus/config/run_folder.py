@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from fleetbus.config.load import read_tables
-from fleetbus.config.seats import list_trained_seats
+from fleetbus.config.seats import POLICIES, list_trained_seats
 from fleetbus.config.settings import RunSettings
 from fleetbus_schemas.subjects import is_name
 
@@ -93,7 +93,12 @@ def policy_folder(run: RunSettings) -> RunFolder:
     """The folder of what its policy leaves: the run's, or one of its own if the policy is that of a trained seat."""
     folder = run_folder(run)
     is_of_seat = any(seat.policy == run.policy for seat in list_trained_seats(run))
-    return RunFolder(folder.path / "policies" / run.policy) if is_of_seat else folder
+    return policy_folder_below(folder, run.policy) if is_of_seat else folder
+
+
+def policy_folder_below(folder: RunFolder, policy: str) -> RunFolder:
+    """The folder, in that of a run, of what the policy of a trained seat leaves."""
+    return RunFolder(folder.path / POLICIES / policy)
 
 
 def read_earlier_configuration(run: RunSettings) -> dict[str, object] | None:

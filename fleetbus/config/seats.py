@@ -9,6 +9,9 @@ as their seat, and `up` starts their workers (docs/decisions/0249-seats-of-other
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import msgspec
 
 from fleetbus.config.settings import Configuration, RunSettings
@@ -19,6 +22,8 @@ from fleetbus_schemas.subjects import is_name
 FORMS = "SEAT=POLICY, SEAT=[MODEL@]URL, SEAT=model:MODEL or SEAT=train[:MODEL]"
 MODEL = "model:"
 TRAIN = "train"
+POLICIES = "policies"
+"""In the folder of a run, the folders of the policies of trained seats."""
 
 
 class SeatSetting(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,11 +113,61 @@ def configure_seat(configuration: Configuration, seat: SeatSetting) -> Configura
 
 def configure_learner(configuration: Configuration, seat: SeatSetting) -> Configuration:
     """The configuration of the learner of a trained seat's policy: it trains what the run's own learner asks for, which also
-    plays the held-out tasks."""
-    learner = msgspec.structs.replace(configuration.learner, requested_by=configuration.run.policy)
+    plays the held-out tasks. Where that begins with a checkpoint of another run, the one of this policy is in the policy's
+    folder beside it (`fleetbus fork`)."""
+    origin = Path(configuration.learner.begin_with)
+    begin_with = str(origin.parent / POLICIES / seat.policy / origin.name) if configuration.learner.begin_with else ""
+    learner = msgspec.structs.replace(configuration.learner, requested_by=configuration.run.policy, begin_with=begin_with)
     run = msgspec.structs.replace(configuration.run, policy=seat.policy, model=seat.model or configuration.run.model)
     evaluation = msgspec.structs.replace(configuration.evaluation, episodes=0)
     return msgspec.structs.replace(configuration, learner=learner, run=run, evaluation=evaluation)
+
+
+def resolve_models(text: str, resolve: Callable[[str], str]) -> str:
+    """The setting ``run.seats`` with what ``resolve`` makes of the models that it names."""
+    lines = []
+    for seat, line in zip(parse_seats(text), filter(None, map(str.strip, text.splitlines())), strict=True):
+        form = f"{TRAIN}:" if seat.trained else MODEL
+        lines.append(f"{seat.seat}={form}{resolve(seat.model)}" if seat.model else line)
+    return "\n".join(lines)
+
+
+def check_learner(configuration: Configuration) -> None:
+    """Raise `UserError` if a learner of this configuration would find nothing to train, or its policy's seats could not be
+    trained by one of several."""
+    run, learner, reward = configuration.run, configuration.learner, configuration.reward
+    trained = {seat.policy for seat in list_trained_seats(run)}
+    asks = learner.requested_by
+    if asks and not is_name(asks):
+        raise UserError(f"learner.requested_by = {asks!r} is no name of a policy: 1 to 128 letters, digits, '-' or '_'")
+    if asks == run.policy:
+        raise UserError(
+            f"learner.requested_by = {asks} is the policy that this learner trains (run.policy): leave it out, or name the one "
+            "whose learner asks for the episodes"
+        )
+    if asks and run.policy not in trained:
+        raise UserError(
+            f"learner.requested_by = {asks}: the policy {run.policy} has no seat that is trained in its episodes: name one "
+            f"(--seat {run.policy}={TRAIN}), or another policy (--run-policy)"
+        )
+    if asks in trained:
+        raise UserError(
+            f"learner.requested_by = {asks} is the policy of a seat, whose learner asks for nothing: name the policy that the "
+            "run was declared for"
+        )
+    if not asks and run.policy in trained:
+        raise UserError(
+            f"run.seats has the seat {run.policy} trained by a learner of its own, and {run.policy} is the policy of this one: "
+            "name the policy whose learner asks for the episodes (learner.requested_by), or give the run another policy "
+            "(run.policy)"
+        )
+    if trained and learner.trainer != "torch":
+        raise UserError(f"run.seats trains {min(trained)}: several policies are trained with learner.trainer = torch alone")
+    if trained and reward.judge_url and reward.judge_mode == "group":
+        raise UserError(
+            f"run.seats trains {min(trained)}: a judge of groups changes the rewards of one learner alone; set "
+            "reward.judge_mode = absolute, or leave out reward.judge_url"
+        )
 
 
 def check_seats(run: RunSettings) -> None:

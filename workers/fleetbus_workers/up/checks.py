@@ -15,11 +15,11 @@ from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.server_config import WRITTEN_BY, parse_runs, run_accounts
 from fleetbus.auth.stores import check_store
 from fleetbus.config.check import check_trained_distribution
-from fleetbus.config.engines import ENGINES, is_frozen
+from fleetbus.config.engines import ENGINES, is_frozen, list_engines
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.pools import find_pool, list_served_pools, parse_pools
 from fleetbus.config.run_folder import run_folder
-from fleetbus.config.seats import list_policies, parse_seats
+from fleetbus.config.seats import check_learner, list_policies, parse_seats
 from fleetbus.config.settings import Configuration, EnvironmentSettings, NatsSettings
 from fleetbus.errors import UserError
 from fleetbus.tasks.files import check_verifiers, load_dataset
@@ -34,6 +34,7 @@ from fleetbus_workers.inference.chat_template import ChatTemplate
 from fleetbus_workers.judge.opening import check_judge
 from fleetbus_workers.up.model_checks import check_model_contents
 from fleetbus_workers.up.placement import find_gpus, place_roles
+from fleetbus_workers.up.seat_workers import check_seat_names
 
 CONNECT_SECONDS = 10.0
 SERVICE_SECONDS = 2.0
@@ -59,6 +60,7 @@ def check_everything(
     check_installed(configuration)
     check_engine(configuration)
     check_algorithm(configuration)
+    check_policies_of_seats(configuration)
     place_roles(configuration, find_gpus(os.environ))
     check_writable(Path(run.folder))
     if run.model:
@@ -108,6 +110,26 @@ def check_algorithm(configuration: Configuration) -> None:
     check_judge(configuration.reward)
     if algorithm.teacher and not (Path(algorithm.teacher) / "config.json").is_file():
         raise UserError(f"algorithm.teacher = {algorithm.teacher}: no model folder is there")
+
+
+def check_policies_of_seats(configuration: Configuration) -> None:
+    """Models of seats, and learners for those that are trained."""
+    run, inference = configuration.run, configuration.inference
+    if configuration.learner.requested_by:
+        raise UserError("learner.requested_by: `up` sets it for the learners of seats (--seat SEAT=train); leave it out")
+    check_learner(configuration)
+    seats = parse_seats(run.seats)
+    check_seat_names(seats)
+    for seat in seats:
+        if seat.trained and not ENGINES[inference.engine].is_local:
+            raise UserError(
+                f"run.seats trains the seat {seat.seat}, and inference.engine = {inference.engine} has one policy's weights: "
+                f"choose {' or '.join(list_engines(lambda kind: kind.is_local))}, or start the roles by hand, each policy's "
+                "with servers of its own"
+            )
+        if seat.model and Path(seat.model) != Path(run.model):
+            check_model(Path(seat.model))
+            check_model_contents(Path(seat.model), engine=inference.engine)
 
 
 def check_engine(configuration: Configuration) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from fleetbus.config.load import LoadedConfiguration, dump_configuration
 from fleetbus.config.profile import apply_profile, describe_profile
 from fleetbus.config.run_folder import RunFolder, read_earlier_configuration, run_folder
+from fleetbus.config.seats import list_trained_seats, resolve_models
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.errors import UserError
 from fleetbus.files import create_folder, create_private_folder, replace_file
@@ -121,6 +122,7 @@ def resolve_paths(configuration: Configuration) -> Configuration:
     run = configuration.run
     if run.model:
         run = msgspec.structs.replace(run, model=str(resolve_model(run.model)))
+    seats = resolve_models(run.seats, lambda model: _make_absolute(str(resolve_model(model))))
     named = {key: getattr(run, key) for key in ("folder", "model", "tasks")}
     paths = {key: _make_absolute(path) for key, path in named.items() if path and not is_remote(path)}
     if run.tasks.startswith(HARBOR) and run.environment == RunSettings().environment:
@@ -129,7 +131,7 @@ def resolve_paths(configuration: Configuration) -> Configuration:
     auth = str(Path(configuration.nats.auth).expanduser().absolute()) if configuration.nats.auth else ""
     return msgspec.structs.replace(
         configuration,
-        run=msgspec.structs.replace(run, **paths),
+        run=msgspec.structs.replace(run, **paths, seats=seats),
         algorithm=msgspec.structs.replace(configuration.algorithm, teacher=_make_absolute(teacher) if teacher else ""),
         nats=msgspec.structs.replace(configuration.nats, auth=auth),
     )
@@ -163,7 +165,10 @@ def format_path(path: Path) -> str:
 def load_finished_summary(configuration: Configuration, folder: RunFolder) -> Summary | None:
     """The summary of a run that has all the steps that are asked for, else None."""
     summary = load_summary(folder)
-    if summary is None or not summary.finished or max(summary.steps, default=0) < configuration.learner.steps:
+    trained = {seat.policy for seat in list_trained_seats(configuration.run)}
+    if summary is None or not summary.finished or not trained <= summary.policies.keys():
+        return None
+    if max(summary.steps, default=0) < configuration.learner.steps:
         return None
     return summary
 

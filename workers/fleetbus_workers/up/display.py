@@ -148,6 +148,7 @@ def render_live_view(progress: Progress, workers: list[Heartbeat], seconds: floa
     done = round(BAR_WIDTH * min(max(progress.step, 0) / progress.steps, 1.0))
     bar = Text.assemble(("━" * done, "green"), ("━" * (BAR_WIDTH - done), "dim"), f" {format_duration(seconds)}")
     lines = [bar, Text(" · ".join(numbers), style="bold")]
+    lines += [Text(f"{name}: {format_step_short(other)}") for name, other in progress.others.items()]
     lines += [Text(text, style="dim") for text in _list_details(progress) if text]
     return Group(*lines, _build_worker_table(workers))
 

@@ -1,15 +1,23 @@
-"""Feeds `Progress` from the bus: the log's training, episode, policy and life entries, and heartbeats."""
+"""Feeds `Progress` from the bus: the log's training, episode, policy and life entries, and heartbeats. The training of the
+policies of seats goes to a progress of its own."""
+
+import statistics
+from collections.abc import Callable
 
 import anyio
+import msgspec
 
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.delivery.heartbeats import follow_heartbeats
 from fleetbus.log.stored_entries import read_stored
-from fleetbus_schemas import Heartbeat, Subjects
+from fleetbus_schemas import Heartbeat, Message, StepTrained, Subjects
 from fleetbus_workers.observe.run.progress import Progress
-from fleetbus_workers.up.display import Display
+from fleetbus_workers.up.display import Display, PlainDisplay
 from fleetbus_workers.up.progress_guard import ProgressGuard
 from fleetbus_workers.up.restarts import Achievements
+from fleetbus_workers.up.seat_workers import name_learner
+
+REWARD_OF_SEAT = "reward_of_"
 
 
 class Follower:
@@ -27,7 +35,13 @@ class Follower:
     ) -> None:
         self._bus = bus
         self._heartbeats = subjects.heartbeats
-        self._followed = [subjects.train(policy), subjects.policy(policy), subjects.episodes, subjects.life("*", "*")]
+        policies = (policy, *progress.others)
+        trained = [subject(each) for each in policies for subject in (subjects.train, subjects.policy)]
+        self._followed = [*trained, subjects.episodes, subjects.life("*", "*")]
+        self._others = {subject(each): each for each in progress.others for subject in (subjects.train, subjects.policy)}
+        self._other_displays = {
+            name: PlainDisplay(other, _prefix(f"{name}: ", display.line)) for name, other in progress.others.items()
+        }
         self._progress = progress
         self._display = display
         self._guard = guard
@@ -59,11 +73,22 @@ class Follower:
         message = read_stored(entry)
         if message is None:
             return
+        if (policy := self._others.get(entry.subject)) is not None:
+            self._apply_of_other(policy, message, entry)
+            return
         self._progress.apply(message, entry.time_ns)
         if entry.sequence >= self._shown_from:
             self._guard.apply(message, anyio.current_time())
             self._achievements.apply(message)
             self._display.show_message(message)
+
+    def _apply_of_other(self, policy: str, message: Message, entry: StreamEntry) -> None:
+        message = show_own_reward(message)
+        self._progress.others[policy].apply(message, entry.time_ns)
+        if entry.sequence >= self._shown_from:
+            self._guard.apply(message, anyio.current_time())
+            self._achievements.apply(message, name_learner(policy))
+            self._other_displays[policy].show_message(message)
 
     async def _follow_heartbeats(self) -> None:
         def record(beat: Heartbeat) -> None:
@@ -72,3 +97,16 @@ class Follower:
             self._achievements.record_heartbeat(beat)
 
         await follow_heartbeats(self._bus, self._heartbeats, record)
+
+
+def show_own_reward(message: Message) -> Message:
+    """A step of the policy of a seat with the mean reward of its own seats for that of the episodes, which is another's."""
+    if not isinstance(message, StepTrained):
+        return message
+    kept = {name: value for name, value in message.metrics.items() if name not in ("reward", "success")}
+    own = [value for name, value in kept.items() if name.startswith(REWARD_OF_SEAT)]
+    return msgspec.structs.replace(message, metrics=({"reward": statistics.fmean(own)} if own else {}) | kept)
+
+
+def _prefix(prefix: str, write: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda text: write(prefix + text)

@@ -50,9 +50,10 @@ class _HeardWorker(msgspec.Struct, kw_only=True):
 
 
 class ProgressGuard:
-    """One run, from the moment when `up` began to watch it."""
+    """One run of so many ``learners``, from the moment when `up` began to watch it."""
 
-    def __init__(self, limits: LimitSettings, now: float) -> None:
+    def __init__(self, limits: LimitSettings, now: float, *, learners: int = 1) -> None:
+        self._unfinished = learners
         self._ungraded_limit = limits.ungraded_episodes
         self._no_progress_seconds = limits.no_progress
         self._failures = FailureKinds()
@@ -66,7 +67,6 @@ class ProgressGuard:
         self._has_graded = False
         self._progressed_at = now
         self._begun: set[str] = set()
-        self._is_finished = False
         self._graded = self._short = 0
         self._is_shortage_said = False
 
@@ -83,8 +83,9 @@ class ProgressGuard:
                 self._note_beginning("version", now)
             case WorkerStarted():
                 self._note_beginning(message.role, now)
-            case TrainingFinished():
-                self._is_finished = True
+            case TrainingFinished(more=False):
+                self._unfinished -= 1
+                self._progressed_at = now
         if isinstance(message, (WorkerStopped, WorkerFailed)):
             self._workers.pop((message.role, message.worker), None)
 
@@ -134,7 +135,7 @@ class ProgressGuard:
 
     def find_stall(self, now: float) -> RunStalled | None:
         """Find the reason to end the run: too many episodes in a row without a grade, or no progress for too long."""
-        if self._is_finished:
+        if self._unfinished <= 0:
             return None
         seconds, limit = now - self._progressed_at, self._no_progress_seconds
         is_late = bool(limit) and seconds >= limit

@@ -27,14 +27,15 @@ class Achievements:
 
     def __init__(self) -> None:
         self._by_worker: defaultdict[str, float] = defaultdict(float)
-        self._furthest = 0
+        self._furthest: defaultdict[str, int] = defaultdict(int)
+        """By the name of the learner."""
         self._evaluations: set[tuple[int, str]] = set()
 
-    def apply(self, message: Message) -> None:
-        """Take in an entry of the log."""
+    def apply(self, message: Message, learner: str = "learner") -> None:
+        """Take in an entry of the log; ``learner``: whose it is, if it is one of a learner."""
         match message:
             case StepTrained():
-                self._furthest = max(self._furthest, message.step)
+                self._furthest[learner] = max(self._furthest[learner], message.step)
             case EvaluationFinished():
                 self._evaluations.add((message.step, message.name))
             case EpisodeFinished() if message.outcome in GRADED:
@@ -47,12 +48,13 @@ class Achievements:
 
     def count(self, name: str) -> float:
         """Of a worker by the name of its plan, in all its starts; of whatever is no worker, such as the server, of all."""
-        learned = float(self._furthest + len(self._evaluations))
+        learned = {name: float(step) for name, step in self._furthest.items()}
+        learned["learner"] = learned.get("learner", 0.0) + len(self._evaluations)
         role = name.partition("-")[0]
         if role == "learner":
-            return learned
+            return learned.get(name, 0.0)
         if role not in GOALS:
-            return learned + sum(self._by_worker.values())
+            return sum(learned.values()) + sum(self._by_worker.values())
         return sum(count for worker, count in self._by_worker.items() if _is_start_of(worker, name))
 
 

@@ -38,7 +38,7 @@ from fleetbus_workers.up.progress_guard import ProgressGuard
 from fleetbus_workers.up.restarts import Achievements
 from fleetbus_workers.up.seat_workers import name_learner
 from fleetbus_workers.up.server import end_stray_server
-from fleetbus_workers.up.summary_builder import Summary, build_summary
+from fleetbus_workers.up.summary_builder import Summary, build_summary, is_summarized
 from fleetbus_workers.up.supervisor import Supervisor
 
 SUMMARY_SECONDS = 8.0
@@ -55,8 +55,8 @@ STRAY_SECONDS = 6.0
 PAGE_STOP_SECONDS = 2.0
 """For answers that the run's page is in the middle of."""
 
-_OWN_LEARNER = re.compile(r"learner(-\d+)?")
-"""Names of the learner that is started here, and started again."""
+STARTS = r"(-\d+)?"
+"""After the name of a learner that is started here what says that it was started again."""
 
 ServePage = Callable[[Configuration, Callable[[str], None], anyio.Event], Coroutine[Any, Any, None]]
 """Serves a page about the run until the event is set, and shows its address."""
@@ -206,12 +206,18 @@ class Run:
         if described := placement.describe():
             self._display.line(described)
         plans = build_role_plans(self._configuration, self._folder, url, os.environ, self._command, self._local, placement)
-        final = ("learner", *(name_learner(seat.policy) for seat in list_trained_seats(self._configuration.run)))
-        return Supervisor(plans, final=final, report=self._display.line, achieved=self._achievements.count)
+        return Supervisor(
+            plans,
+            final=("learner", *map(name_learner, self._list_others())),
+            report=self._display.line,
+            achieved=self._achievements.count,
+        )
 
     async def _watch(self, bus: Bus, roles: Supervisor, progress: Progress, began: float) -> None:
         run = self._configuration.run
-        guard = ProgressGuard(self._configuration.limits, anyio.current_time())
+        others = self._list_others()
+        progress.others = {policy: Progress(self._configuration.learner.steps, is_summarized) for policy in others}
+        guard = ProgressGuard(self._configuration.limits, anyio.current_time(), learners=1 + len(others))
         follower = Follower(bus, Subjects(run.name), run.policy, progress, self._display, guard, self._achievements)
         stalled = anyio.Event()
         async with self._serve_page(), anyio.create_task_group() as tasks:
@@ -254,12 +260,20 @@ class Run:
 
     def _find_takeover(self, progress: Progress) -> FleetbusError | None:
         """A learner of somebody else's that took over from the one of this run, which ended as if it were done."""
-        learner = progress.training.newest_learner
-        is_own = not learner or _OWN_LEARNER.fullmatch(learner)
-        if self._stop_requested.is_set() or is_own or progress.training.is_finished:
-            return None
         steps = self._configuration.learner.steps
-        return RunFailed(f"{learner} has taken over the training at step {progress.step} of {steps}, and goes on with it")
+        by_name = {"learner": progress} | {name_learner(policy): other for policy, other in progress.others.items()}
+        for name, followed in by_name.items():
+            learner = followed.training.newest_learner
+            is_own = not learner or re.fullmatch(re.escape(name) + STARTS, learner)
+            if not (self._stop_requested.is_set() or is_own or followed.training.is_finished):
+                return RunFailed(
+                    f"{learner} has taken over the training at step {followed.step} of {steps}, and goes on with it"
+                )
+        return None
+
+    def _list_others(self) -> list[str]:
+        """The policies of seats that learners of their own train."""
+        return [seat.policy for seat in list_trained_seats(self._configuration.run)]
 
     async def _follow_progress(self, follower: Follower) -> None:
         """Progress display is optional: training continues without it."""

@@ -33,7 +33,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ``evaluated_tasks`` how many different tasks were played (0: not known). ``seconds_by_stage`` sums the learner's stages over
     the steps, and the stages of all episodes (``episode_...``; they run beside each other). ``wall_seconds`` is how long the
     last `up` took. ``signal`` says that nothing was learned at the end, if so, and since when; ``signal_kind`` is that of
-    `SignalDiagnosis`. The rewards and successes per step are what the picture shows.
+    `SignalDiagnosis`. The rewards and successes per step are what the picture shows. ``policies`` are the summaries of the
+    policies of seats that learners of their own train, with the rewards of their seats; the run is ``finished`` when all are.
     """
 
     run: str
@@ -63,6 +64,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reward_by_step: list[float | None]
     success_by_step: list[float | None]
     success_of_all: dict[str, float] = {}
+    policies: dict[str, Summary] = {}
 
 
 def build_summary(progress: Progress, *, run: str, seed: int, wall_seconds: float) -> Summary:
@@ -83,7 +85,7 @@ def build_summary(progress: Progress, *, run: str, seed: int, wall_seconds: floa
     return Summary(
         run=run,
         seed=seed,
-        finished=training.is_finished,
+        finished=progress.is_finished,
         success_start=evaluations.get("start"),
         success_end=evaluations.get("end"),
         success_end_greedy=evaluations.get("end_greedy"),
@@ -106,6 +108,10 @@ def build_summary(progress: Progress, *, run: str, seed: int, wall_seconds: floa
         reward_by_step=[step.metrics.get("reward") for step in steps],
         success_by_step=[step.metrics.get("success") for step in steps],
         success_of_all={each.name: each.success_of_all for each in measured if math.isfinite(each.success_of_all)},
+        policies={
+            policy: build_summary(other, run=run, seed=seed, wall_seconds=wall_seconds)
+            for policy, other in progress.others.items()
+        },
     )
 
 

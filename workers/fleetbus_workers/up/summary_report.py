@@ -1,12 +1,13 @@
 """The end of a run: the summary as a JSON file and as a few lines of text."""
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
-from fleetbus.config.run_folder import RunFolder
+from fleetbus.config.run_folder import RunFolder, policy_folder_below
 from fleetbus.files import replace_file
 from fleetbus_schemas.message import UNREADABLE
 from fleetbus_workers.observe.run.formatting import format_duration, format_interval
@@ -15,6 +16,9 @@ from fleetbus_workers.observe.run.termination import compute_next_step_goal
 from fleetbus_workers.up.summary_builder import Summary
 
 REPORT_WIDTH = 80
+REWARD_PARTS = 10
+"""The first and the last of so many parts of the steps are compared."""
+
 LOST = ("no_signal", "fell")
 """Kinds of signal with which a policy learned nothing, or lost what it had learned."""
 
@@ -37,16 +41,22 @@ def load_summary(folder: RunFolder) -> Summary | None:
 
 def format_report(summary: Summary, folder: RunFolder, shown: Callable[[Path], str], *, commands: bool = True) -> list[str]:
     """Final report: success before and after, cost, location of the files and, with ``commands``, what to type next."""
-    lines = [_format_success(summary), _format_cost(summary), *_format_certainty(summary), *_format_ungraded(summary)]
+    others = (line for policy, other in summary.policies.items() for line in _format_policy(policy, other))
+    lines = [_format_success(summary), _format_cost(summary), *others, *_format_certainty(summary), *_format_ungraded(summary)]
     lines += textwrap.wrap(summary.signal, REPORT_WIDTH)
-    return [*lines, *_format_locations(folder, shown), *(_format_next_commands(summary, folder) if commands else ())]
+    return [
+        *lines,
+        *_format_locations(folder, shown, summary.policies),
+        *(_format_next_commands(summary, folder) if commands else ()),
+    ]
 
 
 def format_finished_report(
     summary: Summary, folder: RunFolder, shown: Callable[[Path], str], *, commands: bool = True
 ) -> list[str]:
     """The same for a finished run that is called again."""
-    lines = [f"run {summary.run} is finished: {_format_success(summary)}", *_format_locations(folder, shown)]
+    located = _format_locations(folder, shown, summary.policies)
+    lines = [f"run {summary.run} is finished: {_format_success(summary)}", *located]
     return [*lines, *(_format_next_commands(summary, folder) if commands else ())]
 
 
@@ -54,8 +64,9 @@ def _format_next_commands(summary: Summary, folder: RunFolder) -> list[str]:
     return [f"  {'continue' if at == 0 else '':8} {way}" for at, way in enumerate(_list_next_commands(summary, folder))]
 
 
-def _format_locations(folder: RunFolder, shown: Callable[[Path], str]) -> list[str]:
-    files = {"model": folder.model, "picture": folder.picture, "summary": folder.summary}
+def _format_locations(folder: RunFolder, shown: Callable[[Path], str], policies: Iterable[str]) -> list[str]:
+    models = {policy: policy_folder_below(folder, policy).model for policy in policies}
+    files = {"model": folder.model, **models, "picture": folder.picture, "summary": folder.summary}
     return [f"  {name:8} {shown(path)}" for name, path in files.items() if path.exists()]
 
 
@@ -116,7 +127,20 @@ def _format_rewards(summary: Summary) -> str:
     return f"; mean reward {before}{end:.3f}{after}"
 
 
+def _format_policy(policy: str, summary: Summary) -> Iterator[str]:
+    """The training of the policy of a seat: its steps, and the mean reward of its seats in the first and the last of them."""
+    rewards = [reward for reward in summary.reward_by_step if reward is not None]
+    some = max(len(rewards) // REWARD_PARTS, 1)
+    changed = f", reward {fmean(rewards[:some]):.3f} → {fmean(rewards[-some:]):.3f}" if rewards else ""
+    ended = "" if summary.finished else "not finished, "
+    yield from textwrap.wrap(f"{policy}: {ended}{_format_trained(summary)}{changed}", REPORT_WIDTH)
+
+
 def _format_cost(summary: Summary) -> str:
+    return f"{_format_trained(summary)} · {format_duration(summary.wall_seconds)}"
+
+
+def _format_trained(summary: Summary) -> str:
     excluded = ", ".join(f"{reason.replace('_', ' ')} {count}" for reason, count in sorted(summary.episodes_excluded.items()))
     trained = f"{summary.optimizer_steps} steps, {summary.episodes_trained:,} episodes trained"
-    return f"{trained}{f', excluded: {excluded}' if excluded else ''} · {format_duration(summary.wall_seconds)}"
+    return f"{trained}{f', excluded: {excluded}' if excluded else ''}"

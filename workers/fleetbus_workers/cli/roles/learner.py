@@ -107,4 +107,6 @@ def command(**values: Any) -> int:
     over from the first. SIGTERM or Ctrl-C: store a checkpoint, then exit. A model too large for one process is sharded over
     several: `torchrun --nproc-per-node N -m -- fleetbus_workers.cli learner ...`.
     """
-    return run_role("learner", _load_work, values)
+    from fleetbus.config.seats import check_learner
+
+    return run_role("learner", _load_work, values, check=check_learner)

@@ -13,14 +13,17 @@ from typing import Any
 import click
 
 from fleetbus.config.load import read_tables
-from fleetbus.config.run_folder import RunFolder
+from fleetbus.config.run_folder import RunFolder, policy_folder_below
+from fleetbus.config.seats import list_trained_seats
+from fleetbus.config.settings import RunSettings
 from fleetbus.errors import UserError
 from fleetbus_workers.cli.look.runs import folder_options, runs_folder
 from fleetbus_workers.cli.options import validate_name
 from fleetbus_workers.command.exit_status import FINISHED
 
 ORIGIN = "origin"
-"""In the new run's folder a copy of the checkpoint: the other run prunes its own."""
+"""In the new run's folder a copy of the checkpoint: the other run prunes its own. That of the policy of a trained seat is in
+the policy's folder (`fleetbus.config.seats.configure_learner`)."""
 
 
 @click.command("fork")
@@ -42,11 +45,15 @@ def command(run: str, step: int | None, new: str, **values: Any) -> int:
         raise UserError(f"{origin.path} holds no run that `fleetbus up` has started")
     if target.path.exists():
         raise UserError(f"{target.path} exists already: choose another name, or remove it (fleetbus runs rm {new})")
+    tables = read_tables(origin.configuration)
     checkpoint, found = find_checkpoint(origin, step)
+    others = {policy: find_checkpoint_of(origin, policy, found) for policy in list_policies_of_seats(tables)}
     partial = Path(tempfile.mkdtemp(prefix=f".{new}.", dir=folder))
     try:
         copy_checkpoint(checkpoint, partial / ORIGIN)
-        tables = change_tables(read_tables(origin.configuration), new, target.path / ORIGIN)
+        for policy, of_policy in others.items():
+            copy_checkpoint(of_policy, policy_folder_below(RunFolder(partial), policy).path / ORIGIN)
+        tables = change_tables(tables, new, target.path / ORIGIN)
         (partial / target.configuration.name).write_text(json.dumps(tables, indent=2) + "\n")
         partial.rename(target.path)
     except BaseException:
@@ -69,6 +76,21 @@ def find_checkpoint(origin: RunFolder, step: int | None) -> tuple[Path, int]:
         raise UserError(f"--at {step}: that step has no checkpoint; choose from: {steps}")
     lineage, found = max(wanted)
     return origin.checkpoints / f"l{lineage}-{found:06d}", found
+
+
+def list_policies_of_seats(tables: dict[str, Any]) -> list[str]:
+    """The policies that learners of their own train in a run with these settings."""
+    seats = tables.get("run", {}).get("seats", "")
+    run = RunSettings(seats=seats if isinstance(seats, str) else "\n".join(map(str, seats)))
+    return [seat.policy for seat in list_trained_seats(run)]
+
+
+def find_checkpoint_of(origin: RunFolder, policy: str, step: int) -> Path:
+    """The checkpoint of the policy of a trained seat at the step that the run's own policy begins with. Raises `UserError`."""
+    try:
+        return find_checkpoint(policy_folder_below(origin, policy), step)[0]
+    except UserError as error:
+        raise UserError(f"the policy {policy} of a trained seat has to begin at step {step}, too: {error}") from error
 
 
 def copy_checkpoint(checkpoint: Path, target: Path) -> None:

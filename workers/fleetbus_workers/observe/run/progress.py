@@ -41,6 +41,8 @@ class Progress:
         self.training = TrainingHistory(keeps)
         self.signal = LearningSignal()
         self.worker_registry = WorkerRegistry()
+        self.others: dict[str, Progress] = {}
+        """Of the policies of seats that learners of their own train, by name."""
         self._recent: deque[tuple[int, int]] = deque(maxlen=RATE_WINDOW_EPISODES)
 
     def apply(self, message: Message, time_ns: int) -> None:
@@ -61,6 +63,11 @@ class Progress:
                 self.outcomes[message.outcome] += 1
                 self.episode_seconds.update(keep_timings(message.timings))
                 self._recent.append((time_ns, message.tokens))
+
+    @property
+    def is_finished(self) -> bool:
+        """True once all learners have trained their last step."""
+        return self.training.is_finished and all(each.is_finished for each in self.others.values())
 
     def rates(self) -> tuple[float, float]:
         """Episodes and tokens per second up to the last episode that finished; 0 until there are two."""
