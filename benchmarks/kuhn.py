@@ -65,9 +65,9 @@ def load_settings(seed: int, options: Sequence[str]) -> Configuration:
 def start_run(folder: Path, seed: int, options: Sequence[str]) -> float:
     """Train with `fleetbus up` in ``folder``; seconds of the whole command. Raises `subprocess.SubprocessError`."""
     command = [
-        sys.executable, "-m", "fleetbus", "up", "--config", str(EXAMPLE.with_suffix(".toml")), "--environment", f"{EXAMPLE}:Kuhn",
-        "--tasks", str(EXAMPLE.with_suffix(".json")), "--seed", str(seed), "--no-monitor", "--learner-keep-weights", str(KEPT),
-        *options,
+        sys.executable, "-m", "fleetbus", "up", "--config", str(EXAMPLE.with_suffix(".toml")), "--seed", str(seed),
+        "--environment", f"{EXAMPLE}:Kuhn", "--tasks", str(EXAMPLE.with_suffix(".json")), "--no-monitor",
+        "--learner-keep-weights", str(KEPT), *options,
     ]  # fmt: skip
     began = time.monotonic()
     with (folder / "out.txt").open("w") as out:
@@ -75,38 +75,41 @@ def start_run(folder: Path, seed: int, options: Sequence[str]) -> float:
     return time.monotonic() - began
 
 
-def measure_run(folder: Path, every: int) -> list[Point]:
+def measure_run(folder: Path, every: int, temperature: float) -> list[Point]:
     """Of a run in ``folder``, the start and every so many steps; versions are those that a step published."""
     run = open_run(folder)
     steps = list(run.metrics())
     began = min(row.requested_ns for row in run.episodes() if row.split == "train" and row.requested_ns)
     model = AutoModelForCausalLM.from_pretrained(find_starter_folder()).eval()
-    meter = Meter()
+    meter = Meter(temperature)
     meter.measure(0, 0.0, model)
     for step in steps:
         if step.step % every == 0 or step is steps[-1]:
-            model.load_state_dict(load_file(folder / "weights" / f"{step.lineage}-v{step.version:06d}.safetensors"), strict=False)
+            model.load_state_dict(
+                load_file(folder / "weights" / f"{step.lineage}-v{step.version:06d}.safetensors"), strict=False
+            )
             meter.measure(step.step, (step.time_ns - began) / 1e9, model)
     return meter.points
 
 
 class Meter:
-    """Measures models, and keeps what it found."""
+    """Measures models at the temperature at which they play, and keeps what it found."""
 
-    def __init__(self) -> None:
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
         self.points: list[Point] = []
         self._prompts: Prompts | None = None
 
     def measure(self, step: int, seconds: float, model: PreTrainedModel) -> None:
         if self._prompts is None:
-            self._prompts = Prompts(find_starter_folder(), model.get_input_embeddings().weight.shape[0])
+            self._prompts = Prompts(find_starter_folder(), model.get_input_embeddings().weight.shape[0], self._temperature)
         gains = measure_gains(read_play(model, self._prompts))
         self.points.append(Point(step, round(seconds, 2), round(gains.exploitability, 4), round(gains.value, 4)))
 
 
 def run_loop(configuration: Configuration, threads: int, every: int, *, quiet: bool) -> list[Point]:
     """The same updates in this process."""
-    meter, seconds = Meter(), 0.0
+    meter, seconds = Meter(configuration.episode.temperature), 0.0
 
     def measure(step: int, model: PreTrainedModel) -> None:
         if step % every == 0 or step == configuration.learner.steps:
@@ -137,15 +140,16 @@ def summarise(points: Sequence[Point]) -> dict[str, float | None]:
 
 def measure_seed(given: argparse.Namespace, seed: int, options: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"seed": seed, "load": round(os.getloadavg()[0], 1)}
+    configuration = load_settings(seed, options)
+    temperature = configuration.episode.temperature
     if given.run:
-        found["run"] = measure_run(given.run, given.every)
+        found["run"] = measure_run(given.run, given.every, temperature)
     elif not given.no_run:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
             folder = Path(given.keep or temporary) / f"kuhn-{seed}"
             folder.mkdir(parents=True)
             found["command"] = round(start_run(folder, seed, options), 1)
-            found["run"] = measure_run(folder / ".fleetbus" / "runs" / "kuhn", given.every)
-    configuration = load_settings(seed, options)
+            found["run"] = measure_run(folder / ".fleetbus" / "runs" / "kuhn", given.every, temperature)
     for threads in given.loop_threads:
         found[f"loop_{threads}"] = run_loop(configuration, threads, given.every, quiet=given.json)
     return found
@@ -166,12 +170,16 @@ def print_table(found: dict[str, Any], as_json: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--every", type=int, default=5, help="steps between measurements")
     parser.add_argument("--run", type=Path, help="folder of a finished run")
     parser.add_argument("--no-run", action="store_true", help="the loop alone")
-    parser.add_argument("--loop-threads", type=int, nargs="*", default=[1, os.cpu_count() or 1], help="a loop for each; none: no loop")
+    parser.add_argument(
+        "--loop-threads", type=int, nargs="*", default=[1, os.cpu_count() or 1], help="a loop for each; none: no loop"
+    )
     parser.add_argument("--keep", type=Path, help="a folder that keeps the runs")
     parser.add_argument("--json", action="store_true")
     given, options = parser.parse_known_args()

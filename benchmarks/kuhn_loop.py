@@ -45,12 +45,14 @@ class Game(msgspec.Struct):
         return result
 
 
-def play_games(model: PreTrainedModel, prompts: Prompts, deals: Sequence[str], size: int, rng: np.random.Generator) -> list[Game]:
+def play_games(
+    model: PreTrainedModel, prompts: Prompts, deals: Sequence[str], size: int, rng: np.random.Generator
+) -> list[Game]:
     """``size`` games of each of ``deals``, group by group."""
     games = [Game(deal=deal, group=number) for number, deal in enumerate(deals) for _ in range(size)]
     while playing := [game for game in games if game.won is None]:
         rows = [_list_ids(prompts, game) for game in playing]
-        probabilities = compute_next(model, rows)
+        probabilities = compute_next(model, rows, prompts.temperature)
         drawn = rng.random((len(playing), 1))
         tokens = (probabilities.cumsum(-1) < drawn).sum(-1).clip(max=probabilities.shape[1] - 1)
         for game, row, token, chosen in zip(playing, rows, tokens.tolist(), probabilities, strict=True):
@@ -64,19 +66,19 @@ def _list_ids(prompts: Prompts, game: Game) -> list[int]:
     return prompts.again(card, game.turns[0].token) if game.moves == "pb" else prompts.first[card, game.moves]
 
 
-def build_sequences(games: Sequence[Game], estimator: str, minimum: int) -> list[TrainingSequence]:
+def build_sequences(games: Sequence[Game], estimator: str, minimum: int, temperature: float = 1.0) -> list[TrainingSequence]:
     """Two of each game, one per seat, compared with the same seat of the group."""
     rewards = np.array([[game.won, -(game.won or 0)] for game in games], np.float64)
     groups = np.array([game.group for game in games])
     advantages = [ADVANTAGES[estimator](rewards[:, seat], groups, minimum=minimum) for seat in (0, 1)]
     return [
-        _build_sequence(f"e{number}", game, seat, float(advantages[seat][number]))
+        _build_sequence(f"e{number}", game, seat, float(advantages[seat][number]), temperature)
         for number, game in enumerate(games)
         for seat in (0, 1)
     ]
 
 
-def _build_sequence(episode: str, game: Game, seat: int, advantage: float) -> TrainingSequence:
+def _build_sequence(episode: str, game: Game, seat: int, advantage: float, temperature: float) -> TrainingSequence:
     turns = game.turns[seat::2]
     ids = np.array([*turns[-1].before, turns[-1].token], np.int32)
     mask, logprobs = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.float32)
@@ -90,6 +92,7 @@ def _build_sequence(episode: str, game: Game, seat: int, advantage: float) -> Tr
         logprobs=logprobs,
         advantages=np.where(mask, advantage, 0.0).astype(np.float32),
         versions=np.where(mask, 0, -1).astype(np.int32),
+        temperature=temperature,
         segment=seat,
     )
 
@@ -103,7 +106,7 @@ def train_in_one_process(
     trainer = TorchTrainer(
         find_starter_folder(), settings=build_trainer_settings(msgspec.structs.replace(configuration, learner=learner))
     )
-    prompts = Prompts(find_starter_folder(), trainer.vocabulary)
+    prompts = Prompts(find_starter_folder(), trainer.vocabulary, configuration.episode.temperature)
     rng = np.random.default_rng(configuration.run.seed)
     measure(0, trainer._model)
     seconds = 0.0
@@ -111,7 +114,7 @@ def train_in_one_process(
         began = time.perf_counter()
         deals = [DEALS[number] for _ in range(-(-learner.groups // len(DEALS))) for number in rng.permutation(len(DEALS))]
         games = play_games(trainer._model, prompts, deals[: learner.groups], learner.group_size, rng)
-        batch = build_sequences(games, learner.advantage_estimator, learner.min_group_size)
+        batch = build_sequences(games, learner.advantage_estimator, learner.min_group_size, prompts.temperature)
         trainer.train(batch, version=step, progress=step / learner.steps)
         seconds += time.perf_counter() - began
         yield seconds

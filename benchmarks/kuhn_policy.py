@@ -53,15 +53,19 @@ class Gains(NamedTuple):
 
 
 class Prompts:
-    """What a policy is shown in each information set, as token ids, and the move that each token is."""
+    """What a policy is shown in each information set, as token ids, and the move that each token is. ``temperature`` is that at
+    which it plays."""
 
-    def __init__(self, folder: Path, vocabulary: int) -> None:
+    def __init__(self, folder: Path, vocabulary: int, temperature: float = 1.0) -> None:
+        self.temperature = temperature
         template = ChatTemplate(folder)
         self._template = template
         self._game = GAME["Kuhn"]()
         texts = [template.decode_text([token]) for token in range(vocabulary)]
         self.bets: NDArray[np.bool_] = np.array([GAME["read_move"](text) == "b" for text in texts])
-        self.first = {(card, moves): template.encode_prompt([self._show(card, moves)], ()) for card in CARDS for moves in TURNS[:3]}
+        self.first = {
+            (card, moves): template.encode_prompt([self._show(card, moves)], ()) for card in CARDS for moves in TURNS[:3]
+        }
 
     def again(self, card: str, token: int) -> list[int]:
         """The first player's second turn, after it passed with ``token``."""
@@ -77,8 +81,8 @@ class Prompts:
 
 
 @torch.no_grad()
-def compute_next(model: torch.nn.Module, rows: Sequence[Sequence[int]]) -> NDArray[np.float64]:
-    """Probabilities of the next token [N, vocabulary] after ``rows`` of any lengths, at temperature 1."""
+def compute_next(model: torch.nn.Module, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> NDArray[np.float64]:
+    """Probabilities of the next token [N, vocabulary] after ``rows`` of any lengths."""
     found = np.zeros((len(rows), 0))
     for length in sorted({len(row) for row in rows}):
         places = [place for place, row in enumerate(rows) if len(row) == length]
@@ -88,19 +92,20 @@ def compute_next(model: torch.nn.Module, rows: Sequence[Sequence[int]]) -> NDArr
             logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
             if not found.shape[1]:
                 found = np.zeros((len(rows), logits.shape[-1]))
-            found[part] = torch.softmax(logits.double(), -1).numpy()
+            found[part] = torch.softmax(logits.double() / temperature, -1).numpy()
     return found
 
 
 def read_play(model: torch.nn.Module, prompts: Prompts) -> dict[tuple[str, str], float]:
     """How a model plays."""
     known = list(prompts.first)
-    first = dict(zip(known, compute_next(model, [prompts.first[each] for each in known]), strict=True))
+    first = dict(zip(known, compute_next(model, [prompts.first[each] for each in known], prompts.temperature), strict=True))
     play = {each: float(probabilities @ prompts.bets) for each, probabilities in first.items()}
     passing = np.flatnonzero(~prompts.bets)
     for card in CARDS:
         weights = first[card, ""][passing]
-        bets = compute_next(model, [prompts.again(card, int(token)) for token in passing]) @ prompts.bets
+        rows = [prompts.again(card, int(token)) for token in passing]
+        bets = compute_next(model, rows, prompts.temperature) @ prompts.bets
         play[card, "pb"] = float(weights @ bets / weights.sum())
     return play
 

@@ -15,9 +15,7 @@ DEALS = Path(__file__).parents[2] / "docs" / "examples" / "kuhn.json"
 
 
 def build_configuration(held_out: float, episodes: int = 0) -> Configuration:
-    return Configuration(
-        run=RunSettings(tasks=str(DEALS)), evaluation=EvaluationSettings(episodes=episodes, held_out=held_out)
-    )
+    return Configuration(run=RunSettings(tasks=str(DEALS)), evaluation=EvaluationSettings(episodes=episodes, held_out=held_out))
 
 
 @pytest.mark.parametrize(("share", "held_out"), [(0.0, 0), (0.1, 1), (0.5, 3), (0.99, 5)])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.kuhn_policy import CARDS, TURNS, VALUE, Prompts, compute_next, compute_value, measure_gains, read_play
+from benchmarks.kuhn_policy import CARDS, TURNS, VALUE, Prompts, compute_next, measure_gains, read_play
 from fleetbus_workers.starter.build import find_starter_folder
 
 
@@ -31,7 +31,7 @@ def test_nothing_is_won_against_an_equilibrium(bluff: float) -> None:
 def test_who_always_passes_loses_a_chip_less_the_value_and_random_play_what_openspiel_says() -> None:
     always = {(card, moves): 0.0 for card in CARDS for moves in TURNS}
     assert measure_gains(always) == pytest.approx((1 - VALUE, 1 + VALUE, 0.0))
-    uniform = {each: 0.5 for each in always}
+    uniform = dict.fromkeys(always, 0.5)
     assert measure_gains(uniform).exploitability == pytest.approx(11 / 24), "OpenSpiel's for the uniform policy: .458333"
 
 
