@@ -1,7 +1,10 @@
 """Two seats in one file: Kuhn poker, which a policy plays against itself.
 
-Train on it: python kuhn.py (some minutes on two cores; a second call resumes the run, or returns at once if it has finished)
+Train on it: python kuhn.py (some minutes on two cores; a second call resumes the run, or returns at once if it has finished).
+The settings stand in kuhn.toml, each with its reason.
 """
+
+from pathlib import Path
 
 import fleetbus
 
@@ -56,17 +59,5 @@ class Kuhn:
 
 
 if __name__ == "__main__":
-    summary = fleetbus.train(
-        Kuhn,
-        [fleetbus.Task(key=deal) for deal in DEALS],
-        name="kuhn",
-        steps=60,
-        learner_groups=len(DEALS),
-        learner_group_size=32,
-        learner_learning_rate=3e-4,
-        learner_advantage_estimator="dr_grpo",
-        algorithm_entropy_coefficient=0.1,
-        episode_max_tokens=1,
-        evaluation_episodes=0,
-    )
+    summary = fleetbus.train(Kuhn, [fleetbus.Task(key=deal) for deal in DEALS], config=Path(__file__).with_name("kuhn.toml"))
     print("episodes", summary.episodes_trained)

@@ -59,8 +59,8 @@ def check_configuration(configuration: Configuration) -> None:
     evaluation = configuration.evaluation
     if configuration.run.tasks and not evaluation.held_out and evaluation.episodes:
         raise UserError(
-            f"evaluation.held_out = 0 keeps no task for evaluation.episodes = {evaluation.episodes}: set evaluation.episodes = 0, "
-            "or hold tasks out"
+            f"evaluation.held_out = 0 keeps no task for evaluation.episodes = {evaluation.episodes}: "
+            "set evaluation.episodes = 0, or hold tasks out"
         )
     _check_torch_only(configuration)
     _check_clips(configuration)
@@ -229,8 +229,8 @@ def check_training(algorithm: AlgorithmSettings, trainer: TrainerSettings) -> No
         raise UserError("trainer.packing needs trainer.token_budget: the tokens of one packed row")
     if algorithm.pulls_to_a_model and algorithm.kl_reference == "moving" and trainer.lora_rank:
         raise UserError(
-            "algorithm.kl_reference = moving follows all weights, and with trainer.lora_rank the reference is the model without "
-            "adapters: set algorithm.kl_reference = start, or trainer.lora_rank = 0"
+            "algorithm.kl_reference = moving follows all weights, and with trainer.lora_rank the reference is the model "
+            "without adapters: set algorithm.kl_reference = start, or trainer.lora_rank = 0"
         )
     if (
         algorithm.kl_coefficient

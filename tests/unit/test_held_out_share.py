@@ -27,7 +27,7 @@ def test_a_share_of_the_tasks_is_held_out_and_one_at_least_unless_it_is_0(share:
 
 
 def test_an_evaluation_without_held_out_tasks_is_refused() -> None:
-    with pytest.raises(UserError, match="evaluation.held_out = 0 .* set evaluation.episodes = 0"):
+    with pytest.raises(UserError, match=r"evaluation\.held_out = 0 .* set evaluation\.episodes = 0"):
         check_configuration(build_configuration(0.0, episodes=64))
     check_configuration(build_configuration(0.0))
     check_configuration(build_configuration(0.1, episodes=64))

@@ -85,5 +85,5 @@ def test_a_checkpoint_of_a_run_without_one_is_refused(folder: Path, tmp_path: Pa
 
 
 def test_adapters_leave_nothing_that_could_follow(folder: Path) -> None:
-    with pytest.raises(UserError, match="kl_reference = moving .* trainer.lora_rank = 0"):
+    with pytest.raises(UserError, match=r"kl_reference = moving .* trainer\.lora_rank = 0"):
         trainer(folder, **MOVING, lora_rank=2)

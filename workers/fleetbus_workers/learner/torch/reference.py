@@ -1,7 +1,8 @@
 """The model that the KL pulls to, beside the one that is trained: that of the run's start, or one that follows.
 
 Above is the trainer. With adapters the reference is the model itself without them, and never follows. One that follows is part
-of a checkpoint: which models it was made of is known from nothing else.
+of a checkpoint: which models it was made of is known from nothing else
+(docs/decisions/0250-self-play-pulls-to-its-own-past.md).
 """
 
 from __future__ import annotations
