@@ -16,6 +16,7 @@ from tests.simulation.run import Report, run_seed
 from tests.simulation.scenario.shape import FaultSet, Scenario, ScheduledFault
 from tests.simulation.seed_pool import run_safely
 from tests.support import planted_in_episodes as episodes
+from tests.support import planted_in_learners as learners
 from tests.support import planted_in_retention as retention
 from tests.support import planted_in_seats as seats
 from tests.support import planted_in_segments as segments
@@ -93,6 +94,12 @@ PLANTS: dict[Plant, Found] = {
     seats.seat_of_another_policy_rewarded: Found(4, "a seat's reward is the verifier's", "usual"),
     seats.other_policy_forgotten: Found(4, "a turn is asked of the policy of its seat", "usual"),
     seats.other_policy_forgotten_in_a_takeover: Found(15, "a turn is asked of the policy of its seat", "usual"),
+    learners.turns_of_both_policies_trained: Found(1, "a learner trains the turns of its policy only", "learners"),
+    learners.reward_of_the_other_policy: Found(1, "an episode's reward is counted once", "learners"),
+    learners.settled_episodes_trained_after_a_resume: Found(
+        1, "an episode is settled once in the surviving lineage", "learners"
+    ),
+    learners.retention_by_one_of_two_policies: Found(1, "nothing unsettled is passed by the floor", "learners"),
     segments.token_trained_twice: Found(1, "a sampled token is trained once", "usual"),
     segments.leaf_lost_in_a_takeover: Found(5, "every sampled token is trained", "usual"),
     segments.reward_counted_per_leaf: Found(1, "an episode's reward is counted once", "usual"),
