@@ -128,6 +128,9 @@ SAMPLE: tuple[Plant, ...] = (
     training.floor_above_open_requests,
     training.tasks_begin_anew_with_each_learner,
     training.exclusions_forgotten,
+    learners.turns_of_both_policies_trained,
+    learners.reward_of_the_other_policy,
+    learners.retention_by_one_of_two_policies,
     seats.rewards_exchanged,
     seats.seat_in_the_context_of_another,
     seats.seat_of_another_policy_rewarded,
@@ -252,3 +255,26 @@ def test_admission_that_does_not_count_what_admitted_episodes_will_store_is_foun
     retention.room_not_estimated(monkeypatch)
     violations = run_seed(1, scenario=scenario).violations
     assert {violation.invariant for violation in violations} == {"an outcome by deadline and grace"}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_learner_that_does_not_wait_for_the_other_one_is_found(monkeypatch: pytest.MonkeyPatch, staleness: int) -> None:
+    """Seed 1 once counted a batch as trained before its version was published: what was asked for then was stale."""
+    scenario = Scenario(
+        seed=1,
+        seats=2,
+        other_seat=True,
+        trained_seat=True,
+        steps=6,
+        groups=3,
+        group_size=4,
+        max_turns=8,
+        turns=(6, 7),
+        max_staleness=staleness,
+        evaluation_episodes=0,
+    )
+    assert run_seed(1, scenario=scenario).violations == ()
+    learners.learners_behind_not_waited_for(monkeypatch)
+    violations = run_seed(1, scenario=scenario).violations
+    assert {violation.invariant for violation in violations} == {"who asks for episodes waits for all learners"}
