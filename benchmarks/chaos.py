@@ -5,6 +5,7 @@
     python benchmarks/chaos.py --segments --seconds 45 --quiet 20 --json    # in a context too small for a whole episode
     python benchmarks/chaos.py --seats --seconds 60 --quiet 15 --json       # Kuhn poker: two seats in each episode
     python benchmarks/chaos.py --opponent --seconds 60 --quiet 15 --json    # one of them another policy's, behind a URL
+    python benchmarks/chaos.py --two-learners --seconds 60 --json           # one of them another policy's, which is trained
 
 From a seed, members are killed (SIGKILL), paused (SIGSTOP, SIGCONT) and terminated while they train the starter policy; what
 ended is started again. Then comes a quiet time, the learner stops, every episode gets its outcome, a last learner evaluates the
@@ -18,11 +19,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,9 @@ import anyio
 import msgspec
 import structlog
 
-from benchmarks.chaos_faults import MEAN_SECONDS, Fault, plan_faults, plan_kills
-from benchmarks.chaos_processes import ChaosDeployment
+from benchmarks.chaos_faults import MEAN_SECONDS, Fault, plan_faults, plan_kills, plan_kills_by_policy
+from benchmarks.chaos_policies import build_policies
+from benchmarks.chaos_processes import CONFIG, MAIN_POLICY, ChaosDeployment, open_run_folder
 from benchmarks.chaos_recovery import Entry, Heard, Recovery, build_recovery
 from benchmarks.opponent_server import run_opponent
 from benchmarks.until_signal import run_until_signal
@@ -43,7 +43,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.config.load import dump_configuration
-from fleetbus.config.seats import parse_seats
+from fleetbus.config.seats import configure_learner, list_policies, parse_seats
 from fleetbus.config.settings import (
     Configuration,
     EnvironmentSettings,
@@ -94,7 +94,7 @@ KUHN = Path(__file__).resolve().parent.parent / "docs" / "examples" / "kuhn.py"
 STRIKE_PATIENCE_SECONDS = 5.0
 """With ``--segments`` a fault waits so long for a turn of a later segment to be asked for, and strikes while it is out."""
 
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 LEARNER_STOP_SECONDS = 30.0
 LAST_EVALUATION_SECONDS = 120.0
 DRAIN_SECONDS = 5.0
@@ -112,7 +112,7 @@ def configuration(url: str, folder: Path, plan: Plan, opponent: str = "") -> Con
     run = RunSettings(name=RUN, folder=str(folder / "runs"), seed=plan.seed)
     if plan.seats:
         dump_tasks([Task(key=first + second) for first in "JQK" for second in "JQK" if first != second], folder / "deals.json")
-        seats = f"second={opponent}" if opponent else ""
+        seats = f"second={'train' if plan.two_learners else opponent}" if plan.two_learners or opponent else ""
         run = msgspec.structs.replace(run, environment=f"{KUHN}:Kuhn", tasks=str(folder / "deals.json"), seats=seats)
     return Configuration(
         run=run,
@@ -134,6 +134,7 @@ class Chaos:
         self._fleet = fleet
         self._plan = plan
         self._limits = settings.limits
+        self._policies = list_policies(settings.run)
         self._subjects = Subjects(RUN)
         self._heard: list[Heard] = []
         self._late_to_stop: list[str] = []
@@ -147,7 +148,7 @@ class Chaos:
                 tasks.start_soon(member.keep_running)
             await self._wait_until_started()
             self._print("the fleet is at work")
-            await self._fleet.inject_faults(_build_faults(self._plan))
+            await self._fleet.inject_faults(_build_faults(self._plan, self._policies))
             self._print(f"{len(self._fleet.injected)} faults; quiet now")
             await anyio.sleep(self._plan.quiet)
             await self._retire("learner", LEARNER_STOP_SECONDS)
@@ -200,7 +201,7 @@ class Chaos:
 
     async def _run_final_evaluation(self, tasks: anyio.abc.TaskGroup) -> None:
         """A further learner whose last step is the checkpointed one has nothing to train: it evaluates and finishes."""
-        stored = [entry async for entry in self._bus.scan([self._subjects.train("default")])]
+        stored = [entry async for entry in self._bus.scan([self._subjects.train(MAIN_POLICY)])]
         checkpoints = [message for entry in stored if isinstance(message := _decode_message(entry.payload), CheckpointStored)]
         if not checkpoints:
             return
@@ -251,6 +252,7 @@ class Chaos:
             "unplanned_exits": [f"{each.name}: {each.status}" for each in self._fleet.ended if not each.planned],
             "late_to_stop": self._late_to_stop,
             **figures,
+            **({"policies": build_policies(log, self._policies)} if self._plan.two_learners else {}),
             "recovery_seconds": build_recovery(Recovery(log, self._fleet.injected, self._heard)),
             "left_behind": await self._fleet.find_survivors(),
         }
@@ -259,7 +261,9 @@ class Chaos:
         print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
-def _build_faults(plan: Plan) -> list[Fault]:
+def _build_faults(plan: Plan, policies: Sequence[str]) -> list[Fault]:
+    if plan.two_learners:
+        return plan_kills_by_policy(plan.seed, plan.seconds, policies)
     if plan.kills:
         return plan_kills(plan.seed, plan.seconds)
     faults = plan_faults(plan.seed, plan.seconds, mean_seconds=plan.mean)
@@ -322,31 +326,25 @@ def _count_by_role(fleet: ChaosDeployment) -> dict[str, dict[str, int]]:
     return {role: dict(kinds) for role, kinds in sorted(counts.items())}
 
 
-@asynccontextmanager
-async def open_run_folder(keep: str | None) -> AsyncIterator[Path]:
-    """A folder for stores and logs, gone at the end unless one is named."""
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="fleetbus-chaos-", ignore_cleanup_errors=True) as temporary:
-            yield Path(temporary)
-    else:
-        Path(keep).mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
-        yield Path(keep)
-
-
 async def run_chaos(plan: Plan, opponent: str = "") -> dict[str, Any]:
     """The report of one run; raises `TimeoutError` if it does not end in time."""
     limit = plan.seconds + plan.quiet + START_SECONDS + 2 * LEARNER_STOP_SECONDS + LAST_EVALUATION_SECONDS + 150
     async with open_run_folder(plan.folder) as folder, run_server(folder / "nats", monitor_port=None) as server:
         settings = configuration(server.url, folder, plan, opponent)
-        (folder / "config.json").write_bytes(dump_configuration(settings))
+        (folder / CONFIG).write_bytes(dump_configuration(settings))
         with anyio.fail_after(limit):
             async with connect(server.url, run=RUN, role="test", worker="chaos") as bus:
                 await bus.declare(build_stream_plan(settings))
                 patience = STRIKE_PATIENCE_SECONDS if plan.segments else 0.0
                 fleet = ChaosDeployment(bus, Subjects(RUN), server, folder, PLACES, patience=patience)
                 for number, seat in enumerate(2 * parse_seats(settings.run.seats)):
-                    options = list_seat_options(settings, seat)
-                    fleet.members.append(fleet.member("inference", f"inference-{seat.policy}-{number}", *options))
+                    options, place = list_seat_options(settings, seat), f"inference-{seat.policy}-{number}"
+                    fleet.members.append(fleet.member("inference", place, *options, policy=seat.policy))
+                    if seat.trained and number == 0:
+                        config = f"config-{seat.policy}.json"
+                        (folder / config).write_bytes(dump_configuration(configure_learner(settings, seat)))
+                        learner = fleet.member("learner", f"learner-{seat.policy}", policy=seat.policy, config=config)
+                        fleet.members.append(learner)
                 return await Chaos(bus, fleet, plan, settings).run()
 
 
@@ -360,13 +358,14 @@ def parse_arguments() -> Plan:
     parser.add_argument("--segments", action="store_true", help="a context too small for a whole episode: turns are dropped")
     parser.add_argument("--seats", action="store_true", help="Kuhn poker instead of the warehouse: two seats in each episode")
     parser.add_argument("--opponent", action="store_true", help="as --seats, and a server that fails at times has one of them")
+    parser.add_argument("--two-learners", action="store_true", help="as --seats, and a learner of its own trains one of them")
     parser.add_argument("--groups", type=int, default=4, help="groups of eight episodes per optimizer step")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--evaluate", type=int, default=128, help="held-out episodes at the start and at the end; 0: none")
     parser.add_argument("--folder", help="keep stores and logs there")
     parser.add_argument("--json", action="store_true", help="one JSON object on one line")
     plan = parser.parse_args()
-    plan.seats = plan.seats or plan.opponent
+    plan.seats = plan.seats or plan.opponent or plan.two_learners
     if plan.seats:
         plan.evaluate = 0  # the last policy is the first one's opponent: neither is a success
     if plan.folder and (Path(plan.folder) / "nats").exists():
@@ -377,6 +376,8 @@ def parse_arguments() -> Plan:
 def is_sound(report: dict[str, Any]) -> bool:
     """The invariants that hold whatever is struck."""
     wrong = report["without_outcome"] or report["trained_twice"] or report["left_behind"]
+    for policy in report.get("policies", {}).values():
+        wrong = wrong or policy["trained_twice"] or policy["trained_by_the_wrong_learner"]
     return bool(report["audit_balanced"]) and not wrong
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -21,6 +22,9 @@ PAUSE_SECONDS = {"environment": (1.0, 14.0), "inference": (1.0, 8.0), "learner":
 
 SECONDS_PER_RARE_FAULT = 60.0
 MOST_RARE_FAULTS = 2
+
+ROUND_SECONDS = 10.0
+"""With several learners: in so many seconds one of each kind of worker is killed."""
 
 FaultRole = Literal["environment", "inference", "learner", "server"]
 FaultKind = Literal["kill", "pause", "terminate"]
@@ -39,13 +43,15 @@ _WEIGHTS = (5, 3, 2)
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """``seconds`` is how long a pause lasts, or from the end of the process until it is started again."""
+    """``seconds`` is how long a pause lasts, or from the end of the process until it is started again. ``policy``: of its
+    members alone; empty: of all in the role."""
 
     at_seconds: float
     role: FaultRole
     kind: FaultKind
     pick: float
     seconds: float
+    policy: str = ""
 
 
 def plan_faults(seed: int, seconds: float, *, mean_seconds: float = MEAN_SECONDS) -> list[Fault]:
@@ -66,6 +72,21 @@ def plan_kills(seed: int, seconds: float) -> list[Fault]:
         role, apart = KILLS_APART[turn % len(KILLS_APART)]
         faults.append(_draw_fault(random_numbers, at, role, "kill"))
         at, turn = at + apart, turn + 1
+    return faults
+
+
+def plan_kills_by_policy(seed: int, seconds: float, policies: Sequence[str]) -> list[Fault]:
+    """In every `ROUND_SECONDS` an environment worker, an inference worker of each policy and one of the learners, in turn."""
+    random_numbers = random.Random(seed)
+    faults: list[Fault] = []
+    for number in range(int(seconds / ROUND_SECONDS)):
+        learner = policies[number % len(policies)]
+        struck: list[tuple[FaultRole, str]] = [("learner", learner), ("environment", "")]
+        struck += [("inference", policy) for policy in policies]
+        for place, (role, policy) in enumerate(struck):
+            at = ROUND_SECONDS * (number + place / len(struck))
+            fault = _draw_fault(random_numbers, at, role, "kill")
+            faults.append(msgspec.structs.replace(fault, policy=policy))
     return faults
 
 

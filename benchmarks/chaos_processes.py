@@ -9,9 +9,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -28,6 +29,8 @@ from fleetbus_schemas import ControlAnswered, ControlRequested, MalformedMessage
 
 UNPLANNED_RESTART_SECONDS = 0.5
 PING_SECONDS = 0.3
+CONFIG = "config.json"
+MAIN_POLICY = "default"
 LEAVE_SECONDS = 6.0
 """What descendants of a dead process get to notice that they are alone."""
 
@@ -59,9 +62,18 @@ class Member:
     """One place in the fleet, filled by one process after another; each is a new worker with a name of its own."""
 
     def __init__(
-        self, role: str, place: str, command: Sequence[str], folder: Path, ended: list[ProcessExit], *, final: bool = False
+        self,
+        role: str,
+        place: str,
+        command: Sequence[str],
+        folder: Path,
+        ended: list[ProcessExit],
+        *,
+        policy: str = "",
+        final: bool = False,
     ) -> None:
         self.role = role
+        self.policy = policy
         self._final = final
         self._place = place
         self._command = command
@@ -177,7 +189,9 @@ class ChaosDeployment:
             for index in range(count)
         ]
 
-    def member(self, role: str, place: str, *arguments: str, final: bool = False) -> Member:
+    def member(
+        self, role: str, place: str, *arguments: str, policy: str = MAIN_POLICY, config: str = CONFIG, final: bool = False
+    ) -> Member:
         """A further member, which the caller keeps running; a ``final`` one may end by itself."""
         command = [
             sys.executable,
@@ -185,10 +199,11 @@ class ChaosDeployment:
             "fleetbus_workers.cli",
             role,
             "--config",
-            str(self._folder / "config.json"),
+            str(self._folder / config),
             *arguments,
         ]
-        return Member(role, place, [*command, "--supervised"], self._folder, self.ended, final=final)
+        command.append("--supervised")
+        return Member(role, place, command, self._folder, self.ended, policy=policy, final=final)
 
     def of(self, role: str) -> list[Member]:
         return [member for member in self.members if member.role == role]
@@ -215,7 +230,7 @@ class ChaosDeployment:
         return [" ".join(process.cmdline()) for process in left if _is_running(process)]
 
     async def _inject(self, fault: Fault) -> None:
-        members = [member for member in self.of(fault.role) if member.is_targetable]
+        members = [member for member in self.of(fault.role) if member.is_targetable and fault.policy in ("", member.policy)]
         if not members:
             self.skipped += 1
             return
@@ -284,3 +299,14 @@ def _is_running(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+@asynccontextmanager
+async def open_run_folder(keep: str | None) -> AsyncIterator[Path]:
+    """A folder for stores and logs, gone at the end unless one is named."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="fleetbus-chaos-", ignore_cleanup_errors=True) as temporary:
+            yield Path(temporary)
+    else:
+        Path(keep).mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
+        yield Path(keep)

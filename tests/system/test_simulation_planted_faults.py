@@ -16,6 +16,7 @@ from tests.simulation.run import Report, run_seed
 from tests.simulation.scenario.shape import FaultSet, Scenario, ScheduledFault
 from tests.simulation.seed_pool import run_safely
 from tests.support import planted_in_episodes as episodes
+from tests.support import planted_in_learners as learners
 from tests.support import planted_in_retention as retention
 from tests.support import planted_in_seats as seats
 from tests.support import planted_in_segments as segments
@@ -93,6 +94,12 @@ PLANTS: dict[Plant, Found] = {
     seats.seat_of_another_policy_rewarded: Found(4, "a seat's reward is the verifier's", "usual"),
     seats.other_policy_forgotten: Found(4, "a turn is asked of the policy of its seat", "usual"),
     seats.other_policy_forgotten_in_a_takeover: Found(15, "a turn is asked of the policy of its seat", "usual"),
+    learners.turns_of_both_policies_trained: Found(1, "a learner trains the turns of its policy only", "learners"),
+    learners.reward_of_the_other_policy: Found(1, "an episode's reward is counted once", "learners"),
+    learners.settled_episodes_trained_after_a_resume: Found(
+        1, "an episode is settled once in the surviving lineage", "learners"
+    ),
+    learners.retention_by_one_of_two_policies: Found(1, "nothing unsettled is passed by the floor", "learners"),
     segments.token_trained_twice: Found(1, "a sampled token is trained once", "usual"),
     segments.leaf_lost_in_a_takeover: Found(5, "every sampled token is trained", "usual"),
     segments.reward_counted_per_leaf: Found(1, "an episode's reward is counted once", "usual"),
@@ -121,6 +128,9 @@ SAMPLE: tuple[Plant, ...] = (
     training.floor_above_open_requests,
     training.tasks_begin_anew_with_each_learner,
     training.exclusions_forgotten,
+    learners.turns_of_both_policies_trained,
+    learners.reward_of_the_other_policy,
+    learners.retention_by_one_of_two_policies,
     seats.rewards_exchanged,
     seats.seat_in_the_context_of_another,
     seats.seat_of_another_policy_rewarded,
@@ -245,3 +255,26 @@ def test_admission_that_does_not_count_what_admitted_episodes_will_store_is_foun
     retention.room_not_estimated(monkeypatch)
     violations = run_seed(1, scenario=scenario).violations
     assert {violation.invariant for violation in violations} == {"an outcome by deadline and grace"}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_learner_that_does_not_wait_for_the_other_one_is_found(monkeypatch: pytest.MonkeyPatch, staleness: int) -> None:
+    """Seed 1 once counted a batch as trained before its version was published: what was asked for then was stale."""
+    scenario = Scenario(
+        seed=1,
+        seats=2,
+        other_seat=True,
+        trained_seat=True,
+        steps=6,
+        groups=3,
+        group_size=4,
+        max_turns=8,
+        turns=(6, 7),
+        max_staleness=staleness,
+        evaluation_episodes=0,
+    )
+    assert run_seed(1, scenario=scenario).violations == ()
+    learners.learners_behind_not_waited_for(monkeypatch)
+    violations = run_seed(1, scenario=scenario).violations
+    assert {violation.invariant for violation in violations} == {"who asks for episodes waits for all learners"}

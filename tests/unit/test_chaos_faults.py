@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.chaos_faults import KILLS_APART, plan_faults, plan_kills
+from benchmarks.chaos_faults import KILLS_APART, ROUND_SECONDS, plan_faults, plan_kills, plan_kills_by_policy
 
 
 def test_the_same_seed_plans_the_same_faults_and_another_seed_others() -> None:
@@ -46,3 +46,15 @@ def test_kills_come_one_at_a_time_with_time_to_recover_between() -> None:
     apart = dict(KILLS_APART)
     for fault, following in itertools.pairwise(kills):
         assert following.at_seconds - fault.at_seconds >= apart[fault.role]
+
+
+def test_in_each_round_one_of_every_kind_is_killed_and_the_learners_in_turn() -> None:
+    kills = plan_kills_by_policy(1, 60, ("default", "second"))
+    assert kills == sorted(kills, key=lambda fault: fault.at_seconds)
+    rounds = [list(group) for _, group in itertools.groupby(kills, key=lambda fault: fault.at_seconds // ROUND_SECONDS)]
+    assert len(rounds) == 6
+    for number, struck in enumerate(rounds):
+        learner = ("default", "second")[number % 2]
+        expected = {("learner", learner), ("environment", ""), ("inference", "default"), ("inference", "second")}
+        assert {(fault.role, fault.policy) for fault in struck} == expected
+        assert {fault.kind for fault in struck} == {"kill"}

@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fleetbus.bus.memory_objects import MemoryObjectStore
 from fleetbus.bus.objects import ObjectMissing
+from fleetbus.core.audit.addresses import Addresses
 from fleetbus.errors import UserError
 from fleetbus_schemas import PolicyPublished, TensorEntry
 from fleetbus_workers.weights.delta import apply_delta, read_base_uri, write_delta, write_smaller
@@ -224,6 +226,20 @@ def test_a_store_that_does_not_exist_is_refused_by_name(store: str) -> None:
 
     with pytest.raises(UserError, match=r"s4|weights\.store"):
         open_store(bus, store, run="r")
+
+
+async def test_the_files_of_two_policies_have_names_of_their_own_in_one_bucket(tmp_path: Path) -> None:
+    contents: dict[str, bytes] = {}
+    bus: Any = SimpleNamespace(objects=lambda bucket: MemoryObjectStore(contents))
+    addresses = Addresses()
+    for policy, prefix in (("default", ""), ("solver", "solver"), ("l1", "l1")):
+        file, manifest = written(tmp_path, "l1-v000000.safetensors", before())
+        uri = await open_store(bus, "nats", run="r", policy=prefix).put(file)
+        published = PolicyPublished(
+            policy=policy, version=0, lineage="l1", step=0, uri=uri, manifest=manifest, size_bytes=file.stat().st_size
+        )
+        assert addresses.is_version_right(published), uri
+    assert len(contents) == 3
 
 
 @pytest.fixture

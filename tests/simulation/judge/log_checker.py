@@ -35,6 +35,7 @@ class LogChecker:
                 observer,
                 self.episodes,
                 policy=policy,
+                is_calm=scenario.is_calm,
                 max_staleness=scenario.max_staleness if scenario.stale_groups == "drop" else None,
                 groups=scenario.groups,
                 group_size=scenario.group_size,
@@ -82,8 +83,9 @@ class LogChecker:
         match entry.subject.split(".")[2]:
             case "task":
                 record = self.episodes.apply_request(entry, at)
-                for training in self.trainings.values() if record is not None else ():
-                    training.apply_request(record)
+                if record is not None:
+                    for training in self.trainings.values():
+                        training.apply_request(record)
             case "obs":
                 self.episodes.apply_observation(entry, at)
             case "act":

@@ -52,6 +52,7 @@ class TrainingChecker:
         episodes: EpisodeChecker,
         *,
         policy: str,
+        is_calm: bool,
         max_staleness: int | None,
         groups: int,
         group_size: int,
@@ -61,6 +62,7 @@ class TrainingChecker:
         self._episodes = episodes
         self._policy = policy
         self._asks = policy == POLICY
+        self._is_calm = is_calm
         self._max_staleness = max_staleness
         self._groups = groups
         self._group_size = group_size
@@ -267,6 +269,8 @@ class TrainingChecker:
             self._settle(exclusion.episode_id, trained=False)
             record = self._episodes.record.get(exclusion.episode_id)
             result = record.result if record else None
+            was_in_time = exclusion.reason != "stale" or self._asks or not self._is_calm
+            self._observer.require(was_in_time, "who asks for episodes waits for all learners", str(exclusion))
             if result is None:
                 self._observer.violate("what is excluded has a result", exclusion.episode_id)
             elif result.outcome not in GRADED:

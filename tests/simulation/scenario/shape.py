@@ -212,6 +212,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     mistype."""
 
     @property
+    def is_calm(self) -> bool:
+        """True where nothing goes wrong."""
+        is_served = self.network_faults == NetworkFaultRates() and self.fault_profile == FaultProfile()
+        return is_served and not self.fault_schedule and not self.power_losses
+
+    @property
     def other_policy(self) -> str:
         """Who plays the other seat; empty without one. A policy that is trained is called like its seat."""
         return (OTHER_SEAT if self.trained_seat else OTHER_POLICY) if self.other_seat else ""

@@ -151,11 +151,12 @@ class Learner:
 
     def _build_heartbeat(self) -> Heartbeat:
         parts, progress = self._parts, self._parts.progress
+        unpublished = self._settings.groups if parts.pool.published_step < progress.step else 0
         return Heartbeat(
             role="learner",
             worker=self._name,
             slots=self._settings.groups,
-            in_flight=len(parts.pool),
+            in_flight=len(parts.pool) + unpublished,  # what is asked for now would be played with the version before
             policy_version=parts.publication.version,
             draining=self._drain.is_set(),
             paused=parts.admission.is_paused,
