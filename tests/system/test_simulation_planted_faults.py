@@ -96,9 +96,6 @@ PLANTS: dict[Plant, Found] = {
     seats.other_policy_forgotten_in_a_takeover: Found(15, "a turn is asked of the policy of its seat", "usual"),
     learners.turns_of_both_policies_trained: Found(1, "a learner trains the turns of its policy only", "learners"),
     learners.reward_of_the_other_policy: Found(1, "an episode's reward is counted once", "learners"),
-    learners.settled_episodes_trained_after_a_resume: Found(
-        1, "an episode is settled once in the surviving lineage", "learners"
-    ),
     learners.retention_by_one_of_two_policies: Found(1, "nothing unsettled is passed by the floor", "learners"),
     segments.token_trained_twice: Found(1, "a sampled token is trained once", "usual"),
     segments.leaf_lost_in_a_takeover: Found(5, "every sampled token is trained", "usual"),
@@ -278,3 +275,27 @@ def test_a_learner_that_does_not_wait_for_the_other_one_is_found(monkeypatch: py
     learners.learners_behind_not_waited_for(monkeypatch)
     violations = run_seed(1, scenario=scenario).violations
     assert {violation.invariant for violation in violations} == {"who asks for episodes waits for all learners"}
+
+
+@pytest.mark.timeout(300)
+def test_a_learner_that_joins_and_forgets_what_its_checkpoint_settled_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both learners are killed in turn, every nine seconds, with a checkpoint after each step."""
+    kills = (ScheduledFault(kind="crash", at=25.0 + 9 * n, seconds=1.0, role="learner", pick=n) for n in range(8))
+    scenario = Scenario(
+        seed=3,
+        seats=2,
+        other_seat=True,
+        trained_seat=True,
+        steps=8,
+        groups=3,
+        group_size=4,
+        max_turns=8,
+        turns=(3, 6, 7),
+        checkpoint_every=1,
+        evaluation_episodes=0,
+        fault_schedule=tuple(kills),
+    )
+    assert run_seed(3, scenario=scenario).violations == ()
+    learners.settled_episodes_trained_after_a_resume(monkeypatch)
+    violations = run_seed(3, scenario=scenario).violations
+    assert {violation.invariant for violation in violations} == {"an episode is settled once in the surviving lineage"}

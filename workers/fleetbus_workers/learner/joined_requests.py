@@ -12,7 +12,7 @@ import structlog
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.core.training.floor import find_group_number, parse_group_number
 from fleetbus.log.episodes import read_entry
-from fleetbus_schemas import EpisodeRequested, LineageStarted, Subjects, TrainingFinished
+from fleetbus_schemas import EpisodeRequested, FloorRaised, LineageStarted, Subjects, TrainingFinished
 from fleetbus_schemas.channels import STORED
 from fleetbus_workers.learner.pool import GroupPool
 
@@ -47,7 +47,7 @@ class JoinedRequests:
 
     def list_subjects(self, subjects: Subjects) -> list[str]:
         """The subjects to `enter` the entries of, together with the results."""
-        return [subjects.tasks(), subjects.train(self._requested_by)]
+        return [subjects.tasks(), subjects.train(self._requested_by), subjects.floor]
 
     async def take_over(self, requests: Iterable[tuple[int, EpisodeRequested]], first_group: int = 0) -> None:
         """Groups below ``first_group`` are settled for good; ``requests`` will be read again, in their order."""
@@ -63,7 +63,12 @@ class JoinedRequests:
 
     def enter(self, stored: StreamEntry) -> None:
         """An entry of `list_subjects`, in the order of the log."""
-        if stored.subject.split(".", 3)[2] == "train":
+        kind = stored.subject.split(".", 3)[2]
+        if kind == "floor":
+            floor = read_entry(STORED["floor"], stored)
+            if isinstance(floor, FloorRaised):  # a copy of a request that left the log is stored behind it
+                self._first_group = max(self._first_group, floor.groups.get(self._policy, 0))
+        elif kind == "train":
             entry = read_entry(STORED["train"], stored)
             if isinstance(entry, LineageStarted):
                 self.is_over = False
