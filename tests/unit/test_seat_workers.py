@@ -9,7 +9,14 @@ from msgspec.structs import replace
 
 from fleetbus.config.load import load_configuration
 from fleetbus.config.run_folder import policy_folder, run_folder
-from fleetbus.config.seats import check_learner, configure_learner, list_trained_seats, parse_seats, resolve_models
+from fleetbus.config.seats import (
+    check_learner,
+    configure_learner,
+    freeze_trained,
+    list_trained_seats,
+    parse_seats,
+    resolve_models,
+)
 from fleetbus.config.settings import Configuration, InferenceSettings, LearnerSettings, RewardSettings, RunSettings
 from fleetbus.errors import UserError
 from fleetbus_workers.up.checks import check_policies_of_seats
@@ -123,6 +130,11 @@ def test_models_of_seats_are_resolved_and_nothing_else_is_changed() -> None:
     text = "a=other\nb=m@http://h/v1\nc=model:x\nd=train:y\ne=train"
     assert resolve_models(text, str.upper) == "a=other\nb=m@http://h/v1\nc=model:X\nd=train:Y\ne=train"
     assert resolve_models("", str.upper) == ""
+
+
+def test_where_nobody_trains_a_seat_is_played_by_the_model_that_it_would_begin_with() -> None:
+    text = "a=other\nb=m@http://h/v1\nc=model:x\nd=train:y\ne=train"
+    assert freeze_trained(text, "z") == "a=other\nb=m@http://h/v1\nc=model:x\nd=model:y\ne=model:z"
 
 
 def test_learners_divide_the_gpus_that_are_left_and_each_engine_has_its_own() -> None:

@@ -1,6 +1,7 @@
 """The workers that `up` starts for the policies of seats: an inference worker for each, and a learner for one that is trained.
 
-They have the configuration of the run, with options that change it to that of their policy.
+They have the configuration of the run, with options that change it to that of their policy
+(docs/decisions/0253-up-of-several-learners.md).
 """
 
 from collections.abc import Sequence
