@@ -1,4 +1,4 @@
-"""What `up` and the views show of a run in which two policies are trained by learners of their own."""
+"""Lines, ends, summaries and views of a run in which two policies are trained by learners of their own."""
 
 from __future__ import annotations
 
