@@ -7,7 +7,7 @@ import time
 
 import anyio
 
-from fleetbus_workers.assembly.engines import load_alone
+from fleetbus_workers.inference.loading import load_alone
 
 
 async def test_what_engines_load_is_loaded_one_after_the_other() -> None:

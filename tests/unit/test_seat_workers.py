@@ -17,7 +17,14 @@ from fleetbus.config.seats import (
     parse_seats,
     resolve_models,
 )
-from fleetbus.config.settings import Configuration, InferenceSettings, LearnerSettings, RewardSettings, RunSettings
+from fleetbus.config.settings import (
+    Configuration,
+    InferenceSettings,
+    LearnerSettings,
+    RewardSettings,
+    RunSettings,
+    TrainerSettings,
+)
 from fleetbus.errors import UserError
 from fleetbus_workers.up.checks import check_policies_of_seats
 from fleetbus_workers.up.placement import VISIBLE, place_roles
@@ -139,7 +146,9 @@ def test_where_nobody_trains_a_seat_is_played_by_the_model_that_it_would_begin_w
 
 def test_learners_divide_the_gpus_that_are_left_and_each_engine_has_its_own() -> None:
     run = RunSettings(name="r", seats=SEATS)
-    given = Configuration(run=run, inference=InferenceSettings(engine="vllm", workers=2))
+    given = Configuration(
+        run=run, inference=InferenceSettings(engine="vllm", workers=2), trainer=TrainerSettings(device="cuda")
+    )
     placement = place_roles(given, tuple(map(str, range(8))))
     assert placement.inference == (("0",), ("1",), ("2",), ("3",))
     assert placement.learners == (("4", "5"), ("6", "7")) and placement.processes == 2

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
-
-import anyio.to_thread
+from typing import TYPE_CHECKING, cast
 
 from fleetbus.config.engines import ENGINES
 from fleetbus.config.run_folder import run_folder
@@ -20,6 +17,7 @@ from fleetbus_workers.images.reader import image_reader
 from fleetbus_workers.inference.chat_template import ChatTemplate
 from fleetbus_workers.inference.chat_transcript import ChatTranscript
 from fleetbus_workers.inference.engine_context import EngineContext
+from fleetbus_workers.inference.loading import load_alone
 
 if TYPE_CHECKING:
     from fleetbus.bus.base import LogBus
@@ -45,11 +43,6 @@ def find_scratch_folder(configuration: Configuration, worker: str) -> Path:
     return (base / f".{worker}").absolute()
 
 
-T = TypeVar("T")
-
-_LOADING = threading.Lock()
-
-
 @asynccontextmanager
 async def launch_engine(configuration: Configuration, worker: str) -> AsyncIterator[tuple[Sampler, Template]]:
     """The sampler, ready to be run, and the model's template. Cancelled while it only reads, it does not wait for its thread.
@@ -73,17 +66,6 @@ async def launch_engine(configuration: Configuration, worker: str) -> AsyncItera
     module = await load_alone(importlib.import_module, f"fleetbus_workers.inference.{settings.engine}")
     async with module.open_engine(context) as sampler:
         yield sampler, template
-
-
-async def load_alone(function: Callable[..., T], *arguments: object) -> T:
-    """Call it in a thread while no other engine of the process loads; cancelled, it does not wait for the call. Packages that
-    import their parts when those are first named, as transformers does, fail if two threads are the first."""
-
-    def call() -> T:
-        with _LOADING:
-            return function(*arguments)
-
-    return await anyio.to_thread.run_sync(call, abandon_on_cancel=True)
 
 
 def build_image_source(template: Template, bus: LogBus, run: str) -> ImageSource | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import anyio.to_thread
 import torch
 
 from fleetbus.errors import UserError
 from fleetbus_workers.inference.engine_context import EngineContext
+from fleetbus_workers.inference.loading import load_alone
 from fleetbus_workers.inference.torch.precision import computes_bfloat16
 from fleetbus_workers.inference.torch.sampler import TorchSampler
 
@@ -17,7 +17,7 @@ from fleetbus_workers.inference.torch.sampler import TorchSampler
 @asynccontextmanager
 async def open_engine(context: EngineContext) -> AsyncIterator[TorchSampler]:
     """See `fleetbus_workers.inference.engine_context`. Cancelled while it reads the model, it does not wait for its thread."""
-    yield await anyio.to_thread.run_sync(_open, context, abandon_on_cancel=True)
+    yield await load_alone(_open, context)
 
 
 def _open(context: EngineContext) -> TorchSampler:
