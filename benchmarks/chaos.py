@@ -69,6 +69,7 @@ from fleetbus_schemas import (
     MalformedMessage,
     Message,
     Observation,
+    StepTrained,
     Subjects,
     Task,
     WorkerStarted,
@@ -147,6 +148,8 @@ class Chaos:
             for member in self._fleet.members:
                 tasks.start_soon(member.keep_running)
             await self._wait_until_started()
+            if self._plan.two_learners:
+                await self._wait_until_trained()
             self._print("the fleet is at work")
             await self._fleet.inject_faults(_build_faults(self._plan, self._policies))
             self._print(f"{len(self._fleet.injected)} faults; quiet now")
@@ -170,6 +173,15 @@ class Chaos:
                 started: set[str] = set()
                 while len(started) < len(waiting):
                     started |= {hello.worker for _, hello in decode_entries(WorkerStarted, [await reader.receive()])}
+
+    async def _wait_until_trained(self) -> None:
+        """Each learner has trained a step: on a busy machine a start takes longer than it is from kill to kill."""
+        with anyio.fail_after(START_SECONDS):
+            async with self._bus.read([self._subjects.train(policy) for policy in self._policies]) as reader:
+                trained: set[str] = set()
+                while len(trained) < len(self._policies):
+                    entry = await reader.receive()
+                    trained |= {entry.subject for _, _ in decode_entries(StepTrained, [entry])}
 
     async def _listen(self) -> None:
         async with self._bus.listen(self._subjects.heartbeats) as heartbeats:
@@ -328,7 +340,7 @@ def _count_by_role(fleet: ChaosDeployment) -> dict[str, dict[str, int]]:
 
 async def run_chaos(plan: Plan, opponent: str = "") -> dict[str, Any]:
     """The report of one run; raises `TimeoutError` if it does not end in time."""
-    limit = plan.seconds + plan.quiet + START_SECONDS + 2 * LEARNER_STOP_SECONDS + LAST_EVALUATION_SECONDS + 150
+    limit = plan.seconds + plan.quiet + 2 * START_SECONDS + 2 * LEARNER_STOP_SECONDS + LAST_EVALUATION_SECONDS + 150
     async with open_run_folder(plan.folder) as folder, run_server(folder / "nats", monitor_port=None) as server:
         settings = configuration(server.url, folder, plan, opponent)
         (folder / CONFIG).write_bytes(dump_configuration(settings))
