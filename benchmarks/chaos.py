@@ -33,7 +33,7 @@ import msgspec
 import structlog
 
 from benchmarks.chaos_faults import MEAN_SECONDS, Fault, plan_faults, plan_kills, plan_kills_by_policy
-from benchmarks.chaos_policies import build_policies
+from benchmarks.chaos_policies import build_policies, wait_until_trained
 from benchmarks.chaos_processes import CONFIG, MAIN_POLICY, ChaosDeployment, open_run_folder
 from benchmarks.chaos_recovery import Entry, Heard, Recovery, build_recovery
 from benchmarks.opponent_server import run_opponent
@@ -69,7 +69,6 @@ from fleetbus_schemas import (
     MalformedMessage,
     Message,
     Observation,
-    StepTrained,
     Subjects,
     Task,
     WorkerStarted,
@@ -149,7 +148,8 @@ class Chaos:
                 tasks.start_soon(member.keep_running)
             await self._wait_until_started()
             if self._plan.two_learners:
-                await self._wait_until_trained()
+                with anyio.fail_after(START_SECONDS):
+                    await wait_until_trained(self._bus, [self._subjects.train(policy) for policy in self._policies])
             self._print("the fleet is at work")
             await self._fleet.inject_faults(_build_faults(self._plan, self._policies))
             self._print(f"{len(self._fleet.injected)} faults; quiet now")
@@ -173,15 +173,6 @@ class Chaos:
                 started: set[str] = set()
                 while len(started) < len(waiting):
                     started |= {hello.worker for _, hello in decode_entries(WorkerStarted, [await reader.receive()])}
-
-    async def _wait_until_trained(self) -> None:
-        """Each learner has trained a step: on a busy machine a start takes longer than it is from kill to kill."""
-        with anyio.fail_after(START_SECONDS):
-            async with self._bus.read([self._subjects.train(policy) for policy in self._policies]) as reader:
-                trained: set[str] = set()
-                while len(trained) < len(self._policies):
-                    entry = await reader.receive()
-                    trained |= {entry.subject for _, _ in decode_entries(StepTrained, [entry])}
 
     async def _listen(self) -> None:
         async with self._bus.listen(self._subjects.heartbeats) as heartbeats:
