@@ -6,10 +6,11 @@
 
 A run is `fleetbus up --config docs/examples/kuhn.toml` with the environment and the deals beside it; flags that are not this
 script's are given on to it, and hold for the loop too. Exploitability is exact, read from the probabilities of every published
-version (`benchmarks/kuhn_policy.py`); 0 is an equilibrium, and the limit is .05. ``seconds`` are from a run's first request to
-its last step, ``to_limit`` to the first of five measurements in a row whose mean is below the limit, ``ratio`` the first
-divided by the loop's for as many updates. Neither contains what is measured here, nor the start of processes, which
-``command`` does.
+version (`benchmarks/kuhn_policy.py`), ``newest``, and of the reference that follows them, ``mean``, which a run leaves as its
+model; 0 is an equilibrium, and the limit is .05. ``seconds`` are from a run's first request to its last step, ``to_limit`` to
+the first of three measurements of ``mean`` in a row that are below the limit, ``ratio`` the first divided by the loop's for as
+many updates, ``ratio_to_limit`` the same of ``to_limit``. None contains what is measured here, nor the start of processes,
+which ``command`` does. ``saved`` is the model folder of the finished run.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import msgspec
+import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -39,7 +41,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus_workers.starter.build import find_starter_folder
 
 LIMIT = 0.05
-IN_A_ROW = 5
+IN_A_ROW = 3
 KEPT = 100_000
 """Versions: all of them."""
 
@@ -49,8 +51,8 @@ class Point(msgspec.Struct, frozen=True):
 
     step: int
     seconds: float
-    exploitability: float
-    value: float
+    newest: float
+    mean: float
 
 
 def load_settings(seed: int, options: Sequence[str]) -> Configuration:
@@ -75,21 +77,34 @@ def start_run(folder: Path, seed: int, options: Sequence[str]) -> float:
     return time.monotonic() - began
 
 
-def measure_run(folder: Path, every: int, temperature: float) -> list[Point]:
+def measure_run(folder: Path, every: int, configuration: Configuration) -> list[Point]:
     """Of a run in ``folder``, the start and every so many steps; versions are those that a step published."""
     run = open_run(folder)
     steps = list(run.metrics())
     began = min(row.requested_ns for row in run.episodes() if row.split == "train" and row.requested_ns)
-    model = AutoModelForCausalLM.from_pretrained(find_starter_folder()).eval()
-    meter = Meter(temperature)
-    meter.measure(0, 0.0, model)
+    model, mean = (AutoModelForCausalLM.from_pretrained(find_starter_folder()).eval() for _ in range(2))
+    algorithm, meter = configuration.algorithm, Meter(configuration.episode.temperature)
+    meter.measure(0, 0.0, model, mean)
     for step in steps:
+        file = folder / "weights" / f"{step.lineage}-v{step.version:06d}.safetensors"
+        model.load_state_dict(load_file(file), strict=False)  # a tied head is stored once
+        if step.step % algorithm.reference_sync_steps == 0:
+            follow(mean, model, algorithm.reference_mixup_alpha)
         if step.step % every == 0 or step is steps[-1]:
-            model.load_state_dict(
-                load_file(folder / "weights" / f"{step.lineage}-v{step.version:06d}.safetensors"), strict=False
-            )
-            meter.measure(step.step, (step.time_ns - began) / 1e9, model)
+            meter.measure(step.step, (step.time_ns - began) / 1e9, model, mean)
     return meter.points
+
+
+@torch.no_grad()
+def follow(mean: PreTrainedModel, model: PreTrainedModel, share: float) -> None:
+    """What the trainer does with its reference after a step, from the versions that it published."""
+    for own, trained in zip(mean.parameters(), model.parameters(), strict=True):
+        own.lerp_(trained, share)
+
+
+def read_saved(folder: Path, configuration: Configuration) -> float:
+    """Exploitability of the model that a run left."""
+    return Meter(configuration.episode.temperature).read(AutoModelForCausalLM.from_pretrained(folder).eval())
 
 
 class Meter:
@@ -100,20 +115,24 @@ class Meter:
         self.points: list[Point] = []
         self._prompts: Prompts | None = None
 
-    def measure(self, step: int, seconds: float, model: PreTrainedModel) -> None:
+    def measure(self, step: int, seconds: float, model: PreTrainedModel, mean: PreTrainedModel) -> None:
+        self.points.append(Point(step, round(seconds, 2), self.read(model), self.read(mean)))
+
+    def read(self, model: PreTrainedModel) -> float:
+        """Exploitability of a model."""
         if self._prompts is None:
-            self._prompts = Prompts(find_starter_folder(), model.get_input_embeddings().weight.shape[0], self._temperature)
-        gains = measure_gains(read_play(model, self._prompts))
-        self.points.append(Point(step, round(seconds, 2), round(gains.exploitability, 4), round(gains.value, 4)))
+            vocabulary = model.get_input_embeddings().weight.shape[0]
+            self._prompts = Prompts(find_starter_folder(), vocabulary, self._temperature)
+        return round(measure_gains(read_play(model, self._prompts)).exploitability, 4)
 
 
 def run_loop(configuration: Configuration, threads: int, every: int, *, quiet: bool) -> list[Point]:
     """The same updates in this process."""
     meter, seconds = Meter(configuration.episode.temperature), 0.0
 
-    def measure(step: int, model: PreTrainedModel) -> None:
+    def measure(step: int, model: PreTrainedModel, mean: PreTrainedModel) -> None:
         if step % every == 0 or step == configuration.learner.steps:
-            meter.measure(step, seconds, model)
+            meter.measure(step, seconds, model, mean)
             if not quiet:
                 print("loop", msgspec.json.encode(meter.points[-1]).decode(), flush=True)
 
@@ -125,46 +144,52 @@ def run_loop(configuration: Configuration, threads: int, every: int, *, quiet: b
 def summarise(points: Sequence[Point]) -> dict[str, float | None]:
     """The end of a curve, its least, and when it was below the limit."""
     windows = [points[start : start + IN_A_ROW] for start in range(1, len(points) - IN_A_ROW + 1)]
-    below = next((part for part in windows if sum(each.exploitability for each in part) < LIMIT * IN_A_ROW), None)
-    last = points[-IN_A_ROW:]
+    below = next((part[0] for part in windows if all(each.mean < LIMIT for each in part)), None)
     return {
-        "start": points[0].exploitability,
-        "end": points[-1].exploitability,
-        "mean_of_last": round(sum(each.exploitability for each in last) / len(last), 4),
-        "least": min(each.exploitability for each in points),
+        "start": points[0].newest,
+        "end": points[-1].mean,
+        "end_newest": points[-1].newest,
+        "least": min(each.mean for each in points),
         "seconds": points[-1].seconds,
-        "to_limit": below[0].seconds if below else None,
-        "steps_to_limit": below[0].step if below else None,
+        "to_limit": below.seconds if below else None,
+        "steps_to_limit": below.step if below else None,
     }
 
 
 def measure_seed(given: argparse.Namespace, seed: int, options: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"seed": seed, "load": round(os.getloadavg()[0], 1)}
     configuration = load_settings(seed, options)
-    temperature = configuration.episode.temperature
     if given.run:
-        found["run"] = measure_run(given.run, given.every, temperature)
+        found["run"] = measure_run(given.run, given.every, configuration)
     elif not given.no_run:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
             folder = Path(given.keep or temporary) / f"kuhn-{seed}"
             folder.mkdir(parents=True)
             found["command"] = round(start_run(folder, seed, options), 1)
-            found["run"] = measure_run(folder / ".fleetbus" / "runs" / "kuhn", given.every, temperature)
+            run = folder / ".fleetbus" / "runs" / "kuhn"
+            found["run"] = measure_run(run, given.every, configuration)
+            found["saved"] = read_saved(run / "model", configuration)
     for threads in given.loop_threads:
         found[f"loop_{threads}"] = run_loop(configuration, threads, given.every, quiet=given.json)
     return found
+
+
+def divide(one: float | None, other: float | None) -> float | None:
+    return round(one / other, 2) if one and other else None
 
 
 def print_table(found: dict[str, Any], as_json: bool) -> None:
     curves = {name: points for name, points in found.items() if name == "run" or name.startswith("loop_")}
     summaries = {name: summarise(points) for name, points in curves.items()}
     for name, summary in summaries.items():
-        if "run" in summaries and name != "run" and summary["seconds"]:
-            summary["ratio"] = round((summaries["run"]["seconds"] or 0.0) / summary["seconds"], 2)
+        if "run" in summaries and name != "run":
+            summary["ratio"] = divide(summaries["run"]["seconds"], summary["seconds"])
+            summary["ratio_to_limit"] = divide(summaries["run"]["to_limit"], summary["to_limit"])
         if not as_json:
             line = "  ".join(f"{key} {value}" for key, value in summary.items())
-            print(f"seed {found['seed']}  load {found['load']}  {name}  {line}", flush=True)
-            print("   ", " ".join(f"{point.step}:{point.exploitability:.3f}" for point in curves[name]), flush=True)
+            facts = "  ".join(f"{key} {found[key]}" for key in ("seed", "load", "command", "saved") if key in found)
+            print(f"{facts}  {name}  {line}", flush=True)
+            print("   ", " ".join(f"{point.step}:{point.newest:.3f}/{point.mean:.3f}" for point in curves[name]), flush=True)
     if as_json:
         print(msgspec.json.encode(found | {"summary": summaries}).decode(), flush=True)
 

@@ -98,17 +98,18 @@ def _build_sequence(episode: str, game: Game, seat: int, advantage: float, tempe
 
 
 def train_in_one_process(
-    configuration: Configuration, *, threads: int, measure: Callable[[int, PreTrainedModel], None]
+    configuration: Configuration, *, threads: int, measure: Callable[[int, PreTrainedModel, PreTrainedModel], None]
 ) -> Iterator[float]:
     """Train the steps of ``configuration``, and yield the seconds that have passed after each without those of ``measure``,
-    which is called with the number of the step, 0 before the first, and the model."""
+    which is called with the number of the step, 0 before the first, the model and the reference."""
     learner = msgspec.structs.replace(configuration.learner, threads=threads, keep_token_records=0)
     trainer = TorchTrainer(
         find_starter_folder(), settings=build_trainer_settings(msgspec.structs.replace(configuration, learner=learner))
     )
     prompts = Prompts(find_starter_folder(), trainer.vocabulary, configuration.episode.temperature)
     rng = np.random.default_rng(configuration.run.seed)
-    measure(0, trainer._model)
+    mean = trainer._reference.model or trainer._model
+    measure(0, trainer._model, mean)
     seconds = 0.0
     for step in range(learner.steps):
         began = time.perf_counter()
@@ -118,4 +119,4 @@ def train_in_one_process(
         trainer.train(batch, version=step, progress=step / learner.steps)
         seconds += time.perf_counter() - began
         yield seconds
-        measure(step + 1, trainer._model)
+        measure(step + 1, trainer._model, mean)

@@ -1,7 +1,7 @@
 """A policy's play of Kuhn poker read exactly from a model, and how much a best response wins against it.
 
 Below is the game of `docs/examples/kuhn.py`. An answer is one token, and every token is a move, so that no answer is outside
-the rules: the probability of a bet is that of all tokens that `read_move` takes for one. What the first player does in its
+the rules: the probability of a bet is that of all tokens that the game takes for one. What the first player does in its
 second turn depends on the token with which it passed; it is the mean over all of these, weighted by how likely each was: the
 behaviour strategy that plays the same game (Kuhn's theorem).
 """

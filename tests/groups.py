@@ -89,6 +89,7 @@ GROUPS = {
     "agents": Group("test-agents", 40),
     "clients": Group("test-clients", 40, lacks_vagen),
     "vllm": Group("test-vllm", 60),
+    "vllm-cuda": Group("test-vllm-cuda", 60),
     "gpu": Group("test-gpu", 10, lacks_gpu),
     "tinker": Group("test-tinker", 60),
     "browser": Group("test-browser", 20, lacks_browser),

@@ -227,7 +227,13 @@ def check_training(algorithm: AlgorithmSettings, trainer: TrainerSettings) -> No
     """The same for a trainer alone, however it was configured."""
     if trainer.packing and not trainer.token_budget:
         raise UserError("trainer.packing needs trainer.token_budget: the tokens of one packed row")
-    if algorithm.pulls_to_a_model and algorithm.kl_reference == "moving" and trainer.lora_rank:
+    follows = algorithm.pulls_to_a_model and algorithm.kl_reference == "moving"
+    if trainer.saved_model == "reference" and not follows:
+        raise UserError(
+            "trainer.saved_model = reference needs one that follows the policy: set algorithm.kl_reference = moving and "
+            "algorithm.kl_coefficient"
+        )
+    if follows and trainer.lora_rank:
         raise UserError(
             "algorithm.kl_reference = moving follows all weights, and with trainer.lora_rank the reference is the model "
             "without adapters: set algorithm.kl_reference = start, or trainer.lora_rank = 0"

@@ -132,6 +132,13 @@ def resolve_models(text: str, resolve: Callable[[str], str]) -> str:
     return "\n".join(lines)
 
 
+def freeze_trained(text: str, model: str) -> str:
+    """The setting ``run.seats`` where nobody trains: policies that would be trained are the models that they would begin with,
+    ``model`` where the seat names none."""
+    lines = zip(parse_seats(text), filter(None, map(str.strip, text.splitlines())), strict=True)
+    return "\n".join(f"{seat.seat}={MODEL}{seat.model or model}" if seat.trained else line for seat, line in lines)
+
+
 def check_learner(configuration: Configuration) -> None:
     """Raise `UserError` if a learner of this configuration would find nothing to train, or its policy's seats could not be
     trained by one of several."""

@@ -229,6 +229,13 @@ class TrainerSettings(Settings, frozen=True, kw_only=True):
         bool,
         Meta(description="Keep AdamW's numbers in the CPU's memory and compute its steps there"),
     ] = False
+    saved_model: Annotated[
+        Literal["policy", "reference"],
+        Meta(
+            description="What the folder model of a finished run holds: the policy, or with algorithm.kl_reference = moving "
+            "the reference, which is a mean of the run's policies; what is sampled with is the policy in either case"
+        ),
+    ] = "policy"
     lora_rank: Annotated[int, Meta(ge=0, description="Rank of LoRA adapters; 0: train all weights")] = 0
     lora_alpha: Annotated[float, Meta(gt=0, description="Scale of LoRA adapters, divided by their rank")] = 32.0
     lora_target_modules: Annotated[

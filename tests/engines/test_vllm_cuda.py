@@ -7,9 +7,11 @@ import dataclasses
 import importlib.util
 import inspect
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -263,13 +265,17 @@ def test_an_engine_on_eight_gpus_starts_up_to_where_it_needs_one(tmp_path: Path)
     script.write_text(START)
     paths = [str(STAND_IN), *(str(ROOT / name) for name in ("", "schemas", "workers"))]
     variables = {"PYTHONPATH": os.pathsep.join(paths), "LD_LIBRARY_PATH": str(tmp_path), "VLLM_LOGGING_LEVEL": "INFO"}
-    done = subprocess.run(
-        [sys.executable, str(script), str(STARTER)],
-        capture_output=True, text=True, timeout=START_SECONDS, check=False, env=os.environ | variables, cwd=tmp_path,
-    )  # fmt: skip
-    said = done.stdout + done.stderr
+    with subprocess.Popen(
+        [sys.executable, str(script), str(STARTER)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | variables, cwd=tmp_path, start_new_session=True,
+    ) as engine:  # fmt: skip
+        try:
+            said, _ = engine.communicate(timeout=START_SECONDS)
+        finally:
+            with suppress(ProcessLookupError):  # all that vLLM started has ended
+                os.killpg(engine.pid, signal.SIGKILL)
     assert "platform cuda NVIDIA H100 80GB HBM3" in said, said[-4000:]
-    assert "refused" in done.stdout and done.returncode == 0, said[-4000:]
+    assert "refused" in said and engine.returncode == 0, said[-4000:]
     assert "in init_device" in said and "Found no NVIDIA driver on your system" in said, said[-4000:]
     assert "Cannot re-initialize CUDA" not in said
 

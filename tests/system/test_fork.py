@@ -12,7 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from fleetbus.audit.run import audit_run
-from fleetbus.config.run_folder import RunFolder
+from fleetbus.config.load import load_configuration
+from fleetbus.config.run_folder import RunFolder, policy_folder_below
+from fleetbus.config.seats import configure_learner, list_trained_seats
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, RunSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import Subjects, Task
@@ -90,6 +92,25 @@ def test_the_newest_checkpoint_is_taken_where_no_step_is_named(folder: Path) -> 
     assert fork(folder, "old", "--run", "new").exception is None
     assert "updates" in (copied := json.loads((folder / "new/origin/weights.safetensors").read_text()))
     assert copied["updates"] == max(STEPS)
+
+
+def test_a_fork_takes_the_checkpoints_of_all_policies_that_are_trained(folder: Path) -> None:
+    old = RunFolder(folder / "old")
+    tables = json.loads(old.configuration.read_text())
+    old.configuration.write_text(json.dumps(tables | {"run": tables["run"] | {"seats": "solver=train"}}))
+    assert "the policy solver of a trained seat has to begin at step 20" in str(fork(folder, "old", "--run", "new").exception)
+    assert sorted(path.name for path in folder.iterdir()) == ["old"]
+    for step in STEPS:
+        of_solver = Checkpoint(lineage="l1", step=step, version=step, floor=9, settled=(), next_group=0)
+        trainer = ScriptedTrainer()
+        trainer.updates = 100 + step
+        write_checkpoint(policy_folder_below(old, "solver").checkpoints, of_solver, trainer)
+    assert fork(folder, "old", "--at", "10", "--run", "new").exception is None
+    configuration = load_configuration(file=RunFolder(folder / "new").configuration).configuration
+    (seat,) = list_trained_seats(configuration.run)
+    begins = [each.learner.begin_with for each in (configuration, configure_learner(configuration, seat))]
+    updates = [json.loads((Path(each) / "weights.safetensors").read_text())["updates"] for each in begins]
+    assert updates == [10, 110]
 
 
 @pytest.mark.parametrize(

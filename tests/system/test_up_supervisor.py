@@ -198,6 +198,18 @@ async def test_the_final_process_exiting_0_finishes_the_run_and_is_not_started_a
     assert stage.running() == []
 
 
+async def test_a_run_of_two_final_processes_goes_on_until_both_have_exited_0(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    plans = stage.plan("learner", "finish"), stage.plan("learner-solver", "serve", 20.0)
+    fleet = stage.fleet(*plans, final=("learner", "learner-solver"))
+    async with stage.supervised(fleet):
+        await stage.until("started", 2)
+        with anyio.move_on_after(1.0):
+            await fleet.over.wait()
+        assert not fleet.over.is_set()
+    assert stage.running() == []
+
+
 async def test_a_killed_worker_is_started_again_under_the_next_number(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     fleet = stage.fleet(stage.plan("environment", "serve"))

@@ -8,13 +8,17 @@ from pathlib import Path
 import anyio
 import pytest
 
+from fleetbus.config.load import load_configuration
 from fleetbus_schemas import Action, Task
+from fleetbus_workers.assembly.learner_parts import build_curriculum
+from fleetbus_workers.assembly.trainers import build_trainer_settings
 from tests.support.small_deployment import build_configuration, small_deployment
 from tests.support.virtual_time import virtual_time
 
 anyio_backend = virtual_time
 
-KUHN = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "examples" / "kuhn.py"))
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "kuhn.py"
+KUHN = runpy.run_path(str(EXAMPLE))
 
 
 @pytest.mark.parametrize(
@@ -59,3 +63,15 @@ async def test_a_deal_is_played_by_a_deployment_and_each_seat_has_its_reward() -
     (first, second) = result.seats
     assert (first.name, second.name, first.reward) == ("first", "second", result.reward)
     assert first.reward is not None and first.reward + (second.reward or 0.0) == 0.0
+
+
+def test_its_settings_play_every_deal_and_pull_to_a_policy_that_follows() -> None:
+    loaded = load_configuration(file=EXAMPLE.with_suffix(".toml"), flags={"run.tasks": str(EXAMPLE.with_suffix(".json"))})
+    configuration = loaded.configuration
+
+    curriculum = build_curriculum(configuration)
+    batch = [curriculum.task(number).key for number in range(configuration.learner.groups)]
+    assert sorted(batch) == sorted(KUHN["DEALS"]), "one group of each deal in every batch"
+    settings = build_trainer_settings(configuration)
+    settings.check()
+    assert settings.needs_reference and settings.trainer.saved_model == "reference"

@@ -20,7 +20,7 @@ from fleetbus.recording.token_record import (
     spread_over,
 )
 from fleetbus.recording.trained_tokens import TrainedTokensIndex
-from fleetbus_schemas import StepTrained, encode
+from fleetbus_schemas import LineageStarted, StepTrained, encode
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs, pack_mask, unpack_logprobs
 from fleetbus_workers.cli.look.transcript import print_transcript
 from fleetbus_workers.learner.base import SequenceTokens
@@ -74,6 +74,21 @@ def test_the_leaves_of_an_episode_are_one_entry(tmp_path: Path) -> None:
     columns = spread_over(first, 5)
     assert [not math.isnan(value) for value in columns.logprobs] == [False, True, True, True, False]
     assert columns.clipped == [False, True, False, True, False]
+
+
+def test_the_tokens_of_an_episode_are_those_of_all_policies_that_were_trained_on_it(tmp_path: Path) -> None:
+    log, own, other = LogBuilder(), tmp_path / "tokens", tmp_path / "policies" / "solver" / "tokens"
+    for policy, folder, places, value in (("default", own, [4, 5], -0.5), ("solver", other, [9], -2.0)):
+        digest = TokenRecords(folder, keep=5).write("l1", 1, [tokens_of("a", places, value)], version=4)
+        log.add(SUBJECTS.train(policy), LineageStarted(lineage="l1", worker="w"))
+        step = StepTrained(lineage="l1", step=1, version=1, episodes=("a",), token_record=digest)
+        log.add(SUBJECTS.train(policy), step)
+    found = index_of(log, own).find("a")
+    assert found is not None
+    columns = spread_over(found, 10)
+    known = {place: value for place, value in enumerate(columns.logprobs) if not math.isnan(value)}
+    assert known == {4: -0.5, 5: -0.5, 9: -2.0}
+    assert [place for place, clipped in enumerate(columns.clipped) if clipped] == [4, 9]
 
 
 def test_records_of_steps_long_past_are_removed_whatever_their_lineage(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from fleetbus.errors import UserError
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
@@ -82,6 +83,23 @@ def test_a_checkpoint_of_a_run_without_one_is_refused(folder: Path, tmp_path: Pa
 
     with pytest.raises(UserError, match="reference"):
         trainer(folder, **MOVING).restore(tmp_path)
+
+
+def test_it_is_the_model_that_is_saved_where_that_is_asked_for(folder: Path, tmp_path: Path) -> None:
+    found = {}
+    for chosen in ("policy", "reference"):
+        moving = trainer(folder, **MOVING, reference_mixup_alpha=0.5, saved_model=chosen)
+        train(moving, folder, 2)
+        (tmp_path / chosen).mkdir()
+        moving.save_model(tmp_path / chosen)
+        found[chosen] = get_weights(AutoModelForCausalLM.from_pretrained(tmp_path / chosen))
+    for name, weights in get_weights(moving._reference.model).items():
+        torch.testing.assert_close(found["reference"][name], weights, atol=0, rtol=0)
+    for name, weights in get_weights(moving._model).items():
+        torch.testing.assert_close(found["policy"][name], weights, atol=0, rtol=0)
+
+    with pytest.raises(UserError, match=r"saved_model = reference needs .*kl_reference = moving"):
+        trainer(folder, kl_coefficient=0.1, kl_reference="start", saved_model="reference")
 
 
 def test_adapters_leave_nothing_that_could_follow(folder: Path) -> None:

@@ -16,6 +16,7 @@ import msgspec
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.config.engines import list_engines
+from fleetbus.config.seats import freeze_trained
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import PolicyPublished, Subjects, encode
@@ -46,9 +47,10 @@ async def evaluate_model(
     tasks = select_tasks(configuration, episodes, benchmark)
     temperature = configuration.episode.temperature if temperature is None else temperature
     run = configuration.run
+    run = msgspec.structs.replace(run, seats=freeze_trained(run.seats, str(find_model_folder(run))))
     with tempfile.TemporaryDirectory(prefix="fleetbus-evaluate-") as scratch:
         inference = msgspec.structs.replace(configuration.inference, scratch=scratch)
-        configuration = msgspec.structs.replace(configuration, inference=inference)
+        configuration = msgspec.structs.replace(configuration, inference=inference, run=run)
         published = await anyio.to_thread.run_sync(_write_version, find_model_folder(run), Path(scratch), run.policy)
         async with MemoryServer().connect(run.name, worker="evaluate") as bus:
             await bus.declare(build_stream_plan(configuration))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import anyio.to_thread
 
@@ -45,6 +45,11 @@ def find_scratch_folder(configuration: Configuration, worker: str) -> Path:
     return (base / f".{worker}").absolute()
 
 
+T = TypeVar("T")
+
+_LOADING = threading.Lock()
+
+
 @asynccontextmanager
 async def launch_engine(configuration: Configuration, worker: str) -> AsyncIterator[tuple[Sampler, Template]]:
     """The sampler, ready to be run, and the model's template. Cancelled while it only reads, it does not wait for its thread.
@@ -53,11 +58,10 @@ async def launch_engine(configuration: Configuration, worker: str) -> AsyncItera
     check_packages(settings.engine)
     kind = ENGINES[settings.engine]
     folder = find_model_folder(configuration.run) if kind.needs_model else None
-    load = partial(anyio.to_thread.run_sync, abandon_on_cancel=True)
     processor: ImageProcessor | None = None
     if folder is not None and configuration.environment.images and kind.takes_images:
-        processor = await load(_load_image_processor, folder)
-    template = await load(_load_template, folder, settings, processor) if folder is not None else ChatTranscript()
+        processor = await load_alone(_load_image_processor, folder)
+    template = await load_alone(_load_template, folder, settings, processor) if folder is not None else ChatTranscript()
     served = find_scratch_folder(configuration, worker) / "served"
     context = EngineContext(
         configuration=configuration,
@@ -66,9 +70,20 @@ async def launch_engine(configuration: Configuration, worker: str) -> AsyncItera
         template=cast("ChatTemplate", template),
         processor=processor,
     )
-    module = await load(importlib.import_module, f"fleetbus_workers.inference.{settings.engine}")
+    module = await load_alone(importlib.import_module, f"fleetbus_workers.inference.{settings.engine}")
     async with module.open_engine(context) as sampler:
         yield sampler, template
+
+
+async def load_alone(function: Callable[..., T], *arguments: object) -> T:
+    """Call it in a thread while no other engine of the process loads; cancelled, it does not wait for the call. Packages that
+    import their parts when those are first named, as transformers does, fail if two threads are the first."""
+
+    def call() -> T:
+        with _LOADING:
+            return function(*arguments)
+
+    return await anyio.to_thread.run_sync(call, abandon_on_cancel=True)
 
 
 def build_image_source(template: Template, bus: LogBus, run: str) -> ImageSource | None:

@@ -13,6 +13,9 @@ from fleetbus.log.episodes import read_entry
 from fleetbus_schemas import Heartbeat, LineageStarted, Subjects, TrainingFinished
 from fleetbus_schemas.channels import STORED
 
+MAX_GROUPS = 2**53
+"""More than any run has; the next number cannot be told from it."""
+
 
 class JointProgress:
     """The groups that the learners of ``policies`` have not settled, by what they say of themselves."""
@@ -27,10 +30,12 @@ class JointProgress:
         self._seen = {policy: max(seen, next_group) for policy, seen in self._seen.items()}
 
     def record(self, beat: Heartbeat) -> None:
-        """Take what a learner says of the groups that it holds, and of the first that it has not read of."""
-        if beat.policy in self._seen:
+        """Take what a learner says of the groups that it holds, and of the first that it has not read of; numbers that are none
+        are ignored."""
+        seen = beat.counters.get("groups_seen", 0.0)
+        if beat.policy in self._seen and beat.in_flight >= 0 and 0 <= seen < MAX_GROUPS:
             self._open[beat.policy] = beat.in_flight
-            self._seen[beat.policy] = int(beat.counters.get("groups_seen", 0))
+            self._seen[beat.policy] = int(seen)
 
     def count_outstanding(self, next_group: int) -> int:
         """The most groups below ``next_group`` that a learner still has to settle; 0 once all have finished."""

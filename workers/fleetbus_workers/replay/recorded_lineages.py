@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from fleetbus.bus.base import StreamEntry
+from fleetbus.core.training.joined_policies import JoinedPolicies
 from fleetbus.core.training.lineage import compute_surviving_steps, is_surviving
 from fleetbus.errors import UserError
 from fleetbus.log.episodes import read_entry
@@ -69,12 +70,14 @@ class Lineage(msgspec.Struct, kw_only=True):
 
 
 def read_lineages(recording: Recording) -> list[Lineage]:
-    """All lineages in order; raises `UserError` when the recording does not hold the beginning of the first."""
+    """All lineages of the run's own policy in order; raises `UserError` when the recording does not hold the beginning of the
+    first."""
     found: dict[str, Lineage] = {}
+    joined = JoinedPolicies()
     for entry in recording.entries:
         kind = entry.subject.split(".", 3)[2]
         message = read_entry(STORED[kind], entry) if kind in KINDS else None
-        if message is None:
+        if message is None or joined.covers(entry.subject, message):
             continue
         if isinstance(message, LineageStarted):
             if message.parent and not found:

@@ -10,11 +10,14 @@ from pathlib import Path
 import msgspec
 
 from fleetbus.bus.base import StreamEntry
+from fleetbus.config.seats import list_joined_policies
 from fleetbus.core.training.floor import parse_group_number
+from fleetbus.core.training.joined_policies import JoinedPolicies
 from fleetbus.core.training.lineage import compute_surviving_steps, is_surviving
 from fleetbus.log.episodes import read_entry
+from fleetbus.log.stored_entries import read_stored
 from fleetbus.recording import Recording
-from fleetbus_schemas import CheckpointStored, EpisodeRequested, Message
+from fleetbus_schemas import CheckpointStored, EpisodeRequested, Message, Subjects, TrainingFinished
 from fleetbus_schemas.channels import STORED
 from fleetbus_schemas.subjects import check_name
 from fleetbus_workers.learner.checkpoints import INDEX, Checkpoint, read_checkpoint
@@ -41,6 +44,7 @@ class ResumeState:
         self._lineage = lineage
         self._episodes = episodes
         self._checkpoints = checkpoints
+        self._joined = JoinedPolicies()
         self._surviving = compute_surviving_steps([each.started for each in lineages if each.sequence <= lineage.sequence])
         self._settled = find_settled(lineages, lineage)
         stored = [each for _, each in self._find_trained_before() if isinstance(each, CheckpointStored) and self._is_own(each)]
@@ -58,7 +62,11 @@ class ResumeState:
         return ""
 
     def restore(self, environment: ReplayEnvironment) -> list[RecordedEpisode]:
-        """Store all of it in the log, and return the open episodes."""
+        """Store all of it in the log, and return the open episodes. The learners of seats, which are not there, have finished:
+        nobody waits for them."""
+        for policy in list_joined_policies(environment.configuration.run):
+            finished = TrainingFinished(lineage=self._lineage.name, step=0, version=0)
+            environment.store(Subjects(environment.configuration.run.name).train(policy), finished, self._recording.entries[0])
         if self._stored is not None:
             self._write_checkpoint(self._stored)
         open_episodes = []
@@ -119,5 +127,5 @@ class ResumeState:
         for entry in self._recording.entries:
             if entry.sequence >= sequence:
                 return
-            if entry.subject.split(".", 3)[2] == kind:
+            if entry.subject.split(".", 3)[2] == kind and not self._joined.covers(entry.subject, read_stored(entry)):
                 yield entry

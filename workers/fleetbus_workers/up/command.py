@@ -150,6 +150,7 @@ def format_opening_line(configuration: Configuration, folder: RunFolder) -> str:
     """The first line that a person sees."""
     run, learner = configuration.run, configuration.learner
     model = format_path(Path(run.model)) if run.model else "the starter policy"
+    model += "".join(f", and another for the seat {seat.seat}," for seat in list_trained_seats(run))
     tasks = f" with the tasks of {_format_tasks(run.tasks)}" if run.tasks else ""
     verb = "resumes" if folder.store.exists() else "trains"
     environments = ", ".join(run.environment.split("\n"))

@@ -1,5 +1,5 @@
 """Feeds `Progress` from the bus: the log's training, episode, policy and life entries, and heartbeats. The training of the
-policies of seats goes to a progress of its own."""
+policies of seats goes to a progress of its own (docs/decisions/0253-up-of-several-learners.md)."""
 
 import statistics
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 """Divides the GPUs among the roles: those that a vLLM worker asks for (one, or as many as share its model), the others for the
-learner, none for environment workers.
+learner, or in equal parts for the learners of several policies, none for environment workers.
 
 Left alone, every process would take the first GPU: vLLM refuses a GPU whose memory is taken, and a learner beside it has none
 left.
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from fleetbus.config.engine_arguments import count_engine_gpus
+from fleetbus.config.seats import list_trained_seats, parse_seats
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 
@@ -21,10 +22,13 @@ GPUS_PER_MACHINE = 8
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """GPUs by role, as `VISIBLE` names them. ``processes`` are those that share the learner's model; one needs no launcher."""
+    """GPUs by role, as `VISIBLE` names them. ``processes`` are those that share the learner's model; one needs no launcher.
+    ``others`` are those of the learners of seats; the last workers of ``inference`` serve the ``seats``."""
 
     learner: tuple[str, ...] = ()
+    others: tuple[tuple[str, ...], ...] = ()
     inference: tuple[tuple[str, ...], ...] = ()
+    seats: tuple[str, ...] = ()
     processes: int = 1
     decided: bool = False
     """False: there are no GPUs, or nothing uses them, and the processes' variables stay as they are."""
@@ -38,17 +42,25 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         """The variables that a process of a role gets in its environment."""
         if not self.decided:
             return {}
-        chosen = {"learner": self.learner, "inference": self.inference[index] if role == "inference" and self.inference else ()}
-        return {VISIBLE: ",".join(chosen.get(role, ()))}
+        placed = {"learner": self.learners, "inference": self.inference}.get(role, ())
+        return {VISIBLE: ",".join(placed[index] if index < len(placed) else ())}
+
+    @property
+    def learners(self) -> tuple[tuple[str, ...], ...]:
+        """The GPUs of each learner."""
+        return (self.learner, *self.others)
 
     def describe(self) -> str:
         """One line for a person; empty if nothing was decided."""
         if not self.decided:
             return ""
-        workers = ", ".join(f"inference-{index} on {'+'.join(gpus)}" for index, gpus in enumerate(self.inference) if gpus)
+        numbers = (*range(len(self.inference) - len(self.seats)), *self.seats)
+        placed = zip(numbers, self.inference, strict=True)
+        workers = ", ".join(f"inference-{name} on {'+'.join(gpus)}" for name, gpus in placed if gpus)
         shared = f", {self.processes} processes" if self.processes > 1 else ""
         learner = f"learner on {'+'.join(self.learner)}{shared}" if self.learner else "learner on the CPU"
-        return f"GPUs: {'; '.join(filter(None, (learner, workers)))}"
+        others = [f"learner of a seat on {'+'.join(gpus)}" for gpus in self.others if gpus]
+        return f"GPUs: {'; '.join(filter(None, (learner, *others, workers)))}"
 
 
 def find_gpus(variables: Mapping[str, str]) -> tuple[str, ...]:
@@ -104,40 +116,59 @@ def place_roles(configuration: Configuration, gpus: Sequence[str]) -> Placement:
             raise UserError(
                 f"{name} = {device}: `up` gives each role GPUs, which it counts from 0; set cuda, or name the other role's too"
             )
-    engines = inference.workers if samples_there else 0
+    seats = tuple(seat.seat for seat in parse_seats(configuration.run.seats) if seat.is_served and not seat.url)
+    learners = 1 + len(list_trained_seats(configuration.run))
+    trainers = learners if trains_there else 0
+    engines = inference.workers + len(seats) if samples_there else 0
     each = count_engine_gpus(inference.vllm) if inference.engine == "vllm" else 1
-    if engines and inference.engine == "torch" and len(gpus) < engines + trains_there:
-        return _share(configuration, gpus, trains_there)
+    if engines and inference.engine == "torch" and len(gpus) < engines + trainers:
+        return _share(configuration, gpus, trainers, seats)
     taken = engines * each
-    if len(gpus) < taken + trains_there:
-        wanted = f"{engines} inference worker(s) and the learner" if trains_there else f"{engines} inference workers"
+    if len(gpus) < taken + trainers:
+        of_seats = f"{learners} learners" if learners > 1 else "the learner"
+        wanted = f"{engines} inference worker(s) and {of_seats}" if trains_there else f"{engines} inference workers"
         of = f" ({each} per worker)" if each > 1 else ""
         raise UserError(
-            f"{wanted} need {taken + trains_there} GPUs{of}, and {len(gpus)} are visible: lower inference.workers, or set "
+            f"{wanted} need {taken + trainers} GPUs{of}, and {len(gpus)} are visible: lower inference.workers, or set "
             "trainer.device = cpu"
         )
-    left = tuple(gpus[taken:]) if trains_there else ()
-    if processes > len(left) and trains_there:
-        raise UserError(f"trainer.processes = {processes}: {len(left)} GPUs are left for the learner, and each needs one")
-    learner = left[: processes or len(left)]
+    left = _divide(gpus[taken:], trainers)
+    if left and processes > len(left[0]):
+        of = "the learner" if learners == 1 else "each learner"
+        raise UserError(f"trainer.processes = {processes}: {len(left[0])} GPUs are left for {of}, and each needs one")
+    learner, *others = (part[: processes or len(part)] for part in left or ((),))
     return Placement(
         learner=learner,
-        inference=tuple(tuple(gpus[first : first + each]) for first in range(0, taken, each)) or ((),) * inference.workers,
-        processes=len(learner) if trains_there else max(processes, 1),
+        others=tuple(others),
+        seats=seats,
+        inference=tuple(tuple(gpus[first : first + each]) for first in range(0, taken, each))
+        or ((),) * (inference.workers + len(seats)),
+        processes=len(learner) if trainers else max(processes, 1),
         decided=True,
     )
 
 
-def _share(configuration: Configuration, gpus: Sequence[str], trains_there: bool) -> Placement:
+def _divide(gpus: Sequence[str], parts: int) -> list[tuple[str, ...]]:
+    """As many equal parts of at least one GPU, which parts share where there are too few."""
+    size = max(len(gpus) // max(parts, 1), 1)
+    firsts = [part * size % max(len(gpus), 1) for part in range(parts)]
+    return [tuple(gpus[first : first + size]) for first in firsts]
+
+
+def _share(configuration: Configuration, gpus: Sequence[str], trainers: int, seats: tuple[str, ...]) -> Placement:
     """Engines torch take no more of a GPU's memory than they need: where there are too few GPUs they compute beside the
     learner, and beside each other (docs/decisions/0237-engine-torch-on-a-gpu.md)."""
-    count, processes = configuration.inference.workers, configuration.trainer.processes
-    if processes > len(gpus) and trains_there:
-        raise UserError(f"trainer.processes = {processes}: {len(gpus)} GPUs are there for the learner, and each needs one")
-    learner = tuple(gpus[: processes or len(gpus)]) if trains_there else ()
+    count, processes = configuration.inference.workers + len(seats), configuration.trainer.processes
+    left = _divide(gpus, trainers)
+    if left and processes > len(left[0]):
+        of = "the learner" if trainers == 1 else "each learner"
+        raise UserError(f"trainer.processes = {processes}: {len(left[0])} GPUs are there for {of}, and each needs one")
+    learner, *others = (part[: processes or len(part)] for part in left or ((),))
     return Placement(
         learner=learner,
+        others=tuple(others),
+        seats=seats,
         inference=tuple((gpus[index % len(gpus)],) for index in range(count)),
-        processes=len(learner) if trains_there else max(processes, 1),
+        processes=len(learner) if trainers else max(processes, 1),
         decided=True,
     )

@@ -44,7 +44,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                     f"{_format_gb(role.parts[largest])} of it {largest}: {_advise(role.name, largest)}"
                 )
         sizes = {role.name: role.total for role in self.roles}
-        held = dict.fromkeys(self.placement.learner, sizes.get("learner", 0))
+        held: dict[str, int] = {}
+        for gpu in (gpu for gpus in self.placement.learners for gpu in gpus):
+            held[gpu] = held.get(gpu, 0) + sizes.get("learner", 0)
         for gpu in (gpu for gpus in self.placement.inference for gpu in gpus):
             held[gpu] = held.get(gpu, 0) + sizes.get("inference", 0)
         most = max(held.values(), default=0)

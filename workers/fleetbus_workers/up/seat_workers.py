@@ -1,6 +1,7 @@
 """The workers that `up` starts for the policies of seats: an inference worker for each, and a learner for one that is trained.
 
-They have the configuration of the run, with options that change it to that of their policy.
+They have the configuration of the run, with options that change it to that of their policy
+(docs/decisions/0253-up-of-several-learners.md).
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,8 @@ class SeatWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_seat_workers(configuration: Configuration) -> list[SeatWorker]:
-    """The workers of a run's seats: learners first. The run's own workers of a role have the first places in it."""
+    """The workers of a run's seats: learners first. The run's own workers of a role have the first places in it,
+    workers that compute nothing the last."""
     found = []
     for index, seat in enumerate(list_trained_seats(configuration.run), 1):
         configured = configure_learner(configuration, seat)
@@ -44,7 +46,7 @@ def list_seat_workers(configuration: Configuration) -> list[SeatWorker]:
             )
         )
     served = [seat for seat in parse_seats(configuration.run.seats) if seat.is_served]
-    for index, seat in enumerate(served, configuration.inference.workers):
+    for index, seat in enumerate(sorted(served, key=lambda seat: bool(seat.url)), configuration.inference.workers):
         found.append(
             SeatWorker(
                 role="inference",

@@ -46,7 +46,8 @@ def print_transcript(transcript: Transcript, episode: str, *, tokens: bool, trai
     print(f"times: {timings}" if timings else "")
     for seat in result.seats:
         worth = f"no reward ({seat.reason}), not trained" if seat.reward is None else f"reward {seat.reward:g}"
-        print(f"seat {seat.name}: {worth} · {len(seat.turns)} turns")
+        by = f" · policy {seat.policy}" if seat.policy else ""
+        print(f"seat {seat.name}: {worth} · {len(seat.turns)} turns{by}")
     if result.error_location:
         print(f"failed at {result.error_location}")
     if result.traceback:

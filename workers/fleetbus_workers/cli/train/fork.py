@@ -23,7 +23,7 @@ from fleetbus_workers.command.exit_status import FINISHED
 
 ORIGIN = "origin"
 """In the new run's folder a copy of the checkpoint: the other run prunes its own. That of the policy of a trained seat is in
-the policy's folder (`fleetbus.config.seats.configure_learner`)."""
+the policy's folder (`fleetbus.config.seats.configure_learner`, docs/decisions/0253-up-of-several-learners.md)."""
 
 
 @click.command("fork")

@@ -165,7 +165,8 @@ class TorchTrainer:
         """See `Trainer.save_model`: the model's files, and copies of what lay beside them where it was loaded from."""
         self.shards.enter_thread()
         # First what takes all processes: an error before it would leave the others waiting for the leader's part.
-        models.write_model_weights(self._model, folder / SAFE_WEIGHTS_NAME, self.shards)
+        chosen = self._reference.model if self.settings.trainer.saved_model == "reference" else self._model
+        models.write_model_weights(chosen or self._model, folder / SAFE_WEIGHTS_NAME, self.shards)
         if self.shards.rank == 0:
             copy_companions(self._folder, folder)
             self._model.config.save_pretrained(folder)

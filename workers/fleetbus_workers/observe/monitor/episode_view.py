@@ -29,6 +29,7 @@ def describe_episode(
     transcript = read_transcript(entries)
     columns = split_by_turn(trained, [turn.action for turn in transcript.turns])
     contexts = transcript.contexts
+    policies = {seat.seat: seat.policy for seat in transcript.request.seats} if transcript.request else {}
     return {
         "task": transcript.request and transcript.request.task,
         "sampling": transcript.request and transcript.request.sampling,
@@ -42,6 +43,7 @@ def describe_episode(
                 "turn": turn.turn,
                 "attempt": turn.attempt,
                 "seat": turn.seat,
+                "policy": policies.get(turn.seat, ""),
                 "messages": turn.messages,
                 "tools": turn.tools,
                 "action": turn.action and describe_action(turn.action, words, columns[number]),

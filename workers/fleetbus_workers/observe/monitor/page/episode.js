@@ -108,7 +108,8 @@ function takeovers(claims, turns, index) {
   return claims.filter((claim) => claim.attempt > 1 && begin(claim) === index).map((claim) => el("p", { class: "takeover" }, `attempt ${claim.attempt}: ${claim.worker} continues ${from} (${(claim.reason ?? "fresh").replaceAll("_", " ")})`));
 }
 
-const where = (turn) => `turn ${turn.turn}${turn.seat ? ` · ${turn.seat}` : ""}${turn.segment === undefined ? "" : ` · segment ${turn.segment}, ${turn.held} tokens`}`;
+const who = (turn) => `${turn.seat}${turn.policy && turn.policy !== turn.seat ? ` (${turn.policy})` : ""}`;
+const where = (turn) => `turn ${turn.turn}${turn.seat ? ` · ${who(turn)}` : ""}${turn.segment === undefined ? "" : ` · segment ${turn.segment}, ${turn.held} tokens`}`;
 const said = (role, nodes, where, turn) => el("div", { class: `message ${role}`, "data-turn": turn }, el("h3", {}, `${role} · ${where}`), nodes);
 
 function action(turn, changed) {
