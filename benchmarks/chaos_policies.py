@@ -1,4 +1,4 @@
-"""The episodes that the learner of each policy trained in a run of several, read out of its log. Pure.
+"""The episodes that the learner of each policy trained in a run of several, read out of its log.
 
 Counted apart from the audit, from steps that survive and the results that they name.
 """
