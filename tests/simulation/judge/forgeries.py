@@ -260,7 +260,7 @@ def _forge_training(log: Log, untouched: list[str], policy: str) -> list[tuple[s
     return [
         ("trained_twice", f"{twice}{account}"),
         ("trained_without_result", f"{trained[2]}{account}"),
-        ("evaluation_settled", f"{evaluated[0]}{account}"),
+        ("never_requested" if account else "evaluation_settled", f"{evaluated[0]}{account}"),  # who joins has no account of one
         ("trained_and_excluded", f"{both}{account}"),
         ("excluded_without_reason", nobody),
         ("excluded_twice", nobody),
