@@ -1,4 +1,4 @@
-"""What is played after an episode's end is its seat's all the same: its versions are those of that seat's policy."""
+"""A turn that is played after its episode has ended: its versions are those of its seat's policy."""
 
 from __future__ import annotations
 
