@@ -32,8 +32,8 @@ import anyio
 import msgspec
 import structlog
 
-from benchmarks.chaos_faults import MEAN_SECONDS, Fault, plan_faults, plan_kills, plan_kills_by_policy
-from benchmarks.chaos_policies import build_policies
+from benchmarks.chaos_faults import MEAN_SECONDS, ROUND_SECONDS, Fault, plan_faults, plan_kills, plan_kills_by_policy
+from benchmarks.chaos_policies import build_policies, wait_until_trained
 from benchmarks.chaos_processes import CONFIG, MAIN_POLICY, ChaosDeployment, open_run_folder
 from benchmarks.chaos_recovery import Entry, Heard, Recovery, build_recovery
 from benchmarks.opponent_server import run_opponent
@@ -147,6 +147,9 @@ class Chaos:
             for member in self._fleet.members:
                 tasks.start_soon(member.keep_running)
             await self._wait_until_started()
+            if self._plan.two_learners:
+                with anyio.fail_after(START_SECONDS):
+                    await wait_until_trained(self._bus, [self._subjects.train(policy) for policy in self._policies])
             self._print("the fleet is at work")
             await self._fleet.inject_faults(_build_faults(self._plan, self._policies))
             self._print(f"{len(self._fleet.injected)} faults; quiet now")
@@ -263,7 +266,7 @@ class Chaos:
 
 def _build_faults(plan: Plan, policies: Sequence[str]) -> list[Fault]:
     if plan.two_learners:
-        return plan_kills_by_policy(plan.seed, plan.seconds, policies)
+        return plan_kills_by_policy(plan.seed, plan.seconds, policies, plan.round)
     if plan.kills:
         return plan_kills(plan.seed, plan.seconds)
     faults = plan_faults(plan.seed, plan.seconds, mean_seconds=plan.mean)
@@ -328,7 +331,7 @@ def _count_by_role(fleet: ChaosDeployment) -> dict[str, dict[str, int]]:
 
 async def run_chaos(plan: Plan, opponent: str = "") -> dict[str, Any]:
     """The report of one run; raises `TimeoutError` if it does not end in time."""
-    limit = plan.seconds + plan.quiet + START_SECONDS + 2 * LEARNER_STOP_SECONDS + LAST_EVALUATION_SECONDS + 150
+    limit = plan.seconds + plan.quiet + 2 * START_SECONDS + 2 * LEARNER_STOP_SECONDS + LAST_EVALUATION_SECONDS + 150
     async with open_run_folder(plan.folder) as folder, run_server(folder / "nats", monitor_port=None) as server:
         settings = configuration(server.url, folder, plan, opponent)
         (folder / CONFIG).write_bytes(dump_configuration(settings))
@@ -359,6 +362,7 @@ def parse_arguments() -> Plan:
     parser.add_argument("--seats", action="store_true", help="Kuhn poker instead of the warehouse: two seats in each episode")
     parser.add_argument("--opponent", action="store_true", help="as --seats, and a server that fails at times has one of them")
     parser.add_argument("--two-learners", action="store_true", help="as --seats, and a learner of its own trains one of them")
+    parser.add_argument("--round", type=float, default=ROUND_SECONDS, help="with two learners: seconds between kills of a kind")
     parser.add_argument("--groups", type=int, default=4, help="groups of eight episodes per optimizer step")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--evaluate", type=int, default=128, help="held-out episodes at the start and at the end; 0: none")

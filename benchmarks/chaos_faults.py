@@ -75,16 +75,16 @@ def plan_kills(seed: int, seconds: float) -> list[Fault]:
     return faults
 
 
-def plan_kills_by_policy(seed: int, seconds: float, policies: Sequence[str]) -> list[Fault]:
-    """In every `ROUND_SECONDS` an environment worker, an inference worker of each policy and one of the learners, in turn."""
+def plan_kills_by_policy(seed: int, seconds: float, policies: Sequence[str], every: float = ROUND_SECONDS) -> list[Fault]:
+    """In every so many seconds an environment worker, an inference worker of each policy and one of the learners, in turn."""
     random_numbers = random.Random(seed)
     faults: list[Fault] = []
-    for number in range(int(seconds / ROUND_SECONDS)):
+    for number in range(int(seconds / every)):
         learner = policies[number % len(policies)]
         struck: list[tuple[FaultRole, str]] = [("learner", learner), ("environment", "")]
         struck += [("inference", policy) for policy in policies]
         for place, (role, policy) in enumerate(struck):
-            at = ROUND_SECONDS * (number + place / len(struck))
+            at = every * (number + place / len(struck))
             fault = _draw_fault(random_numbers, at, role, "kill")
             faults.append(msgspec.structs.replace(fault, policy=policy))
     return faults

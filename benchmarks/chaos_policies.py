@@ -1,4 +1,4 @@
-"""The episodes that the learner of each policy trained in a run of several, read out of its log. Pure.
+"""The episodes that the learner of each policy trained in a run of several, read out of its log.
 
 Counted apart from the audit, from steps that survive and the results that they name.
 """
@@ -11,8 +11,11 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.chaos_recovery import Entry
+from fleetbus.bus.base import Bus
 from fleetbus.core.training.lineage import compute_surviving_steps, is_surviving
+from fleetbus.log.episodes import read_entry
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested, LineageStarted, StepTrained
+from fleetbus_schemas.channels import STORED
 
 COMPARED_STEPS = 5
 """First and last steps whose rewards are compared."""
@@ -24,6 +27,16 @@ def build_policies(log: Sequence[Entry], policies: Sequence[str]) -> dict[str, d
     requests = {each.message.episode_id: each.message for each in log if isinstance(each.message, EpisodeRequested)}
     results = {each.message.episode_id: each.message for each in log if isinstance(each.message, EpisodeFinished)}
     return {policy: _build(log, policy, requests, results) for policy in policies}
+
+
+async def wait_until_trained(bus: Bus, subjects: Sequence[str]) -> None:
+    """Until a step stands on each of these subjects: on a busy machine a learner needs longer to begin than until its kill."""
+    waiting = set(subjects)
+    async with bus.read(list(subjects)) as reader:
+        while waiting:
+            entry = await reader.receive()
+            if isinstance(read_entry(STORED["train"], entry), StepTrained):
+                waiting.discard(entry.subject)
 
 
 def _build(

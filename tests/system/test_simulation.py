@@ -124,6 +124,7 @@ FAILED_ONCE: dict[tuple[FaultSet, int], str] = {
     ("all", 1341): "the last group that a batch lacked was never asked for: it was measured by a log full of settled ones",
     ("all", 1404): "one open group kept all the content of settled ones behind it",
     ("learners", 57): "a learner that joined took late copies of settled requests for groups, and the other waited for it",
+    ("learners", 52): "what another policy answered after an episode's end was held against the versions of the main one",
     ("swarm", 31): "a forged checkpoint covered fewer requests than the forged step before it left out",
     ("swarm", 71): "a gateway that was done ended the sessions of others that it hosted, and that was taken for no cause",
     ("swarm", 83): "an attempt that waited for an unanswered read was taken for one that does not stop",

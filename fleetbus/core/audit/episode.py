@@ -137,10 +137,10 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
         if 0 <= observation.turn < MAX_TURNS:
             word, bit = divmod(observation.turn, _WORD)
             self.observed[attempt, word] = self.observed.get((attempt, word), 0) | 1 << bit
+        if observation.seat and (not self.result_sequence or observation.seat in self.others):  # late Actions are its policy's
+            self.seats[attempt, observation.turn] = observation.seat
         if not self.result_sequence:
             self.hashes[attempt, observation.turn] = observation.history_hash
-            if observation.seat:
-                self.seats[attempt, observation.turn] = observation.seat
             if self.requested and policy != self.others.get(observation.seat, self.policy):
                 self.asked_elsewhere.add((attempt, observation.turn))
 

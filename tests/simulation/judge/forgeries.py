@@ -237,10 +237,11 @@ def _forge_training(log: Log, untouched: list[str], policy: str) -> list[tuple[s
     steps = [(subject, message) for subject, message in own if isinstance(message, StepTrained)]
     lineages = [(subject, message) for subject, message in own if isinstance(message, LineageStarted)]
     policies = [(subject, message) for subject, message in own if isinstance(message, PolicyPublished)]
-    splits = {message.episode_id: message.split for _, message in log.values() if isinstance(message, EpisodeRequested)}
+    requests = [message for _, message in log.values() if isinstance(message, EpisodeRequested)]
+    splits = {each.episode_id: each.split for each in requests if policy in each.trained_policies}
     subject, last = steps[-1]
     trained = [episode for episode in last.episodes if episode in untouched]
-    evaluated = [episode for episode in untouched if splits[episode] == "eval"]
+    evaluated = [episode for episode in untouched if splits.get(episode) == "eval"]
     if len(trained) < 3 or not evaluated or lineages[-1][1].lineage != last.lineage:
         return []
     twice, both, nobody, forged = trained[0], trained[1], f"{last.lineage}-forged", msgspec.structs.replace
@@ -259,7 +260,7 @@ def _forge_training(log: Log, untouched: list[str], policy: str) -> list[tuple[s
     return [
         ("trained_twice", f"{twice}{account}"),
         ("trained_without_result", f"{trained[2]}{account}"),
-        ("evaluation_settled", f"{evaluated[0]}{account}"),
+        ("never_requested" if account else "evaluation_settled", f"{evaluated[0]}{account}"),  # who joins has no account of one
         ("trained_and_excluded", f"{both}{account}"),
         ("excluded_without_reason", nobody),
         ("excluded_twice", nobody),
