@@ -190,3 +190,22 @@ async def test_the_learner_that_asks_does_not_wait_for_one_that_has_finished(tmp
         assert len(await read_steps(fleet, SOLVER)) == 2
         entries = [entry async for entry in fleet.bus.scan([fleet.subjects.train(SOLVER)])]
         assert decode_entries(TrainingFinished, entries[-1:])
+
+
+async def test_a_learner_that_asks_anew_does_not_wait_for_one_that_had_finished_long_before(tmp_path: Path) -> None:
+    own, other = configure(tmp_path)
+    async with small_deployment(own, published=False) as fleet:
+        start_workers(fleet)
+        short = replace(other, learner=replace(other.learner, steps=1))
+        joined = start_learner(fleet, "learner-solver", short, Noting())
+        learner = start_learner(fleet, "learner", own, Noting())
+        await joined.ended.wait()
+        async with fleet.bus.read([fleet.subjects.train(PROPOSER)]) as reader:
+            while b"CheckpointStored" not in (payload := (await reader.receive()).payload) or b"\x04" not in payload:
+                pass
+        learner.kill()
+        await learner.ended.wait()
+        again = start_learner(fleet, "learner-1", own, Noting())
+        with anyio.fail_after(3600):
+            await again.ended.wait()
+        assert {step.step for step in await read_steps(fleet, PROPOSER)} == {*range(1, STEPS + 1)}

@@ -217,6 +217,7 @@ class InferenceWorker:
             problem=self._weights_problem or self._handler.problem,
             engine=None if self._is_frozen else self._engine_meter.measure(anyio.current_time()),
             share=self._describe_share(),
+            policy=self._policy,
         )
 
     def _count_slots(self) -> int:

@@ -78,7 +78,7 @@ class Admission:
                 self._pool.notify()
 
         async with anyio.create_task_group() as group:
-            group.start_soon(self._joint.follow, bus, subjects, self._floor, self._pool.notify)
+            group.start_soon(self._joint.follow, bus, subjects, self._pool.notify)
             await follow_heartbeats(bus, subjects.heartbeat("inference", "*"), record)
 
     def pause(self, is_paused: bool) -> None:

@@ -118,16 +118,18 @@ class Learner:
             if isinstance(admission, JoinedRequests) and admission.is_over:
                 self._is_left = True
                 return []
-            if checkpoints.pending is not None and await self._is_log_full():
+            if await self._is_log_full() and checkpoints.pending is not None:
                 await checkpoints.store()  # the log is trimmed up to a checkpoint only
             with anyio.move_on_after(FULL_CHECK_SECONDS):
                 await run_until_drained(self._drain, pool.changed.wait)
         return []
 
     async def _is_log_full(self) -> bool:
-        """True if new requests wait for room; who asks for none looks by itself."""
+        """True if new requests wait for room; who asks for none looks by itself, for the pool too."""
         requests = self._parts.requests
-        return requests.full or (bool(self._settings.requested_by) and await requests.is_short_of_room())
+        if self._settings.requested_by:
+            requests.full = await requests.is_short_of_room()
+        return requests.full
 
     async def _finish(self) -> None:
         """Store the model, evaluate it, and exclude what was not trained; the last entry says that training has finished."""

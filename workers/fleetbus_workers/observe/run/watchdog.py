@@ -312,7 +312,9 @@ class StallDetector:
     # What all need
 
     def _find_alive(self, role: str) -> list[WorkerRow]:
-        return [row for row in self._workers if row.role == role and row.state in ALIVE]
+        """The workers of the run's own policy, and those that serve all."""
+        others = self._state.joined.names
+        return [row for row in self._workers if row.role == role and row.state in ALIVE and row.policy not in others]
 
     def _describe_last_worker(self, role: str) -> str:
         gone: Sequence[WorkerRow] = [row for row in self._workers if row.role == role]

@@ -46,6 +46,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
     protocol: int = 0
     share: SlotShare | None = None
+    policy: str = ""
 
 
 class _WorkerRecord(msgspec.Struct, kw_only=True):
@@ -148,6 +149,7 @@ def _build_row(name: str, seen: _WorkerRecord, now: float) -> WorkerRow:
         version=beat.version if beat else "",
         protocol=beat.protocol if beat else 0,
         share=beat.share if beat else None,
+        policy=beat.policy if beat else "",
     )
 
 
