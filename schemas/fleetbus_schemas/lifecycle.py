@@ -89,8 +89,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     worker from its work at the moment, in one line; empty while it works. ``paused``: a learner that was asked to request no
     new groups. ``engine`` is what an inference worker's engine says of itself. ``pools`` are those that an environment worker
     takes episodes of. ``version`` and ``protocol`` are as in `WorkerStarted`. ``share`` is that of a run in an inference worker
-    that serves several; ``slots`` are then those that the run would get at the moment. ``policy`` is what a learner trains, or an
-    inference worker serves.
+    that serves several; ``slots`` are then those that the run would get at the moment. ``policy`` is what a learner trains,
+    or an inference worker serves.
     """
 
     role: WorkerRole

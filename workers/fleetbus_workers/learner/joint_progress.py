@@ -41,7 +41,6 @@ class JointProgress:
         if beat.policy in self._seen and beat.in_flight >= 0 and 0 <= seen < MAX_GROUPS:
             self._open[beat.policy] = beat.in_flight
             self._seen[beat.policy] = int(seen)
-            self._heard_at[beat.policy] = anyio.current_time()
 
     def count_outstanding(self, next_group: int) -> int:
         """The most groups below ``next_group`` that a learner still has to settle; 0 once all have finished."""
@@ -57,6 +56,7 @@ class JointProgress:
 
         def record(beat: Heartbeat) -> None:
             self.record(beat)
+            self._heard_at[beat.policy] = anyio.current_time()
             notify()
 
         async with anyio.create_task_group() as group:
@@ -83,13 +83,11 @@ class JointProgress:
             await anyio.sleep(LOST_AFTER_SECONDS)
             silent = {
                 policy
-                for policy, heard_at in self._heard_at.items()
-                if policy not in self._finished and anyio.current_time() - heard_at > LOST_AFTER_SECONDS
+                for policy in self._seen.keys() - self._finished
+                if anyio.current_time() - self._heard_at[policy] > LOST_AFTER_SECONDS
             }
             for policy in sorted(silent - told):
-                log.warning(
-                    "the learner of another policy is not heard of; waiting for it once its groups are out", policy=policy
-                )
+                log.warning("the learner of another policy is not heard of; it will be waited for", policy=policy)
             told = silent
 
 
