@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fleetbus.core.training.groups import Group, has_tokens
 from fleetbus.core.training.own_seats import select_own_seats
 from fleetbus.core.training.retention import Retention
 from fleetbus_schemas import CheckpointStored, EpisodeFinished, EpisodeSeat, FloorRaised, decode
@@ -53,6 +54,20 @@ async def test_one_policy_may_exclude_what_the_other_trains() -> None:
     log_builder.step(1, ["a"])
     log_builder.step(1, [], {"a": "no_tokens"}, policy=SOLVER)
     assert "exclusion_unfounded" not in kinds(await audit_log(log_builder))
+
+
+async def test_a_policy_without_a_seat_in_the_result_has_nothing_to_train() -> None:
+    log_builder = start_joint_log(seats=())
+    log_builder.step(1, ["a"])
+    log_builder.step(1, [], {"a": "no_tokens"}, policy=SOLVER)
+    assert "exclusion_unfounded" not in kinds(await audit_log(log_builder))
+    (payload,) = (payload for subject, payload in log_builder.entries if b"EpisodeFinished" in payload)
+    result = decode(EpisodeFinished, payload, subject="test")
+    own = select_own_seats(result, SOLVER)
+    group = Group(group_id=result.group_id, size=1)
+    group.add(own)
+    assert has_tokens(result)
+    assert [(each.episode_id, each.reason) for each in group.excluded] == [("a", "no_tokens")]
 
 
 def trained_twice_by_the_other(log_builder: LogBuilder) -> None:

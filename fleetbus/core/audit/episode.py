@@ -90,14 +90,14 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
     """Of the seats that have one; none without seats."""
     others: dict[str, str] = {}
     """Other policies by the seat that they play."""
-    sharers: tuple[str, ...] = ()
-    """Those of them whose learners train it, too."""
-    is_share: bool = False
-    """It is the account of such a policy (`fleetbus.core.audit.shares`)."""
     asked_elsewhere: set[tuple[int, int]] = set()
     """Observations by (attempt, turn) that were not sent to the policy of their seat."""
     forged: bool = False
     """Its verdict is not of the process that held its claim."""
+    sharers: tuple[str, ...] = ()
+    """Those of ``others`` whose learners train it, too."""
+    is_share: bool = False
+    """It is the account of one of ``sharers`` (`fleetbus.core.audit.shares`)."""
 
     def on_request(self, sequence: int, request: EpisodeRequested, findings: Findings) -> None:
         if self.requested:

@@ -13,13 +13,15 @@ from fleetbus_schemas.seat import ELSEWHERE
 
 
 def select_own_seats(result: EpisodeFinished, policy: str) -> EpisodeFinished:
-    """The result as the learner of ``policy`` trains it; empty: the policy that the episode was requested for."""
+    """The result as the learner of ``policy`` trains it; empty: the policy that the episode was requested for. A policy that is
+    given and has no seat in the result sampled nothing that it could train: the result comes back without Actions."""
     if not policy and not any(seat.policy for seat in result.seats):
         return result
     own = [seat for seat in result.seats if seat.policy == policy]
     versions = {version for seat in own for version in seat.versions} if policy else result.policy_versions
     return msgspec.structs.replace(
         result,
+        actions=() if policy and not own else result.actions,
         seats=tuple(seat if seat.policy == policy else _leave(seat) for seat in result.seats),
         policy_versions=tuple(sorted(versions)),
     )
