@@ -15,7 +15,18 @@ from fleetbus.config.seats import configure_learner, list_trained_seats
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
 from fleetbus.log.episodes import decode_entries
 from fleetbus.log.stored_entries import read_stored
-from fleetbus_schemas import Action, ChatMessage, EpisodeRequested, StepTrained, Task, TrainingFinished
+from fleetbus_schemas import (
+    Action,
+    ChatMessage,
+    EpisodeFinished,
+    EpisodeRequested,
+    EpisodeSeat,
+    StepTrained,
+    Task,
+    TrainingFinished,
+    decode,
+    encode,
+)
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Start, Step, Verdict
 from fleetbus_workers.learner.base import TrainingSequence
@@ -32,6 +43,7 @@ anyio_backend = virtual_time
 
 PROPOSER, SOLVER = "default", "solver"
 STEPS = 6
+OF_ONE_POLICY = (EpisodeSeat(name="proposer", turns=(0, 1, 2), reward=1.0),)
 TASKS = [Task(key=f"task-{number}") for number in range(4)]
 
 
@@ -209,3 +221,36 @@ async def test_a_learner_that_asks_anew_does_not_wait_for_one_that_had_finished_
         with anyio.fail_after(3600):
             await again.ended.wait()
         assert {step.step for step in await read_steps(fleet, PROPOSER)} == {*range(1, STEPS + 1)}
+
+
+async def test_the_deep_audit_proves_no_turns_of_another_policy(tmp_path: Path) -> None:
+    own, other = configure(tmp_path)
+    async with small_deployment(own, published=False) as fleet:
+        start_workers(fleet)
+        members = [start_learner(fleet, "learner", own, Noting()), start_learner(fleet, "learner-solver", other, Noting())]
+        for member in members:
+            await member.ended.wait()
+        log = [entry async for entry in fleet.bus.scan([fleet.subjects.log])]
+        forged = [
+            replace(entry, payload=encode(replace(decode(EpisodeFinished, entry.payload, subject=""), seats=OF_ONE_POLICY)))
+            if b"EpisodeFinished" in entry.payload
+            else entry
+            for entry in log
+        ]
+
+        async def scan() -> AsyncIterator[StreamEntry]:
+            for entry in forged:
+                yield entry
+
+        proof = await audit_digests(scan, last_sequence=log[-1].sequence)
+        (wrong,) = (finding for finding in proof.findings if finding.kind == "digest_wrong")
+        assert wrong.count >= len(await read_steps(fleet, SOLVER)), "the other policy had no part in any"
+
+
+async def test_a_time_out_in_an_episode_of_two_trained_policies_is_nobodys_reward(tmp_path: Path) -> None:
+    own, _ = configure(tmp_path)
+    async with small_deployment(own) as fleet:
+        await fleet.heard(fleet.environment("environment", make=Lesson), fleet.inference("inference"))
+        await fleet.request("e", timeout_reward=-1.0)
+        result = await fleet.result("e")
+        assert (result.outcome, result.reward, result.turns) == ("timeout", None, 1), "nobody serves the solver"

@@ -6,11 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from fleetbus.core.training.groups import Group, has_tokens
 from fleetbus.core.training.own_seats import select_own_seats
 from fleetbus.core.training.retention import Retention
-from fleetbus_schemas import CheckpointStored, EpisodeFinished, EpisodeSeat, FloorRaised, decode
+from fleetbus_schemas import (
+    CheckpointStored,
+    EpisodeFinished,
+    EpisodeRequested,
+    EpisodeSeat,
+    FloorRaised,
+    Task,
+    TrainingFinished,
+    decode,
+)
 from fleetbus_schemas.channels import STORED
 from fleetbus_schemas.message import decode_any
 from fleetbus_schemas.tokens import pack_mask
@@ -21,6 +31,9 @@ SOLVER = "solver"
 SEATS = (
     EpisodeSeat(name="first", turns=(0, 2), reward=1.0),
     EpisodeSeat(name="second", turns=(1,), reward=-1.0, policy=SOLVER, versions=(0,)),
+)
+REQUEST = EpisodeRequested(
+    episode_id="e", group_id="g", sample_index=0, split="train", task=Task(key="t"), policy="default", deadline_ns=1
 )
 ALL = pack_mask([*[False] * PROMPT, *[True] * SAMPLED] * 3)
 
@@ -124,9 +137,38 @@ def test_what_one_policy_has_settled_stays_in_the_log_until_the_other_has() -> N
         log_builder.step(1, ["a"], policy=policy)
         stored = CheckpointStored(lineage="l1", step=1, version=1, file="", floor=len(log_builder.entries))
         log_builder.add(SUBJECTS.train(policy), stored)
-        retention = Retention()
-        for entry in read_entries(log_builder):
-            kind = entry.subject.split(".")[2]
-            retention.enter(entry.sequence, entry.subject, decode_any(STORED[kind], entry.payload, subject=entry.subject))
+        retention = fold_retention(log_builder)
         assert retention.is_settled(SUBJECTS.episode("a")) == is_settled, policy
         assert bool(retention.list_settled(len(log_builder.entries), 9)) == is_settled
+
+
+def fold_retention(log_builder: LogBuilder) -> Retention:
+    retention = Retention()
+    for entry in read_entries(log_builder):
+        kind = entry.subject.split(".")[2]
+        retention.enter(entry.sequence, entry.subject, decode_any(STORED[kind], entry.payload, subject=entry.subject))
+    return retention
+
+
+async def test_what_a_learner_that_joined_left_behind_when_it_finished_leaves_the_log() -> None:
+    log_builder = start_joint_log()
+    log_builder.step(1, ["a"])
+    log_builder.checkpoint(1, floor=len(log_builder.entries))
+    assert not fold_retention(log_builder).is_settled(SUBJECTS.episode("a"))
+    log_builder.add(SUBJECTS.train(SOLVER), TrainingFinished(lineage="l1", step=0, version=0))
+    end = len(log_builder.entries)
+    retention = fold_retention(log_builder)
+    assert retention.is_settled(SUBJECTS.episode("a"))
+    assert (retention.limit(end), retention.compute_floor(end).sequence) == (end, end + 1)
+    log_builder.add(SUBJECTS.floor, FloorRaised(sequence=end + 1))
+    assert kinds(await audit_log(log_builder)) == {}
+    log_builder.lineage("l2", policy=SOLVER)
+    assert not fold_retention(log_builder)._ended, "who begins again may need what the log still has"
+
+
+def test_an_evaluation_of_the_policy_that_joined_leaves_the_log_once_it_has_a_result() -> None:
+    log_builder = start_joint_log()
+    log_builder.add(SUBJECTS.task("default", "e"), replace(REQUEST, episode_id="e", policy=SOLVER, lineage="", split="eval"))
+    log_builder.claim("e")
+    log_builder.finish("e", [], split="eval")
+    assert fold_retention(log_builder).is_settled(SUBJECTS.episode("e"))

@@ -21,7 +21,7 @@ from fleetbus.core.audit.findings import Books, Findings, Report
 from fleetbus.core.audit.operations import Operations, is_operation
 from fleetbus.core.audit.rewards import judge_rewards
 from fleetbus.core.audit.sessions import SessionsAudit
-from fleetbus.core.audit.shares import apply_to_shares, rename_settled
+from fleetbus.core.audit.shares import apply_to_shares, is_left, rename_settled
 from fleetbus.core.audit.training import Settled, TrainingAudit
 from fleetbus.core.audit.versions import PolicyVersions
 from fleetbus.core.training.floor import NO_FLOOR, merge_floors, parse_group_number, refuses_request
@@ -222,7 +222,7 @@ class Audit(msgspec.Struct):
         for episode in passed:
             is_settled = episode.episode_id in settled.sequences
             by_learner = episode.split == "train" and bool(episode.lineage)
-            is_passed = episode.passed or episode.episode_id in unread
+            is_passed = episode.passed or episode.episode_id in unread or is_left(episode, self._training)
             if not (is_settled or is_passed) and (by_learner or episode.outcome is None):
                 self._findings.add("floor_unsettled", episode.episode_id, sequence)
             self._closed.add(episode, is_settled=is_settled)

@@ -13,6 +13,7 @@ import msgspec
 
 from fleetbus.core.audit.episode import EpisodeAudit
 from fleetbus.core.audit.findings import Findings
+from fleetbus.core.audit.training import TrainingAudit
 from fleetbus_schemas import (
     AttemptReleased,
     AttemptStarted,
@@ -59,6 +60,11 @@ def _open_shares(episode: EpisodeAudit) -> Iterator[EpisodeAudit]:
             lineage=episode.lineage,
             is_share=True,
         )
+
+
+def is_left(episode: EpisodeAudit, trainings: Mapping[str, TrainingAudit]) -> bool:
+    """True for the account of a policy whose training has finished: nobody is to settle it any more."""
+    return episode.is_share and episode.policy in trainings and trainings[episode.policy].is_over
 
 
 def rename_settled(

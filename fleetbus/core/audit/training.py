@@ -79,6 +79,11 @@ class TrainingAudit(msgspec.Struct):
         steps = [each.step for each in self._settlements if each.lineage == newest.lineage]
         return ReachedStep(lineage=newest.lineage, step=max([newest.parent_step, *steps]))
 
+    @property
+    def is_over(self) -> bool:
+        """True if its newest lineage has finished."""
+        return bool(self._settlements) and self._settlements[-1].end and self.is_newest(self._settlements[-1].lineage)
+
     def find_lineage(self, lineage: str) -> LineageStarted | None:
         """The beginning of that lineage."""
         return next((started for started in reversed(self._lineages) if started.lineage == lineage), None)
@@ -222,7 +227,7 @@ class TrainingAudit(msgspec.Struct):
                 continue
             if index < len(floors) and not 0 < settled.sequences.get(episode.episode_id, 0) < checkpoints[index][0]:
                 findings.add("below_floor_unsettled", episode.episode_id, checkpoints[index][0])
-        if self._settlements and self._settlements[-1].end and self.is_newest(self._settlements[-1].lineage):
+        if self.is_over:
             self._check_finished(episodes, settled, findings)
 
     def _find_lost_before(self) -> int:

@@ -25,6 +25,7 @@ from fleetbus_schemas import (
     Message,
     PolicyPublished,
     StepTrained,
+    TrainingFinished,
 )
 
 CONTENT = frozenset({"obs", "act"})
@@ -148,6 +149,8 @@ class Retention:
         """By account: an episode's own, and that of each policy that joined it."""
         self._joined: dict[str, str] = {}
         """By policy that joined an episode of another the suffix of its accounts."""
+        self._ended: set[str] = set()
+        """Those of them whose training has finished: until their next lineage nobody needs what they have not settled."""
         self._training: dict[str, _Training] = {}
         self._groups: dict[str, dict[int, int]] = {}
         """By policy of every group that is not below the floor its first request."""
@@ -163,7 +166,7 @@ class Retention:
         """One entry; ``message`` is needed for everything but observations, actions and claims."""
         tokens = subject.split(".")
         if tokens[2] in CONTENT:
-            for account in self._list_open(tokens[-1]):
+            for account in self._list_accounts(tokens[-1]):
                 if account.content < 0:
                     account.content = sequence
             return
@@ -172,7 +175,10 @@ class Retention:
                 self._enter_request(sequence, message)
             case EpisodeFinished() if (found := self._open.get(message.episode_id)) is not None and not found.by_learner:
                 del self._open[message.episode_id]
+            case TrainingFinished(more=False) if tokens[-1] in self._joined:
+                self._ended.add(tokens[-1])
             case LineageStarted() if tokens[2] == "train":
+                self._ended.discard(tokens[-1])
                 self._open |= self._get_training(tokens[-1]).on_lineage(message)
             case StepTrained():
                 self._get_training(tokens[-1]).on_step(message)
@@ -202,7 +208,8 @@ class Retention:
         for policy in request.trained_policies if by_learner else (request.policy,):
             if policy != request.policy and policy not in self._joined:
                 self._joined[policy] = self._get_training(policy).suffix = f"@{policy}"
-            self._open[request.episode_id + self._joined.get(policy, "")] = _OpenEpisode(
+            suffix = self._joined[policy] if policy != request.policy else ""
+            self._open[request.episode_id + suffix] = _OpenEpisode(
                 number=number,
                 content=-sequence,
                 policy=policy,
@@ -212,10 +219,17 @@ class Retention:
             if group is not None:
                 self._groups.setdefault(policy, {}).setdefault(group, sequence)
 
-    def _list_open(self, episode: str) -> list[_OpenEpisode]:
+    def _list_accounts(self, episode: str) -> list[_OpenEpisode]:
         """The accounts of an episode that are not settled."""
         found = (self._open.get(episode + suffix) for suffix in ("", *self._joined.values()))
         return [account for account in found if account is not None]
+
+    def _list_needed(self) -> Iterator[_OpenEpisode]:
+        """The accounts that somebody has still to settle."""
+        return (account for account in self._open.values() if account.policy not in self._ended)
+
+    def _is_needed(self, episode: str) -> bool:
+        return any(account.policy not in self._ended for account in self._list_accounts(episode))
 
     def mark_content_skipped(self) -> None:
         """Observations and actions up to here were not entered: what is needed may begin right after its request."""
@@ -224,17 +238,17 @@ class Retention:
 
     def is_settled(self, subject: str) -> bool:
         """True if an entry on this subject of an episode is no longer needed: it is settled, or was never requested."""
-        return not self._list_open(subject.rpartition(".")[2])
+        return not self._is_needed(subject.rpartition(".")[2])
 
     def limit(self, last_sequence: int) -> int:
         """The last sequence, up to ``last_sequence``, before any content that is needed."""
-        return min((episode.content - 1 for episode in self._open.values() if episode.content > 0), default=last_sequence)
+        return min((episode.content - 1 for episode in self._list_needed() if episode.content > 0), default=last_sequence)
 
     def list_settled(self, last_sequence: int, most: int) -> list[str]:
         """So many episodes that training had settled by then and the floor has not passed, until `mark_removed`: nobody needs
         their content, even where an open episode before them keeps the rest."""
         settled = chain.from_iterable(training.list_settled(last_sequence) for training in self._training.values())
-        return list(islice((each for each in dict.fromkeys(settled) if not self._joined or not self._list_open(each)), most))
+        return list(islice((each for each in dict.fromkeys(settled) if not self._joined or not self._is_needed(each)), most))
 
     def mark_removed(self, episode: str, last_sequence: int) -> None:
         """The content of an episode that was settled by then has left the log."""
@@ -246,13 +260,19 @@ class Retention:
 
         A group is asked for by its number, so what leaves are whole groups below the first that may be asked for again.
         """
-        sequence = min((episode.number for episode in self._open.values()), default=last_sequence + 1)
+        sequence = min((episode.number for episode in self._list_needed()), default=last_sequence + 1)
         groups: dict[str, int] = {}
         for policy, requested in self._groups.items():
+            if policy in self._ended:
+                continue
             mine = (episode.group for episode in self._open.values() if episode.policy == policy and episode.by_learner)
             first = groups[policy] = min(self._get_training(policy).first_open_group, *mine, 1 << 62)
             open_groups = (at for number, at in requested.items() if number >= first)
             sequence = min(sequence, *open_groups, last_sequence + 1)
+        for policy in self._ended:  # what leaves without it is passed for it, too
+            requested = self._groups.get(policy, {})
+            left = [number for number, at in requested.items() if at >= max(self.floor.sequence, sequence)]
+            groups[policy] = min(left, default=max(requested, default=-1) + 1)
         raised = {policy: max(self.floor.groups.get(policy, 0), number) for policy, number in groups.items()}
         return FloorRaised(
             sequence=max(self.floor.sequence, min(sequence, last_sequence + 1)), groups={**self.floor.groups, **raised}

@@ -23,7 +23,7 @@ from fleetbus.core.training.own_seats import select_own_seats
 from fleetbus.errors import UserError
 from fleetbus.log.archive_retention import Removed
 from fleetbus.log.stored_entries import decode_stored
-from fleetbus_schemas import Action, EpisodeFinished, LineageStarted, MalformedMessage, Message, StepTrained
+from fleetbus_schemas import Action, EpisodeFinished, EpisodeRequested, LineageStarted, MalformedMessage, Message, StepTrained
 from fleetbus_schemas.message import decode
 from fleetbus_workers.learner.batches import (
     CreditPlan,
@@ -95,6 +95,8 @@ class DigestAudit:
         self._steps: dict[int, CreditPlan] = {}
         self._plans_of: dict[str, dict[str, CreditPlan]] = {}
         """By episode and policy: each that trains it has rules of its own."""
+        self._asked_for: dict[str, str] = {}
+        """By open episode the policy that it was requested for."""
         self._actions: dict[str, dict[int, Action]] = {}
         self._sampled: dict[str, dict[str, Sampled]] = {}
         """By policy and episode."""
@@ -138,10 +140,12 @@ class DigestAudit:
             step = _decode(entry)
             assert isinstance(step, StepTrained)
             self._check_step(entry.sequence, step, self._sampled.get(entry.subject.rpartition(".")[2], {}))
-        elif kind in ("act", "episode") and entry.subject.rpartition(".")[2] in self._plans_of:
+        elif kind in ("task", "act", "episode") and entry.subject.rpartition(".")[2] in self._plans_of:
             message = _decode(entry)
             if isinstance(message, Action):
                 self._actions.setdefault(message.episode_id, {})[entry.sequence] = message
+            elif isinstance(message, EpisodeRequested):
+                self._asked_for.setdefault(message.episode_id, message.policy)
             elif isinstance(message, EpisodeFinished):
                 self._summarize(message)
 
@@ -154,9 +158,11 @@ class DigestAudit:
         if any(reference.sequence not in actions for reference in result.actions):
             return
         named = [actions[reference.sequence] for reference in result.actions]
+        asked = self._asked_for.pop(result.episode_id, "")
         policies = {seat.policy for seat in result.seats}
         for policy, plan in self._plans_of.pop(result.episode_id).items():
-            own = select_own_seats(result, policy if policy in policies else "")
+            is_joined = policy != asked if asked else policy in policies
+            own = select_own_seats(result, policy if is_joined else "")
             if (sampled := _summarize(own, named, plan)) is None:
                 continue
             if len(result.segments) > 1 and not _hashes_follow(named):

@@ -162,7 +162,8 @@ class EpisodeRunner:
                 conclusion = await self._grade(conclusion)
         finally:
             await self._close()
-        reward = None if self._seats.frozen else self._request.timeout_reward
+        is_shared = self._seats.frozen or len(self._request.trained_policies) > 1  # one would pay for the other's delay
+        reward = None if is_shared else self._request.timeout_reward
         return self._build_result(grade_timeout(conclusion, reward, self.turn))
 
     def _describe_failure(self, ended: EpisodeEnded) -> Conclusion:
