@@ -51,6 +51,7 @@ RETRIES = frozenset(
         "fleetbus_workers.inference.history_cache:_rebuild",
         "fleetbus_workers.inference.openai.pool:watch",  # asks engines over HTTP, and no bus
         "fleetbus_workers.judge.client:_ask_in_time",
+        "fleetbus_workers.learner.joint_progress:_tell_of_silence",  # logs who is not heard of, and calls no bus
         "fleetbus_workers.observe.monitor.text_search:follow",
     }
 )
