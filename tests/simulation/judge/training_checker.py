@@ -222,11 +222,14 @@ class TrainingChecker:
         self._observer.require(right, "staleness is bounded", f"{episode}: {behind} steps")
 
     def _list_versions(self, result: EpisodeFinished) -> tuple[int, ...]:
-        """What sampled the policy's turns of an episode."""
+        """The versions that sampled the policy's turns of an episode; of another policy's seats by the Actions that the log
+        still has: one that lost its newest entries may lack some."""
         record = self._episodes.record[result.episode_id]
+        if record.request.policy == self._policy:
+            return result.policy_versions
         players, history = {each.seat: each.policy for each in record.request.seats}, record.history(result.attempt)
-        seats = [seat for seat in result.seats if players.get(seat.name, record.request.policy) == self._policy]
-        own = [turn for seat in seats for turn in seat.turns] if result.seats else list(range(result.turns))
+        seats = [seat for seat in result.seats if players.get(seat.name) == self._policy]
+        own = [turn for seat in seats for turn in seat.turns if turn < len(history)]
         return tuple(sorted({span.version for turn in own for span in history[turn].action.versions}))
 
     def check_floor(self) -> None:
