@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.integration]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "proposer.py"
 SMALL = ("--learner-groups", "1", "--learner-group-size", "4", "--evaluation-episodes", "2", "--no-monitor")
