@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from fleetbus.config.load import read_tables
-from fleetbus.config.seats import POLICIES, list_trained_seats
+from fleetbus.config.seats import POLICIES, list_joined_policies
 from fleetbus.config.settings import RunSettings
 from fleetbus_schemas.subjects import is_name
 
@@ -92,8 +92,7 @@ def run_folder(run: RunSettings) -> RunFolder:
 def policy_folder(run: RunSettings) -> RunFolder:
     """The folder of what its policy leaves: the run's, or one of its own if the policy is that of a trained seat."""
     folder = run_folder(run)
-    is_of_seat = any(seat.policy == run.policy for seat in list_trained_seats(run))
-    return policy_folder_below(folder, run.policy) if is_of_seat else folder
+    return policy_folder_below(folder, run.policy) if run.policy in list_joined_policies(run) else folder
 
 
 def policy_folder_below(folder: RunFolder, policy: str) -> RunFolder:

@@ -88,8 +88,8 @@ def list_policies(run: RunSettings) -> tuple[str, ...]:
 
 
 def list_joined_policies(run: RunSettings) -> tuple[str, ...]:
-    """The policies of those seats, each once."""
-    return tuple(dict.fromkeys(seat.policy for seat in list_trained_seats(run)))
+    """The policies of those seats."""
+    return tuple(seat.policy for seat in list_trained_seats(run))
 
 
 def build_seats(configuration: Configuration) -> tuple[SeatPolicy, ...]:
@@ -142,8 +142,8 @@ def freeze_trained(text: str, model: str) -> str:
 def check_learner(configuration: Configuration) -> None:
     """Raise `UserError` if a learner of this configuration would find nothing to train, or its policy's seats could not be
     trained by one of several."""
-    run, learner, reward = configuration.run, configuration.learner, configuration.reward
-    trained = {seat.policy for seat in list_trained_seats(run)}
+    run, learner, reward, weights = configuration.run, configuration.learner, configuration.reward, configuration.weights
+    trained = list_joined_policies(run)
     asks = learner.requested_by
     if asks and not is_name(asks):
         raise UserError(f"learner.requested_by = {asks!r} is no name of a policy: 1 to 128 letters, digits, '-' or '_'")
@@ -170,6 +170,11 @@ def check_learner(configuration: Configuration) -> None:
         )
     if trained and learner.trainer != "torch":
         raise UserError(f"run.seats trains {min(trained)}: several policies are trained with learner.trainer = torch alone")
+    if trained and weights.store == "folder" and weights.public_url:
+        raise UserError(
+            f"run.seats trains {min(trained)}: weights.public_url is the address of one folder, and each policy has its own: "
+            "set weights.store = nats or a URL, or leave out weights.public_url"
+        )
     if trained and reward.judge_url and reward.judge_mode == "group":
         raise UserError(
             f"run.seats trains {min(trained)}: a judge of groups changes the rewards of one learner alone; set "
@@ -179,8 +184,7 @@ def check_learner(configuration: Configuration) -> None:
 
 def check_seats(run: RunSettings) -> None:
     """Raise `UserError` if a seat is given to the policy that plays all others; a worker of a trained one has its name."""
-    seats = parse_seats(run.seats)
-    trained = {seat.policy for seat in seats if seat.trained}
-    for seat in seats:
+    trained = list_joined_policies(run)
+    for seat in parse_seats(run.seats):
         if seat.policy == run.policy not in trained:
             raise UserError(f"run.seats gives the seat {seat.seat} to {run.policy}, which is the policy that the run trains")

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.opponent_server import run_opponent
+from tests.support.called_command import call
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.integration]
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "customer.py"
-
-
-def call(folder: Path, *arguments: str, status: int = 0) -> str:
-    command = [sys.executable, "-m", "fleetbus_workers.cli", *arguments]
-    variables = {key: value for key, value in os.environ.items() if not key.startswith("FLEETBUS_")}
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 def test_a_customer_behind_a_url_is_recorded_and_never_trained(tmp_path: Path) -> None:

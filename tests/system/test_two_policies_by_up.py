@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.called_command import call
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "proposer.py"
 SMALL = ("--learner-groups", "1", "--learner-group-size", "4", "--evaluation-episodes", "2", "--no-monitor")
-
-
-def call(folder: Path, *arguments: str, status: int = 0) -> str:
-    command = [sys.executable, "-m", "fleetbus_workers.cli", *arguments]
-    variables = {key: value for key, value in os.environ.items() if not key.startswith("FLEETBUS_")}
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 def test_a_proposer_and_a_solver_are_trained_further_and_forked_together(tmp_path: Path) -> None:

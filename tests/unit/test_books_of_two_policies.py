@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from fleetbus.bus.base import StreamEntry
 from fleetbus.core.training.groups import Group, has_tokens
 from fleetbus.core.training.own_seats import select_own_seats
 from fleetbus.core.training.retention import Retention
@@ -17,6 +18,7 @@ from fleetbus_schemas import (
     EpisodeRequested,
     EpisodeSeat,
     FloorRaised,
+    SeatPolicy,
     Task,
     TrainingFinished,
     decode,
@@ -143,8 +145,12 @@ def test_what_one_policy_has_settled_stays_in_the_log_until_the_other_has() -> N
 
 
 def fold_retention(log_builder: LogBuilder) -> Retention:
+    return fold_entries(read_entries(log_builder))
+
+
+def fold_entries(entries: Sequence[StreamEntry]) -> Retention:
     retention = Retention()
-    for entry in read_entries(log_builder):
+    for entry in entries:
         kind = entry.subject.split(".")[2]
         retention.enter(entry.sequence, entry.subject, decode_any(STORED[kind], entry.payload, subject=entry.subject))
     return retention
@@ -172,3 +178,30 @@ def test_an_evaluation_of_the_policy_that_joined_leaves_the_log_once_it_has_a_re
     log_builder.claim("e")
     log_builder.finish("e", [], split="eval")
     assert fold_retention(log_builder).is_settled(SUBJECTS.episode("e"))
+
+
+def test_an_end_counts_although_all_that_was_joined_before_it_has_left_the_log() -> None:
+    log_builder = start_joint_log()
+    log_builder.step(1, ["a"])
+    log_builder.checkpoint(1, floor=len(log_builder.entries))
+    log_builder.add(SUBJECTS.train(SOLVER), TrainingFinished(lineage="l1", step=0, version=0))
+    end = len(log_builder.entries)
+    joined = (SeatPolicy(seat="second", policy=SOLVER, trained=True),)
+    log_builder.add(SUBJECTS.task("default", "b"), replace(REQUEST, episode_id="b", lineage="l1", seats=joined))
+    log_builder.step(2, ["b"])
+    last = log_builder.checkpoint(2, floor=len(log_builder.entries))
+    for begins in (1, end + 1):
+        kept = [entry for entry in read_entries(log_builder) if entry.sequence >= begins or ".train." in entry.subject]
+        retention = fold_entries(kept)
+        assert retention.is_settled(SUBJECTS.episode("b")), begins
+        assert retention.compute_floor(last).sequence == last + 1, begins
+
+
+async def test_a_floor_that_was_raised_before_the_next_lineage_was_read_is_right() -> None:
+    log_builder = start_joint_log()
+    log_builder.step(1, ["a"])
+    log_builder.checkpoint(1, floor=len(log_builder.entries))
+    end = log_builder.add(SUBJECTS.train(SOLVER), TrainingFinished(lineage="l1", step=0, version=0))
+    log_builder.lineage("l2", policy=SOLVER)
+    log_builder.add(SUBJECTS.floor, FloorRaised(sequence=end + 1))
+    assert kinds(await audit_log(log_builder)) == {}

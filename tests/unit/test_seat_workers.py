@@ -24,6 +24,7 @@ from fleetbus.config.settings import (
     RewardSettings,
     RunSettings,
     TrainerSettings,
+    WeightsSettings,
 )
 from fleetbus.errors import UserError
 from fleetbus_workers.up.checks import check_policies_of_seats
@@ -115,6 +116,10 @@ def test_what_one_of_several_learners_cannot_do_is_refused() -> None:
     judge = RewardSettings(judge_url="http://h", judge_mode="group", judge_rubric="r")
     with pytest.raises(UserError, match="a judge of groups"):
         check_learner(replace(given, reward=judge))
+    served = WeightsSettings(public_url="http://h/w")
+    with pytest.raises(UserError, match="each policy has its own"):
+        check_learner(replace(given, weights=served))
+    check_learner(replace(given, weights=replace(served, store="nats")))
     with pytest.raises(UserError, match="has one policy's weights: choose torch or vllm"):
         check_policies_of_seats(replace(given, inference=InferenceSettings(engine="openai", urls="http://h")))
     with pytest.raises(UserError, match="no model folder"):

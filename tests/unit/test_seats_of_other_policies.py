@@ -16,7 +16,7 @@ from fleetbus.core.episode.result_checks import find_actions_problem
 from fleetbus.errors import UserError
 from fleetbus.interchange.atif_export import build_trajectory
 from fleetbus.recording.episodes import read_transcript
-from fleetbus_schemas import NEW_ROOT, EpisodeSeat, SamplingSettings, SeatPolicy, SegmentOrigin, UntrainedTurn
+from fleetbus_schemas import NEW_ROOT, EpisodeSeat, SamplingSettings, SeatPolicy, SegmentOrigin, UntrainedTurn, VersionSpan
 from fleetbus_schemas.tokens import pack_ids, pack_logprobs, pack_mask
 from fleetbus_workers.environment.base import Step
 from fleetbus_workers.environment.episode.seats import EpisodeSeats, add_unseated
@@ -80,7 +80,9 @@ def test_a_seat_of_another_policy_has_no_reward_whatever_the_verdict_says() -> N
         seats.take(Step(messages=SHOWN, seat=seat))
         assert seats.other == (SIMULATOR if seat == "customer" else None)
         seats.append(turn, turn)
-    assert seats.other_turns == {1}
+    spans = [VersionSpan(version=number, start=0, stop=1) for number in range(3)]
+    turns = [Turn(sequence=1, action=replace(action(0), versions=(span,)), lane="e0") for span in spans]
+    assert seats.list_own_versions(turns) == (0, 2)
     reason = "the policy simulator plays it, which is not trained here"
     for described in (seats.describe({"desk": 1.0, "customer": 1.0}, 0.5), seats.describe({}, 1.0)):
         assert described[0].reward == 1.0

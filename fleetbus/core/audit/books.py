@@ -21,7 +21,7 @@ from fleetbus.core.audit.findings import Books, Findings, Report
 from fleetbus.core.audit.operations import Operations, is_operation
 from fleetbus.core.audit.rewards import judge_rewards
 from fleetbus.core.audit.sessions import SessionsAudit
-from fleetbus.core.audit.shares import apply_to_shares, is_left, rename_settled
+from fleetbus.core.audit.shares import apply_to_shares, is_left, list_left, rename_settled
 from fleetbus.core.audit.training import Settled, TrainingAudit
 from fleetbus.core.audit.versions import PolicyVersions
 from fleetbus.core.training.floor import NO_FLOOR, merge_floors, parse_group_number, refuses_request
@@ -54,8 +54,8 @@ class Audit(msgspec.Struct):
     """Enter every entry of a log in order, then ask for the report. Before that it may be kept, and continued with what comes
     later: `encode`, `decode`.
 
-    ``_unread`` is what was settled when a lineage began, until the next floor: who raises it may not have read of that
-    lineage, which counts by it then.
+    ``_unread`` is what was settled, or left, when a lineage began, until the next floor: who raises it may not have read of
+    that lineage, which counts by it then.
     """
 
     _findings: Findings = msgspec.field(default_factory=Findings)
@@ -105,7 +105,7 @@ class Audit(msgspec.Struct):
             case PolicyPublished():
                 self._publish(sequence, tokens[-1], message)
             case LineageStarted() if tokens[2] == "train":
-                self._unread.update(self._collect_settled(Findings()).sequences)
+                self._unread.update(self._collect_settled(Findings()).sequences, list_left(self._episodes, self._training))
                 self._get_training(tokens[-1]).on_lineage(sequence, message, self._findings)
                 self._get_versions(tokens[-1]).go_back(message.parent_step)
                 self._mark_passed(tokens[-1])

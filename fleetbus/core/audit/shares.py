@@ -67,6 +67,11 @@ def is_left(episode: EpisodeAudit, trainings: Mapping[str, TrainingAudit]) -> bo
     return episode.is_share and episode.policy in trainings and trainings[episode.policy].is_over
 
 
+def list_left(episodes: Mapping[str, EpisodeAudit], trainings: Mapping[str, TrainingAudit]) -> Iterator[str]:
+    """The ids of those accounts."""
+    return (account for account, episode in episodes.items() if is_left(episode, trainings))
+
+
 def rename_settled(
     entry: Settling, policy: str, episodes: Mapping[str, EpisodeAudit], sequence: int, findings: Findings
 ) -> Settling:

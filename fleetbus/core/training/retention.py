@@ -9,7 +9,7 @@ Until the floor in the log has passed it, what training settled can be open agai
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from itertools import chain, islice
 
 import msgspec
@@ -150,7 +150,7 @@ class Retention:
         self._joined: dict[str, str] = {}
         """By policy that joined an episode of another the suffix of its accounts."""
         self._ended: set[str] = set()
-        """Those of them whose training has finished: until their next lineage nobody needs what they have not settled."""
+        """Policies whose training has finished: until its next lineage nobody needs the accounts with which one joined."""
         self._training: dict[str, _Training] = {}
         self._groups: dict[str, dict[int, int]] = {}
         """By policy of every group that is not below the floor its first request."""
@@ -175,7 +175,7 @@ class Retention:
                 self._enter_request(sequence, message)
             case EpisodeFinished() if (found := self._open.get(message.episode_id)) is not None and not found.by_learner:
                 del self._open[message.episode_id]
-            case TrainingFinished(more=False) if tokens[-1] in self._joined:
+            case TrainingFinished(more=False):
                 self._ended.add(tokens[-1])
             case LineageStarted() if tokens[2] == "train":
                 self._ended.discard(tokens[-1])
@@ -226,10 +226,17 @@ class Retention:
 
     def _list_needed(self) -> Iterator[_OpenEpisode]:
         """The accounts that somebody has still to settle."""
-        return (account for account in self._open.values() if account.policy not in self._ended)
+        left = self._left
+        return (account for account in self._open.values() if account.policy not in left)
 
     def _is_needed(self, episode: str) -> bool:
-        return any(account.policy not in self._ended for account in self._list_accounts(episode))
+        left = self._left
+        return any(account.policy not in left for account in self._list_accounts(episode))
+
+    @property
+    def _left(self) -> Set[str]:
+        """The policies that joined episodes of another, and whose training has finished."""
+        return self._joined.keys() & self._ended
 
     def mark_content_skipped(self) -> None:
         """Observations and actions up to here were not entered: what is needed may begin right after its request."""
@@ -262,17 +269,18 @@ class Retention:
         """
         sequence = min((episode.number for episode in self._list_needed()), default=last_sequence + 1)
         groups: dict[str, int] = {}
+        left = self._left
         for policy, requested in self._groups.items():
-            if policy in self._ended:
+            if policy in left:
                 continue
             mine = (episode.group for episode in self._open.values() if episode.policy == policy and episode.by_learner)
             first = groups[policy] = min(self._get_training(policy).first_open_group, *mine, 1 << 62)
             open_groups = (at for number, at in requested.items() if number >= first)
             sequence = min(sequence, *open_groups, last_sequence + 1)
-        for policy in self._ended:  # what leaves without it is passed for it, too
+        for policy in left:  # what leaves without it is passed for it, too
             requested = self._groups.get(policy, {})
-            left = [number for number, at in requested.items() if at >= max(self.floor.sequence, sequence)]
-            groups[policy] = min(left, default=max(requested, default=-1) + 1)
+            kept = [number for number, at in requested.items() if at >= max(self.floor.sequence, sequence)]
+            groups[policy] = min(kept, default=max(requested, default=-1) + 1)
         raised = {policy: max(self.floor.groups.get(policy, 0), number) for policy, number in groups.items()}
         return FloorRaised(
             sequence=max(self.floor.sequence, min(sequence, last_sequence + 1)), groups={**self.floor.groups, **raised}

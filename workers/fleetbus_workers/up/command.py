@@ -14,7 +14,7 @@ import msgspec
 from fleetbus.config.load import LoadedConfiguration, dump_configuration
 from fleetbus.config.profile import apply_profile, describe_profile
 from fleetbus.config.run_folder import RunFolder, read_earlier_configuration, run_folder
-from fleetbus.config.seats import list_trained_seats, resolve_models
+from fleetbus.config.seats import list_joined_policies, resolve_models
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.errors import UserError
 from fleetbus.files import create_folder, create_private_folder, replace_file
@@ -150,7 +150,7 @@ def format_opening_line(configuration: Configuration, folder: RunFolder) -> str:
     """The first line that a person sees."""
     run, learner = configuration.run, configuration.learner
     model = format_path(Path(run.model)) if run.model else "the starter policy"
-    model += "".join(f", and another for the seat {seat.seat}," for seat in list_trained_seats(run))
+    model += "".join(f", and another for the seat {policy}," for policy in list_joined_policies(run))
     tasks = f" with the tasks of {_format_tasks(run.tasks)}" if run.tasks else ""
     verb = "resumes" if folder.store.exists() else "trains"
     environments = ", ".join(run.environment.split("\n"))
@@ -166,8 +166,8 @@ def format_path(path: Path) -> str:
 def load_finished_summary(configuration: Configuration, folder: RunFolder) -> Summary | None:
     """The summary of a run that has all the steps that are asked for, else None."""
     summary = load_summary(folder)
-    trained = {seat.policy for seat in list_trained_seats(configuration.run)}
-    if summary is None or not summary.finished or not trained <= summary.policies.keys():
+    trained = list_joined_policies(configuration.run)
+    if summary is None or not summary.finished or not summary.policies.keys() >= set(trained):
         return None
     if max(summary.steps, default=0) < configuration.learner.steps:
         return None

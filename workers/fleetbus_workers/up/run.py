@@ -24,7 +24,7 @@ from fleetbus.auth.access import build_access
 from fleetbus.bus.base import Bus
 from fleetbus.bus.nats import connect
 from fleetbus.config.run_folder import RunFolder
-from fleetbus.config.seats import list_trained_seats
+from fleetbus.config.seats import list_joined_policies
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import BusError, FleetbusError, RunFailed
 from fleetbus_schemas import Subjects
@@ -273,7 +273,7 @@ class Run:
 
     def _list_others(self) -> list[str]:
         """The policies of seats that learners of their own train."""
-        return [seat.policy for seat in list_trained_seats(self._configuration.run)]
+        return list(list_joined_policies(self._configuration.run))
 
     async def _follow_progress(self, follower: Follower) -> None:
         """Progress display is optional: training continues without it."""

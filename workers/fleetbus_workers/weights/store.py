@@ -118,7 +118,7 @@ def open_store(bus: LogBus, store: str, *, run: str, public_url: str = "", polic
     """The store that the setting ``weights.store`` names; raises `UserError`. ``policy``: a second one, whose files have the
     names of the first one's."""
     if store == "folder":
-        return FolderStore(f"{public_url.rstrip('/')}/{policy}" if public_url and policy else public_url)
+        return FolderStore(public_url)
     if store == "nats":
         objects = get_object_store(bus, run)
         if objects is None:

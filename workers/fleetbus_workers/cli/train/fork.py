@@ -14,7 +14,7 @@ import click
 
 from fleetbus.config.load import read_tables
 from fleetbus.config.run_folder import RunFolder, policy_folder_below
-from fleetbus.config.seats import list_trained_seats
+from fleetbus.config.seats import list_joined_policies
 from fleetbus.config.settings import RunSettings
 from fleetbus.errors import UserError
 from fleetbus_workers.cli.look.runs import folder_options, runs_folder
@@ -82,7 +82,7 @@ def list_policies_of_seats(tables: dict[str, Any]) -> list[str]:
     """The policies that learners of their own train in a run with these settings."""
     seats = tables.get("run", {}).get("seats", "")
     run = RunSettings(seats=seats if isinstance(seats, str) else "\n".join(map(str, seats)))
-    return [seat.policy for seat in list_trained_seats(run)]
+    return list(list_joined_policies(run))
 
 
 def find_checkpoint_of(origin: RunFolder, policy: str, step: int) -> Path:

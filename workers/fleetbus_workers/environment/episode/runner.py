@@ -49,7 +49,6 @@ from fleetbus_workers.environment.episode.seats import (
     add_unseated,
     add_versions,
     list_other_policies,
-    list_versions,
 )
 from fleetbus_workers.environment.episode.segments import FIRST, EpisodeContext, Placement, append_line, find_context_tokens
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, to_printable
@@ -162,8 +161,7 @@ class EpisodeRunner:
                 conclusion = await self._grade(conclusion)
         finally:
             await self._close()
-        is_shared = self._seats.frozen or len(self._request.trained_policies) > 1  # one would pay for the other's delay
-        reward = None if is_shared else self._request.timeout_reward
+        reward = self._request.timeout_reward if self._seats.pays_timeouts else None
         return self._build_result(grade_timeout(conclusion, reward, self.turn))
 
     def _describe_failure(self, ended: EpisodeEnded) -> Conclusion:
@@ -315,8 +313,9 @@ class EpisodeRunner:
             self._last = step
         self._tool_calls += step.tool_calls
         self._tool_errors += step.tool_errors
-        self._turn_rewards.append(step.reward)
-        if problem := find_reward_problem([step.reward], self._settings.max_abs_reward):
+        problem = find_reward_problem([step.reward], self._settings.max_abs_reward)
+        self._turn_rewards.append(0.0 if problem else step.reward)
+        if problem:
             raise EpisodeEnded(
                 "verifier_unknown",
                 problem,
@@ -357,16 +356,12 @@ class EpisodeRunner:
 
     def _build_result(self, conclusion: Conclusion) -> EpisodeFinished:
         request = self._request
-        reporting = self._environment
-        untrained = reporting.list_untrained() if isinstance(reporting, ReportsUntrained) else ()
+        untrained = self._environment.list_untrained() if isinstance(self._environment, ReportsUntrained) else ()
         untrained = tuple(each for each in untrained if each.turn < len(self._turns))
         if (seats := describe_seats(conclusion, self._seats)) and conclusion.outcome in GRADED:
             untrained = add_unseated(untrained, seats)
         mask = loss_mask(self._turns, {each.turn for each in untrained})
         info = clip_values(self._last.info, INFO_BYTES)
-        limit = self._settings.max_abs_reward
-        others = self._seats.other_turns
-        own = (turn for number, turn in enumerate(self._turns) if number not in others)
         return EpisodeFinished(
             episode_id=request.episode_id,
             group_id=request.group_id,
@@ -381,7 +376,7 @@ class EpisodeRunner:
             error_class=conclusion.error_class,
             error=conclusion.error,
             reward=conclusion.reward,
-            turn_rewards=tuple(0.0 if find_reward_problem([reward], limit) else reward for reward in self._turn_rewards),
+            turn_rewards=tuple(self._turn_rewards),
             turns=len(self._turns),
             actions=tuple(turn.reference for turn in self._turns),
             tokens=len(mask),
@@ -390,7 +385,7 @@ class EpisodeRunner:
             tool_calls=self._tool_calls,
             tool_errors=self._tool_errors,
             attempts=self._claim.attempt,
-            policy_versions=list_versions(own),
+            policy_versions=self._seats.list_own_versions(self._turns),
             success=success_in(info),
             info=info,
             last_observation=to_printable(clip_text(format_text(self._last.messages), LAST_OBSERVATION_BYTES)),

@@ -53,9 +53,14 @@ class EpisodeSeats:
         return None if other is None or other.trained else other
 
     @property
-    def other_turns(self) -> frozenset[int]:
-        """Those that other policies played."""
-        return frozenset(turn for seat in self._others for turn in self._turns.get(seat, ()))
+    def pays_timeouts(self) -> bool:
+        """False while a frozen policy is asked, and where others are trained, too: one would pay for another's delay."""
+        return self.frozen is None and not any(seat.trained for seat in self._others.values())
+
+    def list_own_versions(self, turns: Sequence[Turn]) -> tuple[int, ...]:
+        """The versions that sampled the turns of the episode's own policy."""
+        others = {turn for seat in self._others for turn in self._turns.get(seat, ())}
+        return list_versions(turn for number, turn in enumerate(turns) if number not in others)
 
     def describe_asked(self, ended: EpisodeEnded) -> str:
         """The other policy that was asked when the attempt ended, if its answer was what it lacked."""
