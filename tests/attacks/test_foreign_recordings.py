@@ -133,7 +133,7 @@ def test_every_setting_that_is_free_text_is_refused_unless_it_is_listed(tmp_path
 async def test_the_settings_of_a_recorded_lineage_are_restricted_as_those_of_the_header(tmp_path: Path, trusted: bool) -> None:
     from fleetbus_schemas import LineageStarted
     from fleetbus_workers.replay.driver import ReplayContext
-    from fleetbus_workers.replay.learner_driver import configure_lineage
+    from fleetbus_workers.replay.learner_replay import configure_lineage
     from fleetbus_workers.replay.options import Replay
     from fleetbus_workers.replay.recorded_lineages import read_lineages
 
@@ -144,12 +144,12 @@ async def test_the_settings_of_a_recorded_lineage_are_restricted_as_those_of_the
     file = build_recording(tmp_path / "a.fbrec", [(SUBJECTS.train("default"), started)])
     context = ReplayContext(load_recording(file), Replay(role="learner", trusted=trusted))
     (lineage,) = read_lineages(context.recording)
-    taken = configure_lineage(context, lineage, tmp_path, trains=True)
+    taken = configure_lineage(context, context.configuration, lineage, tmp_path, trains=True)
     assert (taken.learner.archive == FOREIGN) == trusted
     assert taken.learner.restart_from == "start/2"
     lineage.started = msgspec.structs.replace(started, settings={"trainer": {"device": FOREIGN}})
     with pytest.raises(UserError, match=r"\$\.device"):
-        configure_lineage(context, lineage, tmp_path, trains=trusted)
+        configure_lineage(context, context.configuration, lineage, tmp_path, trains=trusted)
 
 
 def test_numbers_of_a_recording_are_bounded(tmp_path: Path) -> None:

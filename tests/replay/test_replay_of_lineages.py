@@ -23,7 +23,7 @@ from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.held_out import find_newest_version, play
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.replay.driver import ReplayContext
-from fleetbus_workers.replay.learner_driver import replay_learner
+from fleetbus_workers.replay.learner_replay import replay_learner
 from fleetbus_workers.replay.options import Replay
 from fleetbus_workers.replay.report import Report
 from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
@@ -51,8 +51,8 @@ def settings(folder: Path, checkpoint_every: int) -> Configuration:
     )
 
 
-async def until_stored(fleet: SmallDeployment, kind: type[Any], lineage: str, step: int) -> None:
-    async with fleet.bus.read([fleet.subjects.train("default")]) as reader:
+async def until_stored(fleet: SmallDeployment, kind: type[Any], lineage: str, step: int, *, policy: str = "default") -> None:
+    async with fleet.bus.read([fleet.subjects.train(policy)]) as reader:
         while True:
             for _, found in decode_entries(kind, [await reader.receive()], beside=STORED["train"]):
                 if (found.lineage, found.step) == (lineage, step):
@@ -253,6 +253,7 @@ def test_a_learner_that_does_not_take_over_what_was_asked_for_before_is_found(
     async def forget(admission: Admission, requests: Any, first_group: int = 0) -> None:
         return
 
+    recording, configuration = recorded()
     monkeypatch.setattr(Admission, "take_over", forget)
-    report = replayed(*recorded(), tmp_path)  # type: ignore[call-arg]
+    report = replayed(recording, configuration, tmp_path)
     assert report.first is not None and any("lineage l2" in line for line in report.first.context)

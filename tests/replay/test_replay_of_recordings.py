@@ -244,7 +244,7 @@ def weights_of(recording: Recording) -> list[str]:
     from fleetbus_workers.assembly.trainers import build_trainer_settings
     from fleetbus_workers.learner.torch.trainer import TorchTrainer
     from fleetbus_workers.replay.driver import ReplayContext
-    from fleetbus_workers.replay.learner_driver import replay_learner
+    from fleetbus_workers.replay.learner_replay import replay_learner
 
     assert isinstance(recording, Kind)
     hashes: list[str] = []

@@ -26,7 +26,7 @@ from fleetbus_workers.learner.group_judge import GroupJudge
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.replay.driver import ReplayContext
 from fleetbus_workers.replay.environment_driver import replay_environment
-from fleetbus_workers.replay.learner_driver import replay_learner
+from fleetbus_workers.replay.learner_replay import replay_learner
 from fleetbus_workers.replay.options import Replay
 from fleetbus_workers.replay.recorded_judge import RecordedJudge
 from tests.support.judge_server import JudgeServer, scores, serve_judge

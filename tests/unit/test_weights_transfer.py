@@ -25,7 +25,7 @@ from fleetbus.config.check import check_configuration
 from fleetbus.config.settings import Configuration, InferenceSettings, LearnerSettings, WeightsSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import Heartbeat, PolicyPublished, Subjects, WeightsOffered, encode
-from fleetbus_workers.replay.learner_driver import configure_lineage
+from fleetbus_workers.replay.learner_replay import configure_lineage
 from fleetbus_workers.weights import file
 from fleetbus_workers.weights.collective import group, receiver, sender, stream
 from fleetbus_workers.weights.collective.group import TransferFailed
@@ -247,7 +247,7 @@ def test_a_replayed_learner_opens_no_port() -> None:
     recorded = Configuration(weights=WeightsSettings(transfer="collective", full_every=3))
     context: Any = SimpleNamespace(configuration=recorded)
     lineage: Any = SimpleNamespace(settings=None, is_whole=False)
-    weights = configure_lineage(context, lineage, Path("folder"), trains=True).weights
+    weights = configure_lineage(context, recorded, lineage, Path("folder"), trains=True).weights
     assert weights == WeightsSettings(full_every=3)
 
 

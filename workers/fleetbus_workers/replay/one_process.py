@@ -14,6 +14,7 @@ import anyio.to_thread
 import msgspec
 
 from fleetbus.bus.memory_objects import MemoryObjectStore
+from fleetbus.config.seats import list_trained_seats
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus.logs.setup import suppress_logs
@@ -92,7 +93,7 @@ async def _replay_inference(context: ReplayContext, folder: Path) -> None:
 
 
 async def _replay_learner(context: ReplayContext, folder: Path) -> None:
-    from fleetbus_workers.replay.learner_driver import replay_learner
+    from fleetbus_workers.replay.learner_replay import replay_learner
 
     make_trainer = None if context.options.until == "batches" else partial(_make_trainer, context)
     await replay_learner(context, make_trainer, folder=folder)
@@ -101,16 +102,19 @@ async def _replay_learner(context: ReplayContext, folder: Path) -> None:
 def _make_trainer(context: ReplayContext, configuration: Configuration) -> Trainer:
     from fleetbus_workers.learner.torch.trainer import TorchTrainer
 
-    return TorchTrainer(find_model(context), settings=build_trainer_settings(configuration))
+    return TorchTrainer(find_model(context, configuration.run.policy), settings=build_trainer_settings(configuration))
 
 
-def find_model(context: ReplayContext) -> Path:
-    """The model folder; raises `UserError` if it is not there, or if only a recording that is not trusted names one."""
+def find_model(context: ReplayContext, policy: str = "") -> Path:
+    """The model folder: the one given in place of the run's, or the recorded one, which may be that of the trained seat of
+    ``policy``. Raises `UserError` if it is not there, or if only a recording that is not trusted names one."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    recorded = read_configuration(context.recording).run
-    named = choose_model(recorded.model, context.options.model, context.recording, trusted=context.options.trusted)
+    recorded, options = read_configuration(context.recording).run, context.options
+    of_seat = next((seat.model for seat in list_trained_seats(recorded) if seat.policy == policy), "")
+    given = None if of_seat else options.model
+    named = choose_model(of_seat or recorded.model, given, context.recording, trusted=options.trusted)
     folder = find_model_folder(msgspec.structs.replace(recorded, model=named))
     if not folder.is_dir():
         raise UserError(f"model folder {folder} not found: give another with --model")

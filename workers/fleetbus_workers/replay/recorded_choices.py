@@ -18,13 +18,15 @@ from fleetbus.errors import UserError
 from fleetbus.recording import Recording
 from fleetbus_workers.environment.keyed_specs import parse_keyed_specs
 
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _POOL = r"([\w.:/-]{1,128}=)?[A-Za-z0-9_-]{1,128}"
 
 HARMLESS_TEXT = {
-    "run.policy": re.compile(r"[A-Za-z0-9_-]{1,128}"),
+    "run.policy": _NAME,
     "run.pool": re.compile(rf"{_POOL}(\n{_POOL}){{0,99}}"),
     "run.seats": re.compile(r"([A-Za-z0-9_-]{1,128}=[!-~]{1,2000}(\n|\Z)){0,64}"),
-    "run.name": re.compile(r"[A-Za-z0-9_-]{1,128}"),
+    "run.name": _NAME,
+    "learner.requested_by": _NAME,
     "learner.restart_from": re.compile(r"(start|\d{1,9})(/[A-Za-z0-9_]{1,64})?"),
     "reward.weights": re.compile(r"[A-Za-z0-9_.,=+ -]{0,2000}"),
     "trainer.device": re.compile(r"auto|cpu|cuda(:\d{1,3})?|mps"),

@@ -69,15 +69,15 @@ class Lineage(msgspec.Struct, kw_only=True):
         return any(isinstance(message, TrainingFinished) for message in self.messages)
 
 
-def read_lineages(recording: Recording) -> list[Lineage]:
-    """All lineages of the run's own policy in order; raises `UserError` when the recording does not hold the beginning of the
-    first."""
+def read_lineages(recording: Recording, joined: str = "") -> list[Lineage]:
+    """All lineages of the run's own policy in order, or of the one that ``joined``, which asks for no episodes. Raises
+    `UserError` when the recording does not hold the beginning of the first."""
     found: dict[str, Lineage] = {}
-    joined = JoinedPolicies()
+    others = JoinedPolicies()
     for entry in recording.entries:
         kind = entry.subject.split(".", 3)[2]
         message = read_entry(STORED[kind], entry) if kind in KINDS else None
-        if message is None or joined.covers(entry.subject, message):
+        if message is None or is_of_another(entry.subject, message, others, joined):
             continue
         if isinstance(message, LineageStarted):
             if message.parent and not found:
@@ -98,6 +98,12 @@ def read_lineages(recording: Recording) -> list[Lineage]:
     if not found:
         raise UserError(f"{recording.path} contains no messages of a learner: record the whole run, without --episode")
     return [*found.values()]
+
+
+def is_of_another(subject: str, message: Message | None, others: JoinedPolicies, joined: str) -> bool:
+    """True for what another learner published than that of the policy that ``joined``, empty: than the one that asks."""
+    covered = others.covers(subject, message)
+    return not covered or subject.split(".")[3:] != [joined] if joined else covered
 
 
 def is_requested_by_learner(request: EpisodeRequested) -> bool:

@@ -22,7 +22,7 @@ from fleetbus_schemas.channels import STORED
 from fleetbus_schemas.subjects import check_name
 from fleetbus_workers.learner.checkpoints import INDEX, Checkpoint, read_checkpoint
 from fleetbus_workers.replay.recorded_episode import RecordedEpisode
-from fleetbus_workers.replay.recorded_lineages import Lineage, find_settled
+from fleetbus_workers.replay.recorded_lineages import Lineage, find_settled, is_of_another
 from fleetbus_workers.replay.replay_environment import ReplayEnvironment
 
 WHOLE_LOG = 1
@@ -30,7 +30,8 @@ WHOLE_LOG = 1
 
 
 class ResumeState:
-    """The state that ``lineage`` found when it began; ``checkpoints`` is the replay's folder of them."""
+    """The state that ``lineage`` found when it began; ``checkpoints`` is the replay's folder of them. ``joined``: the policy
+    of a learner that asks for nothing, empty for the one that asks."""
 
     def __init__(
         self,
@@ -39,12 +40,14 @@ class ResumeState:
         lineage: Lineage,
         episodes: Mapping[str, RecordedEpisode],
         checkpoints: Path,
+        joined: str = "",
     ) -> None:
         self._recording = recording
         self._lineage = lineage
         self._episodes = episodes
         self._checkpoints = checkpoints
-        self._joined = JoinedPolicies()
+        self._joined = joined
+        self._others = JoinedPolicies()
         self._surviving = compute_surviving_steps([each.started for each in lineages if each.sequence <= lineage.sequence])
         self._settled = find_settled(lineages, lineage)
         stored = [each for _, each in self._find_trained_before() if isinstance(each, CheckpointStored) and self._is_own(each)]
@@ -64,7 +67,8 @@ class ResumeState:
     def restore(self, environment: ReplayEnvironment) -> list[RecordedEpisode]:
         """Store all of it in the log, and return the open episodes. The learners of seats, which are not there, have finished:
         nobody waits for them."""
-        for policy in list_joined_policies(environment.configuration.run):
+        others = () if self._joined else list_joined_policies(environment.configuration.run)
+        for policy in others:
             finished = TrainingFinished(lineage=self._lineage.name, step=0, version=0)
             environment.store(Subjects(environment.configuration.run.name).train(policy), finished, self._recording.entries[0])
         if self._stored is not None:
@@ -127,5 +131,7 @@ class ResumeState:
         for entry in self._recording.entries:
             if entry.sequence >= sequence:
                 return
-            if entry.subject.split(".", 3)[2] == kind and not self._joined.covers(entry.subject, read_stored(entry)):
+            if entry.subject.split(".", 3)[2] != kind:
+                continue
+            if kind == "task" or not is_of_another(entry.subject, read_stored(entry), self._others, self._joined):
                 yield entry
