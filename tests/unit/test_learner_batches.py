@@ -16,7 +16,7 @@ from fleetbus.config.settings import (
 )
 from fleetbus.core.training.groups import Group
 from fleetbus.errors import UserError
-from fleetbus_schemas import Action, ActionReference, EpisodeFinished, Outcome, VersionSpan
+from fleetbus_schemas import Action, ActionReference, EpisodeFinished, EpisodeSeat, Outcome, UntrainedTurn, VersionSpan
 from fleetbus_schemas.action import FinishReason
 from fleetbus_workers.learner.batches import CreditPlan, build_sequence, compute_episode_advantages
 
@@ -110,6 +110,16 @@ def test_a_filter_by_the_end_token_goes_by_the_last_response_and_not_by_the_outc
     actions = [msgspec.structs.replace(turn(0), finish_reason="length"), msgspec.structs.replace(turn(1), finish_reason=last)]
     plan = CreditPlan(truncation_mask="no_end_token")
     assert int(build_sequence(result, actions, [0.5, -0.5], plan, 1.0).loss_mask.sum()) == trained
+
+
+@pytest.mark.parametrize(("own", "trained"), [("stop", 2), ("length", 0)])
+def test_the_last_response_is_the_last_of_a_seat_that_is_trained_here(own: FinishReason, trained: int) -> None:
+    seats = (EpisodeSeat(name="mine", turns=(0,), reward=1.0), EpisodeSeat(name="theirs", turns=(1,), reason="elsewhere"))
+    result = msgspec.structs.replace(finished("a", 1.0), seats=seats, untrained=(UntrainedTurn(turn=1, reason="seat"),))
+    result = msgspec.structs.replace(result, loss_mask=bytes([0b00001100]))
+    actions = [msgspec.structs.replace(turn(0), finish_reason=own), msgspec.structs.replace(turn(1), finish_reason="length")]
+    plan = CreditPlan(truncation_mask="no_end_token")
+    assert int(build_sequence(result, actions, [0.5, 0.0], plan, 1.0).loss_mask.sum()) == trained
 
 
 def test_the_plan_is_read_off_the_configuration() -> None:

@@ -6,9 +6,12 @@ rewards in no advantage. So all rules of seats that are never trained hold for t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-from fleetbus_schemas import EpisodeFinished, EpisodeSeat
+from fleetbus_schemas import Action, EpisodeFinished, EpisodeSeat
+from fleetbus_schemas.action import FinishReason
 from fleetbus_schemas.seat import ELSEWHERE
 
 
@@ -25,6 +28,13 @@ def select_own_seats(result: EpisodeFinished, policy: str) -> EpisodeFinished:
         seats=tuple(seat if seat.policy == policy else _leave(seat) for seat in result.seats),
         policy_versions=tuple(sorted(versions)),
     )
+
+
+def find_last_finish(result: EpisodeFinished, actions: Sequence[Action]) -> FinishReason:
+    """How the last response ended of those whose seats have a reward for this learner; "stop" if it has none of them."""
+    unrewarded = result.unrewarded_turns
+    own = (action for turn, action in reversed([*enumerate(actions)]) if turn not in unrewarded)
+    return next((action.finish_reason for action in own), "stop")
 
 
 def _leave(seat: EpisodeSeat) -> EpisodeSeat:

@@ -23,6 +23,7 @@ from fleetbus.core.algorithms.turn_credit import compute_turn_advantages, comput
 from fleetbus.core.episode.result_checks import find_actions_problem
 from fleetbus.core.episode.segments import SegmentError
 from fleetbus.core.training.groups import Group
+from fleetbus.core.training.own_seats import find_last_finish
 from fleetbus.core.training.rewarded_parts import RewardedPart, list_parts
 from fleetbus.log.actions import are_lost, find_actions
 from fleetbus_schemas import Action, EpisodeFinished, Subjects
@@ -206,7 +207,7 @@ def build_sequence(
     versions = np.full(len(ids), -1, np.int32)
     versions[mask] = np.concatenate([np.zeros(0, np.int32), *map(_expand_versions, trained)])
     advantages = spread_advantages(mask, by_turn, count_trained(result, actions))
-    if is_masked(plan.truncation_mask, result.outcome, actions[-1].finish_reason if actions else "stop"):
+    if is_masked(plan.truncation_mask, result.outcome, find_last_finish(result, actions)):
         mask, advantages = np.zeros_like(mask), np.zeros_like(advantages)
     return TrainingSequence(
         episode_id=result.episode_id,

@@ -245,14 +245,15 @@ class LearnerDriver(Driver):
             entry = episode.result_entry if episode is not None else None
             self._note_difference(("batch of step", str(step), "episode", episode_id), entry.sequence if entry else 0, found)
 
-        objects = self.environment.objects
+        objects, configuration = self.environment.objects, self.environment.configuration
         return RecordedTrainer(
             self.lineage.start,
             {message.step: message for _, message in self._find(StepTrained)},
             {message.version: inline_manifest(message, objects) for _, message in self._find(PolicyPublished)},
             episodes=self._episodes,
             on_difference=note,
-            truncation_mask=self.environment.configuration.algorithm.truncation_mask,
+            truncation_mask=configuration.algorithm.truncation_mask,
+            policy=configuration.run.policy if configuration.learner.requested_by else "",
         )
 
     def _note_difference(self, key: Key, sequence: int, found: Found) -> None:

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleetbus.core.algorithms.shaping import TruncationMask, is_masked
+from fleetbus.core.training.own_seats import find_last_finish, select_own_seats
 from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import Action, PolicyPublished, StepTrained, TensorEntry
-from fleetbus_schemas.action import FinishReason
 from fleetbus_workers.images.placed_image import PlacedImage
 from fleetbus_workers.images.reader import ImageMismatch, ImageUnreadable
 from fleetbus_workers.learner.base import TrainingSequence
@@ -43,12 +43,14 @@ class RecordedTrainer:
         episodes: Mapping[str, RecordedEpisode],
         on_difference: Callable[[int, str, Found], None],
         truncation_mask: TruncationMask,
+        policy: str = "",
     ) -> None:
         self._steps = steps
         self._versions = versions
         self._episodes = episodes
         self._on_difference = on_difference
         self._truncation_mask = truncation_mask
+        self._policy = policy
         self._step = start
         self._excluded = {each.episode_id: each.reason for step in steps.values() for each in step.excluded}
         self.sequences = 0
@@ -103,7 +105,8 @@ class RecordedTrainer:
         if episode is None or episode.result is None:
             yield Found("episode_id", repr("(nothing)"), repr(sequence.episode_id))
             return
-        recorded_fields = build_sequence(episode, truncation_mask=self._truncation_mask, segment=sequence.segment)
+        mask, segment = self._truncation_mask, sequence.segment
+        recorded_fields = build_sequence(episode, truncation_mask=mask, segment=segment, policy=self._policy)
         for field, recorded in recorded_fields.items():
             replayed = np.asarray(getattr(sequence, field))
             if len(recorded) != len(replayed):
@@ -114,14 +117,13 @@ class RecordedTrainer:
 
 
 def build_sequence(
-    episode: RecordedEpisode, *, truncation_mask: TruncationMask, segment: int = 0
+    episode: RecordedEpisode, *, truncation_mask: TruncationMask, segment: int = 0, policy: str = ""
 ) -> dict[str, NDArray[np.generic]]:
-    """The training sequence of one leaf of a recorded episode without its advantages: arrays [T] by field."""
+    """The training sequence of one leaf of a recorded episode without its advantages: arrays [T] by field. ``policy``: that of
+    a learner which joined the episode, empty for the one that asked for it."""
     actions = [action for _, action in decode_entries(Action, episode.result_actions)]
     parts: dict[str, list[NDArray[np.generic]]] = {"ids": [], "loss_mask": [], "logprobs": [], "versions": []}
-    last: FinishReason = "stop"
     for action in actions:
-        last = action.finish_reason
         prompt, sampled = (np.frombuffer(packed, "<u4") for packed in (action.prompt_delta, action.sampled))
         version = action.versions[0].version if len(action.versions) == 1 else -1
         parts["ids"] += [prompt, sampled]
@@ -129,7 +131,8 @@ def build_sequence(
         parts["logprobs"] += [np.zeros(len(prompt), np.float32), np.frombuffer(action.logprobs, "<f4")]
         parts["versions"] += [np.full(len(prompt), -1), np.full(len(sampled), version)]
     whole = {name: np.concatenate(arrays) if arrays else np.zeros(0) for name, arrays in parts.items()}
-    if episode.result is not None and is_masked(truncation_mask, episode.result.outcome, last):
+    result = select_own_seats(episode.result, policy) if episode.result is not None else None
+    if result is not None and is_masked(truncation_mask, result.outcome, find_last_finish(result, actions)):
         whole |= {"loss_mask": np.zeros_like(whole["loss_mask"]), "logprobs": np.zeros_like(whole["logprobs"])}
         whole["versions"] = np.full_like(whole["versions"], -1)
     leaves = list_leaves(actions)
