@@ -51,8 +51,9 @@ async def test_every_view_is_drawn_without_a_complaint(scheme: str) -> None:
 
 async def test_the_curves_of_each_policy_are_drawn_and_one_is_chosen() -> None:
     async with opened(32, "light") as (page, address, errors, bus):
-        train, settings = SUBJECTS.train("solver"), {"learner": {"requested_by": "default"}}
-        await bus.publish(train, encode(LineageStarted(lineage="a", worker="learner-solver", settings=settings)))
+        train = SUBJECTS.train("solver")
+        joins = LineageStarted(lineage="a", worker="l", settings={"learner": {"requested_by": "default"}})
+        await bus.publish(train, encode(joins))
         for number in (1, 2, 3):
             metrics = {"reward": 0.9, "reward_of_solver": number / 4, "grad_norm": 7.0 + number}
             await bus.publish(
