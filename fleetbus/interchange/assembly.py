@@ -143,7 +143,7 @@ def build_observation(turn: ImportedTurn, number: int, request: EpisodeRequested
         episode_id=request.episode_id,
         attempt=1,
         turn=number,
-        policy=next((each.policy for each in request.seats if each.seat == turn.seat), request.policy),
+        policy=request.find_policy(turn.seat),
         messages=tuple(turn.messages),
         tools=turn.tools,
         sampling=request.sampling,

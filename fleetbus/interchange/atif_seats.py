@@ -81,9 +81,7 @@ class SeatLayout:
     def find_policy(self, seat: str) -> str | None:
         """The policy that plays a seat; None where nothing says it."""
         request = self._transcript.request
-        if request is None:
-            return None
-        return next((each.policy for each in request.seats if each.seat == seat), request.policy)
+        return request.find_policy(seat) if request is not None else None
 
     def describe(self, segment: int) -> dict[str, Any]:
         """The seat that plays in a segment: its policy, and its reward, or why it has none, once there is a result."""

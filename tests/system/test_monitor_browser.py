@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from fleetbus.delivery.control import Control
-from fleetbus_schemas import Heartbeat, LineageStarted, StepTrained, WorkerStarted, encode
+from fleetbus_schemas import Heartbeat, WorkerStarted, encode
 from fleetbus_workers.observe.run.run_observer import RunObserver
 from fleetbus_workers.observe.run.termination import Termination
 from tests.support.browser_page import CHROMIUM, MARKUP, SUBJECTS, opened, shot
@@ -47,29 +47,6 @@ async def test_every_view_is_drawn_without_a_complaint(scheme: str) -> None:
             rows = await page.locator("tr[tabindex]").count()
             assert rows == min(episodes, 100)
             assert errors == []
-
-
-async def test_the_curves_of_each_policy_are_drawn_and_one_is_chosen() -> None:
-    async with opened(32, "light") as (page, address, errors, bus):
-        train = SUBJECTS.train("solver")
-        joins = LineageStarted(lineage="a", worker="l", settings={"learner": {"requested_by": "default"}})
-        await bus.publish(train, encode(joins))
-        for number in (1, 2, 3):
-            metrics = {"reward": 0.9, "reward_of_solver": number / 4, "grad_norm": 7.0 + number}
-            await bus.publish(
-                train, encode(StepTrained(lineage="a", step=number, version=number, episodes=(), metrics=metrics))
-            )
-        await page.goto(f"{address}#/curves")
-        legend = page.locator("section[aria-label='Reward and success'] .legend")
-        await legend.get_by_text("reward of solver 0.75").wait_for()
-        assert "reward of default" in await legend.inner_text()
-        await page.select_option("select[name='policy']", "solver")
-        norm = page.locator("section[aria-label='solver: Gradient norm, loss'] .legend")
-        assert "gradient norm 10.000" in await norm.inner_text()
-        await page.goto(address)
-        await page.locator(".legend").get_by_text("reward of solver 0.75").wait_for()
-        await shot(page, "policies-light")
-        assert errors == []
 
 
 async def test_a_note_is_shown_and_is_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
