@@ -165,17 +165,18 @@ async def scan_recording(reader: RecordingReader) -> AsyncGenerator[StreamEntry]
             yield entry
 
 
-def restore_files(files: dict[str, bytes], folder: Path) -> dict[str, Path]:
-    """Write the files of a recording to ``folder``, but for those of the policies of seats, and return their paths by name;
-    names never leave the folder."""
+def restore_files(files: dict[str, bytes], folder: Path, policy: str = "") -> dict[str, Path]:
+    """Write the files of a recording to ``folder`` and return their paths by name: those of the ``policy`` of a seat, or those
+    of no such policy. Names never leave the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     paths: dict[str, Path] = {}
     for name, content in files.items():
-        if name.startswith(f"{POLICIES}/"):
+        kept, _, rest = name.rpartition("/") if name.startswith(f"{POLICIES}/") else ("", "", name)
+        if kept != (f"{POLICIES}/{policy}" if policy else ""):
             continue
-        path = folder / Path(name).name
+        path = folder / Path(rest).name
         path.write_bytes(content)
-        paths[name] = path
+        paths[rest] = path
     return paths
 
 

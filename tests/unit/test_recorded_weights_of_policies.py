@@ -9,13 +9,17 @@ import pytest
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.config.run_folder import RunFolder, policy_folder_below
-from fleetbus.recording import load_recording
+from fleetbus.config.seats import configure_seat
+from fleetbus.config.settings import Configuration, RunSettings
+from fleetbus.errors import UserError
+from fleetbus.recording import Recording, load_recording
 from fleetbus.recording.export import Export, PublishedWeights, restore_files
 from fleetbus.recording.format import RecordingHeader
 from fleetbus.recording.writer import create_recording
 from fleetbus_schemas import LineageStarted, Message, PolicyPublished, Subjects, encode
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.cli.replay.record import _add_weights
+from fleetbus_workers.replay.recorded_choices import find_run_weights, find_trained_seat
 
 SUBJECTS = Subjects("r")
 NAME = "l1-v000001.safetensors"
@@ -58,8 +62,35 @@ def test_the_weights_of_each_policy_are_in_a_recording_and_in_a_copy_of_it(
     assert json.loads(capsys.readouterr().out)["weights_files"] == 2
     for recording in (load_recording(file), load_recording(tmp_path / "b.fbrec")):
         assert recording.files == {NAME: b"weights of default", f"policies/solver/{NAME}": b"weights of solver"}
-        restored = restore_files(recording.files, tmp_path / "restored")
-        assert {name: path.read_bytes() for name, path in restored.items()} == {NAME: b"weights of default"}
+        for policy in ("default", "solver"):
+            restored = restore_files(recording.files, tmp_path / policy, "" if policy == "default" else policy)
+            assert {name: path.read_bytes() for name, path in restored.items()} == {NAME: f"weights of {policy}".encode()}
+
+
+def test_a_replay_takes_the_seat_the_model_and_the_files_of_the_policy_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunSettings(seats="solver=train:small\njudge=model:large\nsecond=solver")
+    seat = find_trained_seat(run, "solver")
+    assert seat is not None and configure_seat(Configuration(run=run), seat).run.model == "small"
+    assert find_trained_seat(run, "") is find_trained_seat(run, "default") is None
+    for policy in ("judge", "nobody"):
+        with pytest.raises(UserError, match=f"--policy {policy} is trained by no learner .*: name one of default, solver"):
+            find_trained_seat(run, policy)
+    files = {"": Path(".fleetbus/runs/r/weights"), "solver": Path(".fleetbus/runs/r/policies/solver/weights")}
+    for folder in files.values():
+        folder.mkdir(parents=True)
+        (folder / NAME).write_bytes(b"x")
+    recording = Recording(path=tmp_path, header=RecordingHeader(run="r"), entries=[])
+    assert {policy: find_run_weights(recording, policy)[NAME].parent for policy in files} == files
+
+
+def test_a_policy_is_chosen_of_inference_workers_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with create_recording(tmp_path / "a.fbrec", RecordingHeader(run="r")):
+        pass
+    assert run_program(["replay", str(tmp_path / "a.fbrec"), "--role", "learner", "--policy", "solver"]) == 2
+    assert "give --role inference" in capsys.readouterr().err
 
 
 def test_no_name_of_a_policy_leads_out_of_the_runs_folder(tmp_path: Path) -> None:

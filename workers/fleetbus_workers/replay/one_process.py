@@ -14,6 +14,7 @@ import anyio.to_thread
 import msgspec
 
 from fleetbus.bus.memory_objects import MemoryObjectStore
+from fleetbus.config.seats import SeatSetting, configure_seat
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus.logs.setup import suppress_logs
@@ -27,7 +28,13 @@ from fleetbus_workers.environment.images.store import build_image_store
 from fleetbus_workers.replay.driver import ReplayContext
 from fleetbus_workers.replay.options import Replay, read_configuration
 from fleetbus_workers.replay.progress import Progress
-from fleetbus_workers.replay.recorded_choices import choose_model, find_run_weights, list_files, restrict_recorded_choices
+from fleetbus_workers.replay.recorded_choices import (
+    choose_model,
+    find_run_weights,
+    find_trained_seat,
+    list_files,
+    restrict_recorded_choices,
+)
 from fleetbus_workers.replay.replay_environment import WORKER
 from fleetbus_workers.replay.report import Report
 
@@ -72,10 +79,13 @@ async def _replay_inference(context: ReplayContext, folder: Path) -> None:
     from fleetbus_workers.replay.inference_driver import replay_inference
 
     options, configuration = context.options, context.configuration
-    model = find_model(context)
+    seat = find_trained_seat(configuration.run, options.policy)
+    policy = seat.policy if seat is not None else ""
+    model = find_model(context, seat)
+    configuration = configure_seat(configuration, seat) if seat is not None else configuration
     configuration = msgspec.structs.replace(configuration, run=msgspec.structs.replace(configuration.run, model=str(model)))
     context.configuration = configuration
-    weights = find_run_weights(context.recording) | restore_files(context.recording.files, folder)
+    weights = find_run_weights(context.recording, policy) | restore_files(context.recording.files, folder, policy)
     if options.weights is not None:
         weights |= list_files(options.weights)
     async with launch_engine(configuration, WORKER) as (sampler, template):
@@ -104,12 +114,14 @@ def _make_trainer(context: ReplayContext, configuration: Configuration) -> Train
     return TorchTrainer(find_model(context), settings=build_trainer_settings(configuration))
 
 
-def find_model(context: ReplayContext) -> Path:
-    """The model folder; raises `UserError` if it is not there, or if only a recording that is not trusted names one."""
+def find_model(context: ReplayContext, seat: SeatSetting | None = None) -> Path:
+    """The model folder, of the policy of a trained ``seat`` or of the run's own; raises `UserError` if it is not there, or if
+    only a recording that is not trusted names one."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    recorded = read_configuration(context.recording).run
+    configuration = read_configuration(context.recording)
+    recorded = (configure_seat(configuration, seat) if seat is not None else configuration).run
     named = choose_model(recorded.model, context.options.model, context.recording, trusted=context.options.trusted)
     folder = find_model_folder(msgspec.structs.replace(recorded, model=named))
     if not folder.is_dir():
