@@ -74,7 +74,7 @@ class Assembler:
         history: list[Turn] = []
         for number, turn in enumerate(turns):
             observation = build_observation(turn, number, request, request_sequence)
-            yield self._add(self._subjects.observation(request.policy, "any", name), observation, turn.time_ns)
+            yield self._add(self._subjects.observation(observation.policy, "any", name), observation, turn.time_ns)
             action = build_action(turn, number, name, self.sequence)
             yield self._add(self._subjects.action(LANE, name), action, turn.time_ns)
             history.append(Turn(sequence=self.sequence, lane=LANE, action=action))
@@ -120,7 +120,8 @@ def build_request(episode: ImportedEpisode, name: str, split: Split) -> EpisodeR
     """The request that was recorded, or one of what is known."""
     if episode.request is not None:
         policy = make_name(episode.request.policy)
-        return msgspec.structs.replace(episode.request, episode_id=name, policy=policy)
+        seats = tuple(msgspec.structs.replace(seat, policy=make_name(seat.policy)) for seat in episode.request.seats)
+        return msgspec.structs.replace(episode.request, episode_id=name, policy=policy, seats=seats)
     facts = episode.facts
     digest = hashlib.blake2b(episode.prompt.encode("utf-8", "replace"), digest_size=6).hexdigest()
     key = read_text(facts.get("task")) or f"task-{digest}"
@@ -142,7 +143,7 @@ def build_observation(turn: ImportedTurn, number: int, request: EpisodeRequested
         episode_id=request.episode_id,
         attempt=1,
         turn=number,
-        policy=request.policy,
+        policy=request.find_policy(turn.seat),
         messages=tuple(turn.messages),
         tools=turn.tools,
         sampling=request.sampling,
@@ -153,6 +154,7 @@ def build_observation(turn: ImportedTurn, number: int, request: EpisodeRequested
         segment=turn.segment,
         origin=turn.origin,
         segments=turn.segment + 1,
+        seat=turn.seat,
     )
 
 

@@ -1,7 +1,7 @@
 """Episodes as ATIF trajectories: one per episode, each further segment an embedded trajectory with what it copies marked so.
 
-Token ids and log-probabilities are those of the log. Reward, outcome, task and versions stand under ``extra``, as does what an
-import needs to give the same episode back.
+Of an episode with seats each seat is a trajectory (`SeatLayout`). Token ids and log-probabilities are those of the log. Reward,
+outcome, task and versions stand under ``extra``, as does what an import needs to give the same episode back.
 """
 
 from __future__ import annotations
@@ -13,18 +13,23 @@ import msgspec
 
 from fleetbus.core.episode.segments import SegmentError
 from fleetbus.interchange.atif_format import VERSION, Agent, FinalMetrics, Metrics, ToolCall, Trajectory
+from fleetbus.interchange.atif_seats import SeatLayout
 from fleetbus.interchange.atif_steps import StepList
 from fleetbus.interchange.episode_facts import build_episode_facts, find_episode_id, find_logprobs, find_versions, has_ids
 from fleetbus.interchange.segment_contents import SegmentContent, fold_contents
 from fleetbus.interchange.times import format_time
 from fleetbus.recording.episodes import Transcript, TranscriptTurn
-from fleetbus_schemas import NEW_ROOT, Action, ToolSpec
+from fleetbus_schemas import Action, ToolSpec
 from fleetbus_schemas import ToolCall as Call
 from fleetbus_schemas.tokens import count_tokens, unpack_ids
 
 NOTES = (
     "Written by fleetbus. total_steps counts the steps of this trajectory alone. Embedded trajectories are segments: token "
     "sequences that begin where the context was changed, or those of sub-agents; extra.reason says which."
+)
+SEAT_NOTES = (
+    "Written by fleetbus. Several agents act in turn: this trajectory is that of the first, those of the others are embedded, "
+    "and extra.seats has the policy, the reward and the tokens of each. total_steps counts the steps of a trajectory alone."
 )
 
 
@@ -40,9 +45,10 @@ def build_trajectory(transcript: Transcript, *, run: str, version: str) -> Traje
         contents, prompts = fold_contents(actions)
     except (SegmentError, ValueError) as error:
         raise Unwritable(f"its turns are no tree of segments: {error}") from error
-    builder = _Builder(transcript, answered, prompts, version)
+    layout = SeatLayout(transcript, answered, prompts, contents)
+    builder = _Builder(transcript, answered, prompts, version, layout)
     root = builder.build_root(contents, run)
-    further = [builder.build_segment(content, contents) for content in contents[1:]]
+    further = [builder.build_segment(content) for content in contents[1:]]
     root.subagent_trajectories = further or None
     return root
 
@@ -51,12 +57,18 @@ class _Builder:
     """Trajectories of one episode; ``answered`` are its turns with an Action, ``prompts`` the packed ids of their prompts."""
 
     def __init__(
-        self, transcript: Transcript, answered: Sequence[TranscriptTurn], prompts: Sequence[bytes], version: str
+        self,
+        transcript: Transcript,
+        answered: Sequence[TranscriptTurn],
+        prompts: Sequence[bytes],
+        version: str,
+        layout: SeatLayout,
     ) -> None:
         self._transcript = transcript
         self._answered = answered
         self._prompts = prompts
         self._version = version
+        self._layout = layout
         self._steps: dict[int, StepList] = {}
         self._episode = find_episode_id(transcript)
         actions = [turn.action for turn in answered if turn.action is not None]
@@ -64,36 +76,30 @@ class _Builder:
 
     def build_root(self, contents: Sequence[SegmentContent], run: str) -> Trajectory:
         """The first segment, with what is known of the episode; references to further segments come with those."""
-        steps = self._steps[0] = StepList()
+        steps, layout = self._steps.setdefault(0, StepList()), self._layout
         for turn in contents[0].turns if contents else ():
             self._add_turn(steps, turn)
-        waiting = [turn for turn in self._transcript.turns if turn.action is None]
-        for message in waiting[0].messages if waiting else ():
-            steps.add_message(message)
-        if len(contents) < 2:
-            self._add_last_observation(steps)
+        self._add_end(0)
         if not steps.steps:
             request = self._transcript.request
             steps.add("user", request.task.prompt if request else "", extra={"note": "no turn was played"})
-        prompt = sum(map(count_tokens, self._prompts))
-        sampled = sum(count_tokens(turn.action.sampled) for turn in self._answered if turn.action)
+        names = [self._name(content.number) for content in contents]
+        seats = {"seat": layout.name_seat(0), "seats": layout.describe_all(names)} if layout.has_seats else {}
         return Trajectory(
             schema_version=VERSION,
             session_id=f"{run}/{self._episode}",
-            trajectory_id=self._episode,
-            agent=self._build_agent(contents[0].turns if contents else ()),
+            trajectory_id=self._name(0),
+            agent=self._build_agent(0, contents[0].turns if contents else ()),
             steps=steps.steps,
-            notes=NOTES if len(contents) > 1 else None,
-            final_metrics=FinalMetrics(
-                total_prompt_tokens=prompt, total_completion_tokens=sampled, total_steps=len(steps.steps)
-            ),
-            extra=build_episode_facts(self._transcript, run),
+            notes=SEAT_NOTES if layout.has_seats else NOTES if len(contents) > 1 else None,
+            final_metrics=self._build_final(0),
+            extra=build_episode_facts(self._transcript, run) | seats,
         )
 
-    def build_segment(self, content: SegmentContent, contents: Sequence[SegmentContent]) -> Trajectory:
+    def build_segment(self, content: SegmentContent) -> Trajectory:
         """A further segment, referred to from the step before it began."""
         assert content.origin is not None
-        steps = self._steps[content.number] = StepList()
+        steps, layout = self._steps.setdefault(content.number, StepList()), self._layout
         for held in content.copied:
             turn = self._answered[held.turn]
             if held.is_answer:
@@ -103,28 +109,42 @@ class _Builder:
                     steps.add_message(message, copied=True)
         for number in content.turns:
             self._add_turn(steps, number)
-        if content.number == len(contents) - 1:
-            self._add_last_observation(steps)
-        name = f"{self._episode}.{content.number}"
+        self._add_end(content.number)
+        name = self._name(content.number)
         extra = {
             "segment": content.number,
             "reason": content.origin.reason,
             "origin": list(msgspec.structs.astuple(content.origin)),
         }
-        owner = content.origin.parent if content.origin.parent != NEW_ROOT else self._find_segment(content.after)
+        extra |= layout.describe(content.number) if layout.has_seats else {}
+        is_seat = layout.has_seats and layout.find_home(content.number) == content.number
+        owner = layout.find_referrer(content)
         self._steps[owner].refer(name, {"reason": content.origin.reason}, turn=content.after)
         return Trajectory(
             schema_version=VERSION,
             trajectory_id=name,
-            agent=self._build_agent(content.turns),
+            agent=self._build_agent(content.number, content.turns),
             steps=steps.steps,
-            final_metrics=FinalMetrics(total_steps=len(steps.steps)),
+            final_metrics=self._build_final(content.number) if is_seat else FinalMetrics(total_steps=len(steps.steps)),
             extra=extra,
         )
 
-    def _find_segment(self, turn: int) -> int:
-        action = self._answered[turn].action if turn >= 0 else None
-        return action.segment if action is not None else 0
+    def _name(self, segment: int) -> str:
+        return f"{self._episode}.{segment}" if segment else self._episode
+
+    def _build_final(self, segment: int) -> FinalMetrics:
+        prompt, sampled = self._layout.count_tokens(segment)
+        steps = len(self._steps[segment].steps)
+        return FinalMetrics(total_prompt_tokens=prompt, total_completion_tokens=sampled, total_steps=steps)
+
+    def _add_end(self, segment: int) -> None:
+        """Add the words after the last answer, if they belong to this segment."""
+        waiting = [turn for turn in self._transcript.turns if turn.action is None]
+        if waiting and self._layout.find_waiting(waiting[0]) == segment:
+            for message in waiting[0].messages:
+                self._steps[segment].add_message(message)
+        if self._layout.find_last() == segment:
+            self._add_last_observation(self._steps[segment])
 
     def _add_turn(self, steps: StepList, number: int) -> None:
         for message in self._answered[number].messages:
@@ -149,16 +169,13 @@ class _Builder:
         if result is not None and result.last_observation:
             steps.add_result(result.last_observation, {"seen": False})
 
-    def _build_agent(self, turns: Sequence[int]) -> Agent:
-        request = self._transcript.request
+    def _build_agent(self, segment: int, turns: Sequence[int]) -> Agent:
         tools = next((self._answered[turn].tools for turn in turns if self._answered[turn].tools), ())
-        name = request.policy if request is not None else None
-        for each in request.seats if request is not None and turns else ():
-            name = each.policy if each.seat == self._answered[turns[0]].seat else name
+        seat = self._layout.name_seat(segment)
         return Agent(
-            name="fleetbus",
+            name=seat or "fleetbus",
             version=self._version,
-            model_name=name,
+            model_name=self._layout.find_policy(seat),
             tool_definitions=[build_tool(tool) for tool in tools] or None,
         )
 
@@ -207,6 +224,7 @@ def build_step_facts(turn: TranscriptTurn) -> dict[str, Any]:
     assert action is not None
     facts: dict[str, Any] = {"turn": turn.turn, "attempt": turn.attempt, "finish_reason": action.finish_reason}
     facts |= {"worker": action.worker} if action.worker else {}
+    facts |= {"seat": turn.seat} if turn.seat else {}
     facts |= {"segment": action.segment} if action.segment else {}
     facts |= {"tool_call_errors": list(action.tool_call_errors)} if action.tool_call_errors else {}
     facts |= {"images": [list(msgspec.structs.astuple(image)) for image in action.images]} if action.images else {}

@@ -132,6 +132,7 @@ def _build_message(message: ChatMessage, place: int, segment: int) -> dict[str, 
 def _build_answer(turn: TranscriptTurn, action: Action, place: int, model: str) -> dict[str, Any]:
     own: dict[str, Any] = {"turn": turn.turn, "attempt": turn.attempt, "policy_versions": find_versions(action)}
     own |= {"finish_reason": action.finish_reason, "worker": action.worker}
+    own |= {"seat": turn.seat} if turn.seat else {}
     if has_ids(action):
         own["prompt_delta_token_ids"] = unpack_ids(action.prompt_delta)
         own["completion_token_ids"] = unpack_ids(action.sampled)

@@ -28,7 +28,8 @@ class ImportedTokens(msgspec.Struct, kw_only=True):
 
 
 class ImportedTurn(msgspec.Struct, kw_only=True):
-    """One answer of the policy and what it was shown before. ``tokens`` is None where the file has text alone."""
+    """One answer of the policy and what it was shown before. ``tokens`` is None where the file has text alone; ``seat`` is who
+    answered, in an episode with seats that fleetbus wrote."""
 
     messages: list[ChatMessage]
     text: str
@@ -42,6 +43,7 @@ class ImportedTurn(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason = "stop"
     tool_call_errors: tuple[str, ...] = ()
     worker: str = ""
+    seat: str = ""
     time_ns: int = 0
 
 

@@ -9,6 +9,7 @@ import msgspec
 from fleetbus.errors import UserError
 from fleetbus.interchange.imported import ImportedTurn
 from fleetbus_schemas import FinishReason, ShownImage, VersionSpan
+from fleetbus_schemas.subjects import is_name
 
 
 class TurnFacts(msgspec.Struct, kw_only=True):
@@ -17,6 +18,7 @@ class TurnFacts(msgspec.Struct, kw_only=True):
     turn: int | None = None
     finish_reason: FinishReason = "stop"
     worker: str = ""
+    seat: str = ""
     policy_versions: tuple[VersionSpan, ...] | None = None
     tool_call_errors: tuple[str, ...] = ()
     images: tuple[ShownImage, ...] = ()
@@ -32,5 +34,7 @@ def read_turn_facts(turn: ImportedTurn, facts: dict[str, Any], place: str) -> in
     except msgspec.ValidationError as error:
         raise UserError(f"{place}: what stands beside turn {facts['turn']} is not what fleetbus writes: {error}") from error
     turn.finish_reason, turn.worker, turn.versions = found.finish_reason, found.worker, found.policy_versions or ()
-    turn.tool_call_errors, turn.images = found.tool_call_errors, found.images
+    turn.tool_call_errors, turn.images, turn.seat = found.tool_call_errors, found.images, found.seat
+    if found.seat and not is_name(found.seat):
+        raise UserError(f"{place}: the seat {found.seat!r:.100} of turn {found.turn} is no name")
     return found.turn

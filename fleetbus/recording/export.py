@@ -9,17 +9,22 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio
 import anyio.to_thread
 
 from fleetbus.bus.base import LogBus, StreamEntry
+from fleetbus.config.seats import POLICIES
+from fleetbus.core.training.joined_policies import JoinedPolicies
 from fleetbus.errors import BusError
+from fleetbus.log.stored_entries import read_stored
 from fleetbus.recording.objects import References
 from fleetbus.recording.reader import RecordingReader
 from fleetbus.recording.redaction import Redactor
 from fleetbus.recording.writer import FRAME_ENTRIES, RecordingWriter
-from fleetbus_schemas import MalformedMessage, PolicyPublished, Subjects, decode
+from fleetbus_schemas import PolicyPublished, Subjects
+from fleetbus_schemas.subjects import is_name
 
 FLUSH_SECONDS = 1.0
 """While a log is followed, what came is readable after twice this."""
@@ -33,6 +38,18 @@ END_SECONDS = 5.0
 EPISODE_KINDS = frozenset({"task", "obs", "act", "episode", "label"})
 
 
+class PublishedWeights(NamedTuple):
+    """The weights of a version. ``policy`` is the one of a seat whose learner joined, empty for the run's own: the files of
+    both have the same names."""
+
+    policy: str
+    uri: str
+
+    def name_file(self, name: str) -> str:
+        """The name in a recording of a file that the policy calls ``name``."""
+        return f"{POLICIES}/{self.policy}/{name}" if self.policy else name
+
+
 class Export:
     """Writes entries to a recording. ``selected`` episodes only, if given; ``redactor`` None keeps secrets.
 
@@ -44,8 +61,9 @@ class Export:
         self._redactor = redactor
         self._selected = selected
         self.references = References()
-        self.published: list[str] = []
-        """URIs of the policy's versions among the written entries."""
+        self.published: list[PublishedWeights] = []
+        """Of the versions among the written entries."""
+        self._joined = JoinedPolicies()
         self.seen = 0
         """Entries read so far, selected or not."""
 
@@ -110,8 +128,16 @@ class Export:
             chosen = map(self._redactor.clean, chosen)
         written = list(chosen)
         self.references.note(written)
-        self.published += [uri for entry in written for uri in _find_policy_uris(entry)]
+        self.published += [weights for entry in written for weights in self._find_weights(entry)]
         self._writer.add(written)
+
+    def _find_weights(self, entry: StreamEntry) -> Iterator[PublishedWeights]:
+        if entry.subject.split(".", 3)[2] != "policy":
+            return
+        message = read_stored(entry)
+        policy = entry.subject.rpartition(".")[2] if self._joined.covers(entry.subject, message) else ""
+        if isinstance(message, PolicyPublished) and (not policy or is_name(policy)):  # it becomes a folder's
+            yield PublishedWeights(policy, message.uri)
 
 
 def is_selected(subject: str, episodes: Container[str]) -> bool:
@@ -120,14 +146,6 @@ def is_selected(subject: str, episodes: Container[str]) -> bool:
     if kind == "policy":
         return True
     return kind in EPISODE_KINDS and subject.rpartition(".")[2] in episodes
-
-
-def _find_policy_uris(entry: StreamEntry) -> Iterator[str]:
-    if entry.subject.split(".", 3)[2] == "policy":
-        try:
-            yield decode(PolicyPublished, entry.payload).uri
-        except MalformedMessage:
-            return  # a learner's LineageStarted stands beside the versions
 
 
 async def _find_end(bus: LogBus) -> int:
@@ -147,14 +165,18 @@ async def scan_recording(reader: RecordingReader) -> AsyncGenerator[StreamEntry]
             yield entry
 
 
-def restore_files(files: dict[str, bytes], folder: Path) -> dict[str, Path]:
-    """Write the files of a recording to ``folder`` and return their paths by name; names never leave the folder."""
+def restore_files(files: dict[str, bytes], folder: Path, policy: str = "") -> dict[str, Path]:
+    """Write the files of a recording to ``folder`` and return their paths by name: those of the ``policy`` of a seat, or those
+    of no such policy. Names never leave the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     paths: dict[str, Path] = {}
     for name, content in files.items():
-        path = folder / Path(name).name
+        kept, _, rest = name.rpartition("/") if name.startswith(f"{POLICIES}/") else ("", "", name)
+        if kept != (f"{POLICIES}/{policy}" if policy else ""):
+            continue
+        path = folder / Path(rest).name
         path.write_bytes(content)
-        paths[name] = path
+        paths[rest] = path
     return paths
 
 

@@ -110,6 +110,10 @@ class EpisodeRequested(Message, frozen=True, kw_only=True):
         """All that its turns are asked of, each once."""
         return tuple(dict.fromkeys((self.policy, *(seat.policy for seat in self.seats))))
 
+    def find_policy(self, seat: str) -> str:
+        """The policy that plays a seat."""
+        return next((each.policy for each in self.seats if each.seat == seat), self.policy)
+
     @property
     def trained_policies(self) -> tuple[str, ...]:
         """Those whose learners train it, each once."""

@@ -21,7 +21,7 @@ HARBOR = os.environ.get("HARBOR_PYTHON", str(ROOT / ".venv-harbor/bin/python"))
 INSPECT = os.environ.get("INSPECT_PYTHON", str(ROOT / ".venv-inspect/bin/python"))
 RECORDING = os.environ.get("INTERCHANGE_RECORDING", "")
 ROUNDS = int(os.environ.get("INTERCHANGE_ROUNDS", "200"))
-"""Each plays one episode of every kind: five."""
+"""Each plays one episode of every kind: six."""
 
 READ_LOG = """
 import json, sys

@@ -21,9 +21,11 @@ from fleetbus_schemas import (
     ChatMessage,
     EpisodeFinished,
     EpisodeRequested,
+    EpisodeSeat,
     Image,
     Message,
     Observation,
+    SeatPolicy,
     SegmentOrigin,
     ShownImage,
     Subjects,
@@ -59,16 +61,18 @@ class ExchangeRun:
         return sequence
 
     def play(self, episode: str, turns: list[dict[str, Any]], **result: Any) -> None:
-        """An episode: of each turn its ``messages``, ``tools`` and the fields of its Action that are not by default."""
+        """An episode: of each turn its ``messages``, ``tools``, ``seat`` and the fields of its Action that are not by default;
+        ``others`` are the policies of seats."""
+        others: tuple[SeatPolicy, ...] = tuple(result.pop("others", ()))
         task = Task(key=result.get("task_key", "task-1"), env="desk", prompt="Find it.", verifier="def verify(env): return 0")
         split = result.get("split", "train")
         request = EpisodeRequested(
             episode_id=episode, group_id="group-1", sample_index=0, split=split, task=task, policy="default", deadline_ns=1,
-            max_turns=9,
+            max_turns=9, seats=others,
         )  # fmt: skip
         position = self.add(SUBJECTS.task("default", episode), request)
         self.add(SUBJECTS.episode(episode), AttemptStarted(episode_id=episode, attempt=1, worker="w", nonce=episode, lane="e0"))
-        history = [self._play_turn(episode, number, dict(turn)) for number, turn in enumerate(turns)]
+        history = [self._play_turn(episode, number, dict(turn), others) for number, turn in enumerate(turns)]
         if result.get("outcome") == "open":
             return
         actions = [turn.action for turn in history]
@@ -82,14 +86,16 @@ class ExchangeRun:
         )  # fmt: skip
         self.add(SUBJECTS.episode(episode), msgspec.structs.replace(finished, **result))
 
-    def _play_turn(self, episode: str, number: int, given: dict[str, Any]) -> Turn:
+    def _play_turn(self, episode: str, number: int, given: dict[str, Any], others: tuple[SeatPolicy, ...]) -> Turn:
+        seat = given.pop("seat", "")
+        policy = next((each.policy for each in others if each.seat == seat), "default")
         messages, tools = given.pop("messages", ()), given.pop("tools", ())
         shown, sampled = given.pop("shown", 4), given.pop("sampled", 3)
         observation = Observation(
-            episode_id=episode, attempt=1, turn=number, policy="default", messages=tuple(messages), tools=tools,
-            tokens_left=99, environment_lane="e0", deadline_ns=1,
+            episode_id=episode, attempt=1, turn=number, policy=policy, messages=tuple(messages), tools=tools,
+            tokens_left=99, environment_lane="e0", deadline_ns=1, seat=seat,
         )  # fmt: skip
-        self.add(SUBJECTS.observation("default", "any", episode), observation)
+        self.add(SUBJECTS.observation(policy, "any", episode), observation)
         action = Action(
             episode_id=episode, attempt=1, turn=number, text=f"answer {number}", prompt_delta=self._draw(shown),
             sampled=self._draw(sampled), logprobs=pack_logprobs([-0.1 * (each + 1) / 3 for each in range(sampled)]),
@@ -115,7 +121,7 @@ def build_run() -> ExchangeRun:
 
 
 def play_kinds(run: ExchangeRun, suffix: str = "") -> None:
-    """Five episodes, whose names end in ``suffix``."""
+    """Six episodes, whose names end in ``suffix``."""
     opening = (say("system", "Be brief."), say("user", "Find it."))
     with_id = (ToolCall(name="look", arguments={"what": "a"}, id="call-7"),)
     without_id = (ToolCall(name="look", arguments={"what": "b"}, arguments_text='{"what":  "b"}'),)
@@ -154,6 +160,28 @@ def play_kinds(run: ExchangeRun, suffix: str = "") -> None:
     )
     run.play("failed" + suffix, [], outcome="env_failed", reward=None, error_class="open_failed", error="no desk")
     run.play("unfinished" + suffix, [{"messages": opening}], outcome="open")
+    play_game(run, "game" + suffix)
+
+
+def play_game(run: ExchangeRun, name: str) -> None:
+    """Three seats: the run's policy, one that another learner trains, whose context is changed, and one that nobody trains."""
+    run.play(
+        name,
+        [
+            {"messages": (say("user", "Propose."),), "seat": "proposer"},
+            {"messages": (say("user", "Solve."),), "seat": "solver", "segment": 1, "origin": leave(-1, 0, "seat")},
+            {"messages": (say("user", "Judge."),), "seat": "judge", "segment": 2, "origin": leave(-1, 0, "seat")},
+            {"messages": (say("user", "Again."),), "seat": "solver", "segment": 3, "origin": leave(1, 4, "history_edited")},
+            {"messages": (say("user", "Well?"),), "seat": "proposer"},
+        ],
+        others=(SeatPolicy(seat="solver", policy="solver", trained=True), SeatPolicy(seat="judge", policy="frozen-judge")),
+        seats=(
+            EpisodeSeat(name="proposer", turns=(0, 4), reward=0.25),
+            EpisodeSeat(name="solver", turns=(1, 3), reward=0.75, policy="solver", versions=(3,)),
+            EpisodeSeat(name="judge", turns=(2,), reason="the policy frozen-judge plays it, which is not trained here"),
+        ),
+        untrained=(UntrainedTurn(turn=2, reason="seat"),), reward=0.25, last_observation="Both have played.",
+    )  # fmt: skip
 
 
 def leave(parent: int, kept: int, reason: Any, repeated: int = 0) -> SegmentOrigin:

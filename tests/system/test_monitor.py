@@ -82,7 +82,9 @@ async def test_a_run_without_anything_is_shown_as_empty() -> None:
         async with open_empty_run() as (page, _):
             overview = await page.get("/api/overview")
             assert (overview["run"], overview["workers"], overview["numbers"]["requested"]) == (RUN, [], 0)
-            assert await page.get("/api/curves") == {"start": 0, "points": [], "evaluations": []}
+            assert await page.get("/api/curves") == {
+                "policy": "", "start": 0, "points": [], "evaluations": [], "others": {},
+            }  # fmt: skip
             assert (await page.get("/api/episodes"))["total"] == 0
             assert (await page.get("/api/groups"))["rows"] == []
             assert (await page.client.get("/api/episodes/none")).status_code == 404

@@ -11,12 +11,13 @@ import pytest
 
 from fleetbus.interchange.assembly import Assembler
 from fleetbus.interchange.imported import ImportedEpisode
+from fleetbus_schemas import Observation
 from fleetbus_schemas.tokens import pack_logprobs
 from fleetbus_workers.api.reader import open_run
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.learner.rejection_sampling import select_rewarded
 from tests.support.atif_rules import check_trajectory, list_exported_answers
-from tests.support.interchange_run import ExchangeRun, list_answers, write_run
+from tests.support.interchange_run import SUBJECTS, ExchangeRun, leave, list_answers, play_game, say, write_run
 
 FOREIGN: dict[str, Any] = {
     "schema_version": "ATIF-v1.4",
@@ -56,16 +57,16 @@ def describe(recording: Path) -> dict[str, Any]:
     found = {}
     for transcript in open_run(recording).transcripts():
         request, result = transcript.request, transcript.result
-        turns = [(turn.turn, turn.messages, turn.tools, turn.action) for turn in transcript.turns]
+        turns = [(turn.turn, turn.seat, turn.messages, turn.tools, turn.action) for turn in transcript.turns]
         known = [
-            (number, messages, tools, action.text, action.tool_calls, action.versions, action.segment, action.origin)
-            for number, messages, tools, action in turns
+            (number, seat, messages, tools, action.text, action.tool_calls, action.versions, action.segment, action.origin)
+            for number, seat, messages, tools, action in turns
             if action is not None
         ]
         assert request is not None
-        found[request.episode_id] = known, request.task, result and (
+        found[request.episode_id] = known, request.task, request.seats, result and (
             result.outcome, result.reward, result.tokens, result.loss_mask, result.segments, result.untrained, result.task_key,
-            result.last_observation, result.split, result.group_id, result.reward_components,
+            result.last_observation, result.split, result.group_id, result.reward_components, result.seats,
         )  # fmt: skip
     return found
 
@@ -75,15 +76,15 @@ def test_every_kind_of_episode_is_a_trajectory_with_the_ids_of_the_log(tmp_path:
     trajectories = export(recording, tmp_path / "run.jsonl")
     for trajectory in trajectories:
         check_trajectory(trajectory)
-    assert [each["trajectory_id"] for each in trajectories] == ["plain", "tree", "pictures", "failed", "unfinished"]
+    assert [each["trajectory_id"] for each in trajectories] == ["plain", "tree", "pictures", "failed", "game", "unfinished"]
     answers = list_exported_answers(trajectories)
     expected = list_answers(recording)
     assert {key: answers[key] for key in expected} == expected
-    assert len(expected) == 11 and len(answers) == 12  # and that of the unfinished one
+    assert len(expected) == 16 and len(answers) == 17  # and that of the unfinished one
 
 
 def test_segments_are_embedded_trajectories_and_copies_are_marked(tmp_path: Path) -> None:
-    (tree,) = export(write_run(tmp_path / "run.fbrec"), tmp_path / "tree.json", "--task", "task-1", "--min-reward", "0.2")
+    (tree,) = export(write_run(tmp_path / "run.fbrec"), tmp_path / "tree.json", "--outcome", "truncated")
     inner = {each["trajectory_id"]: each for each in tree["subagent_trajectories"]}
     assert {name: each["extra"]["reason"] for name, each in inner.items()} == {
         "tree.1": "context_dropped", "tree.2": "sub_agent", "tree.3": "history_edited"
@@ -104,6 +105,60 @@ def test_segments_are_embedded_trajectories_and_copies_are_marked(tmp_path: Path
     assert (tree["extra"]["reward"], tree["extra"]["outcome"], tree["extra"]["policy_versions"]) == (0.25, "truncated", [3])
 
 
+def test_each_seat_is_a_trajectory_with_its_policy_its_tokens_and_its_reward(tmp_path: Path) -> None:
+    run = ExchangeRun()
+    play_game(run, "game")
+    (game,) = export(write_run(tmp_path / "run.fbrec", run), tmp_path / "game.json")
+    check_trajectory(game)
+    inner = {each["trajectory_id"]: each for each in game["subagent_trajectories"]}
+    assert [each["agent"]["name"] for each in (game, *inner.values())] == ["proposer", "solver", "judge", "solver"]
+    assert [each["agent"]["model_name"] for each in (game, *inner.values())] == ["default", "solver", "frozen-judge", "solver"]
+    said = {name: [step["message"] for step in each["steps"]] for name, each in inner.items()}
+    assert said == {
+        "game.1": ["Solve.", "answer 1"], "game.2": ["Judge.", "answer 2"], "game.3": ["Solve.", "Again.", "answer 3"]
+    }  # fmt: skip
+    assert [step["message"] for step in game["steps"]] == ["Propose.", "answer 0", "Well?", "answer 4"]
+    tokens = [(each["total_prompt_tokens"], each["total_completion_tokens"]) for each in (
+        trajectory["final_metrics"] for trajectory in (game, inner["game.1"], inner["game.2"])
+    )]  # fmt: skip
+    assert tokens == [(4 + 11, 6), (4 + 8, 6), (4, 3)]
+    reason = "the policy frozen-judge plays it, which is not trained here"
+    facts = [
+        (each["seat"], each["policy"], each["reward"], each.get("reason"), each["trajectory_id"])
+        for each in game["extra"]["seats"]
+    ]
+    assert facts == [
+        ("proposer", "default", 0.25, None, "game"), ("solver", "solver", 0.75, None, "game.1"),
+        ("judge", "frozen-judge", None, reason, "game.2"),
+    ]  # fmt: skip
+    assert (inner["game.3"]["extra"]["seat"], inner["game.3"]["extra"]["reward"]) == ("solver", 0.75)
+    references = [
+        (step["message"], reference["trajectory_id"])
+        for each in (game, *inner.values())
+        for step in each["steps"]
+        for result in step.get("observation", {}).get("results", [])
+        for reference in result.get("subagent_trajectory_ref", ())
+    ]
+    assert references == [("answer 0", "game.1"), ("answer 0", "game.2"), ("answer 1", "game.3")]
+
+
+def test_what_a_seat_is_shown_while_it_is_asked_stands_with_that_seat(tmp_path: Path) -> None:
+    run = ExchangeRun()
+    game: list[dict[str, Any]] = [{"seat": "a"}, {"seat": "b", "segment": 1, "origin": leave(-1, 0, "seat")}]
+    run.play("game", game, outcome="open")
+    for seat in ("b", "c"):
+        asked = Observation(
+            episode_id="game", attempt=1, turn=2, policy="default", messages=(say("user", f"{seat}?"),), seat=seat,
+            tokens_left=9, environment_lane="e0", deadline_ns=1,
+        )  # fmt: skip
+        entries = [*run.entries]
+        run.add(SUBJECTS.observation("default", "any", "game"), asked)
+        (found,) = export(write_run(tmp_path / f"{seat}.fbrec", run), tmp_path / f"{seat}.json")
+        run.entries[:] = entries
+        last = [each["steps"][-1]["message"] for each in (found, *found["subagent_trajectories"])]
+        assert last == ["answer 0", "b?" if seat == "b" else "answer 1"]
+
+
 def test_an_import_gives_the_same_episodes_back(tmp_path: Path) -> None:
     recording = write_run(tmp_path / "run.fbrec")
     export(recording, tmp_path / "run.jsonl")
@@ -119,12 +174,12 @@ def test_a_folder_gets_a_file_per_episode_and_filters_hold(tmp_path: Path, capsy
     recording = write_run(tmp_path / "run.fbrec")
     arguments = ["episodes", str(recording), "--format", "atif", "--output", str(tmp_path / "all")]
     assert run_program([*arguments, "--split", "train", "--min-reward", "0.2"]) == 0
-    assert sorted(file.name for file in (tmp_path / "all").iterdir()) == ["plain.json", "tree.json"]
-    assert "2 of 2 episodes written" in capsys.readouterr().out
+    assert sorted(file.name for file in (tmp_path / "all").iterdir()) == ["game.json", "plain.json", "tree.json"]
+    assert "3 of 3 episodes written" in capsys.readouterr().out
     assert run_program(["episodes", str(recording), "plain", "--format", "atif", "--output", str(tmp_path / "one.json")]) == 0
     assert json.loads((tmp_path / "one.json").read_bytes())["trajectory_id"] == "plain"
     assert run_program(["import", str(tmp_path / "all"), "-o", str(tmp_path / "back.fbrec")]) == 0
-    assert set(describe(tmp_path / "back.fbrec")) == {"plain", "tree"}
+    assert set(describe(tmp_path / "back.fbrec")) == {"game", "plain", "tree"}
 
 
 def test_another_tools_trajectory_is_read_with_its_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,6 +307,7 @@ def nest(depth: int) -> dict[str, Any]:
         ({"steps": with_tokens((([1], [2]), ([1, 2], [1 << 40])))}, "completion_token_ids"),
         ({"steps": with_tokens(logprobs=[0.5] * 3)}, "2 completion_token_ids have 3 logprobs"),
         ({"extra": {"fleetbus": {"request": {"type": "Other"}}}}, "is no EpisodeRequested"),
+        ({"steps": [{"step_id": 1, "source": "agent", "message": "x", "extra": {"turn": 0, "seat": "a b"}}]}, "is no name"),
         ({"steps": [{"step_id": 1, "source": "agent", "message": "x" * (1 << 20)}]}, "does not fit the messages of a log"),
         (nest(12), "deep in each other"),
     ],
@@ -272,7 +328,7 @@ def test_what_is_no_trajectory_is_refused_in_one_line(
     [
         (["--format", "atif"], "needs --output"),
         (["--format", "atif", "--output", "a.csv"], "give FILE.jsonl, or a folder"),
-        (["--format", "atif", "--output", "a.json"], "holds one episode, and 5 match"),
+        (["--format", "atif", "--output", "a.json"], "holds one episode, and 6 match"),
         (["--format", "eval", "--output", "a.zip"], "ends in .eval"),
         (["--format", "atif", "--output", "a.jsonl", "--task", "none"], "no episode matches"),
         (["nobody", "--format", "atif", "--output", "a.jsonl"], "there is no episode nobody"),

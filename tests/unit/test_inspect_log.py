@@ -59,15 +59,15 @@ def test_the_log_has_a_sample_per_task_and_an_epoch_per_episode(tmp_path: Path) 
     assert (header["version"], header["status"], header["eval"]["model"]) == (2, "success", "fleetbus/default")
     assert [(each["id"], each["epoch"], each["uuid"]) for each in summaries] == [
         ("task/one", 1, "plain"), ("task-1", 1, "tree"), ("task-1", 2, "pictures"), ("task-1", 3, "failed"),
-        ("task-1", 4, "unfinished"),
+        ("task-1", 4, "game"), ("task-1", 5, "unfinished"),
     ]  # fmt: skip
     assert sorted(name for name in members if name.startswith("samples/")) == sorted(
         f"samples/{each['id']}_epoch_{each['epoch']}.json" for each in summaries
     )
     score = header["results"]["scores"][0]
-    assert (score["scored_samples"], score["unscored_samples"]) == (3, 2)
-    assert score["metrics"]["mean"]["value"] == pytest.approx((1.0 + 0.25 + 0.0) / 3)
-    assert header["stats"]["model_usage"]["fleetbus/default"]["output_tokens"] == 12 * 3
+    assert (score["scored_samples"], score["unscored_samples"]) == (4, 2)
+    assert score["metrics"]["mean"]["value"] == pytest.approx((1.0 + 0.25 + 0.0 + 0.25) / 4)
+    assert header["stats"]["model_usage"]["fleetbus/default"]["output_tokens"] == 17 * 3
 
 
 def test_a_sample_has_the_conversation_the_score_and_why_there_is_none(tmp_path: Path) -> None:
@@ -125,14 +125,15 @@ def test_an_import_gives_the_ids_and_the_segments_back(tmp_path: Path) -> None:
     assert list_answers(tmp_path / "back.fbrec") == list_answers(recording)
     before, after = ({each.request.episode_id: each for each in open_run(file).transcripts() if each.request} for file in
                      (recording, tmp_path / "back.fbrec"))  # fmt: skip
-    for name in ("plain", "tree", "failed"):
+    for name in ("plain", "tree", "failed", "game"):
         one, other = before[name], after[name]
+        assert [turn.seat for turn in one.turns] == [turn.seat for turn in other.turns]
         assert [(turn.messages, turn.tools) for turn in one.turns] == [(turn.messages, turn.tools) for turn in other.turns]
         assert [turn.action and (turn.action.tool_calls, turn.action.origin, turn.action.versions) for turn in one.turns] == [
             turn.action and (turn.action.tool_calls, turn.action.origin, turn.action.versions) for turn in other.turns
         ]
         assert one.result is not None and other.result is not None
-        for field in ("outcome", "reward", "segments", "untrained", "loss_mask", "last_observation", "error_class"):
+        for field in ("outcome", "reward", "segments", "untrained", "loss_mask", "last_observation", "error_class", "seats"):
             assert getattr(one.result, field) == getattr(other.result, field)
     assert after["unfinished"].result is None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import anyio
+import pytest
+from matplotlib.axes import Axes
 
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
@@ -19,6 +21,7 @@ from fleetbus_workers.up.display import PlainDisplay
 from fleetbus_workers.up.log_follower import Follower
 from fleetbus_workers.up.progress_guard import ProgressGuard
 from fleetbus_workers.up.restarts import Achievements
+from fleetbus_workers.up.reward_chart import draw_reward_chart
 from fleetbus_workers.up.summary_builder import Summary, build_summary, is_summarized
 from fleetbus_workers.up.summary_report import format_report, write_summary
 
@@ -110,6 +113,21 @@ async def test_the_report_names_the_second_policy_its_reward_and_its_model(tmp_p
     assert f"  solver   {folder.path}/policies/solver/model" in lines
     stopped = format_report((await watch(MAIN, SOLVER[:2])).summary, folder, str)
     assert "solver: not finished, 1 steps, 1 episodes trained, reward 0.300 → 0.300" in stopped
+
+
+async def test_the_picture_has_the_reward_of_each_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[str, tuple[list[float], list[float]]] = {}
+    plot = Axes.plot
+
+    def note(axes: Axes, x: list[float], y: list[float], *rest: object, label: str, **style: object) -> object:
+        drawn[label] = list(x), list(y)
+        return plot(axes, x, y, *rest, label=label, **style)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Axes, "plot", note)
+    draw_reward_chart((await watch(MAIN, SOLVER)).summary, tmp_path / "reward.png")
+    assert drawn["training batch"] == ([1, 2], [0.5, 0.5])
+    assert drawn["solver, mean of 5 steps"] == ([1, 2], [pytest.approx(0.6)] * 2)
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
 async def test_a_view_of_a_run_shows_the_training_of_its_own_policy() -> None:

@@ -31,7 +31,7 @@ def select_own_seats(result: EpisodeFinished, policy: str) -> EpisodeFinished:
 
 
 def find_last_finish(result: EpisodeFinished, actions: Sequence[Action]) -> FinishReason:
-    """How the last response ended of those whose seats have a reward for this learner; "stop" if it has none of them."""
+    """The end of the last response of a seat that has a reward for this learner; "stop" if there is none."""
     unrewarded = result.unrewarded_turns
     own = (action for turn, action in reversed([*enumerate(actions)]) if turn not in unrewarded)
     return next((action.finish_reason for action in own), "stop")

@@ -14,7 +14,7 @@ import anyio.to_thread
 import msgspec
 
 from fleetbus.bus.memory_objects import MemoryObjectStore
-from fleetbus.config.seats import list_trained_seats
+from fleetbus.config.seats import SeatSetting, configure_seat
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus.logs.setup import suppress_logs
@@ -28,7 +28,13 @@ from fleetbus_workers.environment.images.store import build_image_store
 from fleetbus_workers.replay.driver import ReplayContext
 from fleetbus_workers.replay.options import Replay, read_configuration
 from fleetbus_workers.replay.progress import Progress
-from fleetbus_workers.replay.recorded_choices import choose_model, find_run_weights, list_files, restrict_recorded_choices
+from fleetbus_workers.replay.recorded_choices import (
+    choose_model,
+    find_run_weights,
+    find_trained_seat,
+    list_files,
+    restrict_recorded_choices,
+)
 from fleetbus_workers.replay.replay_environment import WORKER
 from fleetbus_workers.replay.report import Report
 
@@ -73,10 +79,13 @@ async def _replay_inference(context: ReplayContext, folder: Path) -> None:
     from fleetbus_workers.replay.inference_driver import replay_inference
 
     options, configuration = context.options, context.configuration
-    model = find_model(context)
+    seat = find_trained_seat(configuration.run, options.policy)
+    policy = seat.policy if seat is not None else ""
+    model = find_model(context, seat)
+    configuration = configure_seat(configuration, seat) if seat is not None else configuration
     configuration = msgspec.structs.replace(configuration, run=msgspec.structs.replace(configuration.run, model=str(model)))
     context.configuration = configuration
-    weights = find_run_weights(context.recording) | restore_files(context.recording.files, folder)
+    weights = find_run_weights(context.recording, policy) | restore_files(context.recording.files, folder, policy)
     if options.weights is not None:
         weights |= list_files(options.weights)
     async with launch_engine(configuration, WORKER) as (sampler, template):
@@ -102,19 +111,22 @@ async def _replay_learner(context: ReplayContext, folder: Path) -> None:
 def _make_trainer(context: ReplayContext, configuration: Configuration) -> Trainer:
     from fleetbus_workers.learner.torch.trainer import TorchTrainer
 
-    return TorchTrainer(find_model(context, configuration.run.policy), settings=build_trainer_settings(configuration))
+    seat = find_trained_seat(context.configuration.run, configuration.run.policy)
+    return TorchTrainer(find_model(context, seat), settings=build_trainer_settings(configuration))
 
 
-def find_model(context: ReplayContext, policy: str = "") -> Path:
-    """The model folder: the one given in place of the run's, or the recorded one, which may be that of the trained seat of
-    ``policy``. Raises `UserError` if it is not there, or if only a recording that is not trusted names one."""
+def find_model(context: ReplayContext, seat: SeatSetting | None = None) -> Path:
+    """The model folder, of the policy of a trained ``seat`` or of the run's own: the one that was given, unless several
+    policies are replayed and the seat has its own. Raises `UserError` if it is not there, or if only a recording that is not
+    trusted names one."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    recorded, options = read_configuration(context.recording).run, context.options
-    of_seat = next((seat.model for seat in list_trained_seats(recorded) if seat.policy == policy), "")
-    given = None if of_seat else options.model
-    named = choose_model(of_seat or recorded.model, given, context.recording, trusted=options.trusted)
+    configuration = read_configuration(context.recording)
+    recorded = (configure_seat(configuration, seat) if seat is not None else configuration).run
+    options = context.options
+    given = None if seat is not None and seat.model and not options.policy else options.model
+    named = choose_model(recorded.model, given, context.recording, trusted=options.trusted)
     folder = find_model_folder(msgspec.structs.replace(recorded, model=named))
     if not folder.is_dir():
         raise UserError(f"model folder {folder} not found: give another with --model")

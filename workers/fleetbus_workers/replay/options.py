@@ -27,8 +27,9 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     names that may differ. ``patience_seconds`` without an expected message mean that the worker hangs. ``jobs`` processes share
     the episodes; None: one per CPU where that is faster. ``sample_again``: sample every token, even where a forward pass would
     show the same. ``until`` ``batches``: compare the learner's batches without training. ``distinct``: of episodes with the
-    same task, actions and outcome, play one. ``trusted``: the recording is the caller's own; nothing that names code, addresses
-    or files is taken from any other."""
+    same task, actions and outcome, play one. ``policy``: whose Actions an inference worker samples again, that of a trained
+    seat (empty: the run's own). ``trusted``: the recording is the caller's own; nothing that names code, addresses or files is
+    taken from any other."""
 
     role: Literal["environment", "inference", "learner"] = "environment"
     environment: str | Callable[[], Environment] | None = None
@@ -42,6 +43,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     sample_again: bool = False
     until: Literal["batches", "weights"] = "weights"
     distinct: bool = False
+    policy: str = ""
     trusted: bool = False
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 
 from fleetbus.config.engines import ENGINES
-from fleetbus.config.run_folder import run_folder
+from fleetbus.config.run_folder import policy_folder_below, run_folder
+from fleetbus.config.seats import SeatSetting, list_trained_seats
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.errors import UserError
 from fleetbus.recording import Recording
@@ -87,9 +88,23 @@ def are_built_in(environment: str) -> bool:
     return all(BUILT_IN.fullmatch(spec) is not None for spec in parse_keyed_specs(environment).values())
 
 
-def find_run_weights(recording: Recording) -> dict[str, Path]:
-    """Weights of the same run on this machine, by file name: where `up` puts them, wherever the recording says they are."""
-    return list_files(run_folder(RunSettings(name=recording.run)).weights)
+def find_trained_seat(run: RunSettings, policy: str) -> SeatSetting | None:
+    """The seat that trains ``policy``; None for the run's own, also if it is empty. Raises `UserError` for any other."""
+    seats = {seat.policy: seat for seat in list_trained_seats(run)}
+    if policy in ("", run.policy):
+        return None
+    if policy not in seats:
+        raise UserError(
+            f"--policy {policy} is trained by no learner of this run: name one of {', '.join((run.policy, *seats))}"
+        )
+    return seats[policy]
+
+
+def find_run_weights(recording: Recording, policy: str = "") -> dict[str, Path]:
+    """Weights of the same run on this machine, by file name: where `up` puts those of its own policy, or of the ``policy`` of a
+    seat, wherever the recording says they are."""
+    folder = run_folder(RunSettings(name=recording.run))
+    return list_files((policy_folder_below(folder, policy) if policy else folder).weights)
 
 
 def list_files(folder: Path) -> dict[str, Path]:

@@ -1,23 +1,20 @@
 """Feeds `Progress` from the bus: the log's training, episode, policy and life entries, and heartbeats. The training of the
 policies of seats goes to a progress of its own (docs/decisions/0253-up-of-several-learners.md)."""
 
-import statistics
 from collections.abc import Callable
 
 import anyio
-import msgspec
 
 from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.delivery.heartbeats import follow_heartbeats
 from fleetbus.log.stored_entries import read_stored
-from fleetbus_schemas import Heartbeat, Message, StepTrained, Subjects
+from fleetbus_schemas import Heartbeat, Message, Subjects
+from fleetbus_workers.observe.run.own_reward import show_own_reward
 from fleetbus_workers.observe.run.progress import Progress
 from fleetbus_workers.up.display import Display, PlainDisplay
 from fleetbus_workers.up.progress_guard import ProgressGuard
 from fleetbus_workers.up.restarts import Achievements
 from fleetbus_workers.up.seat_workers import name_learner
-
-REWARD_OF_SEAT = "reward_of_"
 
 
 class Follower:
@@ -97,15 +94,6 @@ class Follower:
             self._achievements.record_heartbeat(beat)
 
         await follow_heartbeats(self._bus, self._heartbeats, record)
-
-
-def show_own_reward(message: Message) -> Message:
-    """A step of the policy of a seat with the mean reward of its own seats for that of the episodes, which is another's."""
-    if not isinstance(message, StepTrained):
-        return message
-    kept = {name: value for name, value in message.metrics.items() if name not in ("reward", "success")}
-    own = [value for name, value in kept.items() if name.startswith(REWARD_OF_SEAT)]
-    return msgspec.structs.replace(message, metrics=({"reward": statistics.fmean(own)} if own else {}) | kept)
 
 
 def _prefix(prefix: str, write: Callable[[str], None]) -> Callable[[str], None]:

@@ -84,6 +84,7 @@ async def _copy(
     import anyio.to_thread
 
     from fleetbus.config.run_folder import run_folder
+    from fleetbus.config.seats import list_joined_policies
     from fleetbus.recording.redaction import Redactor, find_environment_secrets
     from fleetbus.recording.trained_tokens import TrainedTokensIndex
     from fleetbus_workers.assembly.model import find_model_folder
@@ -102,6 +103,7 @@ async def _copy(
             steps=configuration.learner.steps,
             threshold=configuration.evaluation.success_threshold,
             now_ns=time.time_ns(),
+            joined=list_joined_policies(run),
         )
         used, limit_bytes = await _measure_log(source)
         await copier.read_run(used_bytes=used, limit_bytes=limit_bytes)

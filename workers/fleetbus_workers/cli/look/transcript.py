@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fleetbus.core.episode.turn_contexts import TurnContext
     from fleetbus.recording.episodes import Transcript, TranscriptTurn
     from fleetbus.recording.token_record import TrainedTokens, TrainerColumns
-    from fleetbus_schemas import Action, ChatMessage
+    from fleetbus_schemas import Action, ChatMessage, EpisodeRequested
 
 IDS_PER_LINE = 10
 
@@ -33,7 +33,7 @@ def print_transcript(transcript: Transcript, episode: str, *, tokens: bool, trai
     _print_labels(transcript)
     columns = split_by_turn(trained, [turn.action for turn in transcript.turns])
     for turn, context, trainer in zip_longest(transcript.turns, transcript.contexts, columns):
-        _print_turn(turn, context, trainer, tokens=tokens)
+        _print_turn(turn, _describe_seat(turn.seat, request), context, trainer, tokens=tokens)
     if result is None:
         print("\nno result yet")
         return
@@ -46,7 +46,8 @@ def print_transcript(transcript: Transcript, episode: str, *, tokens: bool, trai
     print(f"times: {timings}" if timings else "")
     for seat in result.seats:
         worth = f"no reward ({seat.reason}), not trained" if seat.reward is None else f"reward {seat.reward:g}"
-        by = f" · policy {seat.policy}" if seat.policy else ""
+        policy = request.find_policy(seat.name) if request is not None and request.seats else seat.policy
+        by = f" · policy {policy}" if policy else ""
         print(f"seat {seat.name}: {worth} · {len(seat.turns)} turns{by}")
     if result.error_location:
         print(f"failed at {result.error_location}")
@@ -65,8 +66,14 @@ def _print_labels(transcript: Transcript) -> None:
         print(f"comment {comment.sequence}{about} by {comment.author or 'somebody'}, {at} UTC: {comment.text}")
 
 
-def _print_turn(turn: TranscriptTurn, context: TurnContext | None, trainer: TrainerColumns, *, tokens: bool) -> None:
-    print(f"\n── turn {turn.turn} {f'· {turn.seat} ' if turn.seat else ''}" + "─" * 50)
+def _describe_seat(seat: str, request: EpisodeRequested | None) -> str:
+    """The seat with the policy that plays it, where there are several and it is not called like that."""
+    policy = request.find_policy(seat) if seat and request is not None and request.seats else ""
+    return f"{seat} ({policy})" if policy and policy != seat else seat
+
+
+def _print_turn(turn: TranscriptTurn, seat: str, context: TurnContext | None, trainer: TrainerColumns, *, tokens: bool) -> None:
+    print(f"\n── turn {turn.turn} {f'· {seat} ' if seat else ''}" + "─" * 50)
     if turn.tools:
         print(f"tools: {', '.join(tool.name for tool in turn.tools)}")
     for message in turn.messages:

@@ -16,7 +16,7 @@ import msgspec
 
 from fleetbus.bus.objects import ObjectMissing, get_content
 from fleetbus.config.load import dump_configuration
-from fleetbus.config.run_folder import run_folder
+from fleetbus.config.run_folder import RunFolder, policy_folder_below, run_folder
 from fleetbus.errors import BusError, UserError
 from fleetbus.logs.secret_formats import redact_command
 from fleetbus.package_version import read_fleetbus_version
@@ -34,7 +34,7 @@ from fleetbus_workers.weights.store import get_every_object
 if TYPE_CHECKING:
     from fleetbus.bus.base import LogState, StreamEntry
     from fleetbus.config.settings import Configuration
-    from fleetbus.recording.export import Export
+    from fleetbus.recording.export import Export, PublishedWeights
     from fleetbus.recording.format import RecordingHeader
     from fleetbus.recording.writer import RecordingWriter
     from fleetbus_workers.run_access.sources import Source
@@ -141,7 +141,7 @@ async def _record(
                 writer.flush()
                 writer.take_place()
                 await _follow(export, entries_of, writer, last.sequence + 1)
-            folder = run_folder(configuration.run).weights
+            folder = run_folder(configuration.run)
             recorded = entries_of.files if entries_of.file is not None else None
             files = await anyio.to_thread.run_sync(_add_weights, writer, export.published, folder, recorded) if weights else 0
             names = export.references.names if objects else {}
@@ -263,23 +263,27 @@ def _build_progress_callback(writer: RecordingWriter) -> Callable[[int], None]:
     return show
 
 
-def _add_weights(writer: RecordingWriter, uris: list[str], folder: Path, recorded: dict[str, bytes] | None) -> int:
+def _add_weights(
+    writer: RecordingWriter, weights: list[PublishedWeights], folder: RunFolder, recorded: dict[str, bytes] | None
+) -> int:
     """Files of these versions; returns how many were found. Of a recording that is read, those in it: the files that it names
     are another machine's, or any of this user's. Of a log, those that are called as weights are, never through a link."""
     from urllib.parse import unquote, urlsplit
 
     added = 0
-    for uri in dict.fromkeys(uris):
-        published = Path(unquote(urlsplit(uri).path))
+    for each in dict.fromkeys(weights):
+        published = Path(unquote(urlsplit(each.uri).path))
+        name = each.name_file(published.name)
         if recorded is not None:
-            if published.name in recorded:
-                writer.add_content(published.name, recorded[published.name])
+            if name in recorded:
+                writer.add_content(name, recorded[name])
                 added += 1
             continue
-        places = (published, folder / published.name) if WEIGHTS_NAME.fullmatch(published.name) else ()
+        kept = policy_folder_below(folder, each.policy) if each.policy else folder
+        places = (published, kept.weights / published.name) if WEIGHTS_NAME.fullmatch(published.name) else ()
         found = next((path for path in places if path.is_file() and not path.is_symlink()), None)
         if found is not None:
-            writer.add_file(found.name, found)
+            writer.add_file(name, found)
             added += 1
     return added
 

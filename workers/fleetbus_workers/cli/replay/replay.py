@@ -73,6 +73,9 @@ LINE_WIDTH = 79
     help="Inference: sample every token instead of checking the recorded tokens with a forward pass",
 )
 @click.option(
+    "--policy", default="", metavar="NAME", help="Inference: compare the turns of this policy, of a seat that is trained"
+)
+@click.option(
     "--jobs",
     type=click.IntRange(1, 32),
     metavar="N",
@@ -114,6 +117,7 @@ async def _run_replay(
     until: Any,
     sample_again: bool,
     distinct: bool,
+    policy: str,
     trust_recording: bool,
 ) -> Report:
     from fleetbus_workers.replay import Replay, replay_recording
@@ -132,8 +136,11 @@ async def _run_replay(
         until=until,
         sample_again=sample_again,
         distinct=distinct,
+        policy=policy,
         trusted=trust_recording,
     )
+    if policy and role != "inference":
+        raise UserError("--policy chooses what an inference worker samples: give --role inference, or leave it out")
     if role == "learner" and jobs is not None and jobs > 1:
         raise UserError("--jobs: a learner needs all episodes in one process: leave it out")
     progress = Progress()

@@ -6,7 +6,7 @@ Everything goes through a `Redactor` first, as into a recording. Above it is `fl
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any
@@ -41,8 +41,8 @@ WriteEpisode = Callable[[str, dict[str, Any]], Awaitable[None]]
 
 
 class RunCopier:
-    """One run being copied. ``read`` gives its entries on these subjects; ``trained`` are the trainer's tokens of it, to be
-    filled here; ``now_ns`` is the time of the copy."""
+    """One run being copied. ``read`` gives its entries on these subjects; ``trained`` are the trainers' tokens of it, to be
+    filled here; ``now_ns`` is the time of the copy; ``joined`` are the policies of seats that are trained, as far as known."""
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class RunCopier:
         steps: int,
         threshold: float,
         now_ns: int,
+        joined: Iterable[str] = (),
     ) -> None:
         self._read = read
         self._subjects = subjects
@@ -63,7 +64,7 @@ class RunCopier:
         self._now_ns = now_ns
         self._labels: dict[str, list[StreamEntry]] = {}
         self._siblings: dict[str, dict[str, EpisodeRow]] = {}
-        self.state = RunState(steps, kept_episodes=sys.maxsize)  # what is to be copied may be any of them
+        self.state = RunState(steps, kept_episodes=sys.maxsize, joined=joined)  # what is to be copied may be any of them
         self.health = LogHealth()
         self.objects: dict[str, None] = {}
         """The objects that the copied episodes name, in the order in which they do."""

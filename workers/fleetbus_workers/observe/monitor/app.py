@@ -35,7 +35,14 @@ from fleetbus_workers.observe.monitor.episode_table import build_csv, choose_row
 from fleetbus_workers.observe.monitor.images import ObservedImages
 from fleetbus_workers.observe.monitor.other_runs import list_other_runs, read_other_run
 from fleetbus_workers.observe.monitor.reward_histogram import build_reward_histogram
-from fleetbus_workers.observe.monitor.shown_run import describe_curves, describe_overview, describe_row, describe_whole_episode
+from fleetbus_workers.observe.monitor.shown_run import (
+    EVERYTHING,
+    count_points,
+    describe_curves,
+    describe_overview,
+    describe_row,
+    describe_whole_episode,
+)
 from fleetbus_workers.observe.monitor.success_table import build_success_table
 from fleetbus_workers.observe.monitor.text_search import TextSearch
 from fleetbus_workers.observe.monitor.token_decoder import TokenDecoder
@@ -135,15 +142,15 @@ class Site:
 
     async def _stream_events(self) -> AsyncIterator[bytes]:
         """``overview`` twice a second at most, only when it differs; ``curves`` when there are new points."""
-        points, evaluations, history = -1, -1, -1
+        drawn: Mapping[str, int] = {}
+        evaluations, history = -1, -1
         last = b""
         while not self.stopping.is_set():
             state = self._watch.state
-            now = (len(state.training.steps), len(state.training.evaluations), state.history)
-            if now != (points, evaluations, history):
-                start = points if history == now[2] and points >= 0 else 0
-                yield _encode_event("curves", self._encode_curves(start))
-                points, evaluations, history = now
+            now = (count_points(state), len(state.training.evaluations), state.history)
+            if now != (drawn, evaluations, history):
+                yield _encode_event("curves", self._encode_curves(drawn if history == state.history else EVERYTHING))
+                drawn, evaluations, history = now
             overview = self._encode_overview()
             if overview != last:
                 yield _encode_event("overview", overview)
@@ -175,11 +182,11 @@ class Site:
         return [msgspec.structs.asdict(stall) | {"line": stall.line} for stall in found]
 
     async def curves(self, _request: Request) -> Response:
-        return _build_json_response(self._encode_curves(0))
+        return _build_json_response(self._encode_curves(EVERYTHING))
 
-    def _encode_curves(self, start: int) -> bytes:
-        """Points from number ``start`` on; all evaluations, which are few."""
-        return msgspec.json.encode(describe_curves(self._watch.state, start))
+    def _encode_curves(self, starts: Mapping[str, int]) -> bytes:
+        """Points of each policy from the number in ``starts`` on."""
+        return msgspec.json.encode(describe_curves(self._watch.state, starts))
 
     async def rewards(self, _request: Request) -> Response:
         """Rewards by step, of the episodes that are remembered."""

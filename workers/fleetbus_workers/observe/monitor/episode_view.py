@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.core.episode.turn_contexts import TurnContext
-from fleetbus.recording.episodes import read_transcript
+from fleetbus.recording.episodes import Transcript, read_transcript
 from fleetbus.recording.redaction import is_wiped
 from fleetbus.recording.token_record import TrainedTokens, TrainerColumns, find_differing, split_by_turn
 from fleetbus_schemas import Action
@@ -29,7 +30,6 @@ def describe_episode(
     transcript = read_transcript(entries)
     columns = split_by_turn(trained, [turn.action for turn in transcript.turns])
     contexts = transcript.contexts
-    policies = {seat.seat: seat.policy for seat in transcript.request.seats} if transcript.request else {}
     return {
         "task": transcript.request and transcript.request.task,
         "sampling": transcript.request and transcript.request.sampling,
@@ -38,12 +38,12 @@ def describe_episode(
         "comments": transcript.comments,
         "result": _strip_bytes(transcript.result),
         "spans": timeline(entries),
+        "seats": describe_seats(transcript),
         "turns": [
             {
                 "turn": turn.turn,
                 "attempt": turn.attempt,
                 "seat": turn.seat,
-                "policy": policies.get(turn.seat, ""),
                 "messages": turn.messages,
                 "tools": turn.tools,
                 "action": turn.action and describe_action(turn.action, words, columns[number]),
@@ -52,6 +52,23 @@ def describe_episode(
             for number, turn in enumerate(transcript.turns)
         ],
     }
+
+
+def describe_seats(transcript: Transcript) -> list[dict[str, Any]]:
+    """The seats in the order in which they first acted: who plays each, and what it was worth once there is a result."""
+    request, result = transcript.request, transcript.result
+    worth = {seat.name: seat for seat in result.seats} if result is not None else {}
+    turns = Counter(turn.seat for turn in transcript.turns if turn.seat)
+    return [
+        {
+            "seat": seat,
+            "policy": request.find_policy(seat) if request is not None else "",
+            "turns": count,
+            "reward": worth[seat].reward if seat in worth else None,
+            "reason": worth[seat].reason if seat in worth else "",
+        }
+        for seat, count in turns.items()
+    ]
 
 
 def describe_action(action: Action, words: TokenDecoder, trainer: TrainerColumns = UNTRAINED) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Used by the routes of the live page and by the static copy of it, which so canno
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -20,8 +21,11 @@ from fleetbus_workers.observe.monitor.episode_table import describe_neighbours
 from fleetbus_workers.observe.monitor.episode_view import describe_episode
 from fleetbus_workers.observe.monitor.token_decoder import TokenDecoder
 from fleetbus_workers.observe.run.state import RunState
+from fleetbus_workers.observe.run.training_history import TrainingHistory
 
 _CARDS = [metric.describe_card() for metric in METRICS if metric.page]
+
+EVERYTHING: Mapping[str, int] = MappingProxyType({})
 
 _LOG_FACTS = ("bytes", "limit_bytes", "last_sequence", "followed", "counted_from", "older_read")
 
@@ -46,9 +50,27 @@ def describe_overview(view: RunView, *, run: str, is_behind: bool, has_actions: 
     }
 
 
-def describe_curves(state: RunState, start: int = 0) -> dict[str, Any]:
-    """Points from number ``start`` on; all evaluations, which are few."""
-    return {"start": start, "points": state.training.steps[start:], "evaluations": state.training.evaluations}
+def count_points(state: RunState) -> dict[str, int]:
+    """The points of the curves of each trained policy, by its name."""
+    return {name: len(history.steps) for name, history in _list_trainings(state).items()}
+
+
+def describe_curves(state: RunState, starts: Mapping[str, int] = EVERYTHING) -> dict[str, Any]:
+    """Points of each trained policy from the number in ``starts`` on, those of the run's own outside of ``others``; all
+    evaluations, which are few."""
+
+    def describe(policy: str, history: TrainingHistory) -> dict[str, Any]:
+        start = starts.get(policy, 0)
+        return {"start": start, "points": history.steps[start:]}
+
+    own, *others = _list_trainings(state).items()
+    shown = {"policy": state.policy, "others": {policy: describe(policy, history) for policy, history in others}}
+    return describe(*own) | shown | {"evaluations": state.training.evaluations}
+
+
+def _list_trainings(state: RunState) -> dict[str, TrainingHistory]:
+    """That of the run's own policy is the first."""
+    return {state.policy: state.training} | state.others
 
 
 def describe_row(state: RunState, row: EpisodeRow) -> dict[str, Any]:

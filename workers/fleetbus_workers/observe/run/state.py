@@ -28,6 +28,7 @@ from fleetbus_schemas import (
     OperationRecorded,
     StepTrained,
 )
+from fleetbus_workers.observe.run.own_reward import show_own_reward
 from fleetbus_workers.observe.run.progress import Progress
 from fleetbus_workers.observe.run.termination import TerminationState
 from fleetbus_workers.observe.run.training_history import TrainingHistory
@@ -94,6 +95,10 @@ class RunState:
         self.malformed = 0
         self.operations = Operations()
         self.checkpoint = 0
+        self.policy = ""
+        """The name of the run's own policy, once its training has begun."""
+        self.others: dict[str, TrainingHistory] = {}
+        """The training of each policy whose learner joined, by its name; the reward of a step is that of its own seats."""
         self.history = 0
         """Counts the times that the curves lost points: a view has to draw them again."""
         self._claimed: set[str] = set()
@@ -110,12 +115,15 @@ class RunState:
             return
         self.last_time_ns = max(self.last_time_ns, entry.time_ns)
         if self.joined.covers(entry.subject, message):
+            self._apply_joined(message, entry)
             return
         self.progress.apply(message, entry.time_ns)
         self.worker_registry.record_life_event(message, (now_ns - entry.time_ns) / 1e9, now)
         self.episodes.apply(entry, message)
         self.termination_state.apply(message, entry.time_ns)
         _, _, kind, *names = entry.subject.split(".")
+        if kind == "train":
+            self.policy = names[-1]
         match message:
             case AttemptStarted():
                 self._claimed.add(names[-1])
@@ -138,6 +146,12 @@ class RunState:
         """Take the place of a fold of the newest entries, which alone was shown so far: heartbeats went to that one."""
         self.worker_registry.take_over(recent.worker_registry)
         self.history += recent.history + 1
+
+    def _apply_joined(self, message: Message, entry: StreamEntry) -> None:
+        _, _, kind, policy = entry.subject.split(".", 3)
+        if kind == "train":
+            self.others.setdefault(policy, TrainingHistory()).apply(show_own_reward(message), entry.time_ns)
+            self.history += isinstance(message, LineageStarted)
 
     def _apply_result(self, message: EpisodeFinished, entry: StreamEntry) -> None:
         self.last_progress_ns = entry.time_ns

@@ -10,7 +10,7 @@ import { runs } from "./runs.js";
 import { tasks } from "./tasks.js";
 
 const main = document.getElementById("main"), live = document.getElementById("live");
-const seen = { overview: null, points: [], evaluations: [], diagnosed: null, asked: -Infinity };
+const seen = { overview: null, points: [], evaluations: [], policy: "", others: new Map(), diagnosed: null, asked: -Infinity };
 const DIAGNOSIS_MS = 60000;
 let drawing = 0;
 
@@ -25,7 +25,7 @@ function go(query, view = route().view, { replace = false } = {}) {
 
 async function content({ view, rest, query }) {
   switch (view) {
-    case "curves": return curves(seen.points, seen.evaluations, query, go);
+    case "curves": return curves(seen, query, go);
     case "groups": return groups(query, go);
     case "episodes": return episodes(query, go);
     case "tasks": return tasks(query, go);
@@ -33,7 +33,7 @@ async function content({ view, rest, query }) {
     case "runs": return runs(seen.overview?.run ?? "this run", seen.points, go);
     case "episode": return episode(decodeURIComponent(rest));
     case "compare": return compare(...rest.split("/").map(decodeURIComponent));
-    default: return seen.overview ? overview(seen.overview, seen.points, seen.evaluations, seen.diagnosed) : [el("p", { class: "empty" }, "waiting for the run")];
+    default: return seen.overview ? overview(seen.overview, seen) : [el("p", { class: "empty" }, "waiting for the run")];
   }
 }
 
@@ -112,9 +112,10 @@ function listen() {
     if (route().view === "overview" && !pressing()) { draw(); diagnose(); }
   });
   source.addEventListener("curves", (event) => {
-    const { start, points, evaluations } = JSON.parse(event.data);
+    const { start, points, evaluations, policy, others } = JSON.parse(event.data);
     seen.points = [...seen.points.slice(0, start), ...points];
-    seen.evaluations = evaluations;
+    Object.assign(seen, { evaluations, policy });
+    for (const [name, more] of Object.entries(others)) seen.others.set(name, [...(seen.others.get(name) ?? []).slice(0, more.start), ...more.points]);
     const { view, query } = route();
     if (view === "curves" && !pointing() && !typing()) draw();
     else if (["groups", "episodes", "tasks", "runs"].includes(view) && !query.get("offset") && !typing()) draw();

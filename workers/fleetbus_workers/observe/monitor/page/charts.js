@@ -1,7 +1,7 @@
 // Line charts and stacked bars as SVG: axes, a legend with the last values, and a cursor that reads every series at one step.
 import { el, number } from "./dom.js";
 
-const WIDTH = 560, HEIGHT = 190, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 22, MOST_POINTS = 150;
+const WIDTH = 560, HEIGHT = 190, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 22, MOST_POINTS = 150, COLORS = 8;
 
 /** The least round number that is not below `value`: ends of axes that can be halved in the head. */
 function roundUp(value) {
@@ -35,7 +35,7 @@ export function chart(title, series, { stacked = false, floor = 0, ceiling = nul
   for (const value of [...new Set([low, Math.round((low + high) / 2), high])])
     svg.append(el("text", { x: x(value), y: HEIGHT - 6, "text-anchor": stacked ? "middle" : value === low ? "start" : value === high ? "end" : "middle" }, value));
   stacked ? drawStack(svg, drawn, x, y, bottom) : drawLines(svg, drawn, x, y);
-  const legend = el("ul", { class: "legend" }, series.map((each, index) => el("li", { class: `c${index}` }, el("i"), each.name, " ", el("b", {}, each.values.length ? number(each.values.at(-1)[1], digits) + unit : "–"))));
+  const legend = el("ul", { class: "legend" }, series.map((each, index) => el("li", { class: `c${index % COLORS}` }, el("i"), each.name, " ", el("b", {}, each.values.length ? number(each.values.at(-1)[1], digits) + unit : "–"))));
   const cursor = el("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
   svg.append(cursor);
   svg.addEventListener("pointermove", (event) => {
@@ -139,4 +139,4 @@ function drawStack(svg, series, x, y, bottom) {
 }
 
 /** Give every series the color of its place, so that one without values does not move the others. */
-export const colored = (series) => series.map((each, index) => ({ ...each, color: index }));
+export const colored = (series) => series.map((each, index) => ({ ...each, color: index % COLORS }));

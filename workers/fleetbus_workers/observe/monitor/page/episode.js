@@ -5,6 +5,7 @@ import { between } from "./diff.js";
 import { el, number, seconds, section, table } from "./dom.js";
 import { stateOf, toEpisode } from "./episodes.js";
 import { labels } from "./labels.js";
+import { lane, seatList, who } from "./lanes.js";
 
 const KINDS = ["waiting", "open", "queue", "generate", "travel", "environment", "verify", "lost"];
 const NAMES = { waiting: "waiting for a worker", open: "open and reset", queue: "queue at the engine", generate: "generate", travel: "to and from the engine", environment: "tools and steps", verify: "verify and close", lost: "lost with a worker" };
@@ -60,18 +61,18 @@ function timeline(spans) {
 let raw = localStorage.getItem("texts") === "raw";
 
 function transcript(found) {
-  const { turns, task, claims } = found, since = changes();
+  const { turns, task, claims, seats } = found, since = changes();
   const parts = turns.flatMap((turn, index) => [
     ...takeovers(claims, turns, index),
     turn.begins ? el("p", { class: "warn" }, turn.begins) : null,
-    ...turn.messages.map((message) => said(message.role, [...texts(message.content), raw ? null : since.output(message, turn)], where(turn), turn.turn)),
-    turn.action ? action(turn, raw ? [] : since.calls(turn)) : el("p", { class: "dim" }, "no action yet"),
+    ...turn.messages.map((message) => said(message.role, [...texts(message.content), raw ? null : since.output(message, turn)], where(turn, seats), lane(seats, turn, message.role))),
+    turn.action ? action(turn, seats, raw ? [] : since.calls(turn)) : el("p", { class: "dim" }, "no action yet"),
   ].filter(Boolean));
   const tools = turns.find((turn) => turn.tools?.length)?.tools ?? [];
   const about = tools.length ? el("details", {}, el("summary", {}, `${tools.length} tools`), tools.map((tool) => el("div", { class: "message tool" }, el("h3", {}, tool.name), texts(tool.description ?? ""), el("pre", {}, JSON.stringify(tool.parameters ?? {}, null, 1))))) : null;
-  const prompt = !turns.length && task?.prompt ? said("user", texts(task.prompt), "task") : null;
+  const prompt = !turns.length && task?.prompt ? said("user", texts(task.prompt), "task", { class: "message user" }) : null;
   const toggle = el("button", { type: "button", class: "action", "data-key": "m", title: "key m", click: () => { raw = !raw; localStorage.setItem("texts", raw ? "raw" : "read"); shown.replaceWith(transcript(found)); } }, raw ? "show Markdown and diffs" : "show texts as they were sent");
-  const shown = section("Transcript", el("p", { class: "dim" }, "Sampled tokens are trained on: redder tokens were less likely under the policy. Underlined tokens are masked: prompts and tool results. ", toggle), about, prompt, parts, takeovers(claims, turns, turns.length));
+  const shown = section("Transcript", el("p", { class: "dim" }, "Sampled tokens are trained on: redder tokens were less likely under the policy. Underlined tokens are masked: prompts and tool results. ", toggle), seatList(seats), about, prompt, parts, takeovers(claims, turns, turns.length));
   return shown;
 }
 
@@ -108,19 +109,18 @@ function takeovers(claims, turns, index) {
   return claims.filter((claim) => claim.attempt > 1 && begin(claim) === index).map((claim) => el("p", { class: "takeover" }, `attempt ${claim.attempt}: ${claim.worker} continues ${from} (${(claim.reason ?? "fresh").replaceAll("_", " ")})`));
 }
 
-const who = (turn) => `${turn.seat}${turn.policy && turn.policy !== turn.seat ? ` (${turn.policy})` : ""}`;
-const where = (turn) => `turn ${turn.turn}${turn.seat ? ` · ${who(turn)}` : ""}${turn.segment === undefined ? "" : ` · segment ${turn.segment}, ${turn.held} tokens`}`;
-const said = (role, nodes, where, turn) => el("div", { class: `message ${role}`, "data-turn": turn }, el("h3", {}, `${role} · ${where}`), nodes);
+const where = (turn, seats) => `turn ${turn.turn}${turn.seat ? ` · ${who(seats, turn.seat)}` : ""}${turn.segment === undefined ? "" : ` · segment ${turn.segment}, ${turn.held} tokens`}`;
+const said = (role, nodes, where, attributes) => el("div", attributes, el("h3", {}, `${role} · ${where}`), nodes);
 
-function action(turn, changed) {
+function action(turn, seats, changed) {
   const { action } = turn;
   const versions = (action.versions ?? []).map(([version, start, stop]) => (start === 0 && stop === action.tokens ? `version ${version}` : `version ${version} for tokens ${start}–${stop}`)).join(", ");
-  const title = `assistant · ${where(turn)} · ${action.tokens} tokens${versions ? `, ${versions}` : ""} · ${action.worker} · queued ${seconds(action.seconds_queued)}, generated in ${seconds(action.seconds_generating)}${action.finish_reason === "stop" ? "" : ` · ${action.finish_reason}`}`;
+  const title = `assistant · ${where(turn, seats)} · ${action.tokens} tokens${versions ? `, ${versions}` : ""} · ${action.worker} · queued ${seconds(action.seconds_queued)}, generated in ${seconds(action.seconds_generating)}${action.finish_reason === "stop" ? "" : ` · ${action.finish_reason}`}`;
   const masked = el("details", {}, el("summary", {}, `${action.prompt_tokens} prompt tokens, masked`), tokens(action.prompt_ids, action.prompt_words, null));
   const sampled = action.ids.length ? tokens(action.ids, action.words, action.logprobs, action.trainer, new Set(action.differing)) : el("pre", {}, action.text);
   const text = raw ? null : prose(action.text);
   const shown = text ? [text, el("details", {}, el("summary", {}, action.ids.length ? `${action.tokens} sampled tokens by log-probability` : "as it was sent"), sampled)] : [sampled, action.words ? null : el("pre", { class: "dim" }, action.text)];
-  return el("div", { class: "message assistant", "data-turn": turn.turn }, el("h3", {}, title), action.error ? el("p", { class: "bad" }, action.error) : null, shown, agreement(action), (action.tool_calls ?? []).map(call), changed, masked);
+  return el("div", lane(seats, turn, "assistant"), el("h3", {}, title), action.error ? el("p", { class: "bad" }, action.error) : null, shown, agreement(action), (action.tool_calls ?? []).map(call), changed, masked);
 }
 
 function tokens(ids, words, logprobs, trainer, differing) {

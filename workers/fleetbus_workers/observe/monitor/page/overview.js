@@ -6,10 +6,11 @@ import { bytes, el, number, percent, quantity, seconds, section, table } from ".
 const MOST_WORKERS = 200;
 const STATES = { working: "good", draining: "warn", starting: "dim", silent: "bad", stopped: "dim", failed: "bad" };
 
-export function overview(shown, points, evaluations, diagnosed) {
+export function overview(shown, seen) {
+  const { evaluations, diagnosed } = seen;
   const { metrics, numbers, workers, log, server, stalls, notes, ending, operations } = shown;
   const acts = shown.actions && !ending;
-  return [over(ending), stuck(stalls), worthKnowing(notes), failures(numbers.failures), el("div", { class: "grid" }, section("Reward and success", rewardChart(points, evaluations), evaluations.length > 1 ? el("p", {}, el("a", { href: "#/evaluations" }, "newest evaluation less the first, task by task")) : null), cards(metrics, numbers, stalls, acts && !numbers.finished ? pauseButton(shown.paused) : null)), diagnosis(diagnosed), workerTable(workers, metrics, ending, acts), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, metrics, numbers, ending)), done(operations), ending && log.problem ? null : natsServer(server)].filter(Boolean);
+  return [over(ending), stuck(stalls), worthKnowing(notes), failures(numbers.failures), el("div", { class: "grid" }, section("Reward and success", rewardChart(seen), evaluations.length > 1 ? el("p", {}, el("a", { href: "#/evaluations" }, "newest evaluation less the first, task by task")) : null), cards(metrics, numbers, stalls, acts && !numbers.finished ? pauseButton(shown.paused) : null)), diagnosis(diagnosed), workerTable(workers, metrics, ending, acts), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, metrics, numbers, ending)), done(operations), ending && log.problem ? null : natsServer(server)].filter(Boolean);
 }
 
 /** For a run that has ended: when and how it ended, and how to resume it. */
