@@ -20,9 +20,11 @@ from fleetbus.core.episode.result_checks import find_actions_problem
 from fleetbus.core.training.groups import Group
 from fleetbus.log.actions import read_actions
 from fleetbus_schemas import (
+    NEW_ROOT,
     Action,
     ActionReference,
     EpisodeFinished,
+    EpisodeSeat,
     Exclusion,
     SegmentOrigin,
     ShownImage,
@@ -115,6 +117,19 @@ def test_an_action_that_cannot_be_trained_is_named_with_its_turn(named: str) -> 
     problem = find_actions_problem(finished(), [action(0), action(1, **BROKEN_ACTIONS[named])])
     assert problem.startswith("turn 1: ")
     assert named in problem
+
+
+def test_a_seat_that_names_other_versions_than_its_actions_have_is_a_problem() -> None:
+    def seated(*versions: int) -> EpisodeFinished:
+        seats = (
+            EpisodeSeat(name="mine", turns=(0,), reward=1.0),
+            EpisodeSeat(name="other", turns=(1,), reward=1.0, policy="p"),
+        )
+        return finished(seats=(seats[0], msgspec.structs.replace(seats[1], versions=versions)))
+
+    turns = [action(0), action(1, segment=1, origin=SegmentOrigin(parent=NEW_ROOT, kept=0, reason="seat"))]
+    assert not find_actions_problem(seated(SPAN.version), turns)
+    assert "names the versions" in find_actions_problem(seated(SPAN.version + 1), turns)
 
 
 def test_a_first_turn_without_a_prompt_and_ids_beyond_the_vocabulary_are_problems() -> None:
