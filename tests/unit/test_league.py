@@ -33,6 +33,7 @@ from fleetbus_workers.environment.base import Step
 from fleetbus_workers.environment.episode.seats import EpisodeSeats
 from fleetbus_workers.learner.league import LearnerLeague, measure
 from fleetbus_workers.learner.publication import prune_versions
+from fleetbus_workers.observe.run.league_table import MOST_WAITING, LeagueTable
 from tests.unit.test_seats import SHOWN
 
 RUN = RunSettings(name="game", seats="second=league:uniform:3")
@@ -277,3 +278,16 @@ def test_a_step_measures_the_newest_version_and_its_own_games() -> None:
 def test_a_long_run_is_rated_whole() -> None:
     pairs = [(version, version - back) for version in range(1, MAX_VERSIONS) for back in (1, 2, 3) if version >= back]
     assert len(fit_ratings(standings(*((*pair, 5, 1, 4) for pair in pairs)))) == MAX_VERSIONS
+
+
+def test_the_page_has_a_table_of_the_versions_that_have_played() -> None:
+    table = LeagueTable()
+    assert table.rows == []
+    for result in (*[finished(2, 1, 1.0, -1.0)] * 3, finished(3, 2, 0.0, 0.0), finished(3, 0, 1.0, -1.0, split="eval")):
+        table.apply(result)
+    assert [(row.version, row.games) for row in table.rows] == [(3, 1), (2, 4), (1, 3)]
+    assert table.rows[0].rating == pytest.approx(table.rows[1].rating, abs=1e-3), "they drew"
+    assert table.rows[-1].rating == 0.0
+    for _ in range(MOST_WAITING):
+        table.apply(finished(4, 3, 1.0, -1.0))
+    assert table.rows[0].games == MOST_WAITING
