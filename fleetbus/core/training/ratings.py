@@ -1,10 +1,12 @@
 """Ratings of versions by the games between them: Elo's scale, fitted as the model of Bradley and Terry. Pure.
 
-Version i wins against j with the probability ``s = 1 / (1 + 10 ** ((R_j - R_i) / 400))``; a draw is half a win for each. The
-ratings are those of the greatest likelihood over all games, in which every two versions that met have drawn once more, so that
-nobody's is infinite (Hunter, Annals of Statistics 2004, for the model). Games of a version against itself say nothing. The
-standard errors are those of the likelihood's curvature: the roots of the diagonal of the inverse of
-``H = (ln 10 / 400) ** 2 * sum(n_ij * s_ij * (1 - s_ij) * (e_i - e_j)(e_i - e_j)^T)``, without the version that is rated 0.
+Who sits on the policy's own side wins with the probability ``s = 1 / (1 + 10 ** ((R_j - R_i - A) / 400))``: ``R_i`` is
+its rating, ``R_j`` the opponent's, and ``A`` what that side is worth, which may not be fair; games of a version against
+itself tell it. A draw is half a win. All are those of the greatest likelihood over all games (Hunter, Annals of
+Statistics 2004, of Bradley, Terry and a home advantage), in which every two versions that met have drawn once more, and
+one version once with itself, so that nothing is infinite. The standard errors are those of the likelihood's curvature:
+the roots of the diagonal of the inverse of ``H = (ln 10 / 400) ** 2 * sum(n_ij * s_ij * (1 - s_ij) * x_ij x_ij^T)`` with
+``x_ij = e_i - e_j + e_A``, without the version that is rated 0.
 """
 
 from __future__ import annotations
@@ -39,22 +41,21 @@ class Rating(msgspec.Struct, frozen=True, kw_only=True):
 
 def fit_ratings(standings: Standings) -> list[Rating]:
     """The ratings of all versions that games connect with the newest one that played, ascending by version."""
-    met: defaultdict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for (version, opponent), score in standings.items():
-        if version != opponent and score.games:
-            counted = met[min(version, opponent), max(version, opponent)]
-            counted[0] += score.points if version > opponent else score.games - score.points
-            counted[1] += score.games
-    versions = _connect(list(met))
+    met = {pair: score for pair, score in standings.items() if score.games}
+    versions = _connect([pair for pair in met if pair[0] != pair[1]])
     if not versions:
         return []
-    pairs = [pair for pair in met if pair[0] in versions]
     place = {version: number for number, version in enumerate(versions)}
-    low, high = (np.array([place[pair[side]] for pair in pairs]) for side in (0, 1))
-    won, games = (np.array([met[pair][number] + drawn for pair in pairs]) for number, drawn in ((0, 0.5), (1, 1.0)))
-    strengths, curvature = _maximise(low, high, won, games, len(versions))
+    alone = [score for (version, opponent), score in met.items() if version == opponent]
+    rows = [(0, 0, sum(score.points for score in alone), sum(score.games for score in alone))]
+    for (version, opponent), score in met.items():
+        if version != opponent and version in place:
+            rows.append((place[version], place[opponent], score.points, score.games))
+    own, other = (np.array([row[side] for row in rows]) for side in (0, 1))
+    points, games = (np.array([row[number] for row in rows], dtype=np.float64) for number in (2, 3))
+    strengths, curvature = _maximise(own, other, points + 0.5, games + 1.0, len(versions))
     errors = np.sqrt(np.diag(np.linalg.inv(curvature)))
-    counts = np.bincount(low, games - 1, len(versions)) + np.bincount(high, games - 1, len(versions))
+    counts = np.bincount(own[1:], games[1:], len(versions)) + np.bincount(other[1:], games[1:], len(versions))
     return [
         Rating(
             version=version,
@@ -83,24 +84,30 @@ def _connect(pairs: list[tuple[int, int]]) -> list[int]:
 
 
 def _maximise(
-    low: npt.NDArray[np.intp], high: npt.NDArray[np.intp], won: Floats, games: Floats, count: int
+    own: npt.NDArray[np.intp], other: npt.NDArray[np.intp], points: Floats, games: Floats, count: int
 ) -> tuple[Floats, Floats]:
-    """Newton's method, halving steps that would not climb: strengths in natural units, the first of them 0, and the curvature
-    of all others. ``won`` are points of ``high`` in ``games`` against ``low``."""
-    strengths = np.zeros(count)
+    """Newton's method, halving steps that would not climb. ``points`` are those of ``own`` in ``games`` against ``other``, by
+    the places of ``count`` versions. The strengths in natural units, the first of them 0, and behind them what the own side is
+    worth; and the curvature of all but the first."""
+    strengths = np.zeros(count + 1)
 
     def likelihood(at: Floats) -> float:
-        ahead = at[high] - at[low]
-        return float(np.sum(won * ahead - games * np.logaddexp(0.0, ahead)))
+        ahead = at[own] - at[other] + at[count]
+        return float(np.sum(points * ahead - games * np.logaddexp(0.0, ahead)))
+
+    def add_up(of_row: Floats) -> Floats:
+        return np.bincount(own, of_row, count) - np.bincount(other, of_row, count)
 
     for _ in range(MAX_ROUNDS):
-        share = 1 / (1 + np.exp(strengths[low] - strengths[high]))
-        slope = np.bincount(high, won - games * share, count) - np.bincount(low, won - games * share, count)
+        share = 1 / (1 + np.exp(strengths[other] - strengths[own] - strengths[count]))
+        slope = np.append(add_up(points - games * share), np.sum(points - games * share))
         weight = games * share * (1 - share)
-        curvature = np.diag(np.bincount(high, weight, count) + np.bincount(low, weight, count))
-        np.add.at(curvature, (low, high), -weight)
-        np.add.at(curvature, (high, low), -weight)
-        step = np.zeros(count)
+        curvature = np.zeros((count + 1, count + 1))
+        for row, column, sign in ((own, own, 1), (other, other, 1), (own, other, -1), (other, own, -1)):
+            np.add.at(curvature, (row, column), sign * weight)
+        curvature[count, :count] = curvature[:count, count] = add_up(weight)
+        curvature[count, count] = np.sum(weight)
+        step = np.zeros(count + 1)
         step[1:] = np.linalg.solve(curvature[1:, 1:], slope[1:])
         before = likelihood(strengths)
         while likelihood(strengths + step) < before and np.abs(step).max() > TOLERANCE:
