@@ -259,7 +259,7 @@ _EXAMPLES: tuple[Message, ...] = (
         untrained=(UntrainedTurn(turn=1, reason="not_delivered"),),
         opens="0f1e2d3c4b5a69788796a5b4c3d2e1f0",
         seats=(
-            EpisodeSeat(name="first", turns=(0, 2), reward=0.5, reason="won", policy="main", versions=(12, 13)),
+            EpisodeSeat(name="first", turns=(0, 2), reward=0.5, reason="won", policy="main", versions=(12, 13), score=1.5),
             EpisodeSeat(name="second", turns=(1,), reward=-0.5, reason="lost", policy="other", versions=(4,), score=-0.5),
         ),
     ),
