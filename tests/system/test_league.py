@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -17,6 +20,10 @@ from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import Action, ChatMessage, EpisodeRequested, EvaluationFinished, SeatPolicy, StepTrained, Task
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Start, Step, Verdict
+from fleetbus_workers.environment.episode import runner as attempt_runner
+from fleetbus_workers.environment.episode.policy_client import PolicyClient
+from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats
+from fleetbus_workers.inference.snapshots import SnapshotSampler
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.digest_audit import audit_digests
@@ -247,3 +254,61 @@ async def test_held_out_tasks_are_played_against_the_first_version(tmp_path: Pat
         played = decode_entries(EvaluationFinished, [entry for entry in journal if b"EvaluationFinished" in entry.payload])
         assert [each.graded for _, each in played] == [3] * len(played)
         await expect_balance(fleet)
+
+
+def play_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attempt draws an opponent of its own."""
+    drawn = itertools.count()
+
+    def draw(policies: Sequence[SeatPolicy]) -> Mapping[str, SeatPolicy]:
+        return {seat.seat: replace(seat, version=next(drawn) % 2) for seat in policies}
+
+    monkeypatch.setattr(attempt_runner, "list_other_policies", draw)
+
+
+def serve_the_newest_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns are not pinned, and the worker answers from what it has."""
+    ask = PolicyClient.ask
+
+    def forget(self: PolicyClient, *given: Any, seats: EpisodeSeats = UNSEATED, **more: Any) -> Awaitable[Any]:
+        unpinned = {name: replace(seat, version=None) for name, seat in seats._others.items()}
+        return ask(self, *given, seats=_Unpinned(seats, unpinned), **more)
+
+    @asynccontextmanager
+    async def hold(self: SnapshotSampler, version: int | None) -> AsyncIterator[None]:
+        yield
+
+    monkeypatch.setattr(PolicyClient, "ask", forget)
+    monkeypatch.setattr(SnapshotSampler, "hold", hold)
+
+
+class _Unpinned(EpisodeSeats):
+    """The seats of an attempt, with other policies in them."""
+
+    def __init__(self, seats: EpisodeSeats, others: Mapping[str, SeatPolicy]) -> None:
+        super().__init__(seats.current, others)
+
+
+def train_the_opponent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EpisodeSeats, "_leave_to_its_policy", lambda self, seat: seat)
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind"),
+    [
+        (play_another_version, "opponent_wrong"),
+        (serve_the_newest_version, "opponent_wrong"),
+        (train_the_opponent, "seats_wrong"),
+    ],
+)
+async def test_a_planted_fault_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], kind: str
+) -> None:
+    plant(monkeypatch)
+    async with small_deployment(configure(tmp_path), published=False) as fleet:
+        start_workers(fleet)
+        learner = start_learner(fleet)
+        with anyio.move_on_after(600):
+            await learner.ended.wait()
+        report = await audit_run(fleet.bus, fleet.subjects)
+        assert kind in {finding.kind for finding in report.findings}

@@ -96,7 +96,7 @@ def _maximise(
         return float(np.sum(points * ahead - games * np.logaddexp(0.0, ahead)))
 
     def add_up(of_row: Floats) -> Floats:
-        return np.bincount(own, of_row, count) - np.bincount(other, of_row, count)
+        return np.asarray(np.bincount(own, of_row, count) - np.bincount(other, of_row, count), dtype=np.float64)
 
     for _ in range(MAX_ROUNDS):
         share = 1 / (1 + np.exp(strengths[other] - strengths[own] - strengths[count]))
