@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import anyio
@@ -29,8 +28,8 @@ class RecordedRequests(Requests):
         if len(self.asked) >= self.room:
             await anyio.sleep_forever()
 
-    def build_request(self, task: Task, *, opponents: Mapping[str, int], **fields: Any) -> EpisodeRequested:
-        assert not opponents, "no seat is of a league"
+    def build_request(self, task: Task, **fields: Any) -> EpisodeRequested:
+        assert not fields.pop("opponents"), "no seat is of a league"
         version = fields.pop("version")
         return EpisodeRequested(task=task, policy="default", policy_version=version, deadline_ns=1, **fields)
 

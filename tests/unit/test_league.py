@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from fleetbus.config.check import check_configuration
+from fleetbus.config.engines import is_frozen
 from fleetbus.config.league import League
 from fleetbus.config.seats import (
     build_seats,
@@ -20,7 +21,7 @@ from fleetbus.config.seats import (
     list_policies,
     parse_seats,
 )
-from fleetbus.config.settings import Configuration, LearnerSettings, RunSettings
+from fleetbus.config.settings import Configuration, InferenceSettings, LearnerSettings, RunSettings
 from fleetbus.core.training.groups import Group
 from fleetbus.core.training.opponents import compute_weight, draw_opponent
 from fleetbus.core.training.ratings import ELO, fit_ratings
@@ -76,6 +77,7 @@ def test_a_league_is_a_policy_of_its_own_that_serves_versions_of_the_runs() -> N
     check_configuration(configuration)
     served = configure_seat(configuration, seat)
     assert (served.run.policy, served.inference.versions_of, served.inference.frozen) == ("second", "default", True)
+    assert is_frozen(InferenceSettings(versions_of="default")), "it waits for no version of its own"
     assert build_seats(configuration)[0].version is None, "a request names it"
     assert freeze_trained(RUN.seats, "m") == "second=model:m", "without a run there are no versions"
 
