@@ -46,8 +46,8 @@ ENGINES: dict[str, EngineKind] = {
 
 
 def is_frozen(settings: InferenceSettings) -> bool:
-    """True for a worker that serves a model as it is: its policy publishes no versions."""
-    return settings.frozen or not ENGINES[settings.engine].needs_model
+    """True for a worker that serves a model as it is, or versions of another policy: its own publishes none."""
+    return settings.frozen or bool(settings.versions_of) or not ENGINES[settings.engine].needs_model
 
 
 def find_max_model_len(settings: InferenceSettings) -> int:

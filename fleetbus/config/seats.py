@@ -4,7 +4,8 @@ The setting ``run.seats`` has one item a line: ``SEAT=POLICY`` for a policy that
 ``SEAT=[MODEL@]URL`` for a server with chat completions and ``SEAT=model:MODEL`` for a model as it is: these are policies named
 as their seat, and `up` starts their workers (docs/decisions/0249-seats-of-other-policies.md). So is that of ``SEAT=train`` and
 ``SEAT=train:MODEL``, which a learner of its own trains from the same episodes
-(docs/decisions/0252-a-learner-for-each-policy.md).
+(docs/decisions/0252-a-learner-for-each-policy.md), and that of ``SEAT=league:RULE``, which earlier versions of the run's policy
+play (`fleetbus.config.league`).
 """
 
 from __future__ import annotations
@@ -14,22 +15,27 @@ from pathlib import Path
 
 import msgspec
 
+from fleetbus.config.league import League, parse_league
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import SamplingSettings, SeatPolicy
 from fleetbus_schemas.subjects import is_name
 
-FORMS = "SEAT=POLICY, SEAT=[MODEL@]URL, SEAT=model:MODEL or SEAT=train[:MODEL]"
+FORMS = "SEAT=POLICY, SEAT=[MODEL@]URL, SEAT=model:MODEL, SEAT=train[:MODEL] or SEAT=league:RULE"
 MODEL = "model:"
 TRAIN = "train"
 POLICIES = "policies"
 """In the folder of a run, the folders of the policies of trained seats."""
 
 
+SPARE_VERSIONS = 4
+"""Versions that learners publish when they begin, while episodes are played against an older one."""
+
+
 class SeatSetting(msgspec.Struct, frozen=True, kw_only=True):
     """``seat`` is played by ``policy``. With a ``url`` or a ``model`` an inference worker of `up` serves it: the model that the
     server there calls ``served_model``, or the model itself. A ``trained`` one has a learner, too, which begins with ``model``
-    (empty: with the run's)."""
+    (empty: with the run's). A ``league`` is the run's own policy as it was."""
 
     seat: str
     policy: str
@@ -37,11 +43,12 @@ class SeatSetting(msgspec.Struct, frozen=True, kw_only=True):
     served_model: str = ""
     model: str = ""
     trained: bool = False
+    league: League | None = None
 
     @property
     def is_served(self) -> bool:
         """True if `up` starts a worker for it."""
-        return bool(self.url or self.model or self.trained)
+        return bool(self.url or self.model or self.trained or self.league)
 
 
 def parse_seats(text: str) -> tuple[SeatSetting, ...]:
@@ -62,7 +69,23 @@ def list_trained_seats(run: RunSettings) -> tuple[SeatSetting, ...]:
     return tuple(seat for seat in parse_seats(run.seats) if seat.trained)
 
 
+def list_leagues(run: RunSettings) -> dict[str, League]:
+    """The leagues of a run by the seat that they play. Raises `UserError`."""
+    return {seat.seat: seat.league for seat in parse_seats(run.seats) if seat.league is not None}
+
+
+def count_kept_versions(configuration: Configuration) -> int:
+    """The newest versions whose weights stay: opponents are drawn from so many, and play until their episodes are trained,
+    which takes up to ``max_staleness`` further versions and what they are differences to."""
+    leagues, learner = list_leagues(configuration.run).values(), configuration.learner
+    drawn = max((league.size for league in leagues), default=0)
+    for_league = drawn + learner.max_staleness + SPARE_VERSIONS + configuration.weights.full_every if drawn else 0
+    return max(learner.keep_weights, for_league)
+
+
 def _parse_value(seat: str, value: str) -> SeatSetting:
+    if (league := parse_league(seat, value)) is not None:
+        return SeatSetting(seat=seat, policy=seat, league=league)
     if value == TRAIN or value.startswith(f"{TRAIN}:"):
         return SeatSetting(seat=seat, policy=seat, model=value.removeprefix(TRAIN).removeprefix(":"), trained=True)
     if value.startswith(MODEL) and (model := value.removeprefix(MODEL)):
@@ -93,7 +116,8 @@ def list_joined_policies(run: RunSettings) -> tuple[str, ...]:
 
 
 def build_seats(configuration: Configuration) -> tuple[SeatPolicy, ...]:
-    """The seats of other policies as requests carry them; those that are trained are sampled as each request says."""
+    """The seats of other policies as requests carry them; those that are trained, or that versions of the run's own policy
+    play, are sampled as each request says."""
     episode, trained = configuration.episode, list_joined_policies(configuration.run)
     sampling = SamplingSettings(temperature=episode.seat_temperature, max_tokens=episode.seat_max_tokens)
     return tuple(
@@ -104,7 +128,8 @@ def build_seats(configuration: Configuration) -> tuple[SeatPolicy, ...]:
 
 def configure_seat(configuration: Configuration, seat: SeatSetting) -> Configuration:
     """The configuration of an inference worker that serves the policy of a seat: as it is, unless it is trained."""
-    inference = msgspec.structs.replace(configuration.inference, frozen=not seat.trained)
+    versions_of = configuration.run.policy if seat.league is not None else ""
+    inference = msgspec.structs.replace(configuration.inference, frozen=not seat.trained, versions_of=versions_of)
     if seat.url:
         inference = msgspec.structs.replace(inference, engine="chat", urls=seat.url, served_model_name=seat.served_model)
     run = msgspec.structs.replace(configuration.run, policy=seat.policy, model=seat.model or configuration.run.model)
@@ -134,9 +159,11 @@ def resolve_models(text: str, resolve: Callable[[str], str]) -> str:
 
 def freeze_trained(text: str, model: str) -> str:
     """The setting ``run.seats`` where nobody trains: policies that would be trained are the models that they would begin with,
-    ``model`` where the seat names none."""
+    ``model`` where the seat names none, as in a league."""
     lines = zip(parse_seats(text), filter(None, map(str.strip, text.splitlines())), strict=True)
-    return "\n".join(f"{seat.seat}={MODEL}{seat.model or model}" if seat.trained else line for seat, line in lines)
+    return "\n".join(
+        f"{seat.seat}={MODEL}{seat.model or model}" if seat.trained or seat.league else line for seat, line in lines
+    )
 
 
 def check_learner(configuration: Configuration) -> None:

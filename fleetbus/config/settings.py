@@ -64,8 +64,9 @@ class RunSettings(Settings, frozen=True, kw_only=True):
     seats: Annotated[
         str,
         Meta(
-            description="Seat that another policy plays, as it is: SEAT=POLICY, SEAT=[MODEL@]URL or SEAT=model:MODEL; or "
-            "that a learner of its own trains: SEAT=train[:MODEL]; repeatable"
+            description="Seat that another policy plays, as it is: SEAT=POLICY, SEAT=[MODEL@]URL or SEAT=model:MODEL; "
+            "that a learner of its own trains: SEAT=train[:MODEL]; or that earlier versions of the policy play: "
+            "SEAT=league:newest, SEAT=league:uniform:K or SEAT=league:win_rate:K; repeatable"
         ),
     ] = ""
 
@@ -163,6 +164,9 @@ class InferenceSettings(Settings, frozen=True, kw_only=True):
         Meta(description="evaluate also allows engines without log-probabilities or weight updates"),
     ] = "train"
     frozen: Annotated[bool, Meta(description="Serve the model as it is, as a policy that nobody trains")] = False
+    versions_of: Annotated[
+        str, Meta(description="Policy whose versions to serve, each turn the one that it asks for: an opponent of a league")
+    ] = ""
     urls: Annotated[str, Meta(description="Base URLs of the servers of engines openai and chat, separated by commas")] = ""
     served_model_name: Annotated[str, Meta(description="Model name to request from servers (default: their first)")] = ""
     python: Annotated[

@@ -4,10 +4,11 @@ The log admits new requests only up to a share of its size; the rest is reserved
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import anyio
 import msgspec
@@ -17,7 +18,7 @@ from fleetbus.bus.base import LogBus, LogState
 from fleetbus.bus.streams import tasks_consumer
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.pools import find_pool, list_pools, parse_pools
-from fleetbus.config.seats import build_seats
+from fleetbus.config.seats import build_seats, list_leagues
 from fleetbus.config.settings import Configuration
 from fleetbus.core.episode.claims import EpisodeState, build_result_without_attempt
 from fleetbus.core.training.floor import NO_FLOOR
@@ -27,7 +28,17 @@ from fleetbus.log.archive_reader import find_archived_result
 from fleetbus.log.episodes import RETRY_SECONDS, read_episode_state, store_result
 from fleetbus.log.floor import read_floor, read_floor_after
 from fleetbus.logs.trace_context import name_episode
-from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Outcome, SamplingSettings, Split, Subjects, Task, encode
+from fleetbus_schemas import (
+    EpisodeFinished,
+    EpisodeRequested,
+    Outcome,
+    SamplingSettings,
+    SeatPolicy,
+    Split,
+    Subjects,
+    Task,
+    encode,
+)
 
 EXPIRY_CHECK_SECONDS = 5.0
 ENTRIES_PER_EPISODE = 3
@@ -41,6 +52,8 @@ STUCK_SECONDS = 300.0
 
 UNANSWERED = "unanswered"
 """Error class of an episode whose deadline passed without a result of any worker."""
+
+NO_OPPONENTS: Mapping[str, int] = MappingProxyType({})
 
 _UNKNOWN = 0
 """The position of a request that is being stored."""
@@ -67,6 +80,7 @@ class Requests:
         """The first log position that came after the log's size was looked at for the first time."""
         self._pools = parse_pools(configuration.run.pool)
         self._seats = build_seats(configuration)
+        self._leagues = list_leagues(configuration.run)
         self._consumers = [tasks_consumer(pool) for pool in list_pools(configuration.run)]
         self.full = False
         """True while new work waits for room in the log."""
@@ -125,8 +139,10 @@ class Requests:
         version: int,
         pinned: bool = False,
         temperature: float | None = None,
+        opponents: Mapping[str, int] = NO_OPPONENTS,
     ) -> EpisodeRequested:
-        """A request as the configuration wants it, made after `wait_for_room`; ``temperature`` overrides that of training."""
+        """A request as the configuration wants it, made after `wait_for_room`; ``temperature`` overrides that of training.
+        ``opponents`` are the versions that play the seats of leagues, by seat; ``version`` plays what they do not name."""
         episode, run = self._configuration.episode, self._configuration.run
         seed = hashlib.blake2b(f"{run.seed}/{episode_id}".encode(), digest_size=7).digest()
         sampling = SamplingSettings(
@@ -157,8 +173,13 @@ class Requests:
             group_size=group_size,
             earliest_sequence=self._next_sequence,
             timeout_reward=float(episode.timeout_reward) if episode.timeout_reward and split == "train" else None,
-            seats=tuple(msgspec.structs.replace(seat, sampling=sampling) if seat.trained else seat for seat in self._seats),
+            seats=tuple(self._complete_seat(seat, sampling, opponents.get(seat.seat, version)) for seat in self._seats),
         )
+
+    def _complete_seat(self, seat: SeatPolicy, sampling: SamplingSettings, opponent: int) -> SeatPolicy:
+        if seat.seat in self._leagues:
+            return msgspec.structs.replace(seat, version=opponent, sampling=sampling)
+        return msgspec.structs.replace(seat, sampling=sampling) if seat.trained else seat
 
     async def publish(self, request: EpisodeRequested) -> tuple[int, EpisodeFinished | None]:
         """Store a request once, even if messages are lost on the way.

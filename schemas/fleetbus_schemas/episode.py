@@ -67,12 +67,14 @@ temperature."""
 
 class SeatPolicy(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """``seat`` of an episode is played by another ``policy``, sampled as ``sampling`` says. The episode's requester never
-    trains its tokens; if it is ``trained``, a learner of that policy does."""
+    trains its tokens; if it is ``trained``, a learner of that policy does. With a ``version`` that one of the request's own
+    policy plays, as its opponent: who serves ``policy`` answers from it alone."""
 
     seat: str
     policy: str
     sampling: SamplingSettings = SamplingSettings()
     trained: bool = False
+    version: int | None = None
 
 
 class EpisodeRequested(Message, frozen=True, kw_only=True):

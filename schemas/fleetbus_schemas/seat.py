@@ -20,7 +20,9 @@ class EpisodeSeat(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     ``turns`` are the numbers of its turns, ascending; each turn of an episode with seats is in one of them. ``reward`` is the
     seat's own, compared with that of the same seat in other episodes of the group. None: it is not trained, ``reason`` says
     why, and its turns are in `EpisodeFinished.untrained`. With the reason `SHARED` it is worth what the episode is.
-    ``policy`` plays and trains it, and sampled it with ``versions``; empty where that is the policy of the request.
+    ``policy`` plays and trains it, and sampled it with ``versions``; empty where that is the policy of the request. A seat that
+    one of that policy's versions plays as an opponent names it, and has as its ``score`` what the verdict says of it: that
+    rates players, and is nobody's reward.
     """
 
     name: str
@@ -29,3 +31,4 @@ class EpisodeSeat(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     reason: str = ""
     policy: str = ""
     versions: tuple[int, ...] = ()
+    score: float | None = None

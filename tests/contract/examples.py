@@ -150,7 +150,7 @@ _EXAMPLES: tuple[Message, ...] = (
         group_size=8,
         earliest_sequence=99,
         timeout_reward=-0.5,
-        seats=(SeatPolicy(seat="user", policy="simulator", sampling=SAMPLING, trained=True),),
+        seats=(SeatPolicy(seat="user", policy="simulator", sampling=SAMPLING, trained=True, version=11),),
     ),
     AttemptStarted(
         episode_id="s3-g7-k2",
@@ -259,8 +259,8 @@ _EXAMPLES: tuple[Message, ...] = (
         untrained=(UntrainedTurn(turn=1, reason="not_delivered"),),
         opens="0f1e2d3c4b5a69788796a5b4c3d2e1f0",
         seats=(
-            EpisodeSeat(name="first", turns=(0, 2), reward=0.5, reason="won", policy="main", versions=(12, 13)),
-            EpisodeSeat(name="second", turns=(1,), reward=-0.5, reason="lost", policy="other", versions=(4,)),
+            EpisodeSeat(name="first", turns=(0, 2), reward=0.5, reason="won", policy="main", versions=(12, 13), score=1.5),
+            EpisodeSeat(name="second", turns=(1,), reward=-0.5, reason="lost", policy="other", versions=(4,), score=-0.5),
         ),
     ),
     PolicyPublished(

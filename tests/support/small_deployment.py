@@ -183,6 +183,8 @@ class SmallDeployment:
         is_frozen = bool(policy) and f"{policy}=train" not in self.configuration.run.seats
         given, replace = self.configuration, msgspec.structs.replace
         inference = replace(given.inference, slots=slots or given.inference.slots, frozen=is_frozen)
+        versions_of = given.run.policy if policy and f"{policy}=league" in given.run.seats else ""
+        inference = replace(inference, versions_of=versions_of)
         configuration = replace(given, inference=inference, run=replace(given.run, policy=policy or given.run.policy))
 
         async def work(member: Member, bus: Bus) -> None:

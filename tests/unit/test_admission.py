@@ -29,6 +29,7 @@ class RecordedRequests(Requests):
             await anyio.sleep_forever()
 
     def build_request(self, task: Task, **fields: Any) -> EpisodeRequested:
+        assert not fields.pop("opponents"), "no seat is of a league"
         version = fields.pop("version")
         return EpisodeRequested(task=task, policy="default", policy_version=version, deadline_ns=1, **fields)
 

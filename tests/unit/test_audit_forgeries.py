@@ -9,7 +9,7 @@ import pytest
 
 from fleetbus.core.audit.findings import KINDS
 from fleetbus.core.episode.claim_seals import make_seal
-from fleetbus_schemas import AttemptReleased, EpisodeSegment, FloorRaised, SegmentOrigin
+from fleetbus_schemas import AttemptReleased, EpisodeSegment, FloorRaised, SeatPolicy, SegmentOrigin
 from tests.support.forged_actions import (
     history_hash_of_garbage,
     history_hash_of_other_turns,
@@ -284,6 +284,12 @@ def unsettled_at_the_end(log_builder: LogBuilder) -> None:
     log_builder.end(1, {})
 
 
+def opponent_of_another_version(log_builder: LogBuilder) -> None:
+    log_builder.request("a", seats=(SeatPolicy(seat="second", policy="second", version=0),))
+    log_builder.claim("a")
+    log_builder.observe("a", 0, seat="second", policy="second", pinned_version=1)
+
+
 def lineage_of_no_checkpoint(log_builder: LogBuilder) -> None:
     log_builder.step(1, ["innocent"])
     log_builder.lineage("l2", parent="l1", parent_step=1)
@@ -341,6 +347,7 @@ FORGERIES: list[tuple[Callable[[LogBuilder], None], str, str]] = [
     (loss_mask_bytes, "loss_mask_length", "a"),
     (segments_invented, "segments_wrong", "a"),
     *((forge, "seats_wrong", "a") for forge in FORGED_SEATS),
+    (opponent_of_another_version, "opponent_wrong", "a"),
     (loss_mask_unsampled, "loss_mask_unsampled", "a"),
     (reward_missing, "reward_not_of_outcome", "a"),
     (reward_of_a_failure, "reward_not_of_outcome", "a"),

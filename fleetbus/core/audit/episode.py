@@ -98,6 +98,8 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
     """Those of ``others`` whose learners train it, too."""
     is_share: bool = False
     """It is the account of one of ``sharers`` (`fleetbus.core.audit.shares`)."""
+    opponents: dict[str, int] = {}
+    """Versions of its policy by the seat that they play."""
 
     def on_request(self, sequence: int, request: EpisodeRequested, findings: Findings) -> None:
         if self.requested:
@@ -112,6 +114,7 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
         if request.seats:
             self.others = {seat.seat: sys.intern(seat.policy) for seat in reversed(request.seats)}
             self.sharers = request.trained_policies[1:]
+            self.opponents = {seat.seat: seat.version for seat in reversed(request.seats) if seat.version is not None}
 
     def on_claim(self, sequence: int, claim: AttemptStarted, findings: Findings) -> None:
         if self.result_sequence:
@@ -139,6 +142,8 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
             self.observed[attempt, word] = self.observed.get((attempt, word), 0) | 1 << bit
         if observation.seat and (not self.result_sequence or observation.seat in self.others):  # late Actions are its policy's
             self.seats[attempt, observation.turn] = observation.seat
+        if observation.seat in self.opponents and observation.pinned_version != self.opponents[observation.seat]:
+            findings.add("opponent_wrong", self.episode_id, sequence)
         if not self.result_sequence:
             self.hashes[attempt, observation.turn] = observation.history_hash
             if self.requested and policy != self.others.get(observation.seat, self.policy):
@@ -156,7 +161,11 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
         seat = self.seats.get(turn, "")
         policy = self.others.get(seat, self.policy)
         is_frozen = seat in self.others and policy not in self.sharers
-        if not is_frozen and any(span.version not in published(policy) for span in action.versions):
+        opponent = self.opponents.get(seat)
+        if opponent is not None and any(span.version != opponent for span in action.versions):
+            findings.add("opponent_wrong", self.episode_id, sequence)
+        player = self.policy if opponent is not None else policy
+        if (player == self.policy or not is_frozen) and any(span.version not in published(player) for span in action.versions):
             findings.add("version_unpublished", self.episode_id, sequence)
         if self.result_sequence:
             return
@@ -201,9 +210,10 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
 
     def _is_of_its_policy(self, seat: EpisodeSeat) -> bool:
         """True if the seat names the policy that plays it where that trains it; it has no reward where nobody does."""
-        other = self.others.get(seat.name, "")
+        other, opponent = self.others.get(seat.name, ""), self.opponents.get(seat.name)
         if other and other not in self.sharers:
-            return not seat.policy and seat.reward is None
+            is_named = opponent is None or seat.versions == (opponent,)
+            return not seat.policy and seat.reward is None and is_named
         return seat.policy in (other, "") if seat.reward is None else seat.policy == other
 
     def _check_actions(self, sequence: int, result: EpisodeFinished, findings: Findings) -> None:

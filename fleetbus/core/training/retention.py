@@ -155,6 +155,8 @@ class Retention:
         self._groups: dict[str, dict[int, int]] = {}
         """By policy of every group that is not below the floor its first request."""
         self._versions: dict[str, list[int]] = {}
+        self._leagues: set[str] = set()
+        """Policies whose versions play as opponents: whoever serves them finds any of them in the log."""
         self.floor: FloorRaised = NO_FLOOR
         """As the log has it."""
 
@@ -202,6 +204,8 @@ class Retention:
     def _enter_request(self, sequence: int, request: EpisodeRequested) -> None:
         if request.episode_id in self._open or refuses_request(self.floor, request):
             return
+        if any(seat.version is not None for seat in request.seats):
+            self._leagues.add(request.policy)
         group = find_group_number(request)
         number = sequence if group is not None else min(request.earliest_sequence or sequence, sequence)
         by_learner = request.split != "eval" and bool(request.lineage)
@@ -291,7 +295,7 @@ class Retention:
         if kind == "train":
             return min(self._get_training(name).find_first_needed(), floor)
         versions = self._versions.get(name, [])
-        before = bisect_left(versions, floor)
+        before = bisect_left(versions, floor) if name not in self._leagues else 0
         if before < KEPT_VERSIONS:
             return 0
         del versions[: before - KEPT_VERSIONS]

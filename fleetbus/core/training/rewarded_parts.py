@@ -2,7 +2,8 @@
 
 A part is compared with the same part of the other episodes of its group: the first player with first players, for both sides
 of a game are seldom worth the same. So the baseline depends on the role, as SPIRAL's role-conditioned advantage does (arXiv
-2506.24119); there it is a moving average over games, here the mean of the group.
+2506.24119); there it is a moving average over games, here the mean of the group. Of a league all episodes of a group are asked
+for against one opponent; where a learner that was replaced had asked for some against another, those are a group of their own.
 """
 
 from __future__ import annotations
@@ -30,16 +31,21 @@ class RewardedPart(msgspec.Struct, frozen=True, kw_only=True):
 
 def list_parts(groups: Sequence[Group]) -> list[RewardedPart]:
     """The parts of all graded episodes of ``groups``, in their order. Seats without a reward are none."""
-    numbers: dict[tuple[int, str], int] = {}
+    numbers: dict[tuple[int, str, tuple[int, ...]], int] = {}
     parts: list[RewardedPart] = []
     episode = 0
     for number, group in enumerate(groups):
         for result in group.graded:
             for name, turns, reward in _split(result):
-                key = numbers.setdefault((number, name), len(numbers))
+                key = numbers.setdefault((number, name, list_opponents(result)), len(numbers))
                 parts.append(RewardedPart(episode=episode, group=key, turns=turns, reward=reward))
             episode += 1
     return parts
+
+
+def list_opponents(result: EpisodeFinished) -> tuple[int, ...]:
+    """The versions of the policy that played seats against it."""
+    return tuple(version for seat in result.seats if not seat.policy for version in seat.versions)
 
 
 def list_rewards(result: EpisodeFinished) -> list[tuple[str, float]]:

@@ -47,7 +47,7 @@ from fleetbus_workers.inference.base import (
     name_history,
 )
 from fleetbus_workers.inference.history_cache import History, HistoryCache, HistoryMismatch, StaleObservation
-from fleetbus_workers.inference.pinned_versions import wait_for_version
+from fleetbus_workers.inference.pinned_versions import hold_version
 from fleetbus_workers.inference.rendered_history import count_shared
 from fleetbus_workers.inference.stops import end_at_stop
 from fleetbus_workers.inference.turn_rules import (
@@ -244,9 +244,9 @@ class ObservationHandler:
         if observation.request_sequence > self._expected_sequence:
             await self._version_loaded.wait()
         policy_subject = self._subjects.policy(observation.policy)
-        await wait_for_version(self._bus, policy_subject, self._sampler, observation.pinned_version)
-        started = self._now()
-        generation = await self._sampler.generate(await self._build_request(observation, ids, images, room))
+        async with hold_version(self._bus, policy_subject, self._sampler, observation.pinned_version):
+            started = self._now()
+            generation = await self._sampler.generate(await self._build_request(observation, ids, images, room))
         check_pinned_version(observation.pinned_version, generation)
         generation = end_at_stop(generation, observation.sampling.stop, self._template.decode_text)
         prompt_delta, sampled = pack_ids(delta.ids), pack_ids(generation.ids)

@@ -1,4 +1,8 @@
-"""Waiting for the version that a turn is pinned to, as held-out episodes are."""
+"""Waiting for the version that a turn is pinned to, as held-out episodes are, and opponents of a league."""
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol, runtime_checkable
 
 import anyio
 
@@ -11,6 +15,25 @@ from fleetbus_workers.inference.turn_rules import VersionSuperseded
 POLL_SECONDS = 0.05
 UNPUBLISHED_SECONDS = LONGEST_LAG_SECONDS
 """How long a pinned version is waited for before the log is asked whether there is one: a replica may be behind."""
+
+
+@runtime_checkable
+class HoldsVersions(Protocol):
+    """A sampler that answers each turn from the version that it asks for."""
+
+    def hold(self, version: int | None) -> AbstractAsyncContextManager[None]:
+        """While it is open, `Sampler.generate` answers from this version. Raises `VersionSuperseded`."""
+
+
+@asynccontextmanager
+async def hold_version(bus: LogBus, subject: str, sampler: Sampler, pinned: int | None) -> AsyncIterator[None]:
+    """Begin with the version that a turn is pinned to, if it is to one. Raises `VersionSuperseded`."""
+    if isinstance(sampler, HoldsVersions):
+        async with sampler.hold(pinned):
+            yield
+        return
+    await wait_for_version(bus, subject, sampler, pinned)
+    yield
 
 
 async def wait_for_version(bus: LogBus, subject: str, sampler: Sampler, pinned: int | None) -> None:

@@ -32,6 +32,7 @@ from fleetbus_schemas import ANY_LANE, Heartbeat, LineageStarted, PolicyPublishe
 from fleetbus_workers.inference.base import ImageSource, Sampler, Template, WeightsRejected
 from fleetbus_workers.inference.engine_meter import EngineMeter
 from fleetbus_workers.inference.observation_handler import PROBLEM_CHARS, ObservationHandler
+from fleetbus_workers.inference.snapshots import PublishedVersions, SnapshotSampler
 from fleetbus_workers.weights.transfer import ENGINE_COUNTER, TakesTensors, WeightsReceiver
 
 RELOAD_SECONDS = 5.0
@@ -243,8 +244,12 @@ async def run_inference(
 ) -> None:
     """An inference worker from claiming a lane to its last entry. ``fetch`` makes a published version a local file first;
     ``images`` shows what observations refer to, to a model that sees; ``shared`` has the slots of a process that serves more
-    runs than this one; ``receiver`` has versions before their files are read."""
+    runs than this one; ``receiver`` has versions before their files are read. With ``inference.versions_of`` each turn is
+    answered from the version that it asks for."""
     subjects = Subjects(configuration.run.name)
+    if configuration.inference.versions_of:
+        versions = PublishedVersions(bus, subjects.policy(configuration.inference.versions_of), fetch)
+        sampler = SnapshotSampler(sampler, versions.find)
     nonce = (runtime or Runtime()).nonce()
     lanes = inference_lanes(configuration.nats.lanes)
     lane = await claim_lane(bus, subjects, role="inference", names=lanes, worker=name, nonce=nonce)

@@ -7,7 +7,7 @@ import anyio
 import structlog
 
 from fleetbus.bus.base import Bus
-from fleetbus.config.settings import LearnerSettings
+from fleetbus.config.settings import LearnerSettings, RunSettings
 from fleetbus.core.training.capacity import count_admissible_groups
 from fleetbus.core.training.engine_pressure import EnginePressure
 from fleetbus.core.training.floor import parse_group_number
@@ -16,6 +16,7 @@ from fleetbus.delivery.requests import Requests
 from fleetbus_schemas import EpisodeRequested, Heartbeat, Subjects
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.joint_progress import JointProgress
+from fleetbus_workers.learner.league import LearnerLeague
 from fleetbus_workers.learner.pool import GroupPool
 
 log = structlog.get_logger()
@@ -25,7 +26,7 @@ class Admission:
     """The training requests of one lineage. ``progress`` returns the steps done and the newest version.
 
     ``floor`` and ``next_group`` are those of the checkpoint: below the floor every request of an earlier group is settled.
-    ``joint``: the learners that train from the same episodes.
+    ``joint``: the learners that train from the same episodes. ``league``: the opponents of groups.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Admission:
         next_group: int,
         progress: Callable[[], tuple[int, int]],
         joint: JointProgress | None = None,
+        league: LearnerLeague | None = None,
     ) -> None:
         self._requests = requests
         self._pool = pool
@@ -48,6 +50,7 @@ class Admission:
         self._lineage = lineage
         self._progress = progress
         self._joint = joint or JointProgress()
+        self._league = league or LearnerLeague(RunSettings())
         self._floor = floor
         self._first_new_group = next_group
         self.next_group = next_group
@@ -111,6 +114,7 @@ class Admission:
         settled: defaultdict[str, dict[int, str]] = defaultdict(dict)
         for sequence, request in requests:
             self.next_group = max(self.next_group, parse_group_number(request.group_id) + 1)
+            self._league.adopt(request)
             if not self._pool.register_request(request.episode_id, sequence):
                 settled[request.group_id][request.sample_index] = request.episode_id
                 continue
@@ -172,10 +176,11 @@ class Admission:
         return max(self.episode_limit - self._pool.open_episodes, 0) // self._settings.group_size
 
     async def _request_group(self, group_id: str, indices: Sequence[int]) -> None:
-        """Publish the requests of a group together; all its episodes play the same task."""
+        """Publish the requests of a group together; all its episodes play the same task, against the same opponents."""
         size = self._pool.admit(group_id, self._settings.group_size).size
         task = self._curriculum.task(parse_group_number(group_id))
         _, version = self._progress()
+        opponents = self._league.draw(group_id, version, self._pool.versions)
 
         async def publish(index: int) -> None:
             request = self._requests.build_request(
@@ -187,6 +192,7 @@ class Admission:
                 split="train",
                 lineage=self._lineage,
                 version=version,
+                opponents=opponents,
             )
             self._pool.expect(request.episode_id, group_id, request.deadline_ns)
             sequence, result = await self._requests.publish(request)

@@ -20,6 +20,7 @@ from typing import Annotated
 import msgspec
 import structlog
 
+from fleetbus.core.training.standings import Meeting
 from fleetbus.errors import UserError
 from fleetbus_schemas.message import UNREADABLE
 from fleetbus_workers.learner.base import FinishWriting, Trainer
@@ -41,7 +42,7 @@ log = structlog.get_logger()
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """From where a learner can resume. ``floor`` and ``settled`` are those of `fleetbus.core.training.ledger.Ledger`;
     ``next_group`` is the number of the first group that was never admitted, ``first_open_group`` that of the first that may
-    still be asked for."""
+    still be asked for. ``meetings`` are the games of a league so far."""
 
     lineage: str
     step: Annotated[int, msgspec.Meta(ge=0)]
@@ -50,6 +51,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     settled: tuple[str, ...]
     next_group: Annotated[int, msgspec.Meta(ge=0)]
     first_open_group: int = 0
+    meetings: tuple[Meeting, ...] = ()
     sha256: dict[str, str] = msgspec.field(default_factory=dict)
 
     def limit_floor(self, floor: int) -> Checkpoint:

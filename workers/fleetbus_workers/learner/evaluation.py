@@ -1,9 +1,11 @@
 """Held-out tasks played with one pinned version: asked for like any episode, never trained."""
 
+from collections.abc import Mapping
+
 import anyio
 
 from fleetbus.core.training.evaluation_summary import is_success
-from fleetbus.delivery.requests import Requests
+from fleetbus.delivery.requests import NO_OPPONENTS, Requests
 from fleetbus_schemas import GRADED, EpisodeFinished, EvaluationFinished, Task
 
 ROOM_SECONDS = 60.0
@@ -38,10 +40,18 @@ class Evaluations:
             pending.add(result)
 
     async def play(
-        self, name: str, tasks: list[Task], *, lineage: str, step: int, version: int, temperature: float
+        self,
+        name: str,
+        tasks: list[Task],
+        *,
+        lineage: str,
+        step: int,
+        version: int,
+        temperature: float,
+        opponents: Mapping[str, int] = NO_OPPONENTS,
     ) -> EvaluationFinished | None:
-        """Play one episode per task with ``version`` and return the verdict; None if the log has no room for one of them within
-        a minute. Every episode ends by its deadline."""
+        """Play one episode per task with ``version``, seats of leagues by ``opponents``: the verdict; None if the log has
+        no room for one of them within a minute. Every episode ends by its deadline."""
         group = f"{lineage}-{name}"
         pending = self._pending[group] = PendingEvaluation(len(tasks))
         for index, task in enumerate(tasks):
@@ -61,6 +71,7 @@ class Evaluations:
                 version=version,
                 pinned=True,
                 temperature=temperature,
+                opponents=opponents,
             )
             _, result = await self._requests.publish(request)
             if result is not None:

@@ -11,7 +11,7 @@ import anyio
 from fleetbus.bus.base import Bus
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.run_folder import RunFolder, policy_folder
-from fleetbus.config.seats import list_joined_policies
+from fleetbus.config.seats import count_kept_versions, list_joined_policies, list_leagues
 from fleetbus.config.settings import Configuration
 from fleetbus.core.training.ledger import Ledger
 from fleetbus.delivery.requests import Requests
@@ -27,6 +27,7 @@ from fleetbus_workers.learner.group_judge import GroupJudge
 from fleetbus_workers.learner.joined_requests import JoinedRequests
 from fleetbus_workers.learner.joint_progress import JointProgress
 from fleetbus_workers.learner.journal import FencedAppender
+from fleetbus_workers.learner.league import LearnerLeague
 from fleetbus_workers.learner.lineage_start import LineageStart
 from fleetbus_workers.learner.pool import GroupPool, compute_max_replaced
 from fleetbus_workers.learner.progress import Progress
@@ -96,6 +97,7 @@ def make_parts(
         is_voided=resume_point.is_voided,
         restarts=resume_point.restarts,
     )
+    league = LearnerLeague(run, resume_point.checkpoint.meetings if resume_point.checkpoint else ())
     joined = _join(configuration, pool, resume_point)
     admission = joined or Admission(
         requests,
@@ -107,6 +109,7 @@ def make_parts(
         next_group=resume_point.next_group,
         progress=lambda: (progress.step, publication.version),
         joint=JointProgress(list_joined_policies(run)),
+        league=league,
     )
     evaluations = Evaluations(requests, success_threshold=configuration.evaluation.success_threshold)
     return LearnerParts(
@@ -125,11 +128,11 @@ def make_parts(
         batches=BatchTraining(bus, subjects, pool, judge, trainer, runtime, configuration=configuration, drain=drain),
         steps=StepRecord(
             bus, appender, ledger, pool, requests, admission, publication, checkpoints, progress,
-            TokenRecords(folder.tokens, keep=settings.keep_token_records), settings=settings, runtime=runtime,
+            TokenRecords(folder.tokens, keep=settings.keep_token_records), league, settings=settings, runtime=runtime,
         ),
         evaluations=EvaluationSchedule(
             evaluations, curriculum, publication, appender, progress, configuration=configuration,
-            evaluated=resume_point.evaluated,
+            evaluated=resume_point.evaluated, league=league,
         ),
         progress=progress,
     )  # fmt: skip
@@ -165,7 +168,8 @@ def _make_publication(
         policy=run.policy,
         lineage=lineage,
         folder=folder.weights,
-        keep=configuration.learner.keep_weights,
+        keep=count_kept_versions(configuration),
+        keep_first=bool(list_leagues(run)),
         runtime=runtime,
         store=open_store(
             bus,

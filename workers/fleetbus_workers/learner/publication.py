@@ -30,7 +30,8 @@ _UNFINISHED = re.compile(r"\.l\d+-v\d{6,}\.(safetensors|delta)\.[0-9a-f]{32}")
 
 
 class Publication:
-    """Publishes the versions of one lineage and keeps the newest ``keep`` files. ``version`` is the newest one."""
+    """Publishes the versions of one lineage and keeps the newest ``keep`` files, and with ``keep_first`` that of the ``first``
+    version that has one. ``version`` is the newest one."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class Publication:
         lineage: str,
         folder: Path,
         keep: int,
+        keep_first: bool = False,
         runtime: Runtime,
         store: WeightsStore | None = None,
         objects: ObjectStore | None = None,
@@ -55,6 +57,7 @@ class Publication:
         self._policy = policy
         self._lineage = lineage
         self._folder = folder
+        self._keep_first = keep_first
         self._keep = max(keep, full_every + 1)  # a difference is of no use without what it is a difference to
         self._runtime = runtime
         self._store = store or FolderStore()
@@ -66,6 +69,7 @@ class Publication:
         self._newest: tuple[Path, str] | None = None
         self._published = 0
         self.version = -1
+        self.first = -1
 
     def run(self) -> AbstractAsyncContextManager[None]:
         """The lifetime of what sends versions beside their files, around all versions. Raises `UserError`."""
@@ -82,6 +86,8 @@ class Publication:
         versions = await read_published_versions(self._bus, self._subjects, self._policy)
         left = await self._runtime.offload(highest_version, self._folder)
         self.version = max(max(versions, default=-1), left)
+        kept = await self._runtime.offload(list_versions, self._folder)
+        self.first = min(versions.keys() & kept, default=-1)
         return versions
 
     async def publish(self, step: int) -> int:
@@ -115,11 +121,13 @@ class Publication:
             )
         )
         self.version = version
+        self.first = version if self.first < 0 else self.first
         self._newest = (file, uri)
         self._published += 1
         if manifest_object:
             self._manifests[file.name] = manifest_object
-        for removed in await self._runtime.offload(prune_versions, self._folder, self._keep):
+        first = self.first if self._keep_first else -1
+        for removed in await self._runtime.offload(prune_versions, self._folder, self._keep, first):
             await self._remove(removed)
         return version
 
@@ -152,16 +160,16 @@ class Publication:
             log.warning("removal of old weights failed; leaving them in the store", file=file.name, reason=str(error))
 
 
-def prune_versions(folder: Path, keep: int) -> list[Path]:
-    """Keep the newest ``keep`` versions: no worker loads the others any more, of any lineage. Returns what
-    is gone, differences included.
+def prune_versions(folder: Path, keep: int, first: int = -1) -> list[Path]:
+    """Keep the newest ``keep`` versions, and the one numbered ``first``: no worker loads the others any more, of any lineage.
+    Returns what is gone, differences included.
 
     Version numbers never repeat; of files with one number the newest lineage's is the one that was published.
     """
     files = sorted((int(found["version"]), int(found["lineage"]), found.string) for found in _list_version_files(folder))
     removed = []
-    for _, _, name in files[:-keep]:
-        for path in (folder / name, (folder / name).with_suffix(".delta")):
+    for number, _, name in files[:-keep]:
+        for path in () if number == first else (folder / name, (folder / name).with_suffix(".delta")):
             with suppress(FileNotFoundError):  # it has no difference, or another learner was first
                 path.unlink()
                 removed.append(path)
@@ -177,7 +185,12 @@ def remove_unfinished(folder: Path) -> None:
 
 def highest_version(folder: Path) -> int:
     """The highest version that left a file; -1 if none did. Blocking."""
-    return max((int(found["version"]) for found in _list_version_files(folder)), default=-1) if folder.is_dir() else -1
+    return max(list_versions(folder), default=-1)
+
+
+def list_versions(folder: Path) -> set[int]:
+    """The versions that have a file. Blocking."""
+    return {int(found["version"]) for found in _list_version_files(folder)} if folder.is_dir() else set()
 
 
 def _list_version_files(folder: Path) -> Iterator[re.Match[str]]:

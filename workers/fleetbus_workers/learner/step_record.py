@@ -20,6 +20,7 @@ from fleetbus_workers.learner.checkpoint_storage import CheckpointStorage
 from fleetbus_workers.learner.checkpoints import Checkpoint
 from fleetbus_workers.learner.joined_requests import JoinedRequests
 from fleetbus_workers.learner.journal import FencedAppender
+from fleetbus_workers.learner.league import LearnerLeague
 from fleetbus_workers.learner.pool import GroupPool
 from fleetbus_workers.learner.progress import Progress
 from fleetbus_workers.learner.publication import Publication
@@ -43,6 +44,7 @@ class StepRecord:
         checkpoints: CheckpointStorage,
         progress: Progress,
         token_records: TokenRecords,
+        league: LearnerLeague,
         *,
         settings: LearnerSettings,
         runtime: Runtime,
@@ -57,6 +59,7 @@ class StepRecord:
         self._checkpoints = checkpoints
         self._progress = progress
         self._token_records = token_records
+        self._league = league
         self._settings = settings
         self._runtime = runtime
         self._signal = SignalLog()
@@ -65,11 +68,12 @@ class StepRecord:
         """Store the step and what follows from it; a checkpoint may be finished in ``tasks``."""
         progress, version = self._progress, self._publication.version + 1
         progress.step += 1
+        self._league.record((result for group in batch.groups for result in group.graded), version)
         trained, excluded = self._pool.settle(batch.groups)
         self._checkpoints.pending = self._build_checkpoint(version)
         self._ledger.forget_settled()
         judged = {episode: batch.judged[episode] for episode in trained if episode in batch.judged}
-        metrics = batch.metrics | self._admission.metrics | self._pool.losses.metrics
+        metrics = {**batch.metrics, **self._admission.metrics, **self._pool.losses.metrics, **self._league.metrics}
         record = await self._runtime.offload(
             self._token_records.write, progress.lineage, progress.step, batch.tokens, version=self._publication.version
         )
@@ -111,4 +115,5 @@ class StepRecord:
             settled=self._ledger.settled_above,
             next_group=self._admission.next_group,
             first_open_group=self._admission.first_open_group,
+            meetings=self._league.meetings,
         )

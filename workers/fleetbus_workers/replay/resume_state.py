@@ -110,6 +110,7 @@ class ResumeState:
             floor=WHOLE_LOG,
             settled=tuple(sorted(self._settled)),
             next_group=max((parse_group_number(each.group_id) + 1 for each in requested if each is not None), default=0),
+            meetings=made.meetings,
             sha256=made.sha256,
         )
         (folder / INDEX).write_bytes(msgspec.json.encode(checkpoint))

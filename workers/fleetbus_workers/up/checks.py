@@ -121,9 +121,10 @@ def check_policies_of_seats(configuration: Configuration) -> None:
     seats = parse_seats(run.seats)
     check_seat_names(seats)
     for seat in seats:
-        if seat.trained and not ENGINES[inference.engine].is_local:
+        if (seat.trained or seat.league) and not ENGINES[inference.engine].is_local:
+            does = "trains" if seat.trained else "lets versions of the policy play"
             raise UserError(
-                f"run.seats trains the seat {seat.seat}, and inference.engine = {inference.engine} has one policy's weights: "
+                f"run.seats {does} the seat {seat.seat}, and inference.engine = {inference.engine} has one policy's weights: "
                 f"choose {' or '.join(list_engines(lambda kind: kind.is_local))}, or start the roles by hand, each policy's "
                 "with servers of its own"
             )

@@ -118,6 +118,10 @@ class EpisodeSeats:
             return seat
         if other.trained:
             return msgspec.structs.replace(seat, policy=other.policy)
+        if other.version is not None:
+            reason = f"version {other.version} plays it, which is not trained"
+            score = seat.reward if seat.reason != SHARED else None
+            return EpisodeSeat(name=seat.name, turns=seat.turns, reason=reason, versions=(other.version,), score=score)
         reason = f"the policy {other.policy} plays it, which is not trained here"
         return EpisodeSeat(name=seat.name, turns=seat.turns, reason=reason)
 

@@ -44,6 +44,7 @@ def describe_overview(view: RunView, *, run: str, is_behind: bool, has_actions: 
         "workers": view.workers,
         "log": usage | {"entries_per_second": health.entries_per_second, "problem": health.problem, "is_behind": is_behind},
         "operations": [{**msgspec.structs.asdict(each), "line": each.line} for each in view.state.operations.newest],
+        "league": view.state.league.rows,
         "server": view.server,
         "stalls": [],
         "notes": [],

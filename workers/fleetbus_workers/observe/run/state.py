@@ -28,6 +28,7 @@ from fleetbus_schemas import (
     OperationRecorded,
     StepTrained,
 )
+from fleetbus_workers.observe.run.league_table import LeagueTable
 from fleetbus_workers.observe.run.own_reward import show_own_reward
 from fleetbus_workers.observe.run.progress import Progress
 from fleetbus_workers.observe.run.termination import TerminationState
@@ -94,6 +95,7 @@ class RunState:
         """The groups that they are of, where there is a learner to take them."""
         self.malformed = 0
         self.operations = Operations()
+        self.league = LeagueTable()
         self.checkpoint = 0
         self.policy = ""
         """The name of the run's own policy, once its training has begun."""
@@ -162,6 +164,7 @@ class RunState:
         if message.error_class:
             self.errors[message.error_class] += 1
         self.segments.update(segment.origin.reason for segment in message.segments if segment.origin is not None)
+        self.league.apply(message)
         self.turns += message.turns
         self.prompts += max(len(message.segments), min(message.turns, 1))
 

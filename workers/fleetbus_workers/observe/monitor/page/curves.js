@@ -50,6 +50,10 @@ export async function curves(seen, query, go) {
     ["Log-probabilities: sampler and trainer", colored([metric("logprob_difference_max", "largest difference"), metric("ratio_max", "largest ratio")]), { digits: 4 }],
     ["Gradient norm, loss", colored([metric("grad_norm", "gradient norm"), metric("loss")]), { floor: null, digits: 3 }],
     ["Turns per episode, tool errors", colored([metric("turns"), metric("tool_errors", "tool errors")]), { digits: 1 }],
+    ...(points.some((point) => "league_win_rate" in point.metrics) ? [
+      ["League: rating of the newest version, in points of Elo, and its standard error", colored([metric("league_rating", "rating"), metric("league_rating_error", "error")]), { floor: null, digits: 0 }],
+      ["League: points per game against earlier versions", colored([metric("league_win_rate", "win rate")]), { ceiling: 1 }],
+    ] : []),
   ];
   return [el("div", { class: "grid" }, section("Reward and success", chooser(runs, chosen, smooth, [policy, ...others.keys()], shown, query, go), rewardChart(seen, other, smooth)), section("Rewards of trained episodes", heatmap("Rewards of trained episodes", rewards)), boxes.map(([title, series, options]) => section(others.size ? `${shown}: ${title}` : title, chart(title, series, { smooth, ...options }))))];
 }

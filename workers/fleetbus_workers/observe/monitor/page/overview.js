@@ -8,9 +8,9 @@ const STATES = { working: "good", draining: "warn", starting: "dim", silent: "ba
 
 export function overview(shown, seen) {
   const { evaluations, diagnosed } = seen;
-  const { metrics, numbers, workers, log, server, stalls, notes, ending, operations } = shown;
+  const { metrics, numbers, workers, log, server, stalls, notes, ending, operations, league } = shown;
   const acts = shown.actions && !ending;
-  return [over(ending), stuck(stalls), worthKnowing(notes), failures(numbers.failures), el("div", { class: "grid" }, section("Reward and success", rewardChart(seen), evaluations.length > 1 ? el("p", {}, el("a", { href: "#/evaluations" }, "newest evaluation less the first, task by task")) : null), cards(metrics, numbers, stalls, acts && !numbers.finished ? pauseButton(shown.paused) : null)), diagnosis(diagnosed), workerTable(workers, metrics, ending, acts), el("div", { class: "grid" }, outcomes(numbers), logHealth(log, metrics, numbers, ending)), done(operations), ending && log.problem ? null : natsServer(server)].filter(Boolean);
+  return [over(ending), stuck(stalls), worthKnowing(notes), failures(numbers.failures), el("div", { class: "grid" }, section("Reward and success", rewardChart(seen), evaluations.length > 1 ? el("p", {}, el("a", { href: "#/evaluations" }, "newest evaluation less the first, task by task")) : null), cards(metrics, numbers, stalls, acts && !numbers.finished ? pauseButton(shown.paused) : null)), diagnosis(diagnosed), workerTable(workers, metrics, ending, acts), el("div", { class: "grid" }, outcomes(numbers), leagueTable(league), logHealth(log, metrics, numbers, ending)), done(operations), ending && log.problem ? null : natsServer(server)].filter(Boolean);
 }
 
 /** For a run that has ended: when and how it ended, and how to resume it. */
@@ -95,6 +95,13 @@ function outcomes(numbers) {
   ];
   if (!rows.length) return section("Outcomes", el("p", { class: "empty" }, "no episode has finished yet"));
   return section("Outcomes", table("Episodes by outcome, reason for exclusion, and error", [["", (row) => row[0]], ["name", (row) => el("span", { class: row[3] }, row[1].replaceAll("_", " "))], ["episodes", (row) => number(row[2]), "number"]], rows));
+}
+
+/** Versions of the policy that have played each other, newest first, with ratings and their standard errors. */
+function leagueTable(rows) {
+  if (!rows?.length) return null;
+  const columns = [["version", (row) => row.version, "number"], ["Elo", (row) => number(row.rating), "number"], ["±", (row) => number(row.error), "number"], ["games", (row) => number(row.games), "number"]];
+  return section("League", table("Ratings of versions and their standard errors; the oldest one has 0", columns, rows));
 }
 
 function logHealth(log, metrics, numbers, ending) {

@@ -1,0 +1,86 @@
+"""The books of episodes with an opponent: played as requested they balance, and each fault has its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fleetbus_schemas import EpisodeSeat, SeatPolicy
+from fleetbus_schemas.tokens import EMPTY_HISTORY, pack_mask
+from tests.support.forged_seats import ORIGIN, SEGMENTS, TOKENS, UNTRAINED
+from tests.support.log_builder import PROMPT, SAMPLED, LogBuilder, audit_log, compute_history_hash, kinds, start_log
+
+OPPONENT = 1
+FIRST = EpisodeSeat(name="first", turns=(0, 2), reward=1.0)
+SECOND = EpisodeSeat(name="second", turns=(1,), versions=(OPPONENT,), score=-1.0)
+
+
+def play_game(log_builder: LogBuilder, *, asked: int | None = OPPONENT, played: int = OPPONENT, **changes: Any) -> None:
+    """Two turns of the newest version, 2, and one of the opponent between them, of which ``asked`` was asked for."""
+    log_builder.request("a", seats=(SeatPolicy(seat="second", policy="second", version=OPPONENT),))
+    log_builder.claim("a")
+    actions = []
+    for turn, (seat, segment, before) in enumerate((("first", 0, 0), ("second", 1, 0), ("first", 0, 1))):
+        is_other = seat == "second"
+        log_builder.observe(
+            "a",
+            turn,
+            history_hash=compute_history_hash(before) if before else EMPTY_HISTORY,
+            seat=seat,
+            segment=segment,
+            origin=ORIGIN if is_other else None,
+            policy="second" if is_other else "default",
+            pinned_version=asked if is_other else None,
+        )
+        action: dict[str, Any] = {"segment": segment, "origin": ORIGIN if is_other else None}
+        hashed = compute_history_hash(before + 1)
+        actions.append(log_builder.act("a", turn, version=played if is_other else 2, history_hash=hashed, **action))
+    mask = [*[False] * PROMPT, *[True] * SAMPLED, *[False] * TOKENS, *[False] * PROMPT, *[True] * SAMPLED]
+    sound = {"seats": (FIRST, SECOND), "segments": SEGMENTS, "untrained": UNTRAINED, "loss_mask": pack_mask(mask)}
+    log_builder.finish("a", actions, **sound | changes)
+
+
+def start_league() -> LogBuilder:
+    log_builder = start_log()
+    for number in (1, 2):
+        log_builder.version(number)
+    return log_builder
+
+
+async def test_a_game_against_the_version_that_was_requested_balances() -> None:
+    log_builder = start_league()
+    play_game(log_builder)
+    log_builder.step(1, ["a"])
+    report = await audit_log(log_builder)
+    assert (kinds(report), report.books.trained, report.unrewarded) == ({}, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("opponent_wrong", {"asked": 2, "played": 2}),
+        ("opponent_wrong", {"asked": None}),
+        ("opponent_wrong", {"played": 2}),
+        ("version_unpublished", {"played": 77}),
+        ("seats_wrong", {"seats": (FIRST, EpisodeSeat(name="second", turns=(1,), versions=(2,), score=-1.0))}),
+        ("seats_wrong", {"seats": (FIRST, EpisodeSeat(name="second", turns=(1,), reward=-1.0, versions=(OPPONENT,)))}),
+        ("seats_wrong", {"untrained": ()}),
+    ],
+    ids=["drawn anew", "not pinned", "played by another", "played by nobody's", "named otherwise", "rewarded", "trained"],
+)
+async def test_an_opponent_that_is_not_as_requested_is_found(kind: str, fault: dict[str, Any]) -> None:
+    log_builder = start_league()
+    play_game(log_builder, **fault)
+    assert kinds(await audit_log(log_builder)).get(kind) == ("a",)
+
+
+async def test_an_opponent_that_is_drawn_anew_when_an_episode_is_taken_over_is_found() -> None:
+    log_builder = start_league()
+    log_builder.request("a", seats=(SeatPolicy(seat="second", policy="second", version=OPPONENT),))
+    log_builder.claim("a")
+    log_builder.observe("a", 0, seat="second", policy="second", pinned_version=OPPONENT, history_hash=EMPTY_HISTORY)
+    log_builder.claim("a", 2)
+    assert kinds(await audit_log(log_builder)) == {}
+    log_builder.observe("a", 0, 2, seat="second", policy="second", pinned_version=2, history_hash=EMPTY_HISTORY)
+    assert kinds(await audit_log(log_builder)) == {"opponent_wrong": ("a",)}

@@ -1,0 +1,149 @@
+"""An engine that plays several versions: each turn by its own, none while another runs, none left waiting for ever."""
+
+from __future__ import annotations
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from fleetbus.bus.memory import MemoryServer
+from fleetbus.bus.streams import plan_run
+from fleetbus_schemas import PolicyPublished, SamplingSettings, Subjects, encode
+from fleetbus_workers.inference.base import Generation, GenerationRequest, WeightsRejected
+from fleetbus_workers.inference.scripted import ScriptedSampler
+from fleetbus_workers.inference.snapshots import RETRY_SECONDS, TRIES, PublishedVersions, SnapshotSampler
+from fleetbus_workers.inference.turn_rules import VersionSuperseded
+from tests.support.virtual_time import virtual_time
+
+anyio_backend = virtual_time
+
+pytestmark = pytest.mark.anyio
+
+REQUEST = GenerationRequest(cache_key="e", ids=(2,), sampling=SamplingSettings(), stop_ids=frozenset(), max_tokens=4, seed=1)
+
+
+def publish(version: int) -> PolicyPublished:
+    return PolicyPublished(policy="default", version=version, lineage="l1", step=version, uri="", manifest=(), size_bytes=0)
+
+
+async def find(version: int) -> PolicyPublished:
+    return publish(version)
+
+
+class Engine(ScriptedSampler):
+    """Takes a second a turn, and fails if weights come in the midst of one."""
+
+    def __init__(self) -> None:
+        super().__init__(delay=lambda _: 1.0)
+        self.running = self.most = 0
+        self.loads: list[int] = []
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            return await super().generate(request)
+        finally:
+            self.running -= 1
+
+    async def load(self, policy: PolicyPublished) -> None:
+        assert not self.running, "a turn would be of two versions"
+        await anyio.sleep(0.1)
+        self.loads.append(policy.version)
+        await super().load(policy)
+
+
+async def play(sampler: SnapshotSampler, version: int | None, played: list[int]) -> None:
+    async with sampler.hold(version):
+        generation = await sampler.generate(REQUEST)
+    assert [span.version for span in generation.versions] == [version]
+    assert version is not None
+    played.append(version)
+
+
+async def test_each_turn_is_answered_by_the_version_that_it_asks_for() -> None:
+    engine, played = Engine(), list[int]()
+    sampler = SnapshotSampler(engine, find)
+    async with anyio.create_task_group() as group:
+        for number in range(30):
+            group.start_soon(play, sampler, (3, 0, 7)[number % 3], played)
+    assert sorted(played) == [0] * 10 + [3] * 10 + [7] * 10
+    assert sorted(engine.loads) == [0, 3, 7], "those that wait for one version are played together"
+    assert engine.most == 10
+
+
+async def test_no_version_starves_beside_one_that_is_always_asked_for() -> None:
+    sampler, played = SnapshotSampler(Engine(), find), list[int]()
+
+    async def ask_on(group_drain: anyio.Event) -> None:
+        while not group_drain.is_set():
+            await play(sampler, 1, played)
+
+    drain = anyio.Event()
+    async with anyio.create_task_group() as group:
+        for _ in range(8):
+            group.start_soon(ask_on, drain)
+        await anyio.sleep(0.5)
+        with anyio.fail_after(5):
+            await play(sampler, 0, played)
+        drain.set()
+
+
+async def test_a_turn_that_is_cancelled_leaves_the_others_their_way() -> None:
+    engine, played = Engine(), list[int]()
+    sampler = SnapshotSampler(engine, find)
+    for moment in (0.05, 0.5, 1.05, 1.5):  # while it loads, runs, waits behind one that loads, and behind one that runs
+        async with anyio.create_task_group() as group:
+            if moment > 1:
+                group.start_soon(play, sampler, 0, played)
+                await anyio.lowlevel.checkpoint()
+            with anyio.move_on_after(moment):
+                await play(sampler, 1 if moment > 1 else 5, played)
+            with anyio.fail_after(10):
+                await play(sampler, 2, played)
+    assert played.count(2) == 4
+
+
+@pytest.mark.parametrize("failures", [TRIES - 1, TRIES])
+async def test_a_version_that_cannot_be_had_is_tried_again_and_then_gone(failures: int) -> None:
+    tried: list[float] = []
+
+    async def fail(version: int) -> PolicyPublished:
+        if version == 4:
+            tried.append(anyio.current_time())
+            if len(tried) <= failures:
+                raise WeightsRejected("the store is away")
+        return publish(version)
+
+    sampler, played = SnapshotSampler(Engine(), fail), list[int]()
+    async with anyio.create_task_group() as group:
+        if failures < TRIES:
+            await play(sampler, 4, played)
+        else:
+            group.start_soon(play, sampler, 0, played)
+            with pytest.raises(VersionSuperseded, match="version 4 cannot be loaded any more: the store is away"):
+                await play(sampler, 4, played)
+    assert len(tried) == TRIES
+    assert tried[-1] - tried[0] >= (TRIES - 1) * RETRY_SECONDS
+    with anyio.fail_after(5):
+        await play(sampler, 1, played)
+
+
+async def test_a_turn_that_asks_for_no_version_is_refused() -> None:
+    with pytest.raises(VersionSuperseded, match="asks for none"):
+        await play(SnapshotSampler(Engine(), find), None, [])
+
+
+async def test_versions_are_read_from_the_log_as_they_are_asked_for() -> None:
+    server, subject = MemoryServer(), Subjects("run").policy("default")
+    server.declare(plan_run("run", lanes=2))
+    async with server.connect("run") as bus:
+        versions = PublishedVersions(bus, subject)
+        for version in (0, 1, 2):
+            await bus.publish(subject, encode(publish(version)))
+        assert (await versions.find(1)).version == 1
+        with pytest.raises(WeightsRejected, match="the log has no version 3"):
+            await versions.find(3)
+        await bus.publish(subject, encode(publish(3)))
+        assert (await versions.find(3)).version == 3
+        assert (await versions.find(0)).version == 0
