@@ -124,7 +124,7 @@ async def test_each_seat_is_worth_what_openspiel_returns(id: str) -> None:
         paid.add(tuple(state.returns()))
         if id == "kuhn_poker":
             first, second, *bets = state.history()
-            assert settle("JQK"[first] + "JQK"[second], "".join("pb"[bet] for bet in bets)) == verdict.seats["player-0"]
+            assert settle("JQK"[first] + "JQK"[second], "".join("pb"[bet] for bet in bets)) == verdict.seats["player_0"]
     assert len(paid) > 1
 
 
@@ -163,7 +163,7 @@ async def test_moves_are_said_by_name_or_number_and_each_player_sees_its_own_car
     assert shown.endswith("Answer with one legal move: 0 (Pass), 1 (Bet).")
     step = await act(environment, "I think so.</think><action> bet. </action>")
     card = shown.split("\n\n")[2], str(step.messages[0].content).split("\n\n")[2]
-    assert step.seat == "player-1" and card[0] != card[1] and card[1].endswith("b")
+    assert step.seat == "player_1" and card[0] != card[1] and card[1].endswith("b")
     zoo = make("pettingzoo:classic/rps_v2")
     assert "0 (rock), 1 (paper), 2 (scissors)" in str((await begin(zoo)).messages[0].content)
 

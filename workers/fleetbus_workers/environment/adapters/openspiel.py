@@ -132,7 +132,7 @@ class OpenSpielEnvironment:
         self._moves = {move: self._state.action_to_string(player, move) for move in self._state.legal_actions(player)}
 
     def _show(self) -> ChatMessage:
-        """What the player whose move it is knows: all of the past where something is hidden, else the board."""
+        """The knowledge of the player whose move it is: all of the past where something is hidden, else the board."""
         kind = self._game.get_type()
         hidden = kind.information != pyspiel.GameType.Information.PERFECT_INFORMATION
         past = kind.provides_information_state_string and (hidden or not kind.provides_observation_string)
@@ -143,7 +143,7 @@ class OpenSpielEnvironment:
         return ChatMessage(role="user", content="\n\n".join(filter(None, (*before, text.strip(), list_moves(self._moves)))))
 
     def _name(self, player: int) -> str:
-        return f"player-{player}" if self._game.num_players() > 1 else ""
+        return f"player_{player}" if self._game.num_players() > 1 else ""
 
     async def state(self) -> dict[str, Any]:
         return {"game": str(self._game), "moves": len(self._state.history()), "over": self._state.is_terminal()}
