@@ -59,7 +59,7 @@ async def play(environment: Environment, seed: int) -> tuple[list[int], list[Sta
 
 @pytest.mark.parametrize("id", ZOO)
 async def test_each_seat_is_worth_what_pettingzoo_pays_its_agent(id: str) -> None:
-    factory = make(f"pettingzoo:{id}").__class__
+    factory: Any = make(f"pettingzoo:{id}").__class__
     module = importlib.import_module(f"pettingzoo.{id.replace('/', '.')}")
     paid = set()
     for seed in range(GAMES):
@@ -83,7 +83,7 @@ async def test_each_seat_is_worth_what_pettingzoo_pays_its_agent(id: str) -> Non
 
 
 async def test_a_parallel_environment_pays_what_its_own_interface_does_and_shows_no_move_of_the_same_step() -> None:
-    factory = make("pettingzoo:classic/rps_v2").__class__
+    factory: Any = make("pettingzoo:classic/rps_v2").__class__
     from pettingzoo.classic import rps_v2
 
     for seed in range(GAMES):
@@ -102,7 +102,7 @@ async def test_a_parallel_environment_pays_what_its_own_interface_does_and_shows
 
 @pytest.mark.parametrize("id", SPIEL)
 async def test_each_seat_is_worth_what_openspiel_returns(id: str) -> None:
-    factory = make(f"openspiel:{id}").__class__
+    factory: Any = make(f"openspiel:{id}").__class__
     import pyspiel
 
     paid = set()
