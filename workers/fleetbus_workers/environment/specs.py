@@ -83,6 +83,11 @@ ADAPTERS = (
         "textarena[:ID]", "textarena:build", "texts",
         "text games for one player, or several: `players` in the task's config", task_key="id",
     ),
+    Adapter(
+        "pettingzoo[:FAMILY/NAME]", "pettingzoo:build", "games",
+        "games of PettingZoo, AEC or parallel: each agent is a seat", task_key="id",
+    ),
+    Adapter("openspiel[:GAME]", "openspiel:build", "games", "games of OpenSpiel: each player is a seat", task_key="id"),
     Adapter("coding", "coding.factory:build", "", "Python in a sandbox: bubblewrap (Debian package), or user namespaces"),
     Adapter(
         "harbor:DIR", "harbor.factory:build", "",

@@ -1,0 +1,162 @@
+"""A game of OpenSpiel, by its own API: each player is a seat, chance is drawn from the task's seed.
+
+A task's ``config``: ``id`` (instead of the one in ``openspiel:ID``), as OpenSpiel writes games: ``kuhn_poker(players=3)``.
+Players who move at once answer one after another, and none sees the moves of the others.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from typing import Any
+
+import anyio
+import pyspiel
+
+from fleetbus.errors import UserError
+from fleetbus_schemas import Action, ChatMessage, Task
+from fleetbus_schemas.seat import MAX_SEATS
+from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
+from fleetbus_workers.environment.adapters.common.legal_moves import TRIES, find_move, list_moves, refuse
+from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.task_permissions import check_arguments
+
+
+def build(context: AdapterContext) -> Factory:
+    """Games of the spec's id, else of the task's. Raises `UserError` if there is no such game that can be played in words."""
+    id = context.rest
+    if id:
+        try:
+            load_game(id)
+        except ValueError as error:
+            raise UserError(f"environment {context.spec!r}: {error}") from error
+    return Factory(lambda: OpenSpielEnvironment(id))
+
+
+def load_game(id: str) -> Any:
+    """The game of OpenSpiel that ``id`` writes. Raises `ValueError`."""
+    name = id.partition("(")[0]
+    if name not in pyspiel.registered_names():
+        raise ValueError(f"OpenSpiel has no game {name[:80]!r}")
+    try:
+        game = pyspiel.load_game(id)
+    except pyspiel.SpielError as error:
+        raise ValueError(f"OpenSpiel: {str(error).splitlines()[0][:300]}") from error
+    kind = game.get_type()
+    if game.num_players() > MAX_SEATS:
+        raise ValueError(f"{name} has {game.num_players()} players; an episode has at most {MAX_SEATS} seats")
+    if kind.dynamics == pyspiel.GameType.Dynamics.MEAN_FIELD:
+        raise ValueError(f"{name} is a mean field game, which has no players to give seats to")
+    if not (kind.provides_information_state_string or kind.provides_observation_string):
+        raise ValueError(f"{name} has no text for its players")
+    return game
+
+
+class OpenSpielEnvironment:
+    """One game. After `TRIES` answers in a row that are no legal move a seat has lost: the least that the game pays."""
+
+    replayable = True
+
+    def __init__(self, id: str) -> None:
+        self._id = id
+        self._joint: list[int] = []
+        self._wrong = 0
+        self._lost = ""
+        self._met: set[int] = set()
+
+    async def open(self, task: Task) -> None:
+        self._task = task
+        id = str(check_arguments(task.config.get("id") or self._id, "id"))
+        try:
+            self._game = await anyio.to_thread.run_sync(load_game, id)
+        except ValueError as error:
+            raise EnvironmentFailed(str(error)) from error
+
+    async def reset(self) -> Start:
+        self._state = self._game.new_initial_state()
+        seed = self._task.seed if self._task.seed is not None else zlib.crc32(self._task.key.encode())
+        self._random = random.Random(seed)
+        self._deal()
+        await anyio.lowlevel.checkpoint()
+        return Start(messages=(self._show(),), seat=self._name(self._player))
+
+    async def step(self, action: Action) -> Step:
+        await anyio.lowlevel.checkpoint()
+        move = find_move(action.text, self._moves)
+        if move is None:
+            self._wrong += 1
+            if self._wrong < TRIES:
+                return Step(messages=(refuse(action.text, TRIES - self._wrong, list_moves(self._moves)),), tool_errors=1)
+            self._lost = f"{self._name(self._player) or 'the player'} gave {TRIES} answers that are no legal move"
+            return Step(terminated=True, tool_errors=1)
+        self._wrong = 0
+        self._move(move)
+        if self._state.is_terminal():
+            return Step(terminated=True)
+        return Step(messages=(self._show(),), seat=self._name(self._player))
+
+    def _move(self, move: int) -> None:
+        if not self._state.is_simultaneous_node():
+            self._state.apply_action(move)
+            self._deal()
+            return
+        self._joint.append(move)
+        if not self._ask_next():
+            self._state.apply_actions(self._joint)
+            self._joint = []
+            self._deal()
+
+    def _deal(self) -> None:
+        """Draw what is chance, up to the next move of a player."""
+        while self._state.is_chance_node():
+            outcomes, weights = zip(*self._state.chance_outcomes(), strict=True)
+            self._state.apply_action(self._random.choices(outcomes, weights)[0])
+        if self._state.is_terminal():
+            return
+        if not self._state.is_simultaneous_node():
+            self._ask(self._state.current_player())
+        elif not self._ask_next():
+            raise EnvironmentFailed(f"{self._game}: nobody has a legal move")
+
+    def _ask_next(self) -> bool:
+        """Ask the next of the players who move at once; one who has no move is not asked. False: all have moved."""
+        while (player := len(self._joint)) < self._game.num_players():
+            if self._state.legal_actions(player):
+                self._ask(player)
+                return True
+            self._joint.append(0)  # OpenSpiel reads no move of such a player
+        return False
+
+    def _ask(self, player: int) -> None:
+        self._player = player
+        self._moves = {move: self._state.action_to_string(player, move) for move in self._state.legal_actions(player)}
+
+    def _show(self) -> ChatMessage:
+        """The knowledge of the player whose move it is: all of the past where something is hidden, else the board."""
+        kind = self._game.get_type()
+        hidden = kind.information != pyspiel.GameType.Information.PERFECT_INFORMATION
+        past = kind.provides_information_state_string and (hidden or not kind.provides_observation_string)
+        text = (self._state.information_state_string if past else self._state.observation_string)(self._player)
+        first = self._player not in self._met
+        self._met.add(self._player)
+        before = (self._task.prompt, f"{kind.long_name}. You are player {self._player}.") if first else ()
+        return ChatMessage(role="user", content="\n\n".join(filter(None, (*before, text.strip(), list_moves(self._moves)))))
+
+    def _name(self, player: int) -> str:
+        return f"player_{player}" if self._game.num_players() > 1 else ""
+
+    async def state(self) -> dict[str, Any]:
+        return {"game": str(self._game), "moves": len(self._state.history()), "over": self._state.is_terminal()}
+
+    async def verify(self) -> Verdict:
+        """The game's returns, with several players that of the first and of each seat; none for a game that is not over."""
+        if not self._state.is_terminal() and not self._lost:
+            return Verdict(reward=None, reason="the game was not over")
+        rewards = [float(each) for each in self._state.returns()]
+        if self._lost:
+            rewards[self._player] = float(self._game.min_utility())
+        seats = {self._name(player): reward for player, reward in enumerate(rewards)} if len(rewards) > 1 else {}
+        return Verdict(reward=rewards[0], reason=self._lost, seats=seats)
+
+    async def close(self) -> None:
+        await anyio.lowlevel.checkpoint()
