@@ -52,7 +52,7 @@ def _find_seats_problem(result: EpisodeFinished, actions: Sequence[Action]) -> s
         return "its seats have no turns, or not in their order"
     for seat in result.seats:  # by these another policy's learner tells how old the episode is
         sampled = {span.version for turn in seat.turns for span in actions[turn].versions}
-        if (seat.policy or seat.versions) and set(seat.versions) != sampled:
+        if seat.policy and set(seat.versions) != sampled:
             return f"the seat {seat.name} names the versions {sorted(seat.versions)}, its Actions {sorted(sampled)}"
     untrained = {each.turn for each in result.untrained}
     elsewhere = {turn for seat in result.seats if seat.reason == ELSEWHERE for turn in seat.turns}
