@@ -109,6 +109,12 @@ test-api *arguments:
     .venv-api/bin/pip install -q -c constraints.txt -e '.[test]' ipykernel nbclient nbformat pandas pyarrow
     .venv-api/bin/pytest -n0 -q -m 'slow or not slow' tests/system/test_api_examples.py tests/system/test_api_reader.py tests/unit/test_datasets.py {{arguments}}
 
+# Games of PettingZoo and OpenSpiel, in a separate environment
+test-games *arguments:
+    test -d .venv-games || python3 -m venv .venv-games
+    .venv-games/bin/pip install -q -c constraints.txt -e '.[test,games]'
+    .venv-games/bin/pytest -n0 -q -m 'slow or not slow' tests/system/test_environment_games.py {{arguments}}
+
 # Agents with their own loops: clients in one separate environment, agents as shipped in one each, outside the repository: an hour; the other tests of agents run with every change
 test-agents *arguments:
     test -d .venv-agents || python3 -m venv .venv-agents

@@ -85,6 +85,7 @@ GROUPS = {
     "foreign": Group("test-foreign", 120, lacks_verifiers),
     "sinks": Group("test-sinks", 20),
     "api": Group("test-api", 30),
+    "games": Group("test-games", 20),
     "fleet-sdk": Group("test-fleet-sdk", 10),
     "agents": Group("test-agents", 40),
     "clients": Group("test-clients", 40, lacks_vagen),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from fleetbus.errors import UserError
 from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.base import Environment, EnvironmentFailed, Start, Step
 from fleetbus_workers.environment.specs import build_environment_factory
+from tests.support.called_command import call
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -196,3 +198,14 @@ async def test_more_agents_than_an_episode_has_seats_are_refused(monkeypatch: py
     for spec in ("pettingzoo:classic/rps_v2", "openspiel:kuhn_poker"):
         with pytest.raises(UserError, match=r"has 2 (agents|players); an episode has at most 1 seats"):
             make(spec)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_game_is_trained_by_self_play_with_one_command(tmp_path: Path) -> None:
+    pytest.importorskip("pyspiel")
+    small = ("--learner-groups", "1", "--learner-group-size", "4", "--evaluation-episodes", "0", "--no-monitor")
+    (tmp_path / "tasks.json").write_text('[{"key": "a", "prompt": ""}, {"key": "b", "prompt": ""}]')
+    shown = call(tmp_path, "up", "--environment", "openspiel:kuhn_poker", "--tasks", "tasks.json", "--steps", "2", *small)
+    assert "step 2/2" in shown
+    assert "balances" in call(tmp_path, "audit", "default")
