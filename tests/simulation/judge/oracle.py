@@ -110,6 +110,7 @@ class FaultOracle:
             not self.processes[before.worker].is_alive  # whether it had a right to end was judged when it ended
             or self._observer.was_disturbed(before.worker, since=since)
             or self._observer.was_disturbed(claim.worker, since=since)
+            or self._observer.message_faults(episode, since=since, kind="read_lost")  # its handler gives up, without a death
             or self._observer.message_faults(episode, since=since, kind="delivery_repeated", subject="task")
             or self._observer.message_faults(episode, since=since, kind="ack_lost", subject="task") >= POISON_TRIES
         )
