@@ -13,11 +13,22 @@ import msgspec
 import pytest
 import trio.testing
 
+from fleetbus.bus.base import StreamEntry
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
 from fleetbus.log.episodes import decode_entries
 from fleetbus.logs.setup import suppress_logs
 from fleetbus.recording import Recording, RecordingHeader
-from fleetbus_schemas import CheckpointStored, LineageStarted, StepTrained, Task, TensorEntry, decode, encode
+from fleetbus_schemas import (
+    CheckpointStored,
+    FloorRaised,
+    LineageStarted,
+    StepTrained,
+    Subjects,
+    Task,
+    TensorEntry,
+    decode,
+    encode,
+)
 from fleetbus_schemas.channels import STORED
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.held_out import find_newest_version, play
@@ -257,3 +268,16 @@ def test_a_learner_that_does_not_take_over_what_was_asked_for_before_is_found(
     monkeypatch.setattr(Admission, "take_over", forget)
     report = replayed(recording, configuration, tmp_path)
     assert report.first is not None and any("lineage l2" in line for line in report.first.context)
+
+
+def test_what_says_that_entries_left_the_log_keeps_no_recording_from_its_replay(recorded: Any, tmp_path: Path) -> None:
+    recording, configuration = recorded()
+    floor = StreamEntry(
+        subject=Subjects(RUN).floor,
+        payload=encode(FloorRaised(sequence=1)),
+        sequence=recording.entries[-1].sequence + 1,
+        time_ns=recording.entries[-1].time_ns,
+    )
+    recording.entries.append(floor)
+    report = replayed(recording, configuration, tmp_path)
+    assert report.same, report.lines()

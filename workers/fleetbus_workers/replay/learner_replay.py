@@ -48,6 +48,7 @@ async def replay_learner(context: ReplayContext, make_trainer: MakeTrainer | Non
     """
     recording, report, own = context.recording, context.report, context.configuration
     joined = [configure_learner(own, seat) for seat in list_trained_seats(own.run)]
+    learners = [(own, read_lineages(recording)), *((each, read_lineages(recording, each.run.policy)) for each in joined)]
     episodes = {name: each for name, each in read_episodes(recording.entries).items() if each.request is not None}
     check_images(recording, episodes.values())
     if make_trainer is None and own.weights.full_every > 1:
@@ -55,7 +56,6 @@ async def replay_learner(context: ReplayContext, make_trainer: MakeTrainer | Non
     if joined:
         context.ignore("EpisodeRequested.policy_version")  # another learner, which is not there, had a part in the pace
         report.notes["learners, one after another"] = 1 + len(joined)
-    learners = [(own, read_lineages(recording)), *((each, read_lineages(recording, each.run.policy)) for each in joined)]
     context.progress.expect(sum(len(lineage.published) for _, lineages in learners for lineage in lineages))
     for configuration, lineages in learners:
         await replay_lineages(context, configuration, lineages, episodes, make_trainer, folder=folder)

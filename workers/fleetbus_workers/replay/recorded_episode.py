@@ -107,9 +107,8 @@ def read_episodes(entries: Iterable[StreamEntry]) -> dict[str, RecordedEpisode]:
     """All episodes of a recording by id, in order of their first entry."""
     found: dict[str, RecordedEpisode] = {}
     for entry in entries:
-        _, _, kind, rest = entry.subject.split(".", 3)
+        kind, episode_id = entry.subject.split(".", 3)[2], entry.subject.rpartition(".")[2]
         if kind in _KINDS:
-            episode_id = rest.rpartition(".")[2]
             episode = found.get(episode_id)
             if episode is None:
                 episode = found[episode_id] = RecordedEpisode(episode_id)

@@ -135,8 +135,8 @@ def _load_share(job: Job) -> tuple[Recording, float]:
     own, first_ns, last_ns = [], 0, 0
     for entry in reader.entries():
         first_ns, last_ns = first_ns or entry.time_ns, entry.time_ns
-        _, _, kind, rest = entry.subject.split(".", 3)
-        if kind not in _EPISODE_KINDS or share_of(rest.rpartition(".")[2], job.count) == job.number:
+        kind, name = entry.subject.split(".", 3)[2], entry.subject.rpartition(".")[2]
+        if kind not in _EPISODE_KINDS or share_of(name, job.count) == job.number:
             own.append(entry)
     recording = Recording(
         path=job.file, header=reader.header, entries=own, files=reader.files, objects=reader.objects, torn=reader.torn
