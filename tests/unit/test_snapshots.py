@@ -147,3 +147,19 @@ async def test_versions_are_read_from_the_log_as_they_are_asked_for() -> None:
         await bus.publish(subject, encode(publish(3)))
         assert (await versions.find(3)).version == 3
         assert (await versions.find(0)).version == 0
+
+
+async def test_no_turn_is_answered_by_weights_that_a_failed_load_left_half_swapped() -> None:
+    class Swapping(Engine):
+        async def load(self, policy: PolicyPublished) -> None:
+            await super().load(policy)
+            if policy.version == 5:
+                raise WeightsRejected("its answer was lost")
+
+    engine, played = Swapping(), list[int]()
+    sampler = SnapshotSampler(engine, find)
+    await play(sampler, 3, played)
+    with pytest.raises(VersionSuperseded):
+        await play(sampler, 5, played)
+    await play(sampler, 3, played)
+    assert played == [3, 3] and engine.loads == [3, *[5] * TRIES, 3]

@@ -123,6 +123,7 @@ class SnapshotSampler:
         try:
             if version != self._loaded:
                 published = await self._find(version)
+                self._loaded = None  # a load that fails may have begun to swap
                 with anyio.CancelScope(shield=True):  # an engine that was told to swap does so
                     await self._sampler.load(published)
             self._loaded, self._last_admitted = version, self._last_number

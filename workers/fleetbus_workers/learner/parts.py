@@ -7,6 +7,7 @@ versions, checkpoints the files on the disk, and progress the step. Above it is 
 from typing import NamedTuple
 
 import anyio
+import msgspec
 
 from fleetbus.bus.base import Bus
 from fleetbus.concurrency.runtime import Runtime
@@ -97,7 +98,8 @@ def make_parts(
         is_voided=resume_point.is_voided,
         restarts=resume_point.restarts,
     )
-    league = LearnerLeague(run, resume_point.checkpoint.meetings if resume_point.checkpoint else ())
+    of_league = msgspec.structs.replace(run, seats="") if settings.requested_by else run  # who joins draws and rates nobody
+    league = LearnerLeague(of_league, resume_point.checkpoint.meetings if resume_point.checkpoint else ())
     joined = _join(configuration, pool, resume_point)
     admission = joined or Admission(
         requests,
