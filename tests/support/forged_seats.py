@@ -22,6 +22,12 @@ SEGMENTS = (
 UNTRAINED = (UntrainedTurn(turn=1, reason="seat"),)
 
 
+def opponent_of_another_version(log_builder: LogBuilder) -> None:
+    log_builder.request("a", seats=(SeatPolicy(seat="second", policy="second", version=0),))
+    log_builder.claim("a")
+    log_builder.observe("a", 0, seat="second", policy="second", pinned_version=1)
+
+
 def play_game(
     log_builder: LogBuilder,
     asked: tuple[str, ...] = ("first", "second", "first"),

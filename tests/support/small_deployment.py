@@ -20,7 +20,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import Faults, MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.concurrency.runtime import Runtime
-from fleetbus.config.seats import build_seats
+from fleetbus.config.seats import SeatSetting, build_seats, configure_seat, parse_seats
 from fleetbus.config.settings import (
     Configuration,
     EnvironmentSettings,
@@ -180,12 +180,10 @@ class SmallDeployment:
         self, name: str, *, sampler: Sampler | None = None, template: Template | None = None, slots: int = 0, policy: str = ""
     ) -> Member:
         """A worker of the run's policy, or of another one."""
-        is_frozen = bool(policy) and f"{policy}=train" not in self.configuration.run.seats
         given, replace = self.configuration, msgspec.structs.replace
-        inference = replace(given.inference, slots=slots or given.inference.slots, frozen=is_frozen)
-        versions_of = given.run.policy if policy and f"{policy}=league" in given.run.seats else ""
-        inference = replace(inference, versions_of=versions_of)
-        configuration = replace(given, inference=inference, run=replace(given.run, policy=policy or given.run.policy))
+        given = replace(given, inference=replace(given.inference, slots=slots or given.inference.slots))
+        seats = {seat.policy: seat for seat in parse_seats(given.run.seats)}
+        configuration = configure_seat(given, seats.get(policy, SeatSetting(seat=policy, policy=policy))) if policy else given
 
         async def work(member: Member, bus: Bus) -> None:
             await run_inference(

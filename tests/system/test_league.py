@@ -14,7 +14,6 @@ import pytest
 from msgspec.structs import replace
 
 from fleetbus.audit.run import audit_run
-from fleetbus.bus.base import StreamEntry
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
 from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import Action, ChatMessage, EpisodeRequested, EvaluationFinished, SeatPolicy, StepTrained, Task
@@ -26,8 +25,8 @@ from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats
 from fleetbus_workers.inference.snapshots import SnapshotSampler
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.curriculum import Curriculum
-from fleetbus_workers.learner.digest_audit import audit_digests
 from fleetbus_workers.learner.scripted import ScriptedTrainer
+from tests.support.balanced_log import expect_balance
 from tests.support.small_deployment import RUN, Member, SmallDeployment, build_configuration, small_deployment
 from tests.support.virtual_time import virtual_time
 
@@ -101,19 +100,6 @@ async def read_requests(fleet: SmallDeployment) -> list[EpisodeRequested]:
 async def read_steps(fleet: SmallDeployment) -> list[StepTrained]:
     entries = [entry async for entry in fleet.bus.scan([fleet.subjects.train("default")]) if b"StepTrained" in entry.payload]
     return [message for _, message in decode_entries(StepTrained, entries)]
-
-
-async def expect_balance(fleet: SmallDeployment) -> None:
-    report = await audit_run(fleet.bus, fleet.subjects)
-    assert report.balanced, report.findings
-    log = [entry async for entry in fleet.bus.scan([fleet.subjects.log])]
-
-    async def scan() -> AsyncIterator[StreamEntry]:
-        for entry in log:
-            yield entry
-
-    proof = await audit_digests(scan, last_sequence=log[-1].sequence)
-    assert not proof.findings and proof.proven == report.books.trained
 
 
 def name_opponents(requests: Sequence[EpisodeRequested]) -> dict[str, set[int | None]]:

@@ -9,7 +9,6 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
-from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import StreamEntry
 from fleetbus.config.seats import configure_learner, list_trained_seats
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
@@ -34,6 +33,7 @@ from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.digest_audit import audit_digests
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.observe.run.state import RunState
+from tests.support.balanced_log import expect_balance
 from tests.support.small_deployment import RUN, Member, SmallDeployment, build_configuration, small_deployment
 from tests.support.virtual_time import virtual_time
 
@@ -107,22 +107,6 @@ async def read_steps(fleet: SmallDeployment, policy: str) -> list[StepTrained]:
     return [message for _, message in decode_entries(StepTrained, entries)]
 
 
-async def expect_balance(fleet: SmallDeployment, episodes: int = 0) -> None:
-    """The books of both policies balance, and what both trained is what was sampled."""
-    report = await audit_run(fleet.bus, fleet.subjects)
-    assert report.balanced, report.findings
-    log = [entry async for entry in fleet.bus.scan([fleet.subjects.log])]
-
-    async def scan() -> AsyncIterator[StreamEntry]:
-        for entry in log:
-            yield entry
-
-    proof = await audit_digests(scan, last_sequence=log[-1].sequence)
-    assert not proof.findings and proof.proven == report.books.trained
-    if episodes:
-        assert report.books.trained == 2 * episodes, "each for both policies"
-
-
 async def test_each_learner_trains_the_turns_of_its_policy_in_the_same_episodes(tmp_path: Path) -> None:
     own, other = configure(tmp_path)
     async with small_deployment(own, published=False) as fleet:
@@ -140,7 +124,7 @@ async def test_each_learner_trains_the_turns_of_its_policy_in_the_same_episodes(
         assert set(trainers[0].times.values()) == set(trainers[1].times.values()) == {1}, "each once"
         counts = {(trainers[0].tokens[each], trainers[1].tokens[each]) for each in trainers[0].tokens}
         assert counts == {(16, 8)}, "two turns of one seat, one of the other"
-        await expect_balance(fleet, episodes=len(trainers[0].tokens))
+        assert await expect_balance(fleet) == 2 * len(trainers[0].tokens), "each for both policies"
         state = RunState(STEPS)
         async for entry in fleet.bus.scan([fleet.subjects.log]):
             if (message := read_stored(entry)) is not None:

@@ -9,7 +9,7 @@ import pytest
 
 from fleetbus.core.audit.findings import KINDS
 from fleetbus.core.episode.claim_seals import make_seal
-from fleetbus_schemas import AttemptReleased, EpisodeSegment, FloorRaised, SeatPolicy, SegmentOrigin
+from fleetbus_schemas import AttemptReleased, EpisodeSegment, FloorRaised, SegmentOrigin
 from tests.support.forged_actions import (
     history_hash_of_garbage,
     history_hash_of_other_turns,
@@ -34,7 +34,7 @@ from tests.support.forged_claims import (
     version_of_another_name,
     whole_group_told_as_too_small,
 )
-from tests.support.forged_seats import FORGED_SEATS, play_game
+from tests.support.forged_seats import FORGED_SEATS, opponent_of_another_version, play_game
 from tests.support.log_builder import SUBJECTS, LogBuilder, audit_log, kinds, start_log
 
 
@@ -282,12 +282,6 @@ def unsettled_at_the_end(log_builder: LogBuilder) -> None:
     log_builder.play("a")
     log_builder.step(1, ["innocent"])
     log_builder.end(1, {})
-
-
-def opponent_of_another_version(log_builder: LogBuilder) -> None:
-    log_builder.request("a", seats=(SeatPolicy(seat="second", policy="second", version=0),))
-    log_builder.claim("a")
-    log_builder.observe("a", 0, seat="second", policy="second", pinned_version=1)
 
 
 def lineage_of_no_checkpoint(log_builder: LogBuilder) -> None:
