@@ -115,6 +115,11 @@ def list_joined_policies(run: RunSettings) -> tuple[str, ...]:
     return tuple(seat.policy for seat in list_trained_seats(run))
 
 
+def find_joined_policy(configuration: Configuration) -> str:
+    """The policy of a learner that trains what another one asks for; empty for one that asks itself."""
+    return configuration.run.policy if configuration.learner.requested_by else ""
+
+
 def build_seats(configuration: Configuration) -> tuple[SeatPolicy, ...]:
     """The seats of other policies as requests carry them; those that are trained, or that versions of the run's own policy
     play, are sampled as each request says."""

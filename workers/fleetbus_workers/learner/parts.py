@@ -12,7 +12,7 @@ import msgspec
 from fleetbus.bus.base import Bus
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.run_folder import RunFolder, policy_folder
-from fleetbus.config.seats import count_kept_versions, list_joined_policies, list_leagues
+from fleetbus.config.seats import count_kept_versions, find_joined_policy, list_joined_policies, list_leagues
 from fleetbus.config.settings import Configuration
 from fleetbus.core.training.ledger import Ledger
 from fleetbus.delivery.requests import Requests
@@ -85,7 +85,7 @@ def make_parts(
         stale_groups=settings.stale_groups,
         replace_flat=compute_max_replaced(configuration),
         max_abs_reward=configuration.environment.max_abs_reward,
-        policy=run.policy if settings.requested_by else "",
+        policy=find_joined_policy(configuration),
         is_log_full=lambda: requests.full,
     )
     publication = _make_publication(bus, subjects, trainer, configuration, folder, lineage, runtime)
@@ -178,7 +178,7 @@ def _make_publication(
             weights.store,
             run=run.name,
             public_url=weights.public_url,
-            policy=run.policy if configuration.learner.requested_by else "",
+            policy=find_joined_policy(configuration),
         ),
         objects=get_object_store(bus, run.name),
         full_every=weights.full_every,

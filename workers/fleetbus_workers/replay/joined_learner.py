@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from fleetbus_schemas import EpisodeRequested, TrainingFinished
-from fleetbus_workers.replay.driver import ReplayContext
 from fleetbus_workers.replay.learner_driver import LearnerDriver
 from fleetbus_workers.replay.recorded_episode import RecordedEpisode
-from fleetbus_workers.replay.recorded_lineages import Lineage
-from fleetbus_workers.replay.replay_environment import ReplayEnvironment
 
 
 class JoinedLearnerDriver(LearnerDriver):
@@ -15,22 +12,13 @@ class JoinedLearnerDriver(LearnerDriver):
 
     kinds = ("train", "policy")
 
-    def __init__(
-        self,
-        context: ReplayContext,
-        environment: ReplayEnvironment,
-        lineage: Lineage,
-        episodes: dict[str, RecordedEpisode],
-        open_episodes: list[RecordedEpisode],
-    ) -> None:
-        known = {episode.episode_id for episode in open_episodes}
-        super().__init__(context, environment, lineage, episodes, [])
-        for message in lineage.messages:
+    def _schedule(self, open_episodes: list[RecordedEpisode]) -> None:
+        for message in self.lineage.messages:
             if isinstance(message, TrainingFinished):
-                self._consumed_in.update((each.episode_id, lineage.last_step + 1) for each in message.excluded)
-        self._unasked = self._consumed_in.keys() - known
+                self._consumed_in.update((each.episode_id, self._last_step + 1) for each in message.excluded)
+        self._unasked = self._consumed_in.keys() - {episode.episode_id for episode in open_episodes}
         for episode_id, step in self._consumed_in.items():
-            if (episode := episodes.get(episode_id)) is not None and isinstance(episode.request, EpisodeRequested):
+            if (episode := self._episodes.get(episode_id)) is not None and isinstance(episode.request, EpisodeRequested):
                 self._ready[step].append(episode)
 
     async def _store_result(self, episode: RecordedEpisode) -> None:

@@ -18,6 +18,7 @@ import msgspec
 from fleetbus.bus.base import StreamEntry
 from fleetbus.concurrency.notifier import Notifier
 from fleetbus.concurrency.runtime import run_in_thread
+from fleetbus.config.seats import find_joined_policy
 from fleetbus_schemas import CheckpointStored, EpisodeRequested, Message, PolicyPublished, StepTrained, Task, TrainingFinished
 from fleetbus_schemas.channels import STORED
 from fleetbus_workers.learner.training_digest import train_with_digests
@@ -97,8 +98,7 @@ class LearnerDriver(Driver):
         self._trained_at = {message.step: entry.sequence for entry, message in self._find(StepTrained)}
         self._ready: defaultdict[int, list[RecordedEpisode]] = defaultdict(list)
         """By step its episodes that were requested; their results are stored in that step."""
-        for episode in open_episodes:
-            self._ready[self._consumed_in[episode.episode_id]].append(episode)
+        self._schedule(open_episodes)
         self._requests = deque(key for key, (_, message) in self._expected.items() if isinstance(message, EpisodeRequested))
         self._unrequested: defaultdict[int, set[str]] = defaultdict(set)
         for _, request in self._find(EpisodeRequested):
@@ -106,6 +106,11 @@ class LearnerDriver(Driver):
         self._requested = Notifier()
         self._offloaded = 0
         self.train_seconds = 0.0
+
+    def _schedule(self, open_episodes: list[RecordedEpisode]) -> None:
+        """Make ready what the learner does not ask for."""
+        for episode in open_episodes:
+            self._ready[self._consumed_in[episode.episode_id]].append(episode)
 
     def _find(self, kind: type[object]) -> Iterable[tuple[StreamEntry, Any]]:
         return ((entry, message) for entry, message in self._expected.values() if isinstance(message, kind))
@@ -253,7 +258,7 @@ class LearnerDriver(Driver):
             episodes=self._episodes,
             on_difference=note,
             truncation_mask=configuration.algorithm.truncation_mask,
-            policy=configuration.run.policy if configuration.learner.requested_by else "",
+            policy=find_joined_policy(configuration),
         )
 
     def _note_difference(self, key: Key, sequence: int, found: Found) -> None:

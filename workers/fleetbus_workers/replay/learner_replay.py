@@ -14,7 +14,7 @@ import msgspec
 from fleetbus.bus.base import Bus
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.run_folder import policy_folder
-from fleetbus.config.seats import configure_learner, list_trained_seats
+from fleetbus.config.seats import configure_learner, find_joined_policy, list_trained_seats
 from fleetbus.config.settings import Configuration, WeightsSettings
 from fleetbus.errors import UserError
 from fleetbus.recording import Recording
@@ -71,7 +71,7 @@ async def replay_lineages(
     folder: Path,
 ) -> None:
     """Replay one policy's lineages in turn, up to the first that differs."""
-    report, joined = context.report, learner.run.policy if learner.learner.requested_by else ""
+    report, joined = context.report, find_joined_policy(learner)
     tasks, before, reason = RecordedTasks(episodes.values()), len(report.differences), ""
     if requests := sum(lineage.operator_requests for lineage in lineages):
         report.notes["evaluation episodes that an operator asked for, which no learner repeats"] += requests

@@ -102,8 +102,7 @@ def read_lineages(recording: Recording, joined: str = "") -> list[Lineage]:
 
 def is_of_another(subject: str, message: Message | None, others: JoinedPolicies, joined: str) -> bool:
     """True for what another learner published than that of the policy that ``joined``, empty: than the one that asks."""
-    covered = others.covers(subject, message)
-    return not covered or subject.split(".")[3:] != [joined] if joined else covered
+    return subject.split(".")[3:] != [joined] if joined else others.covers(subject, message)
 
 
 def is_requested_by_learner(request: EpisodeRequested) -> bool:
