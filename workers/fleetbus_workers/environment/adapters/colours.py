@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import random
 import re
-import zlib
 from typing import Any
 
 import anyio
@@ -20,6 +19,7 @@ from PIL import Image as Pillow
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ChatMessage, Task
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
+from fleetbus_workers.environment.adapters.common.task_seed import find_seed
 from fleetbus_workers.environment.base import Start, Step, Verdict
 from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage, insert_images
 
@@ -57,7 +57,7 @@ class ColoursEnvironment:
         self._played = 0
 
     async def open(self, task: Task) -> None:
-        seed = task.seed if task.seed is not None else zlib.crc32(task.key.encode())
+        seed = find_seed(task)
         self._random = random.Random(seed)
         self._asks_place = task.config.get("ask") == "place"
         self._prompt = task.prompt or ("Where is it?" if self._asks_place else "Which colour?")

@@ -7,7 +7,6 @@ Players who move at once answer one after another, and none sees the moves of th
 from __future__ import annotations
 
 import random
-import zlib
 from typing import Any
 
 import anyio
@@ -18,6 +17,7 @@ from fleetbus_schemas import Action, ChatMessage, Task
 from fleetbus_schemas.seat import MAX_SEATS
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.common.legal_moves import TRIES, find_move, list_moves, refuse
+from fleetbus_workers.environment.adapters.common.task_seed import find_seed
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.task_permissions import check_arguments
 
@@ -74,7 +74,7 @@ class OpenSpielEnvironment:
 
     async def reset(self) -> Start:
         self._state = self._game.new_initial_state()
-        seed = self._task.seed if self._task.seed is not None else zlib.crc32(self._task.key.encode())
+        seed = find_seed(self._task)
         self._random = random.Random(seed)
         self._deal()
         await anyio.lowlevel.checkpoint()

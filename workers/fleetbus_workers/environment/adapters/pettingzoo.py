@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import re
-import zlib
 from typing import Any
 
 import anyio
@@ -23,6 +22,7 @@ from fleetbus_schemas.seat import MAX_SEATS
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.common.action_text import extract_action
 from fleetbus_workers.environment.adapters.common.legal_moves import TRIES, find_move, list_moves, refuse
+from fleetbus_workers.environment.adapters.common.task_seed import find_seed
 from fleetbus_workers.environment.adapters.gymnasium.text import strip_ansi_codes
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.images.observation import StoreImage, encode_image_file, insert_images
@@ -99,7 +99,7 @@ class PettingZooEnvironment:
         self._rewards = dict.fromkeys(self._game.possible_agents, 0.0)
 
     async def reset(self) -> Start:
-        seed = self._task.seed if self._task.seed is not None else zlib.crc32(self._task.key.encode())
+        seed = find_seed(self._task)
         await anyio.to_thread.run_sync(lambda: self._game.reset(seed=seed))
         self._advance()
         return Start(messages=(await self._show(),), seat=self._seat(self._agent))

@@ -5,7 +5,6 @@ A task's ``config``: ``dataset`` (instead of the one in ``reasoning-gym:DATASET`
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import anyio
@@ -16,6 +15,7 @@ from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ChatMessage, Task
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.common.action_text import extract_action
+from fleetbus_workers.environment.adapters.common.task_seed import find_seed
 from fleetbus_workers.environment.base import Start, Step, Verdict
 from fleetbus_workers.environment.task_permissions import check_arguments
 
@@ -41,7 +41,7 @@ class ReasoningGymEnvironment:
 
     async def open(self, task: Task) -> None:
         name = task.config.get("dataset") or self._dataset
-        seed = task.seed if task.seed is not None else zlib.crc32(task.key.encode())
+        seed = find_seed(task)
         options: dict[str, Any] = {"size": 1, "seed": seed, **check_arguments(task.config.get("options", {}), "options")}
         self._prompt = task.prompt
         self._questions = await anyio.to_thread.run_sync(lambda: reasoning_gym.create_dataset(name, **options))

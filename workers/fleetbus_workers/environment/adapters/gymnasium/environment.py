@@ -13,7 +13,6 @@ import importlib
 import math
 import os
 import threading
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -26,6 +25,7 @@ from fleetbus.user_code import load_module
 from fleetbus_schemas import Action, ChatMessage, Task
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.common.action_text import extract_action
+from fleetbus_workers.environment.adapters.common.task_seed import find_seed
 from fleetbus_workers.environment.adapters.gymnasium.text import (
     LEGENDS,
     UnknownAction,
@@ -113,7 +113,7 @@ class GymnasiumEnvironment:
         self._names = list_action_names(self._environment, config.get("actions", ()))
 
     async def reset(self) -> Start:
-        seed = self._task.seed if self._task.seed is not None else zlib.crc32(self._task.key.encode())
+        seed = find_seed(self._task)
         text, pictures = await self._run_in_thread(lambda: self._render(self._require_env().reset(seed=seed)[0]))
         space = self._require_env().action_space
         asked = (

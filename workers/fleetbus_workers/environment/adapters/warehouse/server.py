@@ -6,7 +6,6 @@ warehouse through the two tools alone, the verifier through read-only `query`.
 
 import json
 import sqlite3
-import zlib
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
@@ -15,6 +14,7 @@ from mcp.server import Server, ServerRequestContext
 from mcp_types import CallToolRequestParams, CallToolResult, ListToolsResult, PaginatedRequestParams, TextContent, Tool
 
 from fleetbus_schemas import Task
+from fleetbus_workers.environment.adapters.common.task_seed import find_seed
 from fleetbus_workers.environment.adapters.warehouse.items import FIELDS, TOOLS, Warehouse, draw_warehouse
 
 MAX_ROWS = 1000
@@ -98,7 +98,7 @@ def make_server(seed: int) -> WarehouseServer:
 def serve_task(task: Task) -> WarehouseServer:
     """The server for a task of `fleetbus_workers.environment.adapters.warehouse.tasks`; one without a seed has the warehouse
     of its key."""
-    return make_server(task.seed if task.seed is not None else zlib.crc32(task.key.encode()))
+    return make_server(find_seed(task))
 
 
 async def _list_tools(_: ServerRequestContext[dict[str, Any]], __: PaginatedRequestParams | None) -> ListToolsResult:
