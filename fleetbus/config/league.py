@@ -37,5 +37,5 @@ def parse_league(seat: str, value: str) -> League | None:
     found = _FORM.fullmatch(value)
     size = int(found[3] or 1) if found else 0
     if found is None or size > MAX_SIZE:
-        raise UserError(f"run.seats: {seat}={value}: write {FORMS} behind the seat's name, with K up to {MAX_SIZE}")
+        raise UserError(f"run.seats: {seat}={value}: write {FORMS} behind the seat's name, with K from 1 to {MAX_SIZE}")
     return League(rule=cast(Rule, found[1] or found[2]), size=size)

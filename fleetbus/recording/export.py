@@ -6,6 +6,7 @@ at a time, so that the event loop keeps reading.
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -34,6 +35,8 @@ BUSY_ENTRIES = 256
 
 END_SECONDS = 5.0
 """How long a server that may be gone is asked how far its log goes."""
+
+_FILE_NAME = re.compile(r"(?!\.+$)[\w.-]{1,200}", re.ASCII)
 
 EPISODE_KINDS = frozenset({"task", "obs", "act", "episode", "label"})
 
@@ -167,16 +170,16 @@ async def scan_recording(reader: RecordingReader) -> AsyncGenerator[StreamEntry]
 
 def restore_files(files: dict[str, bytes], folder: Path, policy: str = "") -> dict[str, Path]:
     """Write the files of a recording to ``folder`` and return their paths by name: those of the ``policy`` of a seat, or those
-    of no such policy. Names never leave the folder."""
+    of no such policy. Names never leave the folder; what is no name of a file is left out."""
     folder.mkdir(parents=True, exist_ok=True)
     paths: dict[str, Path] = {}
     for name, content in files.items():
         kept, _, rest = name.rpartition("/") if name.startswith(f"{POLICIES}/") else ("", "", name)
         if kept != (f"{POLICIES}/{policy}" if policy else ""):
             continue
-        path = folder / Path(rest).name
-        path.write_bytes(content)
-        paths[rest] = path
+        if _FILE_NAME.fullmatch(last := Path(rest).name):
+            paths[rest] = folder / last
+            paths[rest].write_bytes(content)
     return paths
 
 

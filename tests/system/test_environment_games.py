@@ -12,6 +12,7 @@ import pytest
 from docs.examples.kuhn import settle
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, Task
+from fleetbus_workers.environment.adapters.common.legal_moves import find_move
 from fleetbus_workers.environment.base import Environment, EnvironmentFailed, Start, Step
 from fleetbus_workers.environment.specs import build_environment_factory
 from tests.support.called_command import call
@@ -177,7 +178,7 @@ async def test_moves_are_said_by_name_or_number_and_each_player_sees_its_own_car
         ("pettingzoo:tictactoe", "is not written as FAMILY/NAME"),
         ("pettingzoo:classic/nothing_v1", "PettingZoo has no environment|PettingZoo: "),
         ("openspiel:nothing", "OpenSpiel has no game 'nothing'"),
-        ("openspiel:kuhn_poker(players=x)", "Wrong type for parameter players"),
+        ("openspiel:kuhn_poker(players=x)", "Wrong type for parameter players|parameters of a game are numbers"),
         ("openspiel:mfg_garnet", "mean field"),
     ],
 )
@@ -209,3 +210,17 @@ def test_a_game_is_trained_by_self_play_with_one_command(tmp_path: Path) -> None
     shown = call(tmp_path, "up", "--environment", "openspiel:kuhn_poker", "--tasks", "tasks.json", "--steps", "2", *small)
     assert "step 2/2" in shown
     assert "balances" in call(tmp_path, "audit", "default")
+
+
+@pytest.mark.parametrize(
+    "id", ["efg_game(filename=secrets.env)", "misere(game=efg_game(filename=secrets.env))", "kuhn_poker(players=x)"]
+)
+async def test_a_task_gives_a_game_numbers_alone(id: str) -> None:
+    with pytest.raises(EnvironmentFailed, match="are numbers, true or false"):
+        await make("openspiel").open(Task(key="a", config={"id": id}))
+    await make("openspiel").open(Task(key="a", config={"id": "kuhn_poker(players=3)"}))
+
+
+def test_a_move_whose_name_differs_from_anothers_by_case_alone_is_the_one_that_is_named() -> None:
+    moves = {701: "bxc3", 1882: "Bxc3", 7: "O-O"}
+    assert [find_move(text, moves) for text in ("Bxc3", "bxc3", "BXC3", "o-o", "7")] == [1882, 701, None, 7, 7]

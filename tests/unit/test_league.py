@@ -160,7 +160,7 @@ def test_a_group_that_requests_name_opponents_for_is_filled_up_with_the_same() -
 def test_games_count_in_draws_from_the_version_on_that_was_made_of_them() -> None:
     hard = LearnerLeague(RunSettings(seats="second=league:win_rate:2"))
     before = [hard.draw(f"g{group}", 1, (0, 1)) for group in range(60)]
-    hard.record([finished(1, 1, 1.0, -1.0)] * 90, 2)
+    hard.record([finished(1, 1, 1.0, -1.0)] * 90, 2, range(3))
     assert [hard.draw(f"g{group}", 1, (0, 1)) for group in range(60)] == before, "a request with version 1 draws as before"
     assert Counter(hard.draw(f"g{group}", 2, (1, 2))["second"] for group in range(60))[1] < 3, "version 1 is always beaten"
     again = LearnerLeague(RunSettings(seats="second=league:win_rate:2"), hard.meetings)
@@ -319,3 +319,11 @@ def test_the_page_has_a_table_of_the_versions_that_have_played() -> None:
     for _ in range(MOST_WAITING):
         table.apply(finished(4, 3, 1.0, -1.0))
     assert table.rows[0].games == MOST_WAITING
+
+
+def test_no_game_counts_with_a_version_that_was_never_published() -> None:
+    league = LearnerLeague(RUN)
+    played = [finished(2, 1, 1.0, -1.0), finished(2, 1, -1.0, 1.0)]
+    league.record([*played, finished(2, 2**62, 1.0, -1.0), finished(2**62, 2**62 - 1, 1.0, -1.0)], 3, range(3))
+    assert [(each.version, each.opponent) for each in league.meetings] == [(2, 1)]
+    assert league.metrics["league_win_rate"] == 0.5

@@ -67,6 +67,12 @@ def test_a_recorded_file_cannot_leave_its_folder(tmp_path: Path) -> None:
     assert paths["../../outside"] == tmp_path / "in" / "outside"
 
 
+@pytest.mark.parametrize("name", ["..", "", "policies/p/..", "a\0b", "a" * 300])
+def test_what_is_no_name_of_a_file_is_left_out(name: str, tmp_path: Path) -> None:
+    restored = restore_files({name: b"x", "l1-v000001.safetensors": b"y"}, tmp_path)
+    assert restored == {"l1-v000001.safetensors": tmp_path / "l1-v000001.safetensors"}
+
+
 @pytest.mark.parametrize("lost_bytes", [1, 7, 30, 400])
 def test_a_torn_tail_is_noticed_and_the_rest_is_readable(tmp_path: Path, lost_bytes: int) -> None:
     content = entries(2 * FRAME_ENTRIES)

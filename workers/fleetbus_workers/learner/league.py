@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from fleetbus.config.seats import list_leagues
 from fleetbus.config.settings import RunSettings
@@ -61,10 +61,10 @@ class LearnerLeague:
         }
         return {**drawn, **self._named.pop(group_id, {})}
 
-    def record(self, results: Iterable[EpisodeFinished], version: int) -> None:
-        """A step consumed these results, and makes ``version``."""
+    def record(self, results: Iterable[EpisodeFinished], version: int, versions: Collection[int]) -> None:
+        """A step consumed these results, and makes ``version``. Games count between ``versions`` that were published."""
         if self._leagues:
-            games = list(list_games(results))
+            games = [game for game in list_games(results) if game.version in versions and game.opponent in versions]
             self._before, self._after_from = self._after, version
             self._after = add_games(self._after, games)
             self.metrics = measure(self._after, games)

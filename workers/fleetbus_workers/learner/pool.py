@@ -148,6 +148,7 @@ class GroupPool:
         group.add(msgspec.structs.replace(result, request_sequence=requested))
         self.losses.record_result(result)
         seats = [seat.reward for seat in result.seats if seat.reward is not None]
+        seats += [seat.score for seat in result.seats if seat.score is not None]
         rewards = (*result.turn_rewards, 0.0 if result.reward is None else result.reward, *seats)
         if problem := find_reward_problem(rewards, self._max_abs_reward):  # of any author: one would spoil the whole batch
             group.unusable[result.episode_id] = problem

@@ -68,7 +68,8 @@ class StepRecord:
         """Store the step and what follows from it; a checkpoint may be finished in ``tasks``."""
         progress, version = self._progress, self._publication.version + 1
         progress.step += 1
-        self._league.record((result for group in batch.groups for result in group.graded), version)
+        results = (result for group in batch.groups for result in group.graded)
+        self._league.record(results, version, self._pool.versions)
         trained, excluded = self._pool.settle(batch.groups)
         self._checkpoints.pending = self._build_checkpoint(version)
         self._ledger.forget_settled()

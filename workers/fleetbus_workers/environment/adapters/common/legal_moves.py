@@ -18,12 +18,12 @@ def list_moves(moves: Mapping[int, str]) -> str:
 
 
 def find_move(text: str, moves: Mapping[int, str]) -> int | None:
-    """The number of the move that ``text`` names, by its name or else its number; None if it is no legal one."""
-    wanted = extract_action(text).strip(" .").casefold()
-    for number, name in moves.items():
-        if wanted == name.casefold():
-            return number
-    return next((number for number in moves if wanted == str(number)), None)
+    """The number of the move that ``text`` names: by its name, in other letters' case if only one legal move is called so (in
+    chess a bishop's Bxc3 is not a pawn's bxc3), else by its number; None if it is no legal one."""
+    wanted = extract_action(text).strip(" .")
+    exact = [number for number, name in moves.items() if name == wanted]
+    found = exact or [number for number, name in moves.items() if name.casefold() == wanted.casefold()]
+    return found[0] if len(found) == 1 else next((number for number in moves if wanted == str(number)), None)
 
 
 def refuse(text: str, tries: int, asked: str) -> ChatMessage:
