@@ -29,11 +29,21 @@ from fleetbus.core.training.retention import KEPT_VERSIONS, Retention
 from fleetbus.core.training.rewarded_parts import list_opponents, list_parts
 from fleetbus.core.training.standings import MAX_VERSIONS, Meeting, Score, add_games, list_games, list_meetings
 from fleetbus.errors import UserError
-from fleetbus_schemas import ActionReference, EpisodeFinished, EpisodeRequested, EpisodeSeat, PolicyPublished, SeatPolicy, Task
+from fleetbus_schemas import (
+    ActionReference,
+    EpisodeFinished,
+    EpisodeRequested,
+    EpisodeSeat,
+    LineageStarted,
+    PolicyPublished,
+    SeatPolicy,
+    Task,
+)
 from fleetbus_workers.environment.base import Step
 from fleetbus_workers.environment.episode.seats import EpisodeSeats
 from fleetbus_workers.learner.league import LearnerLeague, measure
 from fleetbus_workers.learner.publication import prune_versions
+from fleetbus_workers.learner.resume import select_lineage_settings
 from fleetbus_workers.observe.run.league_table import MOST_WAITING, LeagueTable
 from tests.unit.test_seats import SHOWN
 
@@ -112,6 +122,18 @@ def test_the_log_keeps_all_versions_of_a_policy_that_plays_against_them() -> Non
             retention.enter(number + 1, "fb.game.policy.default", published)
         retention.enter(100, "fb.game.task.default.g000001-0", replace(REQUEST, seats=seats))
         assert retention.find_first_needed("policy", "default", 100) == first
+
+
+@pytest.mark.parametrize(("seats", "asks", "first"), [(RUN.seats, "", 0), ("", "", 4), (RUN.seats, "other", 4)])
+def test_the_log_keeps_them_after_all_requests_that_name_one_have_left_it(seats: str, asks: str, first: int) -> None:
+    configuration = Configuration(run=replace(RUN, seats=seats), learner=LearnerSettings(requested_by=asks))
+    published = PolicyPublished(policy="default", version=0, lineage="l1", step=0, uri="", manifest=(), size_bytes=0)
+    retention = Retention()
+    for number in range(KEPT_VERSIONS + 3):
+        retention.enter(number + 1, "fb.game.policy.default", published)
+    started = LineageStarted(lineage="l2", worker="w", settings=select_lineage_settings(configuration))
+    retention.enter(100, "fb.game.train.default", started)
+    assert retention.find_first_needed("policy", "default", 100) == first
 
 
 # Draws

@@ -181,6 +181,8 @@ class Retention:
                 self._ended.add(tokens[-1])
             case LineageStarted() if tokens[2] == "train":
                 self._ended.discard(tokens[-1])
+                if message.settings.get("league"):  # its requests may have left the log
+                    self._leagues.add(tokens[-1])
                 self._open |= self._get_training(tokens[-1]).on_lineage(message)
             case StepTrained():
                 self._get_training(tokens[-1]).on_step(message)

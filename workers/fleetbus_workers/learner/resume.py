@@ -17,6 +17,7 @@ from fleetbus.bus.base import LogBus
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.profile import list_profile
 from fleetbus.config.run_folder import policy_folder
+from fleetbus.config.seats import list_leagues
 from fleetbus.config.settings import Configuration
 from fleetbus.core.training.floor import find_group_number, refuses_request
 from fleetbus.core.training.lineage import complete_lineages, compute_surviving_steps, is_surviving, lineage_number
@@ -329,6 +330,8 @@ LINEAGE_TABLES = ("episode", "limits", "learner", "algorithm", "trainer", "evalu
 
 def select_lineage_settings(configuration: Configuration) -> dict[str, dict[str, bool | int | float | str]]:
     """The tables that decide what a learner asks for, trains and publishes, for a replay, and the profile that the run's other
-    roles are to have; none of them holds a secret."""
+    roles are to have, and the leagues that it asks for; none of them holds a secret."""
     tables = {table: msgspec.to_builtins(getattr(configuration, table)) for table in LINEAGE_TABLES}
+    leagues = {} if configuration.learner.requested_by else list_leagues(configuration.run)
+    tables |= {"league": {seat: f"{league.rule}:{league.size}" for seat, league in leagues.items()}} if leagues else {}
     return tables | {"profile": {"run.profile": configuration.run.profile, **list_profile(configuration)}}
