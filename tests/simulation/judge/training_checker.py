@@ -79,6 +79,8 @@ class TrainingChecker:
         self._publisher = ""
         self.lineage: LineageStarted | None = None
         self.settled: dict[str, SettledEpisode] = {}
+        self._at_end: set[str] = set()
+        """Excluded at the end of training: a lineage that continues from there takes that back."""
         self._ever_settled: set[str] = set()
         """In whichever lineage."""
         self._passed: set[str] = set()
@@ -189,7 +191,8 @@ class TrainingChecker:
             self.replaced.setdefault(self.lineage.worker, anyio.current_time())
         self._was_checkpointed = self._was_checkpointed and bool(step or not started.restart)  # unless an operator began anew
         self.lineage, self.steps = started, step
-        self.settled = {name: each for name, each in self.settled.items() if each.step <= step}
+        self.settled = {name: each for name, each in self.settled.items() if each.step <= step and name not in self._at_end}
+        self._at_end.clear()
         self._checkpoints = {each: lineage for each, lineage in self._checkpoints.items() if each <= step}
 
     def _apply_step(self, trained: StepTrained, sequence: int) -> None:
@@ -314,6 +317,7 @@ class TrainingChecker:
 
     def _apply_finish(self, finished: TrainingFinished) -> None:
         self._exclude(finished.excluded)
+        self._at_end |= {each.episode_id for each in finished.excluded}
         self.finished = not finished.more
         if finished.more:
             return
