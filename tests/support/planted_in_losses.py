@@ -14,7 +14,7 @@ import fleetbus_workers.recorder.worker as recorder
 
 def versions_of_the_log_alone(patch: pytest.MonkeyPatch) -> None:
     """The files of versions that the log has lost are not looked at."""
-    patch.setattr(publication, "highest_version", lambda folder: -1)
+    patch.setattr(publication, "list_versions", lambda folder: set())
 
 
 def checkpoints_of_the_log_alone(patch: pytest.MonkeyPatch) -> None:

@@ -84,10 +84,9 @@ class Publication:
         await self._appender.take_over(started)
         await self._runtime.offload(remove_unfinished, self._folder)
         versions = await read_published_versions(self._bus, self._subjects, self._policy)
-        left = await self._runtime.offload(highest_version, self._folder)
-        self.version = max(max(versions, default=-1), left)
-        kept = await self._runtime.offload(list_versions, self._folder)
-        self.first = min(versions.keys() & kept, default=-1)
+        left = await self._runtime.offload(list_versions, self._folder)
+        self.version = max({*versions, *left}, default=-1)
+        self.first = min(versions.keys() & left, default=-1)
         return versions
 
     async def publish(self, step: int) -> int:
@@ -181,11 +180,6 @@ def remove_unfinished(folder: Path) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         if _UNFINISHED.fullmatch(path.name):
             path.unlink(missing_ok=True)
-
-
-def highest_version(folder: Path) -> int:
-    """The highest version that left a file; -1 if none did. Blocking."""
-    return max(list_versions(folder), default=-1)
 
 
 def list_versions(folder: Path) -> set[int]:
