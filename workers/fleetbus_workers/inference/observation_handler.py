@@ -7,6 +7,7 @@ The Observation is acked only when an Action for its turn stands in the log, or 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import anyio
 import msgspec
@@ -47,7 +48,7 @@ from fleetbus_workers.inference.base import (
     name_history,
 )
 from fleetbus_workers.inference.history_cache import History, HistoryCache, HistoryMismatch, StaleObservation
-from fleetbus_workers.inference.pinned_versions import hold_version
+from fleetbus_workers.inference.pinned_versions import HoldsVersions, wait_for_version
 from fleetbus_workers.inference.rendered_history import count_shared
 from fleetbus_workers.inference.stops import end_at_stop
 from fleetbus_workers.inference.turn_rules import (
@@ -59,6 +60,8 @@ from fleetbus_workers.inference.turn_rules import (
 
 PROBLEM_CHARS = 500
 """Of a problem that heartbeats tell."""
+
+NOTHING_HELD = nullcontext()
 
 log = structlog.get_logger()
 
@@ -86,6 +89,7 @@ class ObservationHandler:
         self._worker = worker
         self._lane = lane
         self._sampler = sampler
+        self._versions = sampler if isinstance(sampler, HoldsVersions) else None
         self._template = template
         self._images = images
         self._max_model_len = max_model_len
@@ -243,8 +247,10 @@ class ObservationHandler:
             )
         if observation.request_sequence > self._expected_sequence:
             await self._version_loaded.wait()
-        policy_subject = self._subjects.policy(observation.policy)
-        async with hold_version(self._bus, policy_subject, self._sampler, observation.pinned_version):
+        pinned, versions = observation.pinned_version, self._versions
+        if versions is None and pinned is not None:
+            await wait_for_version(self._bus, self._subjects.policy(observation.policy), self._sampler, pinned)
+        async with NOTHING_HELD if versions is None else versions.hold(pinned):
             started = self._now()
             generation = await self._sampler.generate(await self._build_request(observation, ids, images, room))
         check_pinned_version(observation.pinned_version, generation)

@@ -1,7 +1,6 @@
 """Waiting for the version that a turn is pinned to, as held-out episodes are, and opponents of a league."""
 
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol, runtime_checkable
 
 import anyio
@@ -25,22 +24,11 @@ class HoldsVersions(Protocol):
         """While it is open, `Sampler.generate` answers from this version. Raises `VersionSuperseded`."""
 
 
-@asynccontextmanager
-async def hold_version(bus: LogBus, subject: str, sampler: Sampler, pinned: int | None) -> AsyncIterator[None]:
-    """Begin with the version that a turn is pinned to, if it is to one. Raises `VersionSuperseded`."""
-    if isinstance(sampler, HoldsVersions):
-        async with sampler.hold(pinned):
-            yield
-        return
-    await wait_for_version(bus, subject, sampler, pinned)
-    yield
-
-
-async def wait_for_version(bus: LogBus, subject: str, sampler: Sampler, pinned: int | None) -> None:
+async def wait_for_version(bus: LogBus, subject: str, sampler: Sampler, pinned: int) -> None:
     """Wait until the version is loaded. Raises `VersionSuperseded` when a later one is, or the log still has none of that
     number or above on ``subject``, the policy's, after a while: whoever pins one has read it there."""
     waited = 0.0
-    while pinned is not None and sampler.version != pinned:
+    while sampler.version != pinned:
         if sampler.version > pinned:
             raise VersionSuperseded(f"version {pinned} is pinned, and {sampler.version} is loaded")
         await anyio.sleep(POLL_SECONDS)

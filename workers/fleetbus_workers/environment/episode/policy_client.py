@@ -187,7 +187,9 @@ class PolicyClient:
         """
         self._expected, self._answer = turn, None
         request, other, frozen = self._request, seats.other, seats.frozen
-        self._turn_to(request.policy if other is None else other.policy)
+        policy = request.policy if other is None else other.policy
+        if policy != self.policy:
+            self._turn_to(policy)
         sampling = request.sampling
         if other is not None:
             sampling = msgspec.structs.replace(other.sampling, seed=request.sampling.seed)
@@ -198,7 +200,7 @@ class PolicyClient:
             episode_id=request.episode_id,
             attempt=self._claim.attempt,
             turn=turn,
-            policy=self.policy,
+            policy=policy,
             messages=messages,
             tools=tools,
             sampling=sampling,
@@ -220,11 +222,10 @@ class PolicyClient:
 
     def _turn_to(self, policy: str) -> None:
         """Each policy is answered from lanes of its own."""
-        if policy != self.policy:
-            self._elsewhere = self._elsewhere or {}
-            self._elsewhere[self.policy] = self._lane, self._worker
-            self._lane, self._worker = self._elsewhere.get(policy, (ANY_LANE, ""))
-            self.policy = policy
+        self._elsewhere = self._elsewhere or {}
+        self._elsewhere[self.policy] = self._lane, self._worker
+        self._lane, self._worker = self._elsewhere.get(policy, (ANY_LANE, ""))
+        self.policy = policy
 
     async def _await_answer(self, observation: Observation, lane: str) -> Turn:
         await self._send(observation, lane)

@@ -30,27 +30,23 @@ class EpisodeSeats:
     """Turns by seat. Without a first seat the episode has none, and all calls say so. ``others`` are policies by the seat that
     they play; those that are not trained are ``frozen``."""
 
-    __slots__ = ("_others", "_owners", "_segments", "_turns", "current", "other_tokens")
+    __slots__ = ("_others", "_owners", "_segments", "_turns", "current", "frozen", "other", "other_tokens")
 
     def __init__(self, first: str, others: Mapping[str, SeatPolicy] = NO_OTHERS) -> None:
-        self.current = first
         self._others = others
+        self._seat(first)
         self.other_tokens = 0
         """Tokens of the turns of frozen policies, which do not count as the episode's."""
         self._turns: dict[str, list[int]] = {}
         self._segments: dict[str, int] = {}
         self._owners: dict[int, str] = {}
 
-    @property
-    def other(self) -> SeatPolicy | None:
+    def _seat(self, name: str) -> None:
+        self.current = name
+        self.other = other = self._others.get(name)
         """The other policy that plays the present seat; None if that is the episode's own."""
-        return self._others.get(self.current)
-
-    @property
-    def frozen(self) -> SeatPolicy | None:
+        self.frozen = None if other is None or other.trained else other
         """That policy if nobody trains it."""
-        other = self.other
-        return None if other is None or other.trained else other
 
     @property
     def pays_timeouts(self) -> bool:
@@ -89,7 +85,7 @@ class EpisodeSeats:
             raise SeatError(f"the step gives the turn to the seat {seat} and keeps turns of another: one step does one of them")
         if seat not in self._segments and len(self._segments) == MAX_SEATS:
             raise SeatError(f"the step names the seat {seat}, and {MAX_SEATS} have acted, which is the most")
-        self.current = seat
+        self._seat(seat)
         if change is not None:
             return change
         if seat in self._segments:
