@@ -26,7 +26,7 @@ def act(turn: int, answer: Any) -> Action:
     return Action(episode_id="e", attempt=1, turn=turn, text="", tool_calls=calls)
 
 
-async def play(factory: Any, index: int | str, answers: list[Any], pad: Any) -> Verdict | None:
+async def play(factory: Any, index: int | str, answers: list[Any], pad: Any, *, graded: bool = True) -> Verdict | None:
     environment = factory()
     try:
         await environment.open(Task(key=f"t{index}", prompt="", config={"id" if isinstance(index, str) else "index": index}))
@@ -35,7 +35,7 @@ async def play(factory: Any, index: int | str, answers: list[Any], pad: Any) -> 
             if (await environment.step(act(turn, answers[turn] if turn < len(answers) else pad))).terminated:
                 break
         verdict: Verdict = await environment.verify()
-        assert verdict.reward is not None
+        assert verdict.reward is not None or not graded
         return verdict
     except EnvironmentFailed:
         return None
@@ -49,8 +49,8 @@ async def play_all(spec: str, episodes: Episodes, *, pad: Any = "done") -> list[
     return [None if verdict is None or verdict.reward is None else float(verdict.reward) for verdict in verdicts]
 
 
-async def play_to_verdicts(spec: str, episodes: Episodes, *, pad: Any = "done") -> list[Verdict | None]:
-    """The same with all that the verdicts say."""
+async def play_to_verdicts(spec: str, episodes: Episodes, *, pad: Any = "done", graded: bool = True) -> list[Verdict | None]:
+    """The same with all that the verdicts say; with ``graded`` each has a reward."""
     settings = Configuration(environment=EnvironmentSettings(agent_isolation="auto"), limits=LimitSettings(reset=600))
     factory: Any = build_environment_factory(spec, verifier=None, configuration=settings)  # type: ignore[arg-type]
     verdicts: list[Verdict | None] = [None] * len(episodes)
@@ -58,7 +58,7 @@ async def play_to_verdicts(spec: str, episodes: Episodes, *, pad: Any = "done") 
 
     async def play_one(number: int) -> None:
         async with gate:
-            verdicts[number] = await play(factory, *episodes[number], pad)
+            verdicts[number] = await play(factory, *episodes[number], pad, graded=graded)
 
     async with factory.run(), anyio.create_task_group() as group:
         for number in range(len(episodes)):

@@ -17,7 +17,7 @@ from fleetbus_workers.environment.specs import check_task_configs, find_adapter
 DEFAULT = ""
 """The key under which a plain SPEC stands."""
 
-_KEYED = re.compile(r"(?!(?:stdio|verifiers|inspect|bfcl)\+)([^\s:=]+)=(.+)", re.DOTALL)
+_KEYED = re.compile(r"(?!(?:stdio|verifiers|inspect|bfcl|tau2)\+)([^\s:=]+)=(.+)", re.DOTALL)
 _MAX_LISTED_TASKS = 3
 
 

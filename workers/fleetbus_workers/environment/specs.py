@@ -110,6 +110,10 @@ ADAPTERS = (
         "multi-turn tasks of `bfcl-eval` with its checker, in an interpreter of its own", checks_rest=True,
     ),
     Adapter(
+        "tau2[+python=PATH]:DOMAIN [split=SIDE]", "foreign.factory:build", "agents",
+        "tasks of tau2-bench, retail or airline: the seat `agent` with tools, and its `user`", checks_rest=True,
+    ),
+    Adapter(
         "MODULE:CLASS", "python_class.environment:build", "",
         "a class of your own in this process, also of a file (`FILE.py:CLASS`)",
     ),
@@ -122,7 +126,7 @@ ADAPTERS = (
 
 SPEC_FORMS = ", ".join(adapter.forms for adapter in ADAPTERS)
 
-_WITH_OPTION = ("stdio+", "verifiers+", "inspect+", "bfcl+")
+_WITH_OPTION = ("stdio+", "verifiers+", "inspect+", "bfcl+", "tau2+")
 
 _BY_NAME = {adapter.name: adapter for adapter in ADAPTERS}
 _BY_NAME |= {"https": _BY_NAME["http"]}

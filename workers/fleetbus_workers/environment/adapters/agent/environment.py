@@ -43,9 +43,8 @@ FILE_BYTES = 1 << 20
 
 
 class AgentEnvironment:
-    """One episode of an agent that ``host`` starts."""
+    """One episode of an agent that ``host`` starts. ``replayable``: it asks the same again where it is answered the same."""
 
-    replayable = False
     shows_whole = True
 
     def __init__(
@@ -56,7 +55,9 @@ class AgentEnvironment:
         exit_seconds: float,
         grades: OwnReward,
         settings: EnvironmentSettings | None = None,
+        replayable: bool = False,
     ) -> None:
+        self.replayable = replayable
         self._host = host
         self._grader = grader
         self._grades = grades

@@ -1,4 +1,5 @@
-"""``verifiers:NAME``, ``inspect:TASK``, ``bfcl:CATEGORY``: environments of other packages, each in an interpreter with it.
+"""``verifiers:NAME``, ``inspect:TASK``, ``bfcl:CATEGORY``, ``tau2:DOMAIN``: environments of other packages, each in an
+interpreter with it.
 
 ``[+python=PATH]`` before the colon names the interpreter, else `environment.python` does: two versions of a package play in one
 run. After the name come arguments of the environment, as in ``verifiers:kuhn-poker role=player1``. A name that is a path
@@ -23,6 +24,12 @@ from fleetbus_workers.environment.adapters.foreign.host import LIMITS, ForeignHo
 
 RUNNER = Path(__file__).parent / "inside" / "fleetbus_runner.py"
 PYTHON = "+python="
+
+NAMES = {"tau2": ("airline", "retail")}
+"""Of kinds that have no others."""
+
+REPLAYABLE = ("tau2",)
+"""Kinds that ask the same again where they are answered the same: a takeover goes on where the episode was."""
 
 
 def build(context: AdapterContext) -> Factory:
@@ -50,6 +57,7 @@ def build(context: AdapterContext) -> Factory:
         exit_seconds=context.settings.limits.verify / 2,
         grades="returns",
         settings=msgspec.structs.replace(wanted, agent_crash_reward=""),  # an error of the package's is nobody's reward
+        replayable=find_kind(context.spec) in REPLAYABLE,
     )
     return Factory(make, host.run)
 
@@ -57,7 +65,8 @@ def build(context: AdapterContext) -> Factory:
 def build_command(spec: str, python: str, *options: str) -> list[str]:
     """The command line of the runner for a spec, in the interpreter that it names, or ``python``. Raises `UserError`."""
     form, _, rest = spec.partition(":")
-    kind, named, path = form.partition(PYTHON)
+    _, named, path = form.partition(PYTHON)
+    kind = find_kind(spec)
     chosen = path if named else python
     found = shutil.which(os.path.expanduser(chosen)) if chosen else None
     if found is None:
@@ -72,10 +81,16 @@ def build_command(spec: str, python: str, *options: str) -> list[str]:
         raise UserError(f"environment {spec!r}: what follows the colon cannot be read: {error}") from error
     if not words or any("=" not in word for word in words[1:]):
         raise UserError(f"environment {spec!r} must be written as {kind}:NAME [ARGUMENT=VALUE ...]")
+    if words[0] not in NAMES.get(kind, words):
+        raise UserError(f"environment {spec!r}: {kind} has no {words[0]!r}; there are {' and '.join(NAMES[kind])}")
     name = os.path.abspath(os.path.expanduser(words[0])) if words[0].startswith((".", "/", "~")) else words[0]
     if os.path.isabs(name) and not os.path.exists(find_place(name)):
         raise UserError(f"environment {spec!r}: there is no {find_place(name)}")
     return [os.path.abspath(found), str(RUNNER), *options, kind, name, *words[1:]]
+
+
+def find_kind(spec: str) -> str:
+    return spec.partition(":")[0].partition(PYTHON)[0]
 
 
 def find_place(name: str) -> str:
