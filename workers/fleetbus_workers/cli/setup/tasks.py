@@ -95,8 +95,8 @@ def check(location: str, parallel: int, seconds: float, boxes: str, as_json: boo
 @click.option("--environment-python", "python", default="", metavar="PATH", help="Interpreter that has the package")
 @click.option("--env", default="", metavar="KEY", help="Environment key of the tasks, where a run has several environments")
 def import_tasks(spec: str, output: Path, count: int, python: str, env: str) -> int:
-    """Write the tasks of verifiers:NAME, inspect:TASK or bfcl:CATEGORY as a tasks file: their places in the package's own data,
-    whose prompts are there to be read, for the package sends its own."""
+    """Write the tasks of verifiers:NAME, inspect:TASK, bfcl:CATEGORY or tau2:DOMAIN as a tasks file: their places in the
+    package's own data, whose prompts are there to be read, for the package sends its own."""
     from fleetbus_workers.environment.adapters.foreign.tasks import list_tasks
 
     tasks = list_tasks(spec, python, count, env=env).tasks

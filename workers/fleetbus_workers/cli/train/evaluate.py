@@ -33,7 +33,9 @@ from fleetbus_workers.observe.run.formatting import format_interval
 @click.option("--seat", "run__seats", metavar="SEAT=...", multiple=True, help="Seat that another policy plays [the run's]")
 @click.option("--recipe", metavar="NAME", help="With --model: environment, tasks and settings of a recipe")
 @click.option(
-    "--benchmark", metavar="NAME", help="Tasks of a benchmark instead of the run's: bfcl-multi-turn ['... split=held_out']"
+    "--benchmark",
+    metavar="NAME",
+    help="Tasks of a benchmark instead of the run's: bfcl-multi-turn ['... split=held_out'], tau2-retail, tau2-airline",
 )
 @click.option(
     "--environment-python", "environment__python", metavar="PATH", help="Interpreter that has the package of the benchmark"

@@ -28,8 +28,12 @@ class KnownBenchmark(NamedTuple):
     tokens: int
 
 
-BENCHMARKS = {"bfcl-multi-turn": KnownBenchmark("bfcl:multi_turn", 200, 1024, 32_768)}
-"""BFCL: at most 20 steps per turn of its user, and tools of some thousand tokens."""
+BENCHMARKS = {
+    "bfcl-multi-turn": KnownBenchmark("bfcl:multi_turn", 200, 1024, 32_768),
+    "tau2-retail": KnownBenchmark("tau2:retail", 200, 1024, 32_768),
+    "tau2-airline": KnownBenchmark("tau2:airline", 200, 1024, 32_768),
+}
+"""BFCL: at most 20 steps per turn of its user, and tools of some thousand tokens. tau2: 200 messages, as it plays itself."""
 
 MOST_TASKS = 1_000_000
 

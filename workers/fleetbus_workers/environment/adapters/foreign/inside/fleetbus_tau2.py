@@ -113,7 +113,7 @@ def play_task(module: str, policy: str, task: dict[str, Any], base_url: str) -> 
 
 
 def talk(desk: Desk, policy: str, situation: str, base_url: str) -> list[str]:
-    """What the agent says to the user, who ends it. Raises `BrokenOff`."""
+    """The agent's messages of a conversation, which the user ends. Raises `BrokenOff`."""
     user = [{"role": "system", "content": FOR_USER + situation}, {"role": "user", "content": GREETING}]
     agent = [{"role": "system", "content": f"{FOR_AGENT}<policy>\n{policy}\n</policy>"}]
     said: list[str] = []
@@ -163,7 +163,7 @@ class Desk:
                 self.tools.append({"type": "function", "function": function})
 
     def execute(self, name: str, arguments: str) -> str:
-        """What the agent is shown of a call; ``arguments`` are JSON. Whatever is wrong with a call is its result."""
+        """The result of a call, as the agent is shown it; ``arguments`` are JSON. Whatever is wrong with it is its result."""
         try:
             return self._call(self._database, name, json.loads(arguments))
         except Exception as error:  # noqa: BLE001  # as in the package
@@ -185,6 +185,6 @@ class Desk:
 
 
 def find_unsaid(wanted: Sequence[str], said: Sequence[str]) -> list[str]:
-    """What of ``wanted`` is in none of the messages; neither case nor the commas of numbers count."""
+    """The parts of ``wanted`` that are in none of the messages; neither case nor the commas of numbers count."""
     texts = [each.lower().replace(",", "") for each in said]
     return [f"not said: {each}" for each in wanted if not any(each.lower() in text for text in texts)]
