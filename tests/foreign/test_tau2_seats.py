@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import AsyncIterator, Callable
@@ -19,15 +20,20 @@ from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.chat import ChatSampler
 from fleetbus_workers.inference.chat_transcript import ChatTranscript
 from fleetbus_workers.inference.scripted import STOP, ScriptedSampler, ScriptedTemplate
-from tests.foreign.test_tau2_rewards import PYTHON, load
+from tests.foreign.test_tau2_rewards import PYTHON, Actions, load
 from tests.support.http_server import LocalServer
 from tests.support.small_deployment import LIMITS, RUN, Member, SmallDeployment, build_configuration, small_deployment
 
 pytestmark = [pytest.mark.foreign, pytest.mark.timeout(300)]
 
 TASK = "16"
-CALLS, TOLD = next((calls, told) for key, calls, told in load("retail") if key == TASK)
 SPEC = f"tau2+python={PYTHON}:retail"
+
+
+@functools.cache
+def find_reference() -> tuple[Actions, list[str]]:
+    """The calls of the task, and what has to be said."""
+    return next((calls, told) for key, calls, told in load("retail") if key == TASK)
 
 
 class Letters(ScriptedTemplate):
@@ -45,12 +51,13 @@ class Clerk(ScriptedSampler):
         self._asked = asked
 
     async def generate(self, request: GenerationRequest) -> Generation:
+        calls, told = find_reference()
         done = len(re.findall(rb"<tool_call>", bytes(request.ids)))
         self._asked(done)
         await anyio.lowlevel.checkpoint()
-        text = f"This is so: {'; '.join(TOLD)}."
-        if done < len(CALLS):
-            name, arguments = CALLS[done]
+        text = f"This is so: {'; '.join(told)}."
+        if done < len(calls):
+            name, arguments = calls[done]
             text = f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
         ids = [*text.encode(), STOP]
         made = await super().generate(request)
@@ -147,9 +154,10 @@ async def play(*, failing: bool = False, kill_at: int = -1) -> tuple[EpisodeFini
 
 
 async def test_the_users_turns_are_recorded_and_never_trained_and_a_takeover_gives_the_same_episode() -> None:
+    calls, told = find_reference()
     result, said, customer, report = await play()
     assert (result.outcome, result.reward, result.error) == ("completed", 1.0, "")
-    last = len(CALLS) + 2
+    last = len(calls) + 2
     assert [(seat.name, seat.turns, seat.reward) for seat in result.seats] == [
         ("user", (0, last), None),
         ("agent", tuple(range(1, last)), 1.0),
@@ -158,7 +166,7 @@ async def test_the_users_turns_are_recorded_and_never_trained_and_a_takeover_giv
     assert report.balanced, report.findings
     assert [messages[-1]["content"] for messages in customer.seen] == [
         "Hello, this is customer service. What can I do for you?",
-        f"This is so: {'; '.join(TOLD)}.",
+        f"This is so: {'; '.join(told)}.",
     ]
     again, said_again, customer_again, report = await play(kill_at=2)
     assert (again.outcome, again.attempt, again.error) == ("completed", 2, "")
