@@ -322,12 +322,13 @@ def _vary_configuration(scenario: Scenario, draw: random.Random) -> Scenario:
     steps = min(draw.choice((1, 2, 4, 8, 20)), 1 + MOST_TURNS // (groups * group_size * max_turns))
     slots = draw.choice((1, 2, 5, 40))
     has_time = max_turns > 6 or slots < 5  # for what it has to play; with less, nothing would ever be trained
+    most_needed = 4 if scenario.other_seat else group_size  # one in four games has no verdict for the seat that is trained
     return msgspec.structs.replace(
         scenario,
         steps=steps,
         groups=groups,
         group_size=group_size,
-        min_group_size=draw.randint(2, group_size),
+        min_group_size=min(draw.randint(2, group_size), most_needed),
         environment_slots=slots,
         inference_slots=draw.choice((1, 2, 5, 40)),
         checkpoint_every=draw.choice((1, 1, 2, 5)),
