@@ -248,7 +248,8 @@ async def run_inference(
     answered from the version that it asks for."""
     subjects = Subjects(configuration.run.name)
     if configuration.inference.versions_of:
-        versions = PublishedVersions(bus, subjects.policy(configuration.inference.versions_of), fetch)
+        served = [subjects.policy(policy) for policy in (configuration.inference.versions_of, configuration.run.policy)]
+        versions = PublishedVersions(bus, served, fetch)
         sampler = SnapshotSampler(sampler, versions.find)
     nonce = (runtime or Runtime()).nonce()
     lanes = inference_lanes(configuration.nats.lanes)

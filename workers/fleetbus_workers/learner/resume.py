@@ -287,13 +287,13 @@ async def _find_publisher(bus: LogBus, subjects: Subjects, policy: str) -> str:
     return found
 
 
-async def read_published_versions(bus: LogBus, subjects: Subjects, policy: str) -> dict[int, int]:
-    """The step of every version that was published so far; final only once the learner before can publish no more."""
-    steps: dict[int, int] = {}
+async def read_published_versions(bus: LogBus, subjects: Subjects, policy: str) -> dict[int, tuple[str, int]]:
+    """Lineage and step of every version in the log; final only once the learner before can publish no more."""
+    made: dict[int, tuple[str, int]] = {}
     async for entry in bus.scan([subjects.policy(policy)]):  # one at a time: each holds the manifest of a whole model
         for _, published in decode_entries(PolicyPublished, [entry], beside=(LineageStarted,)):
-            steps[published.version] = published.step
-    return steps
+            made[published.version] = published.lineage, published.step
+    return made
 
 
 async def read_requests_from_floor(
