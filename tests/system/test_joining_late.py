@@ -225,7 +225,7 @@ async def test_the_lineages_and_steps_of_all_versions_are_known() -> None:
         assert await read_published_versions(bus, SUBJECTS, "default") == {}
         for number, step in ((0, 0), (1, 1), (2, 0)):
             await bus.publish(SUBJECTS.policy("default"), encode(version(number, step)))
-        assert await read_published_versions(bus, SUBJECTS, "default") == {0: ("l1", 0), 1: ("l1", 1), 2: ("l1", 0)}
+        assert await read_published_versions(bus, SUBJECTS, "default") == {0: ("l1", 0, 0), 1: ("l1", 1, 0), 2: ("l1", 0, 0)}
 
 
 @pytest.mark.parametrize("a_learner_begins", [False, True])

@@ -21,6 +21,7 @@ from tests.support.balanced_log import expect_balance
 from tests.support.small_deployment import LIMITS, Member, SmallDeployment, small_deployment
 from tests.support.virtual_time import virtual_time
 from tests.system.test_league import (
+    STEPS,
     TASKS,
     Counting,
     Duel,
@@ -112,6 +113,36 @@ async def test_versions_that_a_person_took_back_are_no_opponents_and_not_rated(t
         assert len({request.seats[0].version for request in asked}) > 2
         assert (await read_steps(fleet))[-1].metrics["league_rating"] is not None
         await expect_balance(fleet)
+
+
+class Reading(ScriptedSampler):
+    """An engine that needs the file of a version."""
+
+    async def load(self, policy: PolicyPublished) -> None:
+        if not await anyio.Path(policy.uri.removeprefix("file://")).exists():
+            raise WeightsRejected(f"{policy.uri} is gone")
+        await super().load(policy)
+
+
+@pytest.mark.parametrize("before", ["", "second=league:uniform:1"])
+async def test_a_league_that_begins_late_or_grows_draws_nobody_whose_file_is_gone(tmp_path: Path, before: str) -> None:
+    configuration = replace(configure(tmp_path, "uniform:40"), limits=PATIENT)
+    small = replace(configuration, run=replace(configuration.run, seats=before))
+    assert small.learner.keep_weights < STEPS
+    async with small_deployment(configuration, published=False) as fleet:
+        fleet.environment("environment", make=Duel)
+        fleet.inference("inference")
+        fleet.inference("inference-second", policy="second", sampler=Reading())
+        curriculum = Curriculum(TASKS, (), seed=1)
+        longer = replace(small, learner=replace(small.learner, steps=3 * STEPS))
+        first = fleet.learner("learner", trainer=Counting(), curriculum=curriculum, configuration=longer)
+        await wait_for_steps(fleet, 2 * STEPS)
+        await end(first)
+        longer = replace(configuration, learner=longer.learner)
+        await fleet.learner("learner-1", trainer=Counting(), curriculum=curriculum, configuration=longer).ended.wait()
+        assert {result.outcome for result in await read_results(fleet)} == {"completed"}
+        drawn = {request.seats[0].version for request in await read_requests(fleet) if request.lineage == "l2"}
+        assert len(drawn) > 3
 
 
 class Stored(ScriptedSampler):

@@ -197,6 +197,8 @@ class PublishedVersions:
         except (RequestUnanswered, TimeoutError) as unanswered:
             raise WeightsRejected(f"the log does not answer: {unanswered}") from unanswered
         if published is None:
+            self._positions.clear()  # a log that went back in time has other entries there
+            self._next = 1
             raise WeightsRejected(f"the log has no version {version} on {self._subjects[0]}")
         return await self._fetch(published) if self._fetch is not None else published
 

@@ -102,10 +102,12 @@ class LineageStart:
         log.info("lineage started", lineage=point.lineage, parent=point.parent, step=point.step)
         if changed := list_changed_settings(point.settings_before, started.settings):
             log.warning("settings differ from those of the lineage before", lineage=point.lineage, changed=changed)
-        for version, (lineage, step) in versions.items():
-            self._pool.record_version(version, step)
-            if not point.is_voided(lineage, step):
-                self._league.add_version(version, step)
+        # What no window kept has no file any more, whatever leagues there are now.
+        kept_from = max((version + 1 - made.window for version, made in versions.items()), default=0)
+        for version, made in versions.items():
+            self._pool.record_version(version, made.step)
+            if version >= kept_from and not point.is_voided(made.lineage, made.step):
+                self._league.add_version(version, made.step)
         run = configuration.run
         requests = await read_requests_from_floor(self._bus, self._subjects, run.policy, list_pools(run), point)
         await self._requests.assume_size(len(requests))

@@ -18,7 +18,7 @@ from fleetbus_workers.learner.base import Trainer
 from fleetbus_workers.learner.baselines import find_or_name_baseline
 from fleetbus_workers.learner.disk_full import retry_while_disk_full
 from fleetbus_workers.learner.journal import RETRY_SECONDS, FencedAppender
-from fleetbus_workers.learner.resume import read_published_versions
+from fleetbus_workers.learner.resume import MadeVersion, read_published_versions
 from fleetbus_workers.weights.delta import write_smaller
 from fleetbus_workers.weights.manifests import put_manifest
 from fleetbus_workers.weights.store import FolderStore, WeightsStore
@@ -85,11 +85,11 @@ class Publication:
         """The lifetime of what sends versions beside their files, around all versions. Raises `UserError`."""
         return self._sender.run() if self._sender is not None else nullcontext()
 
-    async def fence(self, started: LineageStarted) -> dict[int, tuple[str, int]]:
+    async def fence(self, started: LineageStarted) -> dict[int, MadeVersion]:
         """From now on appends of the previous learner are refused; raises `LearnerReplaced` when this one is.
 
-        Returns lineage and step of every version in the log. The learner before may have published until this very moment,
-        and its numbers must not come again; nor may those of versions that the log has lost, and that left a file.
+        Returns every version in the log. The learner before may have published until this very moment, and its numbers must not
+        come again; nor may those of versions that the log has lost, and that left a file.
         """
         await self._appender.take_over(started)
         await self._runtime.offload(remove_unfinished, self._folder)
