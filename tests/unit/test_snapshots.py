@@ -234,6 +234,19 @@ async def test_a_version_that_took_longer_to_load_than_its_turn_had_serves_the_n
     assert engine.loads == [4]
 
 
+async def test_copies_that_an_engine_rejected_are_discarded_before_the_next_try() -> None:
+    class Damaged(Engine):
+        async def load(self, policy: PolicyPublished) -> None:
+            if not discarded:
+                raise WeightsRejected("differs from the manifest's sha256")
+            await super().load(policy)
+
+    discarded, played = list[float](), list[int]()
+    sampler = SnapshotSampler(Damaged(), find, lambda: discarded.append(anyio.current_time()))
+    await play(sampler, 4, played)
+    assert played == [4] and len(discarded) == 1
+
+
 async def test_a_version_that_nobody_waits_for_any_more_is_not_loaded() -> None:
     engine, played = Engine(), list[int]()
     sampler = SnapshotSampler(engine, find)

@@ -27,11 +27,18 @@ log = structlog.get_logger()
 
 
 class SnapshotSampler:
-    """`Sampler` over ``sampler``, which loads what ``find`` returns for a version; that raises `WeightsRejected`."""
+    """`Sampler` over ``sampler``, which loads what ``find`` returns for a version; that raises `WeightsRejected`. Where the
+    engine rejects it, ``discard_copies`` is called before ``find`` is again."""
 
-    def __init__(self, sampler: Sampler, find: Callable[[int], Awaitable[PolicyPublished]]) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        find: Callable[[int], Awaitable[PolicyPublished]],
+        discard_copies: Callable[[], None] = lambda: None,
+    ) -> None:
         self._sampler = sampler
         self._find = find
+        self._discard_copies = discard_copies
         self._loaded: int | None = None
         self._next: PolicyPublished | None = None
         """The version that is at hand and loaded as soon as no turn runs."""
@@ -156,6 +163,7 @@ class SnapshotSampler:
                 await self._sampler.load(published)
             self._loaded, self._last_admitted = published.version, self._last_number
         except WeightsRejected as rejected:
+            self._discard_copies()
             self._reject(published.version, rejected)
         finally:
             self._is_busy = self._is_loading = False
