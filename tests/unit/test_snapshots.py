@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
+
 import anyio
 import anyio.lowlevel
 import pytest
@@ -258,3 +261,39 @@ async def test_a_version_that_nobody_waits_for_any_more_is_not_loaded() -> None:
             await play(sampler, 4, played)
         await play(sampler, 1, played)
     assert played == [1, 1, 1] and engine.loads == [1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_every_turn_ends_whatever_is_cancelled_slow_or_rejected(seed: int) -> None:
+    draw = random.Random(seed)
+
+    async def find_at_random(version: int) -> PolicyPublished:
+        await anyio.sleep(draw.choice((0.0, 0.1, 5.0)))
+        if draw.random() < 0.3:
+            raise WeightsRejected("the store is away")
+        return publish(version)
+
+    class Odd(Engine):
+        async def load(self, policy: PolicyPublished) -> None:
+            await super().load(policy)
+            if draw.random() < 0.2:
+                raise WeightsRejected("damaged")
+
+    async def play_at_random() -> None:
+        await anyio.sleep(draw.uniform(0, 60))
+        with anyio.move_on_after(draw.choice((0.5, 5.0, 500.0))) as limit:
+            try:
+                await play(sampler, draw.randrange(4), played)
+            except VersionSuperseded:
+                ended.append("gone")
+        ended.append("late" if limit.cancelled_caught else "")
+
+    sampler, played, ended = SnapshotSampler(Odd(), find_at_random), list[int](), list[str]()
+    with anyio.fail_after(3600):
+        async with anyio.create_task_group() as group:
+            for _ in range(200):
+                group.start_soon(play_at_random)
+        for version in range(4):
+            with suppress(VersionSuperseded):
+                await play(sampler, version, played)
+    assert len(played) > 60 and "late" in ended
