@@ -272,6 +272,7 @@ _EXAMPLES: tuple[Message, ...] = (
         manifest=(TensorEntry(name="lm_head.weight", shape=(32, 64), dtype="F32", sha256=SHA256),),
         size_bytes=8192,
         manifest_object=SHA256,
+        window=7,
     ),
     WeightsOffered(policy="main", version=13, lineage="l0002", address="10.0.0.7", port=40123, token="f00d"),
     LineageStarted(

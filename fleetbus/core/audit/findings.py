@@ -51,7 +51,8 @@ KINDS: dict[str, str] = {
     "excluded_without_reason": "episodes excluded without a reason",
     "exclusion_unfounded": "episodes excluded for a reason that is not so: their outcome, age or group is another",
     "reward_unjudged": "trained rewards that are not those of results, and that no judge's score explains",
-    "version_elsewhere": "versions whose address has another name, or another place than others of their lineage",
+    "version_elsewhere": "versions whose address has another name, or another place than others of their lineage, or on the "
+    "subject of a league that are none of the policy's",
     "checkpoint_elsewhere": "checkpoints whose folder has another name, or another place than others of their lineage",
     "trained_without_result": "episodes trained without a graded result before",
     "below_floor_unsettled": "episodes below the floor of a checkpoint that were neither trained nor excluded by then",
