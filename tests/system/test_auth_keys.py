@@ -148,9 +148,13 @@ def test_up_refuses_keys_that_do_not_allow_its_run_and_says_what_would(tmp_path:
         check("safe")
     with pytest.raises(UserError, match=r"--run default --run other --lanes 32$"):
         check("other", lanes=32)
-    with pytest.raises(UserError, match=r"--run default --run other --policy default --policy user$"):
+    added = r"does not allow policy user in run other: .* --run default --run other --policy default --policy user$"
+    with pytest.raises(UserError, match=added):
         check("other", seats="user=http://127.0.0.1:8000/v1")
-    with pytest.raises(UserError, match=r"--run default --run other --policy p$"):
+    added = r"does not allow policies second, b in run other: .* --policy default --policy second --policy b$"
+    with pytest.raises(UserError, match=added):
+        check("other", seats="second=league:newest\nseat=b")
+    with pytest.raises(UserError, match=r"does not allow policy p .* --run default --run other --policy default --policy p$"):
         check("other", policy="p")
     assert run_program(["auth", "init", auth, "--run", "default", "--run", "other", "--run", "safe"]) == 0
     check("safe")

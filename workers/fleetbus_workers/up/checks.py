@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from fleetbus.auth.access import build_access, is_credentials
 from fleetbus.auth.folder import AuthFolder
-from fleetbus.auth.server_config import WRITTEN_BY, parse_runs, run_accounts
+from fleetbus.auth.server_config import WRITTEN_BY, parse_policies, parse_runs, run_accounts
 from fleetbus.auth.stores import check_store
 from fleetbus.config.check import check_trained_distribution
 from fleetbus.config.engines import ENGINES, is_frozen, list_engines
@@ -310,10 +310,14 @@ def check_rights(configuration: Configuration) -> None:
     if run.name in parse_runs(text) and run_accounts(folder.access(build_stream_plan(configuration))) in text:
         return
     flags = [f"--run {name}" for name in dict.fromkeys((*parse_runs(text), run.name))]
-    policies = list_policies(run)
-    flags += [f"--policy {policy}" for policy in policies if policies != ("default",)]
+    known = parse_policies(text)
+    missing = [policy for policy in list_policies(run) if policy not in known]
+    flags += [f"--policy {policy}" for policy in (*known, *missing) if (*known, *missing) != ("default",)]
     flags += [f"--lanes {nats.lanes}"] * (nats.lanes != NatsSettings().lanes)
-    raise UserError(f"{config} does not allow run {run.name}: fleetbus auth init {nats.auth} {' '.join(flags)}")
+    lacks = f"run {run.name}"
+    if missing and run.name in parse_runs(text):
+        lacks = f"{'policy' if len(missing) == 1 else 'policies'} {', '.join(missing)} in {lacks}"
+    raise UserError(f"{config} does not allow {lacks}: fleetbus auth init {nats.auth} {' '.join(flags)}")
 
 
 def check_server_program() -> None:
