@@ -35,6 +35,7 @@ from fleetbus_schemas import (
     OperationRecorded,
     PolicyPublished,
     SamplingSettings,
+    SeatLimit,
     SeatPolicy,
     SegmentOrigin,
     SessionAnswer,
@@ -151,6 +152,7 @@ _EXAMPLES: tuple[Message, ...] = (
         earliest_sequence=99,
         timeout_reward=-0.5,
         seats=(SeatPolicy(seat="user", policy="simulator", sampling=SAMPLING, trained=True, version=11),),
+        seat_limits=(SeatLimit(seat="user", max_turns=4, max_tokens=2048),),
     ),
     AttemptStarted(
         episode_id="s3-g7-k2",

@@ -56,6 +56,7 @@ from fleetbus_workers.inference.turn_rules import (
     check_pinned_version,
     compute_turn_seed,
     describe_lack_of_room,
+    find_lack_of_room,
 )
 
 PROBLEM_CHARS = 500
@@ -243,6 +244,7 @@ class ObservationHandler:
                 observation,
                 finish_reason="length",
                 history_hash=observation.history_hash,
+                error_class=find_lack_of_room(observation, len(ids), self._max_model_len),
                 error=describe_lack_of_room(observation, len(ids), self._max_model_len),
             )
         if observation.request_sequence > self._expected_sequence:
