@@ -62,8 +62,6 @@ from fleetbus_workers.inference.turn_rules import (
 PROBLEM_CHARS = 500
 """Of a problem that heartbeats tell."""
 
-NOTHING_HELD = nullcontext()
-
 log = structlog.get_logger()
 
 
@@ -252,7 +250,7 @@ class ObservationHandler:
         pinned, versions = observation.pinned_version, self._versions
         if versions is None and pinned is not None:
             await wait_for_version(self._bus, self._subjects.policy(observation.policy), self._sampler, pinned)
-        async with NOTHING_HELD if versions is None else versions.hold(pinned):
+        async with nullcontext() if versions is None else versions.hold(pinned):
             started = self._now()
             generation = await self._sampler.generate(await self._build_request(observation, ids, images, room))
         check_pinned_version(observation.pinned_version, generation)

@@ -31,7 +31,18 @@ class EpisodeSeats:
     """Turns by seat. Without a first seat the episode has none, and all calls say so. ``others`` are policies by the seat that
     they play; those that are not trained are ``frozen``. ``limits`` are those of single seats, by seat."""
 
-    __slots__ = ("_limits", "_others", "_owners", "_segments", "_tokens", "_turns", "current", "frozen", "other", "other_tokens")
+    __slots__ = (
+        "_limits",
+        "_others",
+        "_owners",
+        "_segments",
+        "_tokens",
+        "_turns",
+        "current",
+        "frozen",
+        "other",
+        "other_tokens",
+    )
 
     def __init__(
         self, first: str, others: Mapping[str, SeatPolicy] = NO_OTHERS, limits: Mapping[str, SeatLimit] = UNLIMITED
