@@ -5,7 +5,7 @@
     python benchmarks/chaos.py --segments --seconds 45 --quiet 20 --json    # in a context too small for a whole episode
     python benchmarks/chaos.py --seats --seconds 60 --quiet 15 --json       # Kuhn poker: two seats in each episode
     python benchmarks/chaos.py --opponent --seconds 60 --quiet 15 --json    # one of them another policy's, behind a URL
-    python benchmarks/chaos.py --two-learners --seconds 60 --json           # one of them another policy's, which is trained
+    python benchmarks/chaos.py --two-learners --seconds 60 --json           # a proposer and a solver, with two learners
 
 From a seed, members are killed (SIGKILL), paused (SIGSTOP, SIGCONT) and terminated while they train the starter policy; what
 ended is started again. Then comes a quiet time, the learner stops, every episode gets its outcome, a last learner evaluates the
@@ -47,6 +47,7 @@ from fleetbus.config.seats import configure_learner, list_policies, parse_seats
 from fleetbus.config.settings import (
     Configuration,
     EnvironmentSettings,
+    EpisodeSettings,
     EvaluationSettings,
     InferenceSettings,
     LearnerSettings,
@@ -58,7 +59,6 @@ from fleetbus.config.settings import (
 from fleetbus.core.audit.findings import Report
 from fleetbus.log.archive_reader import scan_archive_and_log
 from fleetbus.log.episodes import decode_entries
-from fleetbus.tasks.files import dump_tasks
 from fleetbus_schemas import (
     MESSAGES,
     AttemptStarted,
@@ -70,7 +70,6 @@ from fleetbus_schemas import (
     Message,
     Observation,
     Subjects,
-    Task,
     WorkerStarted,
     decode,
 )
@@ -89,7 +88,8 @@ LEARNING_RATE = 1e-4
 SMALL_CONTEXT_TOKENS = 250
 """With ``--segments``: most episodes drop turns. None counts as poison, however often its workers are killed."""
 
-KUHN = Path(__file__).resolve().parent.parent / "docs" / "examples" / "kuhn.py"
+EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"
+KUHN, PROPOSER = f"{EXAMPLES}/kuhn.py:Kuhn", f"{EXAMPLES}/proposer.py:Spelling"
 
 STRIKE_PATIENCE_SECONDS = 5.0
 """With ``--segments`` a fault waits so long for a turn of a later segment to be asked for, and strikes while it is out."""
@@ -111,12 +111,13 @@ def configuration(url: str, folder: Path, plan: Plan, opponent: str = "") -> Con
         inference = InferenceSettings(max_model_len=SMALL_CONTEXT_TOKENS)
     run = RunSettings(name=RUN, folder=str(folder / "runs"), seed=plan.seed)
     if plan.seats:
-        dump_tasks([Task(key=first + second) for first in "JQK" for second in "JQK" if first != second], folder / "deals.json")
-        seats = f"second={'train' if plan.two_learners else opponent}" if plan.two_learners or opponent else ""
-        run = msgspec.structs.replace(run, environment=f"{KUHN}:Kuhn", tasks=str(folder / "deals.json"), seats=seats)
+        example, seats = (KUHN, opponent and f"second={opponent}") if not plan.two_learners else (PROPOSER, "solver=train")
+        tasks = str(Path(example.partition(":")[0]).with_suffix(".json"))
+        run = msgspec.structs.replace(run, environment=example, tasks=tasks, seats=seats)
     return Configuration(
         run=run,
         nats=NatsSettings(url=url),
+        episode=EpisodeSettings(max_tokens=10) if plan.two_learners else EpisodeSettings(),
         limits=LimitSettings(episode=60, grace=10, drain=DRAIN_SECONDS),
         environment=environment,
         inference=inference,
@@ -361,7 +362,7 @@ def parse_arguments() -> Plan:
     parser.add_argument("--segments", action="store_true", help="a context too small for a whole episode: turns are dropped")
     parser.add_argument("--seats", action="store_true", help="Kuhn poker instead of the warehouse: two seats in each episode")
     parser.add_argument("--opponent", action="store_true", help="as --seats, and a server that fails at times has one of them")
-    parser.add_argument("--two-learners", action="store_true", help="as --seats, and a learner of its own trains one of them")
+    parser.add_argument("--two-learners", action="store_true", help="a proposer, and a solver that another learner trains")
     parser.add_argument("--round", type=float, default=ROUND_SECONDS, help="with two learners: seconds between kills of a kind")
     parser.add_argument("--groups", type=int, default=4, help="groups of eight episodes per optimizer step")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)

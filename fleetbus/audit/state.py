@@ -29,7 +29,7 @@ from fleetbus_schemas.message import UNREADABLE
 _MAGIC = b"fleetbus audit state\n"
 _DIGEST_BYTES = 32
 
-BOOKS = 5
+BOOKS = 6
 """To be raised with what the books hold: older ones lack it, and would be taken for books of a log without it."""
 
 

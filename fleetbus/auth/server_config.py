@@ -111,6 +111,11 @@ def parse_runs(text: str) -> list[str]:
     return re.findall(r'^  "fb_([\w-]+)": \{', text, flags=re.MULTILINE)
 
 
+def parse_policies(text: str) -> list[str]:
+    """The policies that such a configuration allows in any run, in the order in which it names them."""
+    return list(dict.fromkeys(re.findall(r'\.fbwork_[\w-]+\.obs_([\w-]+)_any"', text)))
+
+
 def _build_account(run: RunAccess, user: str, rights: Mapping[str, Rights]) -> dict[str, Any]:
     own = rights[user]
     exports = list(_streams_exports(run, rights) if user == "admin" else _worker_exports(run, user, rights))

@@ -7,6 +7,7 @@ import re
 from fleetbus.config.engine_arguments import parse_engine_arguments
 from fleetbus.config.engines import is_frozen, list_engines
 from fleetbus.config.pools import list_served_pools, parse_pools
+from fleetbus.config.seat_limits import check_seat_limits
 from fleetbus.config.seats import check_seats
 from fleetbus.config.settings import (
     AlgorithmSettings,
@@ -44,6 +45,7 @@ def check_configuration(configuration: Configuration) -> None:
     _check_pools(configuration)
     if not is_frozen(configuration.inference):  # a worker of another policy has that one's name
         check_seats(configuration.run)
+    check_seat_limits(configuration.episode)
     _check_environment_addresses(configuration.run.environment)
     learner, episode, inference = configuration.learner, configuration.episode, configuration.inference
     if learner.min_group_size > learner.group_size:

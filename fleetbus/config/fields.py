@@ -17,7 +17,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.config.table import Settings
 
 VARIABLE_PREFIX = "FLEETBUS_"
-REPEATABLE = frozenset({"run.environment", "run.pool", "run.seats"})
+REPEATABLE = frozenset({"run.environment", "run.pool", "run.seats", "episode.seat_limits"})
 """Settings that may be given several times, or as a list; the value is text with one line per item."""
 
 TABLES = frozenset({"inference.vllm"})

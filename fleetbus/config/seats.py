@@ -28,10 +28,6 @@ POLICIES = "policies"
 """In the folder of a run, the folders of the policies of trained seats."""
 
 
-SPARE_VERSIONS = 4
-"""Versions that learners publish when they begin, while episodes are played against an older one."""
-
-
 class SeatSetting(msgspec.Struct, frozen=True, kw_only=True):
     """``seat`` is played by ``policy``. With a ``url`` or a ``model`` an inference worker of `up` serves it: the model that the
     server there calls ``served_model``, or the model itself. A ``trained`` one has a learner, too, which begins with ``model``
@@ -72,15 +68,6 @@ def list_trained_seats(run: RunSettings) -> tuple[SeatSetting, ...]:
 def list_leagues(run: RunSettings) -> dict[str, League]:
     """The leagues of a run by the seat that they play. Raises `UserError`."""
     return {seat.seat: seat.league for seat in parse_seats(run.seats) if seat.league is not None}
-
-
-def count_kept_versions(configuration: Configuration) -> int:
-    """The newest versions whose weights stay: opponents are drawn from so many, and play until their episodes are trained,
-    which takes up to ``max_staleness`` further versions and what they are differences to."""
-    leagues, learner = list_leagues(configuration.run).values(), configuration.learner
-    drawn = max((league.size for league in leagues), default=0)
-    for_league = drawn + learner.max_staleness + SPARE_VERSIONS + configuration.weights.full_every if drawn else 0
-    return max(learner.keep_weights, for_league)
 
 
 def _parse_value(seat: str, value: str) -> SeatSetting:

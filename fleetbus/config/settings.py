@@ -117,6 +117,13 @@ class EpisodeSettings(Settings, frozen=True, kw_only=True):
     )
     seat_max_tokens: Annotated[int, Meta(ge=1, description="Maximum number of tokens per turn of other policies' seats")] = 512
     seat_temperature: Annotated[float, Meta(ge=0, description="Sampling temperature of other policies' seats")] = 1.0
+    seat_limits: Annotated[
+        str,
+        Meta(
+            description="Limit of one seat in an episode, whoever plays it: SEAT.max_turns=N, or SEAT.max_tokens=N for what "
+            "all its turns add, prompts included; repeatable"
+        ),
+    ] = ""
 
 
 class LimitSettings(Settings, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from fleetbus.bus.base import LogBus, LogState
 from fleetbus.bus.streams import tasks_consumer
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.pools import find_pool, list_pools, parse_pools
+from fleetbus.config.seat_limits import parse_seat_limits
 from fleetbus.config.seats import build_seats, list_leagues
 from fleetbus.config.settings import Configuration
 from fleetbus.core.episode.claims import EpisodeState, build_result_without_attempt
@@ -81,6 +82,7 @@ class Requests:
         self._pools = parse_pools(configuration.run.pool)
         self._seats = build_seats(configuration)
         self._leagues = list_leagues(configuration.run)
+        self._seat_limits = parse_seat_limits(configuration.episode.seat_limits)
         self._consumers = [tasks_consumer(pool) for pool in list_pools(configuration.run)]
         self.full = False
         """True while new work waits for room in the log."""
@@ -174,6 +176,7 @@ class Requests:
             earliest_sequence=self._next_sequence,
             timeout_reward=float(episode.timeout_reward) if episode.timeout_reward and split == "train" else None,
             seats=tuple(self._complete_seat(seat, sampling, opponents.get(seat.seat, version)) for seat in self._seats),
+            seat_limits=self._seat_limits,
         )
 
     def _complete_seat(self, seat: SeatPolicy, sampling: SamplingSettings, opponent: int) -> SeatPolicy:

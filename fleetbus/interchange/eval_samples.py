@@ -52,11 +52,10 @@ def build_sample(transcript: Transcript, run: str, *, name: str, epoch: int, mod
         text = ": ".join(part for part in (result.outcome, result.error_class, result.error) if part)
         sample["error"] = {"message": text, "traceback": result.traceback, "traceback_ansi": result.traceback}
     elif result is not None and result.outcome == "truncated" and request is not None:
-        by_turns = result.turns >= request.max_turns
-        sample["limit"] = {
-            "type": "turn" if by_turns else "token",
-            "limit": request.max_turns if by_turns else request.max_tokens,
-        }
+        by_turns = result.turns >= request.max_turns or result.error_class == "seat_turns"
+        limit = next((each for each in request.seat_limits if f"the seat {each.seat} has" in result.note), request)
+        reached = limit.max_turns if by_turns else limit.max_tokens
+        sample["limit"] = {"type": "turn" if by_turns else "token", "limit": reached}
     sample["events"] = build_events(transcript, messages, sample["scores"], sample.get("error"))
     return {key: value for key, value in sample.items() if value is not None}
 

@@ -36,7 +36,7 @@ from fleetbus_schemas.observation import Observation
 from fleetbus_schemas.operation import OperationRecorded
 from fleetbus_schemas.policy import PolicyPublished, TensorEntry, WeightsOffered
 from fleetbus_schemas.retention import FloorRaised
-from fleetbus_schemas.seat import EpisodeSeat
+from fleetbus_schemas.seat import EpisodeSeat, SeatLimit
 from fleetbus_schemas.segment import NEW_ROOT, ContextChange, EpisodeSegment, SegmentOrigin, SegmentReason
 from fleetbus_schemas.session import SessionAnswer, SessionCall, SessionClaimed, SessionEnded, SessionRecorded
 from fleetbus_schemas.subjects import ANY_LANE, InvalidName, Subjects
@@ -120,6 +120,7 @@ __all__ = [
     "Outcome",
     "PolicyPublished",
     "SamplingSettings",
+    "SeatLimit",
     "SeatPolicy",
     "SegmentOrigin",
     "SegmentReason",

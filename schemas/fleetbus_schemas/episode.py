@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from fleetbus_schemas.message import Message
-from fleetbus_schemas.seat import EpisodeSeat
+from fleetbus_schemas.seat import EpisodeSeat, SeatLimit
 from fleetbus_schemas.segment import EpisodeSegment
 
 Split = Literal["train", "eval"]
@@ -84,7 +84,8 @@ class EpisodeRequested(Message, frozen=True, kw_only=True):
     has an outcome by then in every case. ``max_tokens`` bounds what all turns add, in all segments.
     ``earliest_sequence`` is the first log position at which it can stand, as its author knew when it was made (0: unknown).
     ``timeout_reward`` is what an episode gets that has sampled tokens when its time is up; None: no grade. ``policy`` plays all
-    seats but those in ``seats``, whose tokens do not count in ``max_tokens`` where they are not trained.
+    seats but those in ``seats``, whose tokens do not count in ``max_tokens`` where they are not trained. ``seat_limits`` bound
+    single seats beside the episode's limits, at most one for each.
     """
 
     grown: ClassVar[bool] = True
@@ -106,6 +107,7 @@ class EpisodeRequested(Message, frozen=True, kw_only=True):
     earliest_sequence: int = 0
     timeout_reward: float | None = None
     seats: tuple[SeatPolicy, ...] = ()
+    seat_limits: tuple[SeatLimit, ...] = ()
 
     @property
     def policies(self) -> tuple[str, ...]:

@@ -20,6 +20,8 @@ class PolicyPublished(Message, frozen=True, kw_only=True):
     """Learner → inference workers, on ``policy.<name>``, expecting the last entry there. Versions never repeat.
 
     A manifest too long to travel is empty here and ``manifest_object`` the SHA-256 (hex) of its JSON in the object bucket.
+    Requests may name one of the newest ``window`` versions as an opponent; 0: none. On the subject of a league's own policy
+    stands the run's first version with it, once.
     """
 
     policy: str
@@ -30,6 +32,7 @@ class PolicyPublished(Message, frozen=True, kw_only=True):
     manifest: tuple[TensorEntry, ...]
     size_bytes: int
     manifest_object: str = ""
+    window: int = 0
 
 
 class WeightsOffered(Message, frozen=True, kw_only=True):

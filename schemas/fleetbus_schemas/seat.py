@@ -14,6 +14,15 @@ ELSEWHERE = "the learner of another policy trains it"
 """The reason of a seat without a reward in what one learner makes of a result that several train."""
 
 
+class SeatLimit(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Limits of one seat of an episode, whoever plays it: of its turns, and of the tokens that these add in all its contexts.
+    None: none of its own. A seat that would act beyond one ends the episode as ``truncated``."""
+
+    seat: str
+    max_turns: int | None = None
+    max_tokens: int | None = None
+
+
 class EpisodeSeat(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One seat of a finished episode, in the order in which the seats first acted.
 

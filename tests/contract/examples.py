@@ -35,6 +35,7 @@ from fleetbus_schemas import (
     OperationRecorded,
     PolicyPublished,
     SamplingSettings,
+    SeatLimit,
     SeatPolicy,
     SegmentOrigin,
     SessionAnswer,
@@ -151,6 +152,7 @@ _EXAMPLES: tuple[Message, ...] = (
         earliest_sequence=99,
         timeout_reward=-0.5,
         seats=(SeatPolicy(seat="user", policy="simulator", sampling=SAMPLING, trained=True, version=11),),
+        seat_limits=(SeatLimit(seat="user", max_turns=4, max_tokens=2048),),
     ),
     AttemptStarted(
         episode_id="s3-g7-k2",
@@ -272,6 +274,7 @@ _EXAMPLES: tuple[Message, ...] = (
         manifest=(TensorEntry(name="lm_head.weight", shape=(32, 64), dtype="F32", sha256=SHA256),),
         size_bytes=8192,
         manifest_object=SHA256,
+        window=7,
     ),
     WeightsOffered(policy="main", version=13, lineage="l0002", address="10.0.0.7", port=40123, token="f00d"),
     LineageStarted(

@@ -14,6 +14,7 @@ import pytest
 import trio.testing
 
 from fleetbus.bus.base import StreamEntry
+from fleetbus.config.run_folder import policy_folder
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
 from fleetbus.log.episodes import decode_entries
 from fleetbus.logs.setup import suppress_logs
@@ -30,6 +31,7 @@ from fleetbus_schemas import (
     encode,
 )
 from fleetbus_schemas.channels import STORED
+from fleetbus_workers.learner.checkpoints import INDEX, Checkpoint
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.held_out import find_newest_version, play
 from fleetbus_workers.learner.scripted import ScriptedTrainer
@@ -280,4 +282,19 @@ def test_what_says_that_entries_left_the_log_keeps_no_recording_from_its_replay(
     )
     recording.entries.append(floor)
     report = replayed(recording, configuration, tmp_path)
+    assert report.same, report.lines()
+
+
+def test_a_checkpoint_that_a_kill_prevented_is_not_begun_from_in_the_replay(tmp_path: Path) -> None:
+    """The replay of its lineage may have written it: it is not cut at the same instant."""
+    configuration = settings(tmp_path / "run", checkpoint_every=1)
+    recording = in_virtual_time(partial(killed, configuration, ((StepTrained, 1),)))
+    assert begun(recording) == [("l1", 0), ("l2", 0)]
+    made = policy_folder(configuration.run).checkpoints / "l2-000004"
+    prevented = policy_folder(RunSettings(name=RUN, folder=str(tmp_path / "replay"))).checkpoints / "l1-000001"
+    shutil.copytree(made, prevented)
+    checkpoint = msgspec.json.decode((made / INDEX).read_bytes(), type=Checkpoint)
+    index = msgspec.structs.replace(checkpoint, lineage="l1", step=1, version=1)
+    (prevented / INDEX).write_bytes(msgspec.json.encode(index))
+    report = replayed(recording, configuration, tmp_path / "replay")
     assert report.same, report.lines()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fleetbus_schemas import NEW_ROOT, EpisodeSeat, EpisodeSegment, SeatPolicy, SegmentOrigin, UntrainedTurn
+from fleetbus_schemas import NEW_ROOT, EpisodeSeat, EpisodeSegment, SeatLimit, SeatPolicy, SegmentOrigin, UntrainedTurn
 from fleetbus_schemas.tokens import EMPTY_HISTORY, pack_logprobs, pack_mask
 from tests.support.log_builder import PROMPT, SAMPLED, LogBuilder, compute_history_hash
 
@@ -34,12 +34,14 @@ def play_game(
     other: str = "",
     *,
     is_trained: bool = False,
+    limits: tuple[SeatLimit, ...] = (),
     **changes: Any,
 ) -> None:
     """Turns 0 and 2 in one context, turn 1 in another, which is not trained. The second seat may be another policy's, of which
     ``other`` is asked, and which a learner of its own may train."""
     policy = "solver" if is_trained else "simulator"
-    log_builder.request("a", seats=(SeatPolicy(seat="second", policy=policy, trained=is_trained),) if other else ())
+    others = (SeatPolicy(seat="second", policy=policy, trained=is_trained),) if other else ()
+    log_builder.request("a", seats=others, seat_limits=limits)
     log_builder.claim("a")
     actions = []
     for turn, (seat, segment, before) in enumerate(zip(asked, (0, 1, 0), (0, 0, 1), strict=True)):
@@ -111,3 +113,30 @@ FORGED_SEATS = (
     rewarded_seat_left_out,
 )
 """Each is found as ``seats_wrong``."""
+
+
+def seat_beyond_its_turns(log_builder: LogBuilder) -> None:
+    play_game(log_builder, limits=(SeatLimit(seat="second"), SeatLimit(seat="first", max_turns=1)))
+
+
+def seat_beyond_its_tokens(log_builder: LogBuilder) -> None:
+    """The prompt of its second turn left no room for an answer."""
+    play_game(log_builder, limits=(SeatLimit(seat="first", max_tokens=TOKENS + PROMPT),))
+
+
+def ended_for_a_limit_that_was_not_reached(log_builder: LogBuilder) -> None:
+    limits = (SeatLimit(seat="first", max_turns=3, max_tokens=2 * TOKENS),)
+    play_game(log_builder, limits=limits, outcome="truncated", error_class="seat_turns")
+
+
+def ended_for_a_limit_that_nobody_set(log_builder: LogBuilder) -> None:
+    play_game(log_builder, limits=(SeatLimit(seat="first", max_turns=2),), outcome="truncated", error_class="seat_tokens")
+
+
+FORGED_LIMITS = (
+    seat_beyond_its_turns,
+    seat_beyond_its_tokens,
+    ended_for_a_limit_that_was_not_reached,
+    ended_for_a_limit_that_nobody_set,
+)
+"""Each is found as ``seat_limit_wrong``."""

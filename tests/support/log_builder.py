@@ -25,6 +25,7 @@ from fleetbus_schemas import (
     Message,
     Observation,
     PolicyPublished,
+    SeatLimit,
     SeatPolicy,
     Split,
     StepTrained,
@@ -68,11 +69,12 @@ class LogBuilder:
         return self.add(SUBJECTS.policy(policy), published)
 
     def request(
-        self, episode: str, *, split: Split = "train", pool: str = "default", seats: tuple[SeatPolicy, ...] = ()
-    ) -> int:
+        self, episode: str, *, split: Split = "train", pool: str = "default", seats: tuple[SeatPolicy, ...] = (),
+        seat_limits: tuple[SeatLimit, ...] = (),
+    ) -> int:  # fmt: skip
         request = EpisodeRequested(
             episode_id=episode, group_id="g", sample_index=0, split=split, task=Task(key="t"), policy="default", deadline_ns=1,
-            lineage="l1" if split == "train" else "", group_size=1, seats=seats,
+            lineage="l1" if split == "train" else "", group_size=1, seats=seats, seat_limits=seat_limits,
         )  # fmt: skip
         return self.add(SUBJECTS.task(pool, episode), request)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,10 +22,10 @@ def turn_of_another_seat(patch: pytest.MonkeyPatch) -> None:
     """A turn that gives the turn to somebody else is counted as theirs."""
     append = EpisodeSeats.append
 
-    def faulty(self: EpisodeSeats, turn: int, segment: int) -> None:
+    def faulty(self: EpisodeSeats, turn: int, segment: int, tokens: int = 0) -> None:
         own, names = self.current, list(self._turns)
         self.current = names[0] if names and turn % 3 == 2 else own
-        append(self, turn, segment)
+        append(self, turn, segment, tokens)
         self.current = own
 
     patch.setattr(EpisodeSeats, "append", faulty)
@@ -57,6 +58,31 @@ def seat_lost_in_a_takeover(patch: pytest.MonkeyPatch) -> None:
         self._seats = seats
 
     patch.setattr(runner.EpisodeRunner, "_append_turn", faulty)
+
+
+def limit_counted_anew_in_a_takeover(patch: pytest.MonkeyPatch) -> None:
+    """Turns that an attempt before played do not count for the limits of their seats."""
+    append, is_at_limit = runner.EpisodeRunner._append_turn, EpisodeSeats.is_at_limit
+    earlier: dict[EpisodeSeats, tuple[EpisodeSeats, Counter[str]]] = {}  # kept, for a number may be another's later
+
+    def count(self: runner.EpisodeRunner, turn: Turn, messages: tuple[ChatMessage, ...]) -> None:
+        if any(turn is each for each in self._recorded):
+            earlier.setdefault(self._seats, (self._seats, Counter()))[1][self._seats.current] += 1
+        append(self, turn, messages)
+
+    def faulty(self: EpisodeSeats) -> bool:
+        played = self._turns.get(self.current, [])
+        skipped = earlier[self][1][self.current] if self in earlier else 0
+        if not skipped:
+            return is_at_limit(self)
+        self._turns[self.current] = played[skipped:]
+        try:
+            return is_at_limit(self)
+        finally:
+            self._turns[self.current] = played
+
+    patch.setattr(runner.EpisodeRunner, "_append_turn", count)
+    patch.setattr(EpisodeSeats, "is_at_limit", faulty)
 
 
 def seat_in_the_context_of_another(patch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def replaced_learner_not_told(patch: pytest.MonkeyPatch) -> None:
 
 
 def versions_read_before_the_fence(patch: pytest.MonkeyPatch) -> None:
-    async def faulty(self: publication.Publication, started: Any) -> dict[int, int]:
+    async def faulty(self: publication.Publication, started: Any) -> dict[int, Any]:
         versions = await publication.read_published_versions(self._bus, self._subjects, self._policy)  # type: ignore[attr-defined]
         await anyio.sleep(1)
         await self._appender.take_over(started)

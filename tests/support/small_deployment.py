@@ -20,6 +20,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.bus.memory import Faults, MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.concurrency.runtime import Runtime
+from fleetbus.config.seat_limits import parse_seat_limits
 from fleetbus.config.seats import SeatSetting, build_seats, configure_seat, parse_seats
 from fleetbus.config.settings import (
     Configuration,
@@ -279,6 +280,7 @@ class SmallDeployment:
             deadline_ns=self.bus.now_ns() + int(deadline_seconds * 1e9),
             timeout_reward=timeout_reward,
             seats=build_seats(self.configuration),
+            seat_limits=parse_seat_limits(self.configuration.episode.seat_limits),
         )
         stored = await self.bus.publish(self.subjects.task("default", episode_id), encode(request), expected_last=0)
         self.requested.append(stored.sequence)

@@ -135,12 +135,13 @@ def test_without_a_folder_nothing_is_asked() -> None:
 def test_up_refuses_keys_that_do_not_allow_its_run_and_says_what_would(tmp_path: Path) -> None:
     auth = str(tmp_path / "keys")
 
-    def check(run: str, *, lanes: int = 16, policy: str = "default", seats: str = "") -> None:
-        tables = (RunSettings(name=run, policy=policy, seats=seats), NatsSettings(auth=auth, lanes=lanes))
+    def check(run: str, *, lanes: int = 16, policy: str = "default", seats: str = "", url: str = "") -> None:
+        tables = (RunSettings(name=run, policy=policy, seats=seats), NatsSettings(auth=auth, lanes=lanes, url=url))
         check_rights(Configuration(run=tables[0], nats=tables[1]))
 
     with pytest.raises(UserError, match="no configuration for the server"):
         check("default")
+    check("default", url="tls://host:4222")
     assert run_program(["auth", "init", auth, "--run", "default", "--run", "other"]) == 0
     check("default")
     check("other")
@@ -148,9 +149,16 @@ def test_up_refuses_keys_that_do_not_allow_its_run_and_says_what_would(tmp_path:
         check("safe")
     with pytest.raises(UserError, match=r"--run default --run other --lanes 32$"):
         check("other", lanes=32)
-    with pytest.raises(UserError, match=r"--run default --run other --policy default --policy user$"):
+    added = r"does not allow policy user in run other: .* --run default --run other --policy default --policy user$"
+    with pytest.raises(UserError, match=added):
         check("other", seats="user=http://127.0.0.1:8000/v1")
-    with pytest.raises(UserError, match=r"--run default --run other --policy p$"):
+    added = r"does not allow policies second, b in run other: .* --policy default --policy second --policy b$"
+    with pytest.raises(UserError, match=added):
+        check("other", seats="second=league:newest\nseat=b")
+    with pytest.raises(UserError, match=r"does not allow policy b in run other"):
+        check("other", seats="seat=b", url="tls://host:4222")
+    check("other", lanes=32, url="tls://host:4222")
+    with pytest.raises(UserError, match=r"does not allow policy p .* --run default --run other --policy default --policy p$"):
         check("other", policy="p")
     assert run_program(["auth", "init", auth, "--run", "default", "--run", "other", "--run", "safe"]) == 0
     check("safe")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import anyio
 import msgspec
 
-from fleetbus_schemas import EngineLoad
-from fleetbus_workers.inference.base import Generation, GenerationRequest, RequestRefused
+from fleetbus.bus.base import Bus
+from fleetbus_schemas import EngineLoad, PolicyPublished
+from fleetbus_workers.inference.base import Generation, GenerationRequest, RequestRefused, WeightsRejected
 from fleetbus_workers.inference.engine_meter import EngineMeter
-from fleetbus_workers.inference.scripted import ScriptedSampler
-from tests.support.small_deployment import small_deployment
+from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
+from fleetbus_workers.inference.worker import run_inference
+from tests.support.small_deployment import Member, small_deployment
 from tests.support.virtual_time import virtual_time
 
 anyio_backend = virtual_time
@@ -76,3 +78,35 @@ async def test_what_an_engine_counts_is_published_with_the_heartbeat() -> None:
         async with small_deployment() as fleet:
             await fleet.heard(fleet.inference("inference-0", sampler=Refusing()))
             assert fleet.beats["inference-0"].counters["engine_cached_tokens"] == 3.0
+
+
+async def test_what_an_engine_rejected_is_fetched_anew() -> None:
+    """It may have been damaged on its way, and would be again and again what it was."""
+    discarded: list[float] = []
+
+    class Damaged(ScriptedSampler):
+        async def load(self, policy: PolicyPublished) -> None:
+            if not discarded:
+                raise WeightsRejected("differs from the manifest's sha256")
+            await super().load(policy)
+
+    with anyio.fail_after(600):
+        async with small_deployment() as fleet:
+
+            async def work(member: Member, bus: Bus) -> None:
+                await run_inference(
+                    bus,
+                    configuration=fleet.configuration,
+                    name="inference-0",
+                    drain=member.drain,
+                    sampler=Damaged(),
+                    template=ScriptedTemplate(),
+                    runtime=fleet.runtime,
+                    discard_copies=lambda: discarded.append(anyio.current_time()),
+                )
+
+            fleet.start("inference", "inference-0", work)
+            fleet.environment("environment-0")
+            await fleet.request()
+            assert (await fleet.result()).outcome == "completed"
+    assert len(discarded) == 1

@@ -219,13 +219,13 @@ async def test_a_checkpoint_is_read_outside_of_the_event_loop(tmp_path: Path) ->
     assert offloaded == [(path, "")]
 
 
-async def test_the_steps_of_all_versions_are_known() -> None:
+async def test_the_lineages_and_steps_of_all_versions_are_known() -> None:
     async with MemoryServer().connect("r", worker="learner") as bus:
         await bus.declare(plan_run("r", lanes=1))
         assert await read_published_versions(bus, SUBJECTS, "default") == {}
         for number, step in ((0, 0), (1, 1), (2, 0)):
             await bus.publish(SUBJECTS.policy("default"), encode(version(number, step)))
-        assert await read_published_versions(bus, SUBJECTS, "default") == {0: 0, 1: 1, 2: 0}
+        assert await read_published_versions(bus, SUBJECTS, "default") == {0: ("l1", 0, 0), 1: ("l1", 1, 0), 2: ("l1", 0, 0)}
 
 
 @pytest.mark.parametrize("a_learner_begins", [False, True])

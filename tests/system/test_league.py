@@ -27,7 +27,7 @@ from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.balanced_log import expect_balance
-from tests.support.small_deployment import RUN, Member, SmallDeployment, build_configuration, small_deployment
+from tests.support.small_deployment import LIMITS, RUN, Member, SmallDeployment, build_configuration, small_deployment
 from tests.support.virtual_time import virtual_time
 
 pytestmark = pytest.mark.integration
@@ -213,7 +213,8 @@ async def test_an_episode_goes_on_against_its_opponent_when_any_worker_is_killed
 
 
 async def test_an_opponent_that_is_gone_ends_its_episode_with_that_reason(tmp_path: Path) -> None:
-    async with small_deployment(configure(tmp_path)) as fleet:
+    patient = replace(configure(tmp_path), limits=replace(LIMITS, action=300, episode=600))
+    async with small_deployment(patient) as fleet:
         await fleet.heard(
             fleet.environment("environment", make=Duel),
             fleet.inference("inference"),

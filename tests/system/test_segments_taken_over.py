@@ -17,7 +17,7 @@ import pytest
 
 from fleetbus.audit.run import audit_run
 from fleetbus.config.seats import parse_seats
-from fleetbus.config.settings import RunSettings
+from fleetbus.config.settings import EpisodeSettings, RunSettings
 from fleetbus.core.training.groups import Group
 from fleetbus_schemas import Action, ContextChange, EpisodeFinished, Task
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
@@ -136,11 +136,13 @@ async def play(
     make: Callable[..., Forest] = Forest,
     template: ScriptedTemplate | None = None,
     seats: str = "",
+    seat_limits: str = "",
 ) -> tuple[EpisodeFinished, Trained]:
     """One episode among two workers of each role, of which the killer may kill one; its result, and what is trained of it.
     ``seats`` are those of other policies, each of which two more inference workers serve."""
     killer = killer or Killer("", ("", 0))
-    configuration = build_configuration(limits=PATIENT, run=RunSettings(name=RUN, seats=seats))
+    episode = EpisodeSettings(seat_limits=seat_limits)
+    configuration = build_configuration(limits=PATIENT, run=RunSettings(name=RUN, seats=seats), episode=episode)
     async with small_deployment(configuration, connect=connected) as fleet:
         killer.fleet = fleet
         members = [fleet.environment(name, make=partial(make, partial(killer.stepped, name))) for name in ENVIRONMENTS]

@@ -93,6 +93,7 @@ PLANTS: dict[Plant, Found] = {
     seats.reward_of_the_episode_for_each_seat: Found(1, "an episode's reward is counted once", "usual"),
     seats.seat_of_another_policy_rewarded: Found(4, "a seat's reward is the verifier's", "usual"),
     seats.other_policy_forgotten: Found(4, "a turn is asked of the policy of its seat", "usual"),
+    seats.limit_counted_anew_in_a_takeover: Found(8, "the audit balances", "usual"),
     seats.other_policy_forgotten_in_a_takeover: Found(15, "a turn is asked of the policy of its seat", "usual"),
     learners.turns_of_both_policies_trained: Found(1, "a learner trains the turns of its policy only", "learners"),
     learners.reward_of_the_other_policy: Found(1, "an episode's reward is counted once", "learners"),

@@ -34,7 +34,7 @@ from tests.support.forged_claims import (
     version_of_another_name,
     whole_group_told_as_too_small,
 )
-from tests.support.forged_seats import FORGED_SEATS, opponent_of_another_version, play_game
+from tests.support.forged_seats import FORGED_LIMITS, FORGED_SEATS, opponent_of_another_version, play_game
 from tests.support.log_builder import SUBJECTS, LogBuilder, audit_log, kinds, start_log
 
 
@@ -341,6 +341,7 @@ FORGERIES: list[tuple[Callable[[LogBuilder], None], str, str]] = [
     (loss_mask_bytes, "loss_mask_length", "a"),
     (segments_invented, "segments_wrong", "a"),
     *((forge, "seats_wrong", "a") for forge in FORGED_SEATS),
+    *((forge, "seat_limit_wrong", "a") for forge in FORGED_LIMITS),
     (opponent_of_another_version, "opponent_wrong", "a"),
     (loss_mask_unsampled, "loss_mask_unsampled", "a"),
     (reward_missing, "reward_not_of_outcome", "a"),

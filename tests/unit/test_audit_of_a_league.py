@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from fleetbus_schemas import EpisodeSeat, SeatPolicy
+from fleetbus_schemas import EpisodeSeat, PolicyPublished, SeatPolicy
 from fleetbus_schemas.tokens import EMPTY_HISTORY, pack_mask
 from tests.support.forged_seats import ORIGIN, SEGMENTS, TOKENS, UNTRAINED
-from tests.support.log_builder import PROMPT, SAMPLED, LogBuilder, audit_log, compute_history_hash, kinds, start_log
+from tests.support.log_builder import PROMPT, SAMPLED, SUBJECTS, LogBuilder, audit_log, compute_history_hash, kinds, start_log
 
 OPPONENT = 1
 FIRST = EpisodeSeat(name="first", turns=(0, 2), reward=1.0)
@@ -84,3 +84,18 @@ async def test_an_opponent_that_is_drawn_anew_when_an_episode_is_taken_over_is_f
     assert kinds(await audit_log(log_builder)) == {}
     log_builder.observe("a", 0, 2, seat="second", policy="second", pinned_version=2, history_hash=EMPTY_HISTORY)
     assert kinds(await audit_log(log_builder)) == {"opponent_wrong": ("a",)}
+
+
+@pytest.mark.parametrize(("version", "found"), [(1, {}), (9, {"version_elsewhere": ("second/9",)})])
+async def test_what_stands_on_the_subject_of_a_league_is_a_version_of_the_policy(
+    version: int, found: dict[str, tuple[str, ...]]
+) -> None:
+    """The first one, for held-out episodes; the worker that plays it would load whatever stands there."""
+    log_builder = start_league()
+    first = PolicyPublished(policy="default", version=version, lineage="l1", step=1, uri="", manifest=(), size_bytes=0)
+    log_builder.add(SUBJECTS.policy("second"), first)
+    play_game(log_builder)
+    log_builder.step(1, ["a"])
+    report = await audit_log(log_builder)
+    assert kinds(report) == found
+    assert report.versions == 3, "it is published once"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from msgspec.structs import replace
@@ -12,29 +12,22 @@ from msgspec.structs import replace
 from fleetbus.config.check import check_configuration
 from fleetbus.config.engines import is_frozen
 from fleetbus.config.league import League
-from fleetbus.config.seats import (
-    build_seats,
-    configure_seat,
-    count_kept_versions,
-    freeze_trained,
-    list_leagues,
-    list_policies,
-    parse_seats,
-)
-from fleetbus.config.settings import Configuration, InferenceSettings, LearnerSettings, RunSettings
+from fleetbus.config.seats import build_seats, configure_seat, freeze_trained, list_leagues, list_policies, parse_seats
+from fleetbus.config.settings import Configuration, InferenceSettings, RunSettings
 from fleetbus.core.training.groups import Group
-from fleetbus.core.training.opponents import compute_weight, draw_opponent
+from fleetbus.core.training.opponents import compute_weight, draw_opponent, select_pool
 from fleetbus.core.training.ratings import ELO, fit_ratings
-from fleetbus.core.training.retention import KEPT_VERSIONS, Retention
+from fleetbus.core.training.retention import KEPT_CHECKPOINTS, KEPT_VERSIONS, Retention
 from fleetbus.core.training.rewarded_parts import list_opponents, list_parts
-from fleetbus.core.training.standings import MAX_VERSIONS, Meeting, Score, add_games, list_games, list_meetings
+from fleetbus.core.training.standings import MAX_VERSIONS, Meeting, Score, add_games, list_games, list_meetings, sum_against
 from fleetbus.errors import UserError
 from fleetbus_schemas import (
     ActionReference,
+    CheckpointStored,
     EpisodeFinished,
     EpisodeRequested,
     EpisodeSeat,
-    LineageStarted,
+    FloorRaised,
     PolicyPublished,
     SeatPolicy,
     Task,
@@ -42,9 +35,8 @@ from fleetbus_schemas import (
 from fleetbus_workers.environment.base import Step
 from fleetbus_workers.environment.episode.seats import EpisodeSeats
 from fleetbus_workers.learner.league import LearnerLeague, measure
-from fleetbus_workers.learner.publication import prune_versions
-from fleetbus_workers.learner.resume import select_lineage_settings
 from fleetbus_workers.observe.run.league_table import MOST_WAITING, LeagueTable
+from tests.support.small_deployment import run_inline
 from tests.unit.test_seats import SHOWN
 
 RUN = RunSettings(name="game", seats="second=league:uniform:3")
@@ -98,95 +90,143 @@ def test_a_league_that_cannot_be_is_refused_in_one_line(rule: str) -> None:
         parse_seats(f"second=league{rule}")
 
 
-def test_as_many_versions_are_kept_as_may_be_drawn_and_played() -> None:
-    plain = Configuration(learner=LearnerSettings(keep_weights=4, max_staleness=2))
-    assert count_kept_versions(plain) == 4
-    assert count_kept_versions(replace(plain, run=RUN)) >= 3 + 2 + 1
-    generous = replace(plain, run=RUN, learner=LearnerSettings(keep_weights=99))
-    assert count_kept_versions(generous) == 99
+@pytest.mark.parametrize("slip", ["leagueuniform3", "league-uniform-3", "League_newest", "uniform", "win-rate5", "league3"])
+def test_a_policy_that_is_called_as_a_league_hardly_is_one(slip: str) -> None:
+    with pytest.raises(UserError, match=f"second={slip}: write league:newest, league:uniform:K or league:win_rate:K"):
+        parse_seats(f"second={slip}")
 
 
-def test_the_first_version_stays_beside_the_newest(tmp_path: Path) -> None:
-    for number in range(6):
-        (tmp_path / f"l1-v{number:06d}.safetensors").touch()
-    removed = prune_versions(tmp_path, 2, 0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"l1-v{number:06d}.safetensors" for number in (0, 4, 5)]
-    assert len(removed) == 3
+@pytest.mark.parametrize("name", ["leaguer", "uniformed", "the_newest", "major_league", "rival"])
+def test_other_names_are_policies(name: str) -> None:
+    assert parse_seats(f"second={name}")[0].policy == name
 
 
-def test_the_log_keeps_all_versions_of_a_policy_that_plays_against_them() -> None:
+def enter_versions(retention: Retention, count: int, window: int) -> None:
     published = PolicyPublished(policy="default", version=0, lineage="l1", step=0, uri="", manifest=(), size_bytes=0)
-    for seats, first in (((), 4), ((SeatPolicy(seat="second", policy="second", version=0),), 0)):
-        retention = Retention()
-        for number in range(KEPT_VERSIONS + 3):
-            retention.enter(number + 1, "fb.game.policy.default", published)
-        retention.enter(100, "fb.game.task.default.g000001-0", replace(REQUEST, seats=seats))
-        assert retention.find_first_needed("policy", "default", 100) == first
+    for number in range(count):
+        retention.enter(number + 1, "fb.game.policy.default", replace(published, version=number, window=window))
 
 
-@pytest.mark.parametrize(("seats", "asks", "first"), [(RUN.seats, "", 0), ("", "", 4), (RUN.seats, "other", 4)])
-def test_the_log_keeps_them_after_all_requests_that_name_one_have_left_it(seats: str, asks: str, first: int) -> None:
-    configuration = Configuration(run=replace(RUN, seats=seats), learner=LearnerSettings(requested_by=asks))
-    published = PolicyPublished(policy="default", version=0, lineage="l1", step=0, uri="", manifest=(), size_bytes=0)
+@pytest.mark.parametrize(("window", "kept"), [(0, KEPT_VERSIONS), (5, KEPT_VERSIONS), (40, 40)])
+def test_the_log_keeps_the_versions_that_requests_may_name_and_no_more(window: int, kept: int) -> None:
+    """A month of steps has forty thousand, each with the manifest of a whole model."""
     retention = Retention()
-    for number in range(KEPT_VERSIONS + 3):
-        retention.enter(number + 1, "fb.game.policy.default", published)
-    started = LineageStarted(lineage="l2", worker="w", settings=select_lineage_settings(configuration))
-    retention.enter(100, "fb.game.train.default", started)
-    assert retention.find_first_needed("policy", "default", 100) == first
+    enter_versions(retention, 1000, window)
+    assert retention.find_first_needed("policy", "default", 2000) == 1001 - kept
+
+
+@pytest.mark.parametrize(("window", "kept"), [(0, KEPT_VERSIONS), (40, 40)])
+def test_an_archive_keeps_them_for_a_log_that_is_restored(window: int, kept: int) -> None:
+    retention = Retention()
+    enter_versions(retention, 1000, window)
+    for number in range(KEPT_CHECKPOINTS):
+        stored = CheckpointStored(lineage="l1", step=number, version=999, file="", floor=1500)
+        retention.enter(1500 + number, "fb.game.train.default", stored)
+    retention.enter(1600, "fb.game.floor", FloorRaised(sequence=1500, groups={"default": 9}))
+    assert retention.find_archive_floor() == 1001 - kept
+
+
+def test_the_first_version_stays_in_the_log() -> None:
+    """On the subject of the league's own policy, which has no other."""
+    retention = Retention()
+    enter_versions(retention, 1000, 9)
+    first = PolicyPublished(policy="default", version=0, lineage="l1", step=0, uri="", manifest=(), size_bytes=0)
+    retention.enter(2, "fb.game.policy.second", first)
+    assert retention.find_first_needed("policy", "second", 2000) == 0
+    assert ("policy", "second") in retention.list_names()
 
 
 # Draws
 
 
-def draw(rule: str, size: int, group: int, **changes: object) -> int:
-    given: dict[str, object] = {"versions": range(10), "standings": {}, "seed": 1, "seat": "second", "group_id": f"g{group}"}
-    return draw_opponent(rule, size, **given | changes)  # type: ignore[arg-type]
+def draw(rule: str, group: int, **changes: object) -> int:
+    given: dict[str, object] = {"pool": range(10), "against": {}, "seed": 1, "seat": "second", "group_id": f"g{group}"}
+    return draw_opponent(rule, **given | changes)  # type: ignore[arg-type]
 
 
-def test_a_draw_is_uniform_over_the_last_versions() -> None:
-    drawn = Counter(draw("uniform", 4, group) for group in range(4000))
+def test_a_draw_is_uniform() -> None:
+    drawn = Counter(draw("uniform", group, pool=[6, 7, 8, 9]) for group in range(4000))
     assert sorted(drawn) == [6, 7, 8, 9]
     assert max(abs(count - 1000) for count in drawn.values()) < 5 * math.sqrt(1000 * 0.75)
-    assert {draw("newest", 1, group) for group in range(9)} == {9}
-    assert {draw("uniform", 4, group, versions=[3]) for group in range(9)} == {3}
+    assert {draw("newest", group) for group in range(9)} == {9}
+    assert {draw("uniform", group, pool=[3]) for group in range(9)} == {3}
 
 
 def test_a_draw_depends_on_the_seed_the_seat_and_the_group_alone() -> None:
-    first = [draw("uniform", 8, group) for group in range(50)]
-    assert first == [draw("uniform", 8, group) for group in range(50)]
-    assert first != [draw("uniform", 8, group, seed=2) for group in range(50)]
-    assert first != [draw("uniform", 8, group, seat="third") for group in range(50)]
+    first = [draw("uniform", group) for group in range(50)]
+    assert first == [draw("uniform", group) for group in range(50)]
+    assert first != [draw("uniform", group, seed=2) for group in range(50)]
+    assert first != [draw("uniform", group, seat="third") for group in range(50)]
 
 
 def test_by_win_rate_who_is_hard_to_beat_is_drawn_most() -> None:
-    met = standings((9, 8, 0, 0, 98), (9, 7, 98, 0, 0), (8, 7, 0, 0, 0))
+    against = sum_against(standings((9, 8, 0, 0, 98), (9, 7, 98, 0, 0), (8, 7, 0, 0, 0)))
     assert compute_weight(Score(won=3, drawn=2, lost=1)) == (1 - 5 / 8) ** 2, "the closed form"
-    drawn = Counter(draw("win_rate", 3, group, standings=met) for group in range(3000))
+    drawn = Counter(draw("win_rate", group, pool=[7, 8, 9], against=against) for group in range(3000))
     hard, easy, unknown = 0.99**2, 0.01**2, 0.5**2
     for version, weight in ((8, hard), (7, easy), (9, unknown)):
         share = weight / (hard + easy + unknown)
         assert abs(drawn[version] / 3000 - share) < 5 * math.sqrt(share * (1 - share) / 3000) + 1e-9
 
 
+def test_the_last_versions_are_drawn_from() -> None:
+    steps = dict(enumerate(range(10)))
+    assert select_pool(League(rule="uniform", size=3), steps, 9) == [7, 8, 9]
+    assert select_pool(League(rule="uniform", size=3), steps, 8) == [6, 7, 8], "later ones are not known yet"
+    assert select_pool(League(rule="uniform", size=99), steps, 9) == list(range(10))
+    assert select_pool(League(rule="uniform", size=3), {}, 9) == [9]
+
+
+def test_versions_of_learners_that_began_again_and_again_do_not_crowd_out_the_others() -> None:
+    """Each publishes what it begins with, which is nothing new."""
+    steps = {0: 0, 1: 1, 2: 2, 3: 3, **dict.fromkeys(range(4, 7), 3)}
+    assert select_pool(League(rule="uniform", size=3), steps, 6) == [1, 2, 6]
+    assert select_pool(League(rule="uniform", size=3), steps | dict.fromkeys(range(7, 12), 3), 11) == [11], "files are finite"
+
+
+def make_league(rule: str = "uniform:3", versions: int = 6) -> LearnerLeague:
+    league = LearnerLeague(RunSettings(seats=f"second=league:{rule}"))
+    for version in range(versions):
+        league.add_version(version, version)
+    return league
+
+
 def test_a_group_that_requests_name_opponents_for_is_filled_up_with_the_same() -> None:
-    league = LearnerLeague(RUN)
-    drawn = league.draw("g000001", 5, range(6))["second"]
+    drawn = make_league().draw("g000001", 5)["second"]
     other = next(version for version in (3, 4, 5) if version != drawn)
+    league = make_league()
     league.adopt(replace(REQUEST, seats=(SeatPolicy(seat="second", policy="second", version=other),)))
-    assert league.draw("g000001", 5, range(6)) == {"second": other}
-    assert league.draw("g000001", 5, range(9)) == league.draw("g000001", 5, range(6)), "later versions are not known yet"
-    assert LearnerLeague(RunSettings()).draw("g000001", 5, range(6)) == {}
+    assert league.draw("g000001", 5) == {"second": other}
+    assert league.draw("g000001", 8) == {"second": other}
+    assert make_league(versions=9).draw("g000001", 5) == {"second": drawn}, "later versions are not known yet"
+    assert LearnerLeague(RunSettings()).draw("g000001", 5) == {}
 
 
-def test_games_count_in_draws_from_the_version_on_that_was_made_of_them() -> None:
-    hard = LearnerLeague(RunSettings(seats="second=league:win_rate:2"))
-    before = [hard.draw(f"g{group}", 1, (0, 1)) for group in range(60)]
-    hard.record([finished(1, 1, 1.0, -1.0)] * 90, 2, range(3))
-    assert [hard.draw(f"g{group}", 1, (0, 1)) for group in range(60)] == before, "a request with version 1 draws as before"
-    assert Counter(hard.draw(f"g{group}", 2, (1, 2))["second"] for group in range(60))[1] < 3, "version 1 is always beaten"
+def test_the_versions_that_open_requests_name_are_needed() -> None:
+    """However many learners begin meanwhile, and however long an episode takes."""
+    league = make_league()
+    for version in (0, 1):
+        league.adopt(replace(REQUEST, seats=(SeatPolicy(seat="second", policy="second", version=version),)))
+    drawn = league.draw("g000002", 5)["second"]
+    assert league.list_needed(["g000001", "g000002"]) == {0, 1, drawn}
+    assert league.list_needed(["g000002"]) == {drawn}, "what is settled needs nobody"
+    assert league.list_needed([]) == set()
+
+
+@pytest.mark.anyio
+async def test_games_count_in_draws_from_the_version_on_that_was_made_of_them() -> None:
+    hard = make_league("win_rate:2", 3)
+    before = [hard.draw(f"g{group}", 1) for group in range(60)]
+    await hard.record([finished(1, 1, 1.0, -1.0)] * 90, 2, run_inline)
+    hard.list_needed([])
+    assert [hard.draw(f"g{group}", 1) for group in range(60)] == before, "a request with version 1 draws as before"
+    hard.list_needed([])
+    assert Counter(hard.draw(f"g{group}", 2)["second"] for group in range(60))[1] < 3, "version 1 is always beaten"
+    hard.list_needed([])
     again = LearnerLeague(RunSettings(seats="second=league:win_rate:2"), hard.meetings)
-    assert all(again.draw(f"g{group}", 2, (1, 2)) == hard.draw(f"g{group}", 2, (1, 2)) for group in range(60))
+    for version in range(3):
+        again.add_version(version, version)
+    assert all(again.draw(f"g{group}", 2) == hard.draw(f"g{group}", 2) for group in range(60))
 
 
 # Games
@@ -341,11 +381,32 @@ def test_the_page_has_a_table_of_the_versions_that_have_played() -> None:
     for _ in range(MOST_WAITING):
         table.apply(finished(4, 3, 1.0, -1.0))
     assert table.rows[0].games == MOST_WAITING
+    for _ in range(MOST_WAITING // 64):
+        table.apply(finished(4, 3, 1.0, -1.0))
+        assert table.rows[0].games == MOST_WAITING, "not fitted for each game: the page asks twice a second"
+    for _ in range(2):
+        table.apply(finished(4, 3, 1.0, -1.0))
+    assert table.rows[0].games == MOST_WAITING + MOST_WAITING // 64 + 2
 
 
-def test_no_game_counts_with_a_version_that_was_never_published() -> None:
-    league = LearnerLeague(RUN)
+@pytest.mark.anyio
+async def test_no_game_counts_with_a_version_that_was_never_published_or_does_not_count() -> None:
+    league = make_league(versions=3)
     played = [finished(2, 1, 1.0, -1.0), finished(2, 1, -1.0, 1.0)]
-    league.record([*played, finished(2, 2**62, 1.0, -1.0), finished(2**62, 2**62 - 1, 1.0, -1.0)], 3, range(3))
+    others = [finished(2, 2**62, 1.0, -1.0), finished(2**62, 2**62 - 1, 1.0, -1.0)]
+    await league.record([*played, *others], 3, run_inline)
     assert [(each.version, each.opponent) for each in league.meetings] == [(2, 1)]
     assert league.metrics["league_win_rate"] == 0.5
+
+
+@pytest.mark.anyio
+async def test_games_are_added_up_and_rated_beside_the_event_loop() -> None:
+    """With hundreds of versions it takes longer than leases and heartbeats can wait."""
+    offloaded: list[object] = []
+
+    async def offload(function: Callable[..., object], *arguments: object) -> object:
+        offloaded.append(function)
+        return function(*arguments)
+
+    await make_league().record([finished(2, 1, 1.0, -1.0)], 3, offload)
+    assert len(offloaded) == 1

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from fleetbus.bus.memory import MemoryServer
+from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.bus.streams import plan_run
 from fleetbus.concurrency.runtime import Runtime
-from fleetbus_schemas import LineageStarted, Subjects, encode
+from fleetbus.log.newest_version import find_newest_version
+from fleetbus_schemas import LineageStarted, PolicyPublished, Subjects, encode
+from fleetbus_workers.learner import publication as module
 from fleetbus_workers.learner.journal import LearnerReplaced
 from fleetbus_workers.learner.publication import Publication, prune_versions
 from fleetbus_workers.learner.scripted import ScriptedTrainer
@@ -55,3 +58,78 @@ async def test_a_learner_whose_version_a_later_one_has_removed_as_old_is_told_th
             await bus.publish(Subjects(RUN).policy("default"), encode(LineageStarted(lineage="l2", worker="other")))
         with pytest.raises(raised):
             await publication.publish(0)
+
+
+def write_difference(file: Path, *, base: Path, base_uri: str) -> Path:
+    delta = file.with_suffix(".delta")
+    delta.write_text(base_uri)
+    return delta
+
+
+async def begin(
+    bus: MemoryBus, lineage: str, folder: Path, *leagues: str, baselines: dict[str, PolicyPublished] | None = None
+) -> Publication:
+    publication = Publication(
+        bus, Subjects(RUN), ScriptedTrainer(), policy="default", lineage=lineage, folder=folder, keep=2, leagues=leagues,
+        runtime=Runtime(), full_every=4, baselines=baselines,
+    )  # fmt: skip
+    await publication.fence(LineageStarted(lineage=lineage, worker="w"))
+    return publication
+
+
+def versions_of(publication: Publication) -> dict[str, int]:
+    return {policy: published.version for policy, published in publication.baselines.items()}
+
+
+async def test_the_first_version_of_a_league_is_whole_and_the_same_for_all_learners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of one that begins late, where versions are published as differences to others that are gone."""
+    monkeypatch.setattr(module, "write_smaller", write_difference)
+    async with MemoryServer().connect(RUN) as bus:
+        await bus.declare(plan_run(RUN, lanes=1))
+        before = await begin(bus, "l1", tmp_path)
+        for step in range(10):
+            await before.publish(step)
+        assert before.baselines == {}
+        with_league = await begin(bus, "l2", tmp_path, "second")
+        for step in range(10, 20):
+            await with_league.publish(step)
+        assert versions_of(with_league) == {"second": 10}
+        named = await find_newest_version(bus, Subjects(RUN).policy("second"))
+        assert named is not None and (named[1].policy, named[1].version) == ("default", 10)
+        assert Path(named[1].uri.removeprefix("file://")).suffix == ".safetensors"
+        assert (tmp_path / "l2-v000010.safetensors").exists()
+        elsewhere = await begin(bus, "l3", tmp_path / "empty", "second", "third")
+        await elsewhere.publish(20)
+        assert versions_of(elsewhere) == {"second": 10, "third": 20}
+
+
+async def test_of_two_learners_one_names_the_first_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads an old state of the log is refused, and reads again."""
+    async with MemoryServer().connect(RUN) as bus:
+        await bus.declare(plan_run(RUN, lanes=1))
+        await (await begin(bus, "l1", tmp_path, "second")).publish(0)
+        later, answers = await begin(bus, "l2", tmp_path, "second"), [None]
+        find = find_newest_version
+
+        async def find_late(*where: object) -> object:
+            return answers.pop() if answers else await find(*where)  # type: ignore[arg-type]
+
+        monkeypatch.setattr("fleetbus_workers.learner.baselines.find_newest_version", find_late)
+        await later.publish(0)
+        assert not answers and versions_of(later) == {"second": 0}
+
+
+async def test_a_log_that_has_lost_the_first_version_has_it_again_from_the_checkpoint(tmp_path: Path) -> None:
+    """As one that was restored from an archive that forgets."""
+    async with MemoryServer().connect(RUN) as bus:
+        await bus.declare(plan_run(RUN, lanes=1))
+        before = await begin(bus, "l1", tmp_path, "second")
+        await before.publish(0)
+        await bus.purge(Subjects(RUN).policy("second"), below=100)
+        after = await begin(bus, "l2", tmp_path, "second", baselines=before.baselines)
+        await after.publish(1)
+        assert versions_of(after) == {"second": 0}
+        found = await find_newest_version(bus, Subjects(RUN).policy("second"))
+        assert found is not None and found[1] == before.baselines["second"]

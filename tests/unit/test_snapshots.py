@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
+
 import anyio
 import anyio.lowlevel
 import pytest
@@ -11,13 +14,15 @@ from fleetbus.bus.streams import plan_run
 from fleetbus_schemas import PolicyPublished, SamplingSettings, Subjects, encode
 from fleetbus_workers.inference.base import Generation, GenerationRequest, WeightsRejected
 from fleetbus_workers.inference.scripted import ScriptedSampler
-from fleetbus_workers.inference.snapshots import RETRY_SECONDS, TRIES, PublishedVersions, SnapshotSampler
+from fleetbus_workers.inference.snapshots import PAUSES_SECONDS, PublishedVersions, SnapshotSampler
 from fleetbus_workers.inference.turn_rules import VersionSuperseded
 from tests.support.virtual_time import virtual_time
 
 anyio_backend = virtual_time
 
 pytestmark = pytest.mark.anyio
+
+TRIES = len(PAUSES_SECONDS) + 1
 
 REQUEST = GenerationRequest(cache_key="e", ids=(2,), sampling=SamplingSettings(), stop_ids=frozenset(), max_tokens=4, seed=1)
 
@@ -124,7 +129,7 @@ async def test_a_version_that_cannot_be_had_is_tried_again_and_then_gone(failure
             with pytest.raises(VersionSuperseded, match="version 4 cannot be loaded any more: the store is away"):
                 await play(sampler, 4, played)
     assert len(tried) == TRIES
-    assert tried[-1] - tried[0] >= (TRIES - 1) * RETRY_SECONDS
+    assert tried[-1] - tried[0] >= sum(PAUSES_SECONDS) > 60, "a store may be away for a minute"
     with anyio.fail_after(5):
         await play(sampler, 1, played)
 
@@ -135,10 +140,10 @@ async def test_a_turn_that_asks_for_no_version_is_refused() -> None:
 
 
 async def test_versions_are_read_from_the_log_as_they_are_asked_for() -> None:
-    server, subject = MemoryServer(), Subjects("run").policy("default")
+    server, subject, other = MemoryServer(), Subjects("run").policy("default"), Subjects("run").policy("second")
     server.declare(plan_run("run", lanes=2))
     async with server.connect("run") as bus:
-        versions = PublishedVersions(bus, subject)
+        versions = PublishedVersions(bus, [subject, other])
         for version in (0, 1, 2):
             await bus.publish(subject, encode(publish(version)))
         assert (await versions.find(1)).version == 1
@@ -146,7 +151,11 @@ async def test_versions_are_read_from_the_log_as_they_are_asked_for() -> None:
             await versions.find(3)
         await bus.publish(subject, encode(publish(3)))
         assert (await versions.find(3)).version == 3
-        assert (await versions.find(0)).version == 0
+        await bus.purge(subject, below=3)
+        with pytest.raises(WeightsRejected, match="the log has no version 0"):
+            await versions.find(0)
+        await bus.publish(other, encode(publish(0)))
+        assert (await PublishedVersions(bus, [subject, other]).find(0)).version == 0, "the first one stands there for good"
 
 
 async def test_no_turn_is_answered_by_weights_that_a_failed_load_left_half_swapped() -> None:
@@ -163,3 +172,128 @@ async def test_no_turn_is_answered_by_weights_that_a_failed_load_left_half_swapp
         await play(sampler, 5, played)
     await play(sampler, 3, played)
     assert played == [3, 3] and engine.loads == [3, *[5] * TRIES, 3]
+
+
+async def test_all_turns_that_wait_for_a_version_learn_together_that_it_is_gone() -> None:
+    """One after another they would hold up the others for hours: a try may take a minute."""
+    tried: list[int] = []
+
+    async def fail(version: int) -> PolicyPublished:
+        if version == 4:
+            tried.append(version)
+            await anyio.sleep(60)
+            raise WeightsRejected("the store is away")
+        return publish(version)
+
+    gone: list[float] = []
+
+    async def expect_gone() -> None:
+        with pytest.raises(VersionSuperseded):
+            await play(sampler, 4, [])
+        gone.append(anyio.current_time())
+
+    sampler, started = SnapshotSampler(Engine(), fail), anyio.current_time()
+    async with anyio.create_task_group() as group:
+        for _ in range(20):
+            group.start_soon(expect_gone)
+    assert len(tried) == TRIES and len(set(gone)) == 1
+    assert gone[0] - started == pytest.approx(60 * TRIES + sum(PAUSES_SECONDS))
+
+
+async def test_turns_of_the_loaded_version_go_on_while_the_store_of_another_is_away() -> None:
+    arrived = anyio.Event()
+
+    async def find_late(version: int) -> PolicyPublished:
+        if version == 4:
+            await arrived.wait()
+        return publish(version)
+
+    engine, played = Engine(), list[int]()
+    sampler = SnapshotSampler(engine, find_late)
+    async with anyio.create_task_group() as group:
+        await play(sampler, 1, played)
+        group.start_soon(play, sampler, 4, played)
+        await anyio.sleep(0.5)
+        with anyio.fail_after(5):
+            for _ in range(3):
+                await play(sampler, 1, played)
+        arrived.set()
+    assert played == [1, 1, 1, 1, 4] and engine.loads == [1, 4]
+
+
+async def test_a_version_that_took_longer_to_load_than_its_turn_had_serves_the_next() -> None:
+    class Slow(Engine):
+        async def load(self, policy: PolicyPublished) -> None:
+            await anyio.sleep(400)
+            await super().load(policy)
+
+    engine, played = Slow(), list[int]()
+    sampler = SnapshotSampler(engine, find)
+    with anyio.move_on_after(300) as limit:
+        await play(sampler, 4, played)
+    assert limit.cancelled_caught and not played
+    with anyio.fail_after(5):
+        await play(sampler, 4, played)
+    assert engine.loads == [4]
+
+
+async def test_copies_that_an_engine_rejected_are_discarded_before_the_next_try() -> None:
+    class Damaged(Engine):
+        async def load(self, policy: PolicyPublished) -> None:
+            if not discarded:
+                raise WeightsRejected("differs from the manifest's sha256")
+            await super().load(policy)
+
+    discarded, played = list[float](), list[int]()
+    sampler = SnapshotSampler(Damaged(), find, lambda: discarded.append(anyio.current_time()))
+    await play(sampler, 4, played)
+    assert played == [4] and len(discarded) == 1
+
+
+async def test_a_version_that_nobody_waits_for_any_more_is_not_loaded() -> None:
+    engine, played = Engine(), list[int]()
+    sampler = SnapshotSampler(engine, find)
+    async with anyio.create_task_group() as group:
+        await play(sampler, 1, played)
+        group.start_soon(play, sampler, 1, played)
+        await anyio.sleep(0.1)
+        with anyio.move_on_after(0.5):
+            await play(sampler, 4, played)
+        await play(sampler, 1, played)
+    assert played == [1, 1, 1] and engine.loads == [1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_every_turn_ends_whatever_is_cancelled_slow_or_rejected(seed: int) -> None:
+    draw = random.Random(seed)
+
+    async def find_at_random(version: int) -> PolicyPublished:
+        await anyio.sleep(draw.choice((0.0, 0.1, 5.0)))
+        if draw.random() < 0.3:
+            raise WeightsRejected("the store is away")
+        return publish(version)
+
+    class Odd(Engine):
+        async def load(self, policy: PolicyPublished) -> None:
+            await super().load(policy)
+            if draw.random() < 0.2:
+                raise WeightsRejected("damaged")
+
+    async def play_at_random() -> None:
+        await anyio.sleep(draw.uniform(0, 60))
+        with anyio.move_on_after(draw.choice((0.5, 5.0, 500.0))) as limit:
+            try:
+                await play(sampler, draw.randrange(4), played)
+            except VersionSuperseded:
+                ended.append("gone")
+        ended.append("late" if limit.cancelled_caught else "")
+
+    sampler, played, ended = SnapshotSampler(Odd(), find_at_random), list[int](), list[str]()
+    with anyio.fail_after(3600):
+        async with anyio.create_task_group() as group:
+            for _ in range(200):
+                group.start_soon(play_at_random)
+        for version in range(4):
+            with suppress(VersionSuperseded):
+                await play(sampler, version, played)
+    assert len(played) > 60 and "late" in ended

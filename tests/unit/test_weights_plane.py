@@ -197,6 +197,25 @@ async def test_what_cannot_be_had_is_rejected_in_one_line_and_may_be_had_later(t
     assert (await fetcher.fetch_local(published(*entries[-1]))).uri.startswith("file://")
 
 
+async def test_a_copy_that_was_damaged_on_its_way_is_fetched_again_with_all_that_was_made_of_it(tmp_path: Path) -> None:
+    """The base is remembered, and every version after it would be made of it."""
+    shelf, entries = await chain(tmp_path, 2)
+    base, fetcher = tmp_path / "shelf/v0.safetensors", WeightsFetcher(tmp_path / "copies", shelf)
+    sound = base.read_bytes()
+    base.write_bytes(sound[:-4] + b"    ")
+    for _ in range(2):
+        local = await fetcher.fetch_local(published(*entries[1]))
+        with pytest.raises(WeightsRejected):
+            read_weights(local.uri, entries[1][1])
+    fetcher.discard_copies()
+    base.write_bytes(sound[: len(sound) // 2])
+    with pytest.raises(WeightsRejected, match="does not fit its base"):
+        await fetcher.fetch_local(published(*entries[1]))
+    base.write_bytes(sound)
+    local = await fetcher.fetch_local(published(*entries[2]))
+    assert set(read_weights(local.uri, entries[2][1])) == set(before())
+
+
 async def test_a_folder_may_be_served_under_another_name(tmp_path: Path) -> None:
     file = tmp_path / "v0.safetensors"
 

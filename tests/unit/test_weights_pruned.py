@@ -39,3 +39,20 @@ def test_what_a_kill_left_of_a_version_is_removed_and_whole_versions_stay(tmp_pa
     kept = ["l1-v000001.safetensors", ".l1-v000002.safetensors.part", ".inference-0"]
     remove_unfinished(filled(tmp_path, *left, *kept))
     assert names(tmp_path) == sorted(kept)
+
+
+def versions(*numbers: int) -> list[str]:
+    return [f"l1-v{number:06d}.safetensors" for number in numbers]
+
+
+def test_versions_that_are_needed_stay_beside_the_newest(tmp_path: Path) -> None:
+    removed = prune_versions(filled(tmp_path, *versions(*range(8))), 2, {0, 3, 99})
+    assert names(tmp_path) == versions(0, 3, 6, 7)
+    assert len(removed) == 4
+
+
+def test_what_a_kept_version_is_a_difference_to_stays_up_to_the_whole_one(tmp_path: Path) -> None:
+    """Versions 0, 4 and 8 are whole: 6 is a difference to 5, and that one to 4."""
+    differences = [f"l1-v{number:06d}.delta" for number in range(10) if number % 4]
+    prune_versions(filled(tmp_path, *versions(*range(10)), *differences), 1, {0, 6})
+    assert names(tmp_path) == sorted([*versions(0, 4, 5, 6, 8, 9), *(f"l1-v{number:06d}.delta" for number in (5, 6, 9))])

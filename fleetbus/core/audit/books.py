@@ -295,11 +295,13 @@ class Audit(msgspec.Struct):
         apply_to_shares(self._episodes, episode, sequence, message)
 
     def _publish(self, sequence: int, name: str, published: PolicyPublished) -> None:
-        versions = self._get_versions(name)
-        if versions.repeats(published.version):
+        versions = self._get_versions(published.policy)
+        is_own = name == published.policy  # the first version of a league stands on the subject of that, too
+        if is_own and versions.repeats(published.version):
             self._findings.add("version_repeated", f"{name}/{published.version}", sequence)
-        versions.add(published.version, published.step)
-        if not self._addresses.is_version_right(published):
+        if is_own:
+            versions.add(published.version, published.step)
+        if published.version not in versions or not self._addresses.is_version_right(published):
             self._findings.add("version_elsewhere", f"{name}/{published.version}", sequence)
 
     def _prove_step(self, sequence: int, name: str, step: StepTrained) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from fleetbus.core.audit.findings import Findings
+from fleetbus.core.audit.seat_limits import fit_their_limits
 from fleetbus.core.episode.claim_seals import opens
 from fleetbus.core.episode.history import Turn, fold_history
 from fleetbus.core.episode.result_checks import build_sampled_mask, find_shared_context
@@ -28,6 +29,7 @@ from fleetbus_schemas import (
     EpisodeSegment,
     Observation,
     Outcome,
+    SeatLimit,
     SegmentOrigin,
     Split,
 )
@@ -100,6 +102,8 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
     """It is the account of one of ``sharers`` (`fleetbus.core.audit.shares`)."""
     opponents: dict[str, int] = {}
     """Versions of its policy by the seat that they play."""
+    limits: dict[str, SeatLimit] = {}
+    """Of single seats, by seat."""
 
     def on_request(self, sequence: int, request: EpisodeRequested, findings: Findings) -> None:
         if self.requested:
@@ -115,6 +119,8 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
             self.others = {seat.seat: sys.intern(seat.policy) for seat in reversed(request.seats)}
             self.sharers = request.trained_policies[1:]
             self.opponents = {seat.seat: seat.version for seat in reversed(request.seats) if seat.version is not None}
+        if request.seat_limits:
+            self.limits = {limit.seat: limit for limit in reversed(request.seat_limits)}
 
     def on_claim(self, sequence: int, claim: AttemptStarted, findings: Findings) -> None:
         if self.result_sequence:
@@ -233,6 +239,8 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
             findings.add("segments_wrong", self.episode_id, sequence)
         if not _fit_their_seats(named, result) or not all(map(self._is_of_its_policy, result.seats)):
             findings.add("seats_wrong", self.episode_id, sequence)
+        if not fit_their_limits([(each.seat, each.prompt, each.sampled) for each in named], result, self.limits):
+            findings.add("seat_limit_wrong", self.episode_id, sequence)
         counts = [(action.prompt, action.sampled) for action in named]
         tokens = sum(prompt + sampled for prompt, sampled in counts)
         if result.tokens != tokens or len(result.loss_mask) != (tokens + 7) // 8:

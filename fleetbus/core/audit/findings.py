@@ -31,6 +31,7 @@ KINDS: dict[str, str] = {
     "history_hash_wrong": "results with actions whose history hashes do not follow from the tokens before them",
     "segments_wrong": "results whose segments are not those of their actions",
     "seats_wrong": "results whose seats are not those that were asked, or that would train a seat without a reward",
+    "seat_limit_wrong": "results in which a seat went beyond its limit, or that end for a limit that no seat had reached",
     "opponent_wrong": "turns of a league's seat that another version was asked for, or played, than the request names",
     "logprobs_missing": "results with sampled tokens that have no finite log-probability",
     "versions_missing": "results with sampled tokens that are not of one policy version each",
@@ -51,7 +52,8 @@ KINDS: dict[str, str] = {
     "excluded_without_reason": "episodes excluded without a reason",
     "exclusion_unfounded": "episodes excluded for a reason that is not so: their outcome, age or group is another",
     "reward_unjudged": "trained rewards that are not those of results, and that no judge's score explains",
-    "version_elsewhere": "versions whose address has another name, or another place than others of their lineage",
+    "version_elsewhere": "versions whose address has another name, or another place than others of their lineage, or on the "
+    "subject of a league that are none of the policy's",
     "checkpoint_elsewhere": "checkpoints whose folder has another name, or another place than others of their lineage",
     "trained_without_result": "episodes trained without a graded result before",
     "below_floor_unsettled": "episodes below the floor of a checkpoint that were neither trained nor excluded by then",

@@ -7,30 +7,37 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Literal
 
-from fleetbus.core.training.standings import Score, Standings, sum_against
+from fleetbus.config.league import League
+from fleetbus.core.training.standings import Score
 
 HARDNESS = 2
 
 
+def select_pool(league: League, steps: Mapping[int, int], newest: int) -> list[int]:
+    """The versions that opponents may be while ``newest`` is that, ascending: the last ``league.size`` of its window, of which
+    ``steps`` has the step. Those of one step are equal, and the last of them stands for all. Never empty."""
+    window = range(newest - league.window + 1, newest + 1)
+    of_step = {steps[version]: version for version in window if version in steps}
+    return sorted(of_step.values())[-league.size :] or [newest]
+
+
 def draw_opponent(
     rule: Literal["newest", "uniform", "win_rate"],
-    size: int,
+    pool: Sequence[int],
     *,
-    versions: Iterable[int],
-    standings: Standings,
+    against: Mapping[int, Score],
     seed: int,
     group_id: str,
     seat: str,
 ) -> int:
-    """One of the newest ``size`` of ``versions``, of which there must be one, for ``seat`` in all episodes of a group."""
-    pool = sorted(versions)[-size:]
+    """One of the ``pool``, ascending and not empty, for ``seat`` in all episodes of a group. ``against`` are the policy's games
+    by opponent."""
     if rule == "newest" or len(pool) == 1:
         return pool[-1]
-    against = sum_against(standings) if rule == "win_rate" else {}
     weights = [compute_weight(against.get(version, Score())) if rule == "win_rate" else 1.0 for version in pool]
     digest = hashlib.blake2b(f"{seed}/opponent/{seat}/{group_id}".encode(), digest_size=7).digest()
     drawn = int.from_bytes(digest, "little") / (1 << 56) * sum(weights)

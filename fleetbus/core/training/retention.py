@@ -35,7 +35,8 @@ KEPT_CHECKPOINTS = 16
 """Checkpoints that the log names, newest last, with all that was trained since: a learner begins at one of them."""
 
 KEPT_VERSIONS = 16
-"""Versions from before the floor: an episode above it may have been sampled from one of them."""
+"""Versions from before the floor, or a league's window if that is more: an episode above it may have been sampled from one of
+them, or name one as its opponent."""
 
 
 class _Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,8 +156,8 @@ class Retention:
         self._groups: dict[str, dict[int, int]] = {}
         """By policy of every group that is not below the floor its first request."""
         self._versions: dict[str, list[int]] = {}
-        self._leagues: set[str] = set()
-        """Policies whose versions play as opponents: whoever serves them finds any of them in the log."""
+        self._kept_versions: dict[str, int] = {}
+        """By policy whose versions play as opponents how many from before the floor: who serves them finds them in the log."""
         self.floor: FloorRaised = NO_FLOOR
         """As the log has it."""
 
@@ -181,8 +182,6 @@ class Retention:
                 self._ended.add(tokens[-1])
             case LineageStarted() if tokens[2] == "train":
                 self._ended.discard(tokens[-1])
-                if message.settings.get("league"):  # its requests may have left the log
-                    self._leagues.add(tokens[-1])
                 self._open |= self._get_training(tokens[-1]).on_lineage(message)
             case StepTrained():
                 self._get_training(tokens[-1]).on_step(message)
@@ -190,6 +189,7 @@ class Retention:
                 self._get_training(tokens[-1]).on_checkpoint(sequence, message, self._open)
             case PolicyPublished():
                 self._versions.setdefault(tokens[-1], []).append(sequence)
+                self._kept_versions[tokens[-1]] = max(message.window, self._count_kept_versions(tokens[-1]))
             case FloorRaised():
                 self._enter_floor(message)
 
@@ -206,8 +206,6 @@ class Retention:
     def _enter_request(self, sequence: int, request: EpisodeRequested) -> None:
         if request.episode_id in self._open or refuses_request(self.floor, request):
             return
-        if any(seat.version is not None for seat in request.seats):
-            self._leagues.add(request.policy)
         group = find_group_number(request)
         number = sequence if group is not None else min(request.earliest_sequence or sequence, sequence)
         by_learner = request.split != "eval" and bool(request.lineage)
@@ -296,11 +294,11 @@ class Retention:
         """Nobody needs what stands on ``train.<name>`` or ``policy.<name>`` before this sequence, at most ``floor``."""
         if kind == "train":
             return min(self._get_training(name).find_first_needed(), floor)
-        versions = self._versions.get(name, [])
-        before = bisect_left(versions, floor) if name not in self._leagues else 0
-        if before < KEPT_VERSIONS:
+        versions, kept = self._versions.get(name, []), self._count_kept_versions(name)
+        before = bisect_left(versions, floor)
+        if before < kept:
             return 0
-        del versions[: before - KEPT_VERSIONS]
+        del versions[: before - kept]
         return versions[0]
 
     def find_archive_floor(self) -> int:
@@ -313,13 +311,16 @@ class Retention:
         floor = self.floor.sequence
         for name, training in self._training.items():
             versions = self._versions.get(name, [0])
-            oldest = versions[max(bisect_left(versions, self.floor.sequence) - KEPT_VERSIONS, 0)]
+            oldest = versions[max(bisect_left(versions, self.floor.sequence) - self._count_kept_versions(name), 0)]
             floor = min(floor, training.find_first_needed(), training.find_first_settled(), oldest)
         return floor
 
     def list_names(self) -> list[tuple[str, str]]:
         """The kind and name of every ``train.<name>`` and ``policy.<name>`` so far."""
         return [("train", name) for name in self._training] + [("policy", name) for name in self._versions]
+
+    def _count_kept_versions(self, policy: str) -> int:
+        return self._kept_versions.get(policy, KEPT_VERSIONS)
 
     def _get_training(self, name: str) -> _Training:
         return self._training.setdefault(name, _Training())

@@ -40,7 +40,7 @@ def build_configuration(scenario: Scenario, folder: Path) -> Configuration:
     return Configuration(
         run=RunSettings(name=RUN, folder=str(folder), seed=scenario.seed, seats=seats),
         nats=NatsSettings(lanes=scenario.lanes, max_bytes=scenario.log_bytes),
-        episode=EpisodeSettings(max_turns=scenario.max_turns),
+        episode=EpisodeSettings(max_turns=scenario.max_turns, seat_limits=scenario.seat_limits),
         limits=LimitSettings(
             open=20,
             reset=20,

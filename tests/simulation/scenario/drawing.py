@@ -31,6 +31,10 @@ OTHER_SEAT_SHARE = 0.5
 TRAINED_SEAT_SHARE = 0.5
 """Of the worlds in which another policy plays one of them."""
 
+LIMITED_SEATS_SHARE = 0.3
+SEAT_LIMITS = ("seat-0.max_turns=2", "seat-1.max_turns=1", "seat-1.max_tokens=60", "seat-0.max_tokens=90\nseat-1.max_turns=2")
+"""Of the worlds with seats. A turn is 8 sampled tokens and a dozen that are shown, and a first prompt some more."""
+
 FAULT_FREE_SHARE = 0.05
 CALM_LEARNERS_SHARE = 0.15
 
@@ -127,7 +131,9 @@ def _draw_usual(seed: int) -> Scenario:
     )
     is_other = scenario.seats > 0 and random.Random(f"other seat/{seed}").random() < OTHER_SEAT_SHARE
     is_trained = is_other and random.Random(f"learner of a seat/{seed}").random() < TRAINED_SEAT_SHARE
-    scenario = msgspec.structs.replace(scenario, other_seat=is_other, trained_seat=is_trained)
+    limiting = random.Random(f"a limit of seats/{seed}")
+    limits = limiting.choice(SEAT_LIMITS) if scenario.seats > 0 and limiting.random() < LIMITED_SEATS_SHARE else ""
+    scenario = msgspec.structs.replace(scenario, other_seat=is_other, trained_seat=is_trained, seat_limits=limits)
     settling = random.Random(f"settling/{seed}")
     scenario = msgspec.structs.replace(
         scenario, settle_seconds=settling.choice((3.0, 10.0, 30.0)), late_copies=scenario.recorder and settling.random() < 0.7
@@ -322,12 +328,13 @@ def _vary_configuration(scenario: Scenario, draw: random.Random) -> Scenario:
     steps = min(draw.choice((1, 2, 4, 8, 20)), 1 + MOST_TURNS // (groups * group_size * max_turns))
     slots = draw.choice((1, 2, 5, 40))
     has_time = max_turns > 6 or slots < 5  # for what it has to play; with less, nothing would ever be trained
+    most_needed = 4 if scenario.other_seat else group_size  # one in four games has no verdict for the seat that is trained
     return msgspec.structs.replace(
         scenario,
         steps=steps,
         groups=groups,
         group_size=group_size,
-        min_group_size=draw.randint(2, group_size),
+        min_group_size=min(draw.randint(2, group_size), most_needed),
         environment_slots=slots,
         inference_slots=draw.choice((1, 2, 5, 40)),
         checkpoint_every=draw.choice((1, 1, 2, 5)),

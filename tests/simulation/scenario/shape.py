@@ -203,6 +203,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Another policy, of two more inference workers, plays one of them."""
     trained_seat: bool = False
     """A learner of its own trains that policy."""
+    seat_limits: str = ""
+    """The setting ``episode.seat_limits``."""
     compaction: Literal["off", "drop", "summarise"] = "off"
     log_bytes: int = ROOMY_LOG_BYTES
     power_losses: tuple[PowerLoss, ...] = ()

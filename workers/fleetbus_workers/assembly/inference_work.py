@@ -44,6 +44,7 @@ async def work(
                 sampler=sampler,
                 template=template,
                 fetch=fetcher.fetch_local,
+                discard_copies=fetcher.discard_copies,
                 images=build_image_source(template, bus, configuration.run.name),
                 shared=shared,
                 receiver=open_receiver(bus, configuration, sampler, get_object_store(bus, configuration.run.name)),

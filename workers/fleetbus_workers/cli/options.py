@@ -24,6 +24,7 @@ SHORT_FLAGS = {
     "run.tasks": "--tasks",
     "run.environment": "--environment",
     "run.seats": "--seat",
+    "episode.seat_limits": "--seat-limit",
     "nats.url": "--nats",
     "learner.steps": "--steps",
     "learner.restart_from": "--restart-from",

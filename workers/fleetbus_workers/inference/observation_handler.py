@@ -56,12 +56,11 @@ from fleetbus_workers.inference.turn_rules import (
     check_pinned_version,
     compute_turn_seed,
     describe_lack_of_room,
+    find_lack_of_room,
 )
 
 PROBLEM_CHARS = 500
 """Of a problem that heartbeats tell."""
-
-NOTHING_HELD = nullcontext()
 
 log = structlog.get_logger()
 
@@ -243,6 +242,7 @@ class ObservationHandler:
                 observation,
                 finish_reason="length",
                 history_hash=observation.history_hash,
+                error_class=find_lack_of_room(observation, len(ids), self._max_model_len),
                 error=describe_lack_of_room(observation, len(ids), self._max_model_len),
             )
         if observation.request_sequence > self._expected_sequence:
@@ -250,7 +250,7 @@ class ObservationHandler:
         pinned, versions = observation.pinned_version, self._versions
         if versions is None and pinned is not None:
             await wait_for_version(self._bus, self._subjects.policy(observation.policy), self._sampler, pinned)
-        async with NOTHING_HELD if versions is None else versions.hold(pinned):
+        async with nullcontext() if versions is None else versions.hold(pinned):
             started = self._now()
             generation = await self._sampler.generate(await self._build_request(observation, ids, images, room))
         check_pinned_version(observation.pinned_version, generation)

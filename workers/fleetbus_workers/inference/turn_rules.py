@@ -18,6 +18,12 @@ def check_pinned_version(pinned: int | None, generation: Generation) -> None:
         raise VersionSuperseded(f"version {pinned} is pinned, and {max(others)} was loaded within the turn")
 
 
+def find_lack_of_room(observation: Observation, tokens: int, max_model_len: int) -> str:
+    """The error class of a prompt that leaves no room for a token of a model that nobody trains, if that is the model's limit
+    and not its seat's; empty for all others, which end their episodes alike."""
+    return "seat_without_room" if tokens >= max_model_len and not observation.trained else ""
+
+
 def describe_lack_of_room(observation: Observation, tokens: int, max_model_len: int) -> str:
     """The reason why a first prompt leaves no room for a token: its length, and which limit it meets; empty for later turns,
     which use up what the episode has."""

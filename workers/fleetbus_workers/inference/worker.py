@@ -58,12 +58,14 @@ class InferenceWorker:
         sampler: Sampler,
         template: Template,
         fetch: Fetch | None = None,
+        discard_copies: Callable[[], None] = lambda: None,
         images: ImageSource | None = None,
         shared: SharedSlots | None = None,
         receiver: WeightsReceiver | None = None,
     ) -> None:
         self._bus = bus
         self._fetch = fetch
+        self._discard_copies = discard_copies
         self._policy = configuration.run.policy
         self._is_frozen = is_frozen(configuration.inference)
         self._slot_count = configuration.inference.slots
@@ -168,7 +170,7 @@ class InferenceWorker:
             return True
         try:
             if not await self._load_transferred(published):
-                await self._sampler.load(await self._fetch(published) if self._fetch is not None else published)
+                await self._load_fetched(await self._fetch(published) if self._fetch is not None else published)
         except WeightsRejected as rejected:
             self._counters["weights_rejected"] += 1
             log.error("weights rejected; retrying", version=published.version, reason=str(rejected))
@@ -178,6 +180,13 @@ class InferenceWorker:
         self._counters["versions_loaded"] += 1
         self._ready.set()
         return True
+
+    async def _load_fetched(self, published: PolicyPublished) -> None:
+        try:
+            await self._sampler.load(published)
+        except WeightsRejected:
+            self._discard_copies()
+            raise
 
     async def _load_transferred(self, published: PolicyPublished) -> bool:
         """True if the version came from the learner itself, and is loaded. Raises `WeightsRejected`."""
@@ -238,18 +247,21 @@ async def run_inference(
     template: Template,
     runtime: Runtime | None = None,
     fetch: Fetch | None = None,
+    discard_copies: Callable[[], None] = lambda: None,
     images: ImageSource | None = None,
     shared: SharedSlots | None = None,
     receiver: WeightsReceiver | None = None,
 ) -> None:
-    """An inference worker from claiming a lane to its last entry. ``fetch`` makes a published version a local file first;
+    """An inference worker from claiming a lane to its last entry. ``fetch`` makes a published version a local file first,
+    and copies that an engine rejected are discarded before the next;
     ``images`` shows what observations refer to, to a model that sees; ``shared`` has the slots of a process that serves more
     runs than this one; ``receiver`` has versions before their files are read. With ``inference.versions_of`` each turn is
     answered from the version that it asks for."""
     subjects = Subjects(configuration.run.name)
     if configuration.inference.versions_of:
-        versions = PublishedVersions(bus, subjects.policy(configuration.inference.versions_of), fetch)
-        sampler = SnapshotSampler(sampler, versions.find)
+        served = [subjects.policy(policy) for policy in (configuration.inference.versions_of, configuration.run.policy)]
+        versions = PublishedVersions(bus, served, fetch)
+        sampler = SnapshotSampler(sampler, versions.find, discard_copies)
     nonce = (runtime or Runtime()).nonce()
     lanes = inference_lanes(configuration.nats.lanes)
     lane = await claim_lane(bus, subjects, role="inference", names=lanes, worker=name, nonce=nonce)
@@ -262,6 +274,7 @@ async def run_inference(
         sampler=sampler,
         template=template,
         fetch=fetch,
+        discard_copies=discard_copies,
         images=images,
         shared=shared,
         receiver=receiver,

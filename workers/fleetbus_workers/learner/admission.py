@@ -180,7 +180,7 @@ class Admission:
         size = self._pool.admit(group_id, self._settings.group_size).size
         task = self._curriculum.task(parse_group_number(group_id))
         _, version = self._progress()
-        opponents = self._league.draw(group_id, version, self._pool.versions)
+        opponents = self._league.draw(group_id, version)
 
         async def publish(index: int) -> None:
             request = self._requests.build_request(

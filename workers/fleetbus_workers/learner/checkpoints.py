@@ -22,6 +22,7 @@ import structlog
 
 from fleetbus.core.training.standings import Meeting
 from fleetbus.errors import UserError
+from fleetbus_schemas import PolicyPublished
 from fleetbus_schemas.message import UNREADABLE
 from fleetbus_workers.learner.base import FinishWriting, Trainer
 from fleetbus_workers.learner.disk_full import detect_full_disk
@@ -42,7 +43,8 @@ log = structlog.get_logger()
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """From where a learner can resume. ``floor`` and ``settled`` are those of `fleetbus.core.training.ledger.Ledger`;
     ``next_group`` is the number of the first group that was never admitted, ``first_open_group`` that of the first that may
-    still be asked for. ``meetings`` are the games of a league so far."""
+    still be asked for. ``meetings`` are the games of a league so far, ``baselines`` the first versions of leagues by policy: a
+    log that is restored from an archive that forgets may know them no more."""
 
     lineage: str
     step: Annotated[int, msgspec.Meta(ge=0)]
@@ -52,6 +54,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     next_group: Annotated[int, msgspec.Meta(ge=0)]
     first_open_group: int = 0
     meetings: tuple[Meeting, ...] = ()
+    baselines: dict[str, PolicyPublished] = msgspec.field(default_factory=dict)
     sha256: dict[str, str] = msgspec.field(default_factory=dict)
 
     def limit_floor(self, floor: int) -> Checkpoint:

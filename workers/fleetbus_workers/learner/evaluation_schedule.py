@@ -10,7 +10,6 @@ from fleetbus_workers.learner.batch_metrics import round_shares
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.evaluation import Evaluations
 from fleetbus_workers.learner.journal import FencedAppender
-from fleetbus_workers.learner.league import LearnerLeague
 from fleetbus_workers.learner.progress import Progress
 from fleetbus_workers.learner.publication import Publication
 
@@ -30,7 +29,6 @@ class EvaluationSchedule:
         *,
         configuration: Configuration,
         evaluated: Iterable[str],
-        league: LearnerLeague,
     ) -> None:
         self._evaluations = evaluations
         self._curriculum = curriculum
@@ -40,7 +38,6 @@ class EvaluationSchedule:
         self._settings = configuration.evaluation
         self._temperature = configuration.episode.temperature
         self._evaluated = set(evaluated)
-        self._league = league
 
     @property
     def is_due(self) -> bool:
@@ -82,7 +79,7 @@ class EvaluationSchedule:
             step=progress.step,
             version=self._publication.version,
             temperature=temperature,
-            opponents=dict.fromkeys(self._league.seats, self._publication.first),
+            opponents={seat: first.version for seat, first in self._publication.baselines.items()},
         )
         progress.counters["seconds_evaluate"] += anyio.current_time() - started
         if evaluated is None:  # a step makes room, and stands behind this

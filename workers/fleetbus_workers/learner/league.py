@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
 
 from fleetbus.config.seats import list_leagues
 from fleetbus.config.settings import RunSettings
-from fleetbus.core.training.opponents import draw_opponent
+from fleetbus.core.training.opponents import draw_opponent, select_pool
 from fleetbus.core.training.ratings import fit_ratings
-from fleetbus.core.training.standings import Meeting, Score, Standings, add_games, list_games, list_meetings
+from fleetbus.core.training.standings import Meeting, Score, Standings, add_games, list_games, list_meetings, sum_against
 from fleetbus_schemas import EpisodeFinished, EpisodeRequested
+
+
+class Played(msgspec.Struct, frozen=True, kw_only=True):
+    """All games up to a step, what they say of each opponent, as a checkpoint holds them, and the step's metrics."""
+
+    standings: Standings
+    against: Mapping[int, Score]
+    meetings: tuple[Meeting, ...]
+    metrics: Mapping[str, float]
 
 
 class LearnerLeague:
@@ -18,11 +31,11 @@ class LearnerLeague:
     def __init__(self, run: RunSettings, meetings: Iterable[Meeting] = ()) -> None:
         self._leagues = list_leagues(run)
         self._seed = run.seed
-        self._before = self._after = add_games({}, meetings)
+        self._before = self._after = _count({}, list(meetings), is_rated=False)
         self._after_from = -1
-        self._named: dict[str, Mapping[str, int]] = {}
-        self.metrics: Mapping[str, float] = {}
-        """Of the last step, see `measure`."""
+        self._steps: dict[int, int] = {}
+        self._named: defaultdict[str, list[Mapping[str, int]]] = defaultdict(list)
+        """By group the opponents that its requests name; of one that learners before asked for in part perhaps several."""
 
     @property
     def seats(self) -> tuple[str, ...]:
@@ -30,44 +43,77 @@ class LearnerLeague:
         return tuple(self._leagues)
 
     @property
+    def window(self) -> int:
+        """Opponents are drawn from so many of the newest versions; 0 without a league."""
+        return max((league.window for league in self._leagues.values()), default=0)
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Of the last step, see `measure`."""
+        return self._after.metrics
+
+    @property
     def meetings(self) -> tuple[Meeting, ...]:
         """All games, for a checkpoint."""
-        return list_meetings(self._after)
+        return self._after.meetings
+
+    def add_version(self, version: int, step: int) -> None:
+        """The version is what ``step`` steps made, and was published or is about to be. One of a step that does not count any
+        more is not to be given: it is nobody's opponent, and its games do not count."""
+        self._steps[version] = step
 
     def adopt(self, request: EpisodeRequested) -> None:
         """A request of an earlier lineage names the opponents of its group: the others have the same."""
-        if self._leagues:
-            opponents = {seat.seat: seat.version for seat in request.seats if seat.version is not None}
-            self._named.setdefault(request.group_id, opponents)
+        opponents = {seat.seat: seat.version for seat in request.seats if seat.version is not None}
+        if self._leagues and opponents not in self._named[request.group_id]:
+            self._named[request.group_id].append(opponents)
 
-    def draw(self, group_id: str, version: int, versions: Iterable[int]) -> Mapping[str, int]:
-        """The opponents of a group by seat, where ``version`` is the newest of the published ``versions``. A repetition with
-        the same ones draws the same: games count from the version on that was made of them."""
+    def draw(self, group_id: str, version: int) -> Mapping[str, int]:
+        """The opponents of a group by seat, where ``version`` is the newest. A repetition draws the same: games count from the
+        version on that was made of them."""
         if not self._leagues:
             return {}
-        standings = self._after if version >= self._after_from else self._before
-        pool = {each for each in versions if each <= version} | {version}
+        against = (self._after if version >= self._after_from else self._before).against
         drawn = {
             seat: draw_opponent(
                 league.rule,
-                league.size,
-                versions=pool,
-                standings=standings,
+                select_pool(league, self._steps, version),
+                against=against,
                 seed=self._seed,
                 group_id=group_id,
                 seat=seat,
             )
             for seat, league in self._leagues.items()
         }
-        return {**drawn, **self._named.pop(group_id, {})}
+        named = self._named[group_id]
+        opponents = {**drawn, **(named[0] if named else {})}
+        if opponents not in named:
+            named.append(opponents)
+        return opponents
 
-    def record(self, results: Iterable[EpisodeFinished], version: int, versions: Collection[int]) -> None:
-        """A step consumed these results, and makes ``version``. Games count between ``versions`` that were published."""
+    def list_needed(self, open_groups: Collection[str]) -> set[int]:
+        """The versions that requests of ``open_groups`` name, which are all that are open; the others are forgotten."""
+        for group_id in self._named.keys() - set(open_groups):
+            del self._named[group_id]
+        return {version for named in self._named.values() for each in named for version in each.values()}
+
+    async def record(self, results: Iterable[EpisodeFinished], version: int, offload: Callable[..., Awaitable[Any]]) -> None:
+        """A step consumed these results, and makes ``version``. Games count between versions that do. With hundreds of them
+        adding up takes longer than others on the event loop can wait: ``offload`` does it elsewhere."""
         if self._leagues:
-            games = [game for game in list_games(results) if game.version in versions and game.opponent in versions]
-            self._before, self._after_from = self._after, version
-            self._after = add_games(self._after, games)
-            self.metrics = measure(self._after, games)
+            games = [game for game in list_games(results) if {game.version, game.opponent} <= self._steps.keys()]
+            played = await offload(_count, self._after.standings, games)
+            self._before, self._after, self._after_from = self._after, played, version
+
+
+def _count(standings: Standings, games: Sequence[Meeting], *, is_rated: bool = True) -> Played:
+    added = add_games(standings, games)
+    return Played(
+        standings=added,
+        against=sum_against(added),
+        meetings=list_meetings(added),
+        metrics=measure(added, games) if is_rated else {},
+    )
 
 
 def measure(standings: Standings, games: Iterable[Meeting]) -> dict[str, float]:

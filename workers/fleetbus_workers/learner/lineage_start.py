@@ -20,6 +20,7 @@ from fleetbus_workers.learner.checkpoints import WrittenCheckpoint, find_origin,
 from fleetbus_workers.learner.group_judge import GroupJudge
 from fleetbus_workers.learner.joined_requests import JoinedRequests
 from fleetbus_workers.learner.journal import FencedAppender
+from fleetbus_workers.learner.league import LearnerLeague
 from fleetbus_workers.learner.pool import GroupPool
 from fleetbus_workers.learner.publication import Publication
 from fleetbus_workers.learner.resume import ResumePoint, read_requests_from_floor, select_lineage_settings
@@ -49,6 +50,7 @@ class LineageStart:
         requests: Requests,
         admission: Admission | JoinedRequests,
         judge: GroupJudge,
+        league: LearnerLeague,
     ) -> None:
         self._bus = bus
         self._subjects = subjects
@@ -62,6 +64,7 @@ class LineageStart:
         self._requests = requests
         self._admission = admission
         self._judge = judge
+        self._league = league
 
     async def _restore(self, folder: Path) -> None:
         try:
@@ -99,8 +102,12 @@ class LineageStart:
         log.info("lineage started", lineage=point.lineage, parent=point.parent, step=point.step)
         if changed := list_changed_settings(point.settings_before, started.settings):
             log.warning("settings differ from those of the lineage before", lineage=point.lineage, changed=changed)
-        for version, step in versions.items():
-            self._pool.record_version(version, step)
+        # What no window kept has no file any more, whatever leagues there are now.
+        kept_from = max((version + 1 - made.window for version, made in versions.items()), default=0)
+        for version, made in versions.items():
+            self._pool.record_version(version, made.step)
+            if version >= kept_from and not point.is_voided(made.lineage, made.step):
+                self._league.add_version(version, made.step)
         run = configuration.run
         requests = await read_requests_from_floor(self._bus, self._subjects, run.policy, list_pools(run), point)
         await self._requests.assume_size(len(requests))

@@ -4,6 +4,7 @@ Who owns what: the ledger which requests are settled, the pool the groups, reque
 versions, checkpoints the files on the disk, and progress the step. Above it is the worker.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import anyio
@@ -12,7 +13,7 @@ import msgspec
 from fleetbus.bus.base import Bus
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.run_folder import RunFolder, policy_folder
-from fleetbus.config.seats import count_kept_versions, find_joined_policy, list_joined_policies, list_leagues
+from fleetbus.config.seats import find_joined_policy, list_joined_policies
 from fleetbus.config.settings import Configuration
 from fleetbus.core.training.ledger import Ledger
 from fleetbus.delivery.requests import Requests
@@ -88,7 +89,12 @@ def make_parts(
         policy=find_joined_policy(configuration),
         is_log_full=lambda: requests.full,
     )
-    publication = _make_publication(bus, subjects, trainer, configuration, folder, lineage, runtime)
+    of_league = msgspec.structs.replace(run, seats="") if settings.requested_by else run  # who joins draws and rates nobody
+    league = LearnerLeague(of_league, resume_point.checkpoint.meetings if resume_point.checkpoint else ())
+    publication = _make_publication(
+        bus, subjects, trainer, configuration, folder, resume_point, runtime, league,
+        lambda: league.list_needed(pool.group_ids),
+    )  # fmt: skip
     checkpoints = CheckpointStorage(
         appender,
         trainer,
@@ -98,8 +104,6 @@ def make_parts(
         is_voided=resume_point.is_voided,
         restarts=resume_point.restarts,
     )
-    of_league = msgspec.structs.replace(run, seats="") if settings.requested_by else run  # who joins draws and rates nobody
-    league = LearnerLeague(of_league, resume_point.checkpoint.meetings if resume_point.checkpoint else ())
     joined = _join(configuration, pool, resume_point)
     admission = joined or Admission(
         requests,
@@ -125,7 +129,7 @@ def make_parts(
         results=Results(bus, subjects, requests, pool, evaluations, progress.counters, joined),
         start=LineageStart(
             bus, subjects, resume_point, trainer, runtime, appender=appender, publication=publication,
-            checkpoints=checkpoints, pool=pool, requests=requests, admission=admission, judge=judge,
+            checkpoints=checkpoints, pool=pool, requests=requests, admission=admission, judge=judge, league=league,
         ),
         batches=BatchTraining(bus, subjects, pool, judge, trainer, runtime, configuration=configuration, drain=drain),
         steps=StepRecord(
@@ -134,7 +138,7 @@ def make_parts(
         ),
         evaluations=EvaluationSchedule(
             evaluations, curriculum, publication, appender, progress, configuration=configuration,
-            evaluated=resume_point.evaluated, league=league,
+            evaluated=resume_point.evaluated,
         ),
         progress=progress,
     )  # fmt: skip
@@ -159,8 +163,10 @@ def _make_publication(
     trainer: Trainer,
     configuration: Configuration,
     folder: RunFolder,
-    lineage: str,
+    resume_point: ResumePoint,
     runtime: Runtime,
+    league: LearnerLeague,
+    list_needed: Callable[[], set[int]],
 ) -> Publication:
     run, weights = configuration.run, configuration.weights
     return Publication(
@@ -168,10 +174,13 @@ def _make_publication(
         subjects,
         trainer,
         policy=run.policy,
-        lineage=lineage,
+        lineage=resume_point.lineage,
         folder=folder.weights,
-        keep=count_kept_versions(configuration),
-        keep_first=bool(list_leagues(run)),
+        keep=configuration.learner.keep_weights,
+        leagues=league.seats,
+        baselines=resume_point.checkpoint.baselines if resume_point.checkpoint is not None else None,
+        window=league.window,
+        list_needed=list_needed,
         runtime=runtime,
         store=open_store(
             bus,

@@ -6,7 +6,7 @@ The worker feeds results in and takes batches out. Everything here is bounded by
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Literal
 
 import anyio
@@ -99,11 +99,6 @@ class GroupPool:
         """A version is the weights after ``step`` steps; versions of a lineage that was cut keep theirs."""
         self._step_of[version] = self.published_step = step
         self.notify()
-
-    @property
-    def versions(self) -> Collection[int]:
-        """All that were published."""
-        return self._step_of.keys()
 
     def lag(self, group: Group, step: int) -> int:
         """Steps between the oldest weights that sampled the group and those of ``step``."""

@@ -1,7 +1,7 @@
 """Versions of the policy: weights files in the run's folder, and their announcement to the inference workers."""
 
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,10 @@ from fleetbus.concurrency.runtime import Runtime
 from fleetbus.errors import BusError, LogFull, PublishUnanswered, RequestUnanswered
 from fleetbus_schemas import LineageStarted, PolicyPublished, Subjects
 from fleetbus_workers.learner.base import Trainer
+from fleetbus_workers.learner.baselines import find_or_name_baseline
 from fleetbus_workers.learner.disk_full import retry_while_disk_full
 from fleetbus_workers.learner.journal import RETRY_SECONDS, FencedAppender
-from fleetbus_workers.learner.resume import read_published_versions
+from fleetbus_workers.learner.resume import MadeVersion, read_published_versions
 from fleetbus_workers.weights.delta import write_smaller
 from fleetbus_workers.weights.manifests import put_manifest
 from fleetbus_workers.weights.store import FolderStore, WeightsStore
@@ -30,8 +31,11 @@ _UNFINISHED = re.compile(r"\.l\d+-v\d{6,}\.(safetensors|delta)\.[0-9a-f]{32}")
 
 
 class Publication:
-    """Publishes the versions of one lineage and keeps the newest ``keep`` files, and with ``keep_first`` that of the ``first``
-    version that has one. ``version`` is the newest one."""
+    """Publishes the versions of one lineage. ``version`` is the newest. Once one is published, ``baselines`` are the first ones
+    of each of ``leagues``: as the log has them, else as a checkpoint had them (the argument), else the one that was published.
+
+    The files of these stay, the newest ``keep`` or ``window``, what ``list_needed`` names, and what they are differences to.
+    """
 
     def __init__(
         self,
@@ -43,7 +47,10 @@ class Publication:
         lineage: str,
         folder: Path,
         keep: int,
-        keep_first: bool = False,
+        leagues: Collection[str] = (),
+        baselines: Mapping[str, PolicyPublished] | None = None,
+        window: int = 0,
+        list_needed: Callable[[], Collection[int]] = tuple,
         runtime: Runtime,
         store: WeightsStore | None = None,
         objects: ObjectStore | None = None,
@@ -57,8 +64,10 @@ class Publication:
         self._policy = policy
         self._lineage = lineage
         self._folder = folder
-        self._keep_first = keep_first
-        self._keep = max(keep, full_every + 1)  # a difference is of no use without what it is a difference to
+        self._leagues = leagues
+        self._list_needed = list_needed
+        self._window = window
+        self._keep = max(keep, window)
         self._runtime = runtime
         self._store = store or FolderStore()
         self._objects = objects
@@ -69,24 +78,24 @@ class Publication:
         self._newest: tuple[Path, str] | None = None
         self._published = 0
         self.version = -1
-        self.first = -1
+        self._known_baselines = baselines or {}
+        self.baselines: dict[str, PolicyPublished] = {}
 
     def run(self) -> AbstractAsyncContextManager[None]:
         """The lifetime of what sends versions beside their files, around all versions. Raises `UserError`."""
         return self._sender.run() if self._sender is not None else nullcontext()
 
-    async def fence(self, started: LineageStarted) -> dict[int, int]:
+    async def fence(self, started: LineageStarted) -> dict[int, MadeVersion]:
         """From now on appends of the previous learner are refused; raises `LearnerReplaced` when this one is.
 
-        Returns the step of every version so far. The learner before may have published until this very moment, and its
-        numbers must not come again; nor may those of versions that the log has lost, and that left a file.
+        Returns every version in the log. The learner before may have published until this very moment, and its numbers must not
+        come again; nor may those of versions that the log has lost, and that left a file.
         """
         await self._appender.take_over(started)
         await self._runtime.offload(remove_unfinished, self._folder)
         versions = await read_published_versions(self._bus, self._subjects, self._policy)
         left = await self._runtime.offload(list_versions, self._folder)
         self.version = max({*versions, *left}, default=-1)
-        self.first = min(versions.keys() & left, default=-1)
         return versions
 
     async def publish(self, step: int) -> int:
@@ -107,26 +116,29 @@ class Publication:
         upload = await self._choose_upload(file)
         uri = await self._put_with_retry(file, partial(self._store.put, upload))
         manifest_object = await self._put_with_retry(file, partial(put_manifest, self._objects, manifest))
-        await self._appender.append(
-            PolicyPublished(
-                policy=self._policy,
-                version=version,
-                lineage=self._lineage,
-                step=step,
-                uri=uri,
-                manifest=() if manifest_object else manifest,
-                manifest_object=manifest_object,
-                size_bytes=upload.stat().st_size,
-            )
+        published = PolicyPublished(
+            policy=self._policy,
+            version=version,
+            lineage=self._lineage,
+            step=step,
+            uri=uri,
+            manifest=() if manifest_object else manifest,
+            manifest_object=manifest_object,
+            size_bytes=upload.stat().st_size,
+            window=self._window,
         )
+        await self._appender.append(published)
         self.version = version
-        self.first = version if self.first < 0 else self.first
+        for league in [each for each in self._leagues if each not in self.baselines]:
+            subject = self._subjects.policy(league)
+            first = self._known_baselines.get(league, published)
+            self.baselines[league] = await find_or_name_baseline(self._bus, subject, first)
         self._newest = (file, uri)
         self._published += 1
         if manifest_object:
             self._manifests[file.name] = manifest_object
-        first = self.first if self._keep_first else -1
-        for removed in await self._runtime.offload(prune_versions, self._folder, self._keep, first):
+        needed = {*(each.version for each in self.baselines.values()), *self._list_needed()}
+        for removed in await self._runtime.offload(prune_versions, self._folder, self._keep, needed):
             await self._remove(removed)
         return version
 
@@ -159,19 +171,25 @@ class Publication:
             log.warning("removal of old weights failed; leaving them in the store", file=file.name, reason=str(error))
 
 
-def prune_versions(folder: Path, keep: int, first: int = -1) -> list[Path]:
-    """Keep the newest ``keep`` versions, and the one numbered ``first``: no worker loads the others any more, of any lineage.
-    Returns what is gone, differences included.
+def prune_versions(folder: Path, keep: int, needed: Collection[int] = ()) -> list[Path]:
+    """Keep the newest ``keep`` versions, those that are ``needed``, and what these are differences to: no worker loads the
+    others any more, of any lineage. Returns what is gone, differences included.
 
     Version numbers never repeat; of files with one number the newest lineage's is the one that was published.
     """
     files = sorted((int(found["version"]), int(found["lineage"]), found.string) for found in _list_version_files(folder))
+    published = {number: folder / name for number, _, name in files}
+    kept = {folder / name for _, _, name in files[-keep:]}
+    kept |= {published[number] for number in needed if number in published}
+    for number in reversed(published):
+        if published[number] in kept and published[number].with_suffix(".delta").exists() and number - 1 in published:
+            kept.add(published[number - 1])
     removed = []
-    for number, _, name in files[:-keep]:
-        for path in () if number == first else (folder / name, (folder / name).with_suffix(".delta")):
+    for path in (folder / name for _, _, name in files if folder / name not in kept):
+        for each in (path, path.with_suffix(".delta")):
             with suppress(FileNotFoundError):  # it has no difference, or another learner was first
-                path.unlink()
-                removed.append(path)
+                each.unlink()
+                removed.append(each)
     return removed
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio
 import msgspec
@@ -287,13 +288,21 @@ async def _find_publisher(bus: LogBus, subjects: Subjects, policy: str) -> str:
     return found
 
 
-async def read_published_versions(bus: LogBus, subjects: Subjects, policy: str) -> dict[int, int]:
-    """The step of every version that was published so far; final only once the learner before can publish no more."""
-    steps: dict[int, int] = {}
+class MadeVersion(NamedTuple):
+    """Of a published version what a learner that begins has to know."""
+
+    lineage: str
+    step: int
+    window: int
+
+
+async def read_published_versions(bus: LogBus, subjects: Subjects, policy: str) -> dict[int, MadeVersion]:
+    """Every version in the log, ascending; final only once the learner before can publish no more."""
+    made: dict[int, MadeVersion] = {}
     async for entry in bus.scan([subjects.policy(policy)]):  # one at a time: each holds the manifest of a whole model
         for _, published in decode_entries(PolicyPublished, [entry], beside=(LineageStarted,)):
-            steps[published.version] = published.step
-    return steps
+            made[published.version] = MadeVersion(published.lineage, published.step, published.window)
+    return dict(sorted(made.items()))
 
 
 async def read_requests_from_floor(

@@ -67,9 +67,9 @@ class StepRecord:
     async def record(self, batch: TrainedBatch, tasks: TaskGroup) -> None:
         """Store the step and what follows from it; a checkpoint may be finished in ``tasks``."""
         progress, version = self._progress, self._publication.version + 1
-        progress.step += 1
         results = (result for group in batch.groups for result in group.graded)
-        self._league.record(results, version, self._pool.versions)
+        await self._league.record(results, version, self._runtime.offload)
+        progress.step += 1
         trained, excluded = self._pool.settle(batch.groups)
         self._checkpoints.pending = self._build_checkpoint(version)
         self._ledger.forget_settled()
@@ -104,6 +104,7 @@ class StepRecord:
     async def publish_version(self) -> None:
         """Publish the weights as they are after the last step."""
         started, step = anyio.current_time(), self._progress.step
+        self._league.add_version(self._publication.version + 1, step)
         self._pool.record_version(await self._publication.publish(step), step)
         self._progress.counters["seconds_publish"] += anyio.current_time() - started
 
@@ -117,4 +118,5 @@ class StepRecord:
             next_group=self._admission.next_group,
             first_open_group=self._admission.first_open_group,
             meetings=self._league.meetings,
+            baselines=dict(self._publication.baselines),
         )

@@ -37,7 +37,8 @@ def encode_inputs(episode: RecordedEpisode) -> bytes:
     """All that an environment is given in an episode."""
     request = episode.request
     assert request is not None
-    return _encode((request.task, request.max_turns, request.max_tokens, [_action_fields(turn) for turn in episode.turns]))
+    turns = [_action_fields(turn) for turn in episode.turns]
+    return _encode((request.task, request.max_turns, request.max_tokens, request.seat_limits, turns))
 
 
 def _action_fields(turn: RecordedTurn) -> tuple[object, ...]:

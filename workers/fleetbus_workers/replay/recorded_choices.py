@@ -26,6 +26,7 @@ HARMLESS_TEXT = {
     "run.policy": _NAME,
     "run.pool": re.compile(rf"{_POOL}(\n{_POOL}){{0,99}}"),
     "run.seats": re.compile(r"([A-Za-z0-9_-]{1,128}=[!-~]{1,2000}(\n|\Z)){0,64}"),
+    "episode.seat_limits": re.compile(r"([A-Za-z0-9_-]{1,128}\.max_(turns|tokens)=\d{1,9}(\n|\Z)){0,128}"),
     "run.name": _NAME,
     "learner.requested_by": _NAME,
     "learner.restart_from": re.compile(r"(start|\d{1,9})(/[A-Za-z0-9_]{1,64})?"),

@@ -124,7 +124,8 @@ def key_of(subject: str, message: Message) -> Key:
         case EpisodeRequested():
             name = message.episode_id
         case PolicyPublished():
-            name = f"version {message.version}"
+            named_for = subject.rpartition(".")[2]
+            name = f"version {message.version}" + (f", the first of {named_for}" if named_for != message.policy else "")
         case StepTrained() | CheckpointStored() | TrainingFinished():
             name = f"step {message.step}"
         case EvaluationFinished():

@@ -4,6 +4,8 @@ Of the checkpoint only what trainers wrote is made by the replay of the lineages
 follows from the recording, whose order of requests a replay does not repeat.
 """
 
+import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -30,8 +32,9 @@ WHOLE_LOG = 1
 
 
 class ResumeState:
-    """The state that ``lineage`` found when it began; ``checkpoints`` is the replay's folder of them. ``joined``: the policy
-    of a learner that asks for nothing, empty for the one that asks."""
+    """The state that ``lineage`` found when it began; ``checkpoints`` is the replay's own folder of them, from which those go
+    that nobody recorded: a kill had prevented them. ``joined``: the policy of a learner that asks for nothing, empty for the
+    one that asks."""
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class ResumeState:
         for policy in others:
             finished = TrainingFinished(lineage=self._lineage.name, step=0, version=0)
             environment.store(Subjects(environment.configuration.run.name).train(policy), finished, self._recording.entries[0])
+        self._remove_unrecorded()
         if self._stored is not None:
             self._write_checkpoint(self._stored)
         open_episodes = []
@@ -89,6 +93,12 @@ class ResumeState:
         for entry in self._before("policy", self._lineage.fence):
             environment.store_as_recorded(entry)
         return open_episodes
+
+    def _remove_unrecorded(self) -> None:
+        trained = (read_entry(STORED["train"], entry) for entry in self._before("train", sys.maxsize))
+        named = {self._folder(each) for each in trained if isinstance(each, CheckpointStored)}
+        for folder in set(self._checkpoints.iterdir()) - named:
+            shutil.rmtree(folder)
 
     def _folder(self, stored: CheckpointStored) -> Path:
         return self._checkpoints / f"{check_name('lineage', stored.lineage)}-{stored.step:06d}"

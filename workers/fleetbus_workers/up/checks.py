@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from fleetbus.auth.access import build_access, is_credentials
 from fleetbus.auth.folder import AuthFolder
-from fleetbus.auth.server_config import WRITTEN_BY, parse_runs, run_accounts
+from fleetbus.auth.server_config import WRITTEN_BY, parse_policies, parse_runs, run_accounts
 from fleetbus.auth.stores import check_store
 from fleetbus.config.check import check_trained_distribution
 from fleetbus.config.engines import ENGINES, is_frozen, list_engines
@@ -77,7 +77,7 @@ def check_everything(
         check_access(nats.auth, configuration.run.name)
         if not nats.url and is_credentials(nats.auth):
             raise UserError(f"--nats-auth {nats.auth} holds credentials for a server of others: say which with --nats")
-        if not nats.url:
+        if not nats.url or not is_credentials(nats.auth):
             check_rights(configuration)
     if nats.url:
         from fleetbus.bus.nats.server_context import resolve_url  # nats-py, which `--help` does without
@@ -296,24 +296,33 @@ def check_access(folder: str, run: str) -> None:
 
 
 def check_rights(configuration: Configuration) -> None:
-    """The configuration of the server that we start is there and, if `fleetbus auth init` wrote it, allows this run."""
+    """The configuration of the server that we start is there and, if `fleetbus auth init` wrote it, allows this run. That of a
+    server which runs allows the policies of this run, if it is there: without, workers are refused once a turn is late."""
     from fleetbus_workers.up.process_plans import build_stream_plan
 
     run, nats = configuration.run, configuration.nats
     folder = AuthFolder(Path(nats.auth))
     config = folder.server_config
+    if not config.is_file() and nats.url:
+        return
     if not config.is_file():
         raise UserError(f"no configuration for the server at {config}: write it with `fleetbus auth init {nats.auth}`")
     text = config.read_text(encoding="utf-8")
     if not text.startswith(WRITTEN_BY):
         return
+    known = parse_policies(text)
+    missing = [policy for policy in list_policies(run) if policy not in known]
+    if nats.url and (run.name not in parse_runs(text) or not missing):
+        return
     if run.name in parse_runs(text) and run_accounts(folder.access(build_stream_plan(configuration))) in text:
         return
     flags = [f"--run {name}" for name in dict.fromkeys((*parse_runs(text), run.name))]
-    policies = list_policies(run)
-    flags += [f"--policy {policy}" for policy in policies if policies != ("default",)]
+    flags += [f"--policy {policy}" for policy in (*known, *missing) if (*known, *missing) != ("default",)]
     flags += [f"--lanes {nats.lanes}"] * (nats.lanes != NatsSettings().lanes)
-    raise UserError(f"{config} does not allow run {run.name}: fleetbus auth init {nats.auth} {' '.join(flags)}")
+    lacks = f"run {run.name}"
+    if missing and run.name in parse_runs(text):
+        lacks = f"{'policy' if len(missing) == 1 else 'policies'} {', '.join(missing)} in {lacks}"
+    raise UserError(f"{config} does not allow {lacks}: fleetbus auth init {nats.auth} {' '.join(flags)}")
 
 
 def check_server_program() -> None:

@@ -24,6 +24,7 @@ from fleetbus_schemas import (
     WorkerStarted,
     WorkerStopped,
 )
+from fleetbus_workers.environment.episode.conclusion import FEW_TURNS
 
 GATHER_SECONDS = 1.0
 """Between the first failure of a kind and its line: the count says whether it is one episode or all of them."""
@@ -166,10 +167,12 @@ class ProgressGuard:
     def _note_used_tokens(self, message: EpisodeFinished) -> None:
         """Say once that most episodes end in their first turns for want of tokens: nothing is learned from those."""
         self._graded += 1
-        self._short += message.outcome == "truncated" and message.error_class == "tokens" and bool(message.note)
+        is_short = message.error_class == "tokens" or (message.error_class == "seat_tokens" and message.turns <= FEW_TURNS)
+        self._short += message.outcome == "truncated" and is_short and bool(message.note)
         if self._short >= MANY_SHORT and 2 * self._short > self._graded and not self._is_shortage_said:
             self._is_shortage_said = True
-            advice = "raise episode.max_episode_tokens, and inference.max_model_len as far as the model goes"
+            limit = "episode.max_episode_tokens" if message.error_class == "tokens" else "the seat's max_tokens"
+            advice = f"raise {limit}, and inference.max_model_len as far as the model goes"
             self._problems.append(
                 f"{self._short} of {self._graded} episodes had no room, the last one: {message.note}; {advice}"
             )

@@ -48,6 +48,11 @@ class WeightsFetcher:
             raise WeightsRejected(f"{published.uri}: {' '.join(str(error).split())}") from error
         return msgspec.structs.replace(published, uri=file.absolute().as_uri())
 
+    def discard_copies(self) -> None:
+        """An engine rejected what was fetched: it, or what it was made of, may have been damaged on its way."""
+        while self._copies:
+            self._remove_copy(self._copies.popitem()[1])
+
     def close(self) -> None:
         """Remove the copies."""
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -70,8 +75,13 @@ class WeightsFetcher:
         base = await self._materialise(base_uri, depth - 1)
         whole = self._build_path(uri, ".safetensors")
         self._folder.mkdir(parents=True, exist_ok=True)
-        await anyio.to_thread.run_sync(lambda: apply_delta(file, base=base, file=whole))
-        self._remove_copy(file)
+        try:
+            await anyio.to_thread.run_sync(lambda: apply_delta(file, base=base, file=whole))
+        except WeightsRejected:
+            self.discard_copies()
+            raise
+        finally:
+            self._remove_copy(file)
         return self._remember(uri, whole)
 
     async def _download(self, uri: str) -> Path:

@@ -40,7 +40,8 @@ def print_transcript(transcript: Transcript, episode: str, *, tokens: bool, trai
     reward = "none" if result.reward is None else f"{result.reward:g}"
     parts = ", ".join(f"{name} {value:g}" for name, value in result.reward_components.items())
     reward += f" ({parts})" if parts else ""
-    error = f" ({result.error_class}{': ' + result.error if result.error else ''})" if result.error_class else ""
+    reason = result.error or result.note
+    error = f" ({result.error_class}{': ' + reason if reason else ''})" if result.error_class else ""
     timings = ", ".join(f"{stage} {seconds:.3f} s" for stage, seconds in result.timings.items())
     print(f"\nresult: {result.outcome}{error} · reward {reward} · {result.turns} turns, {result.tokens} tokens")
     print(f"times: {timings}" if timings else "")

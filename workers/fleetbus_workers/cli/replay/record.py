@@ -157,7 +157,7 @@ async def _record(
         "redacted": redactor is not None,
         "redacted_entries": redactor.redacted if redactor else 0,
         "weights_files": files,
-        "weights_missing": len(export.published) - files if weights else 0,
+        "weights_missing": len(set(export.published)) - files if weights else 0,
         "objects": {**msgspec.structs.asdict(added), "named": len(export.references.names)},
         "torn_source": entries_of.torn,
         "problems": problems,

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 
+from fleetbus.config.seat_limits import parse_seat_limits
 from fleetbus.config.seats import build_seats
 from fleetbus.config.settings import Configuration
 from fleetbus.core.algorithms.reward_components import find_reward_problem
@@ -19,7 +20,14 @@ from fleetbus.core.text.tool_calls import parse_tool_calls
 from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
 from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
 from fleetbus_workers.environment.check.policies import Policy
-from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats, SeatError, list_other_policies
+from fleetbus_workers.environment.episode.seats import (
+    UNLIMITED,
+    UNSEATED,
+    EpisodeSeats,
+    SeatError,
+    list_limits,
+    list_other_policies,
+)
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages
 from fleetbus_workers.environment.failure_location import format_traceback, locate_error, locate_method
 from fleetbus_workers.environment.validation import check_messages, validate_return
@@ -33,6 +41,9 @@ T = TypeVar("T")
 
 OF_OTHERS = "run.seats"
 """Begins what is said of seats that other policies play."""
+
+OF_LIMITS = "episode.seat_limits"
+"""Begins what is said of limits of seats."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +108,7 @@ class _Player:
         self._seats = UNSEATED
         self._is_cut_short = False
         self._others = list_other_policies(build_seats(configuration))
+        self._seat_limits = list_limits(parse_seat_limits(configuration.episode.seat_limits))
         self.episode = PlayedEpisode()
 
     async def play(self, make: Callable[[], Environment]) -> None:
@@ -126,7 +138,7 @@ class _Player:
             start = validate_return(Start, await self._call(environment, "reset", environment.reset()), "reset", environment)
         self._check_start(start, environment)
         shown = start.messages
-        self._seats = EpisodeSeats(start.seat, self._others)
+        self._seats = EpisodeSeats(start.seat, self._others, self._seat_limits if start.seat else UNLIMITED)
         self._tools[start.seat] = self.episode.tools
         for turn in range(self._turns):
             step = await self._step(environment, turn, shown)
@@ -134,6 +146,9 @@ class _Player:
             self.episode.last = shown
             if step.terminated or step.truncated:
                 self.episode.ending = "terminated" if step.terminated else "truncated by the environment"
+                break
+            if self._seats.is_at_limit():
+                self.episode.ending, self._is_cut_short = f"truncated: {self._seats.describe_limit(1)[1]}", True
                 break
         else:
             self.episode.ending, self._is_cut_short = f"stopped after {self._turns} turns", True
@@ -229,6 +244,9 @@ class _Player:
         for name in sorted(self._others.keys() - acted):
             who = f"the seats that acted are {', '.join(sorted(acted))}" if acted else "it has no seats"
             self._warn(f"{OF_OTHERS} gives the seat {name} to another policy, and here it did not act: {who}", location)
+        for name in sorted(self._seat_limits.keys() - acted - self._others.keys()):
+            who = f"the seats that acted are {', '.join(sorted(acted))}" if acted else "the episode has no seats"
+            self._warn(f"{OF_LIMITS} limits the seat {name}, and here it did not act: {who}", location)
         for seat in seats:
             if seat.name in self._others:
                 continue

@@ -14,7 +14,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.base import TaskEnvironmentFactory
-from fleetbus_workers.environment.check.episode import OF_OTHERS, PlayedEpisode, play_episode
+from fleetbus_workers.environment.check.episode import OF_LIMITS, OF_OTHERS, PlayedEpisode, play_episode
 from fleetbus_workers.environment.check.policies import build_random_policy
 
 QUICK_SECONDS = 1.0
@@ -36,7 +36,7 @@ def check_quickly(factory: Any, spec: str, task: Task, configuration: Configurat
     if not found:
         return
     for problem in found[0].problems:
-        if problem.text.startswith(OF_OTHERS):  # the run would train the policy in its place
+        if problem.text.startswith((OF_OTHERS, OF_LIMITS)):  # the run would train the policy in its place
             print(f"fleetbus: warning: {problem.text}", file=sys.stderr)  # noqa: T201
     failure = next((problem for problem in found[0].problems if problem.is_failure), None)
     if failure is not None:

@@ -93,13 +93,25 @@ def grade_timeout(conclusion: Conclusion, reward: float | None, turns: int) -> C
     )
 
 
-def describe_no_room(lack: str, limit: int) -> str:
-    """The reason why nothing was played: ``lack`` is what the inference worker said of it."""
+def conclude_without_room(
+    turns: Sequence[Turn], request: EpisodeRequested, seats: EpisodeSeats, tokens_left: int, lack: str
+) -> Conclusion:
+    """The policy's tokens are used up, or those or the turns of a seat. No work of the policy is in an episode without a turn:
+    a grade would say nothing of it. ``lack`` is what the inference worker said of it."""
+    error_class, limit = seats.describe_limit(tokens_left)
+    if not turns:
+        error = _describe_no_room(limit or lack, request.max_tokens)
+        return Conclusion(outcome="verifier_unknown", error_class="prompt_too_long", error=error)
+    note = limit or _describe_used_tokens(turns, request)
+    return Conclusion(outcome="truncated", error_class=error_class or "tokens", note=note)
+
+
+def _describe_no_room(lack: str, limit: int) -> str:
     reason = lack or f"it uses up the {limit:,} tokens of the episode, or those that the model takes"
     return f"the prompt leaves no room for a turn: {reason}; shorten it, or raise the limit"
 
 
-def describe_used_tokens(turns: Sequence[Turn], request: EpisodeRequested) -> str:
+def _describe_used_tokens(turns: Sequence[Turn], request: EpisodeRequested) -> str:
     """The use of the tokens, if they were used up in the first or the second turn."""
     if len(turns) > FEW_TURNS:
         return ""

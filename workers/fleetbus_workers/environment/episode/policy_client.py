@@ -204,7 +204,7 @@ class PolicyClient:
             messages=messages,
             tools=tools,
             sampling=sampling,
-            tokens_left=tokens_left if frozen is None else MAX_INT32,
+            tokens_left=seats.limit_tokens(tokens_left if frozen is None else MAX_INT32),
             pinned_version=request.pinned_version if other is None else other.version,
             history_hash=self._history_hashes.get(stands_on, EMPTY_HISTORY),
             environment_lane=self._claim.lane,

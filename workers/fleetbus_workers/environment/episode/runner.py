@@ -35,9 +35,8 @@ from fleetbus_workers.environment.episode.conclusion import (
     TIMED_OUT,
     Conclusion,
     apply_verdict,
-    describe_no_room,
+    conclude_without_room,
     describe_seats,
-    describe_used_tokens,
     grade_timeout,
 )
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
@@ -48,6 +47,7 @@ from fleetbus_workers.environment.episode.seats import (
     SeatError,
     add_unseated,
     add_versions,
+    list_limits,
     list_other_policies,
 )
 from fleetbus_workers.environment.episode.segments import FIRST, EpisodeContext, Placement, append_line, find_context_tokens
@@ -181,14 +181,14 @@ class EpisodeRunner:
         while self.turn < self._request.max_turns:
             turn = self._find_recorded(messages, placement)
             tokens_left = self._request.max_tokens - self._context.tokens + self._seats.other_tokens
-            if turn is None and tokens_left > 0:
+            if turn is None and tokens_left > 0 and not self._seats.is_at_limit():
                 with self._limit_answer():
                     turn = await self._policy_client.ask(
                         self.turn, messages, tools, tokens_left=tokens_left, placement=placement, seats=self._seats
                     )
                 turn = self._check_answer(turn)
             if turn is None:
-                return self._conclude_without_room()
+                return conclude_without_room(self._turns, self._request, self._seats, tokens_left, self._lack_of_room)
             self._append_turn(turn, messages)
             if self._unread is not None:
                 (messages, placement), tools = self._go_on_after_summary(self._unread), ()
@@ -207,21 +207,18 @@ class EpisodeRunner:
             await self._environment.open(self._request.task)
         with self._stages.time_limit("reset", self._limits.reset):
             start = validate_return(Start, await self._environment.reset(), "reset", self._environment)
-        self._seats = EpisodeSeats(start.seat, list_other_policies(self._request.seats)) if start.seat else UNSEATED
+        if start.seat:
+            others, limits = list_other_policies(self._request.seats), list_limits(self._request.seat_limits)
+            self._seats = EpisodeSeats(start.seat, others, limits)
         return insert_examples(start.messages, () if self._seats.frozen else self._examples), start.tools
 
     def _append_status(self, messages: tuple[ChatMessage, ...], placement: Placement) -> tuple[ChatMessage, ...]:
         """The policy's budget at the end of what it sees next, if that is wanted."""
         if not self._settings.context_status or not messages or self._seats.frozen:
             return messages
-        context = self._context
-        line = format_status_line(
-            tokens=context.count_held(placement),
-            max_tokens=context.max_tokens,
-            turn=self.turn,
-            max_turns=self._request.max_turns,
-        )
-        return append_line(messages, line)
+        context, (turn, max_turns) = self._context, self._seats.count_turns(self.turn, self._request.max_turns)
+        tokens, max_tokens = context.count_held(placement), context.max_tokens
+        return append_line(messages, format_status_line(tokens=tokens, max_tokens=max_tokens, turn=turn, max_turns=max_turns))
 
     def _plan_turn(self, step: Step) -> tuple[tuple[ChatMessage, ...], tuple[ToolSpec, ...], Placement]:
         """The messages that the policy sees next, and their segment."""
@@ -281,24 +278,16 @@ class EpisodeRunner:
         if action.finish_reason == "failed":
             raise EpisodeEnded("lost", action.error_class or "action_failed", action.error)
         if not action.sampled:
-            if self._seats.frozen:
+            is_by_limit = not action.prompt_delta and not action.error_class and self._seats.describe_limit(1)[0]
+            if self._seats.frozen and not is_by_limit:
                 raise EpisodeEnded("lost", "seat_without_room", action.error)
             self._lack_of_room = action.error
             return None
         return turn
 
-    def _conclude_without_room(self) -> Conclusion:
-        """The policy's tokens are used up. No work of the policy is in an episode without a turn: a grade would say nothing of
-        it."""
-        if not self.turn:
-            error = describe_no_room(self._lack_of_room, self._request.max_tokens)
-            return Conclusion(outcome="verifier_unknown", error_class="prompt_too_long", error=error)
-        return Conclusion(outcome="truncated", error_class="tokens", note=describe_used_tokens(self._turns, self._request))
-
     def _append_turn(self, turn: Turn, messages: tuple[ChatMessage, ...]) -> None:
-        self._seats.append(len(self._turns), turn.action.segment)
-        if self._seats.frozen:
-            self._seats.other_tokens += count_tokens(turn.action.prompt_delta + turn.action.sampled)
+        added = count_tokens(turn.action.prompt_delta + turn.action.sampled) if self._seats.current else 0
+        self._seats.append(len(self._turns), turn.action.segment, added)
         self._turns.append(turn)
         try:
             self._context.append(turn, messages)

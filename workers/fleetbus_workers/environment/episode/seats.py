@@ -13,13 +13,14 @@ from types import MappingProxyType
 import msgspec
 
 from fleetbus.core.episode.history import Turn
-from fleetbus_schemas import ContextChange, EpisodeSeat, SeatPolicy, UntrainedTurn
+from fleetbus_schemas import ContextChange, EpisodeSeat, SeatLimit, SeatPolicy, UntrainedTurn
 from fleetbus_schemas.seat import MAX_SEATS, SHARED
 from fleetbus_workers.environment.base import Step
 from fleetbus_workers.environment.episode.stages import EpisodeEnded
 
 UNNAMED = "Verdict.seats has no reward for it"
 NO_OTHERS: Mapping[str, SeatPolicy] = MappingProxyType({})
+UNLIMITED: Mapping[str, SeatLimit] = MappingProxyType({})
 
 
 class SeatError(ValueError):
@@ -28,13 +29,28 @@ class SeatError(ValueError):
 
 class EpisodeSeats:
     """Turns by seat. Without a first seat the episode has none, and all calls say so. ``others`` are policies by the seat that
-    they play; those that are not trained are ``frozen``."""
+    they play; those that are not trained are ``frozen``. ``limits`` are those of single seats, by seat."""
 
-    __slots__ = ("_others", "_owners", "_segments", "_turns", "current", "frozen", "other", "other_tokens")
+    __slots__ = (
+        "_limits",
+        "_others",
+        "_owners",
+        "_segments",
+        "_tokens",
+        "_turns",
+        "current",
+        "frozen",
+        "other",
+        "other_tokens",
+    )
 
-    def __init__(self, first: str, others: Mapping[str, SeatPolicy] = NO_OTHERS) -> None:
+    def __init__(
+        self, first: str, others: Mapping[str, SeatPolicy] = NO_OTHERS, limits: Mapping[str, SeatLimit] = UNLIMITED
+    ) -> None:
         self._others = others
         self._seat(first)
+        self._limits = limits
+        self._tokens: dict[str, int] = {}
         self.other_tokens = 0
         """Tokens of the turns of frozen policies, which do not count as the episode's."""
         self._turns: dict[str, list[int]] = {}
@@ -63,12 +79,54 @@ class EpisodeSeats:
         is_unanswered = ended.outcome == "lost" or ended.error_class in ("action_timeout", "idle_timeout")
         return f" (of the policy {self.other.policy}, seat {self.current})" if self.other and is_unanswered else ""
 
-    def append(self, turn: int, segment: int) -> None:
-        """The present seat played ``turn``, in ``segment``."""
+    def append(self, turn: int, segment: int, tokens: int = 0) -> None:
+        """The present seat played ``turn``, in ``segment``, which added so many ``tokens``."""
         if self.current:
             self._turns.setdefault(self.current, []).append(turn)
             self._segments[self.current] = segment
             self._owners[segment] = self.current
+            self._tokens[self.current] = self._tokens.get(self.current, 0) + tokens
+            if self.frozen:
+                self.other_tokens += tokens
+
+    def limit_tokens(self, left: int) -> int:
+        """Tokens that the present seat may add where ``left`` are those of others' limits."""
+        limit = self._limits.get(self.current)
+        if limit is None or limit.max_tokens is None:
+            return left
+        return min(left, limit.max_tokens - self._tokens.get(self.current, 0))
+
+    def is_at_limit(self) -> bool:
+        """True if the present seat may have no further turn."""
+        limit = self._limits.get(self.current)
+        return limit is not None and (self._is_out_of_turns(limit) or self.limit_tokens(1) < 1)
+
+    def describe_limit(self, left: int) -> tuple[str, str]:
+        """Error class and words if the present seat has no further turn for its own limit, the episode having ``left`` tokens;
+        both empty if it is for the episode's."""
+        limit = self._limits.get(self.current)
+        if limit is None or left < 1:
+            return "", ""
+        name, turn = self.current, len(self._turns.get(self.current, ())) + 1
+        if self._is_out_of_turns(limit):
+            return (
+                "seat_turns",
+                f"the seat {name} has had {limit.max_turns} of {limit.max_turns} turns (episode.seat_limits)",
+            )
+        if limit.max_tokens is None or (self.frozen is None and self.limit_tokens(left) == left):
+            return "", ""
+        used = f"{self._tokens.get(name, 0):,} of its {limit.max_tokens:,} tokens"
+        return "seat_tokens", f"the seat {name} has used {used}, too many for its turn {turn} (episode.seat_limits)"
+
+    def count_turns(self, played: int, most: int) -> tuple[int, int]:
+        """Turns of the present seat, and the most that it may have; those of the episode if it has no limit of its own."""
+        limit = self._limits.get(self.current)
+        if limit is None or limit.max_turns is None:
+            return played, most
+        return len(self._turns.get(self.current, ())), limit.max_turns
+
+    def _is_out_of_turns(self, limit: SeatLimit) -> bool:
+        return limit.max_turns is not None and len(self._turns.get(limit.seat, ())) >= limit.max_turns
 
     def take(self, step: Step) -> ContextChange | None:
         """Seat who acts after ``step``; the change of context that this asks for, None if it continues. Raises `SeatError`."""
@@ -129,6 +187,11 @@ UNSEATED = EpisodeSeats("")
 def list_other_policies(seats: Sequence[SeatPolicy]) -> Mapping[str, SeatPolicy]:
     """By the seat that they play; the first one that is named for it."""
     return {seat.seat: seat for seat in reversed(seats)} if seats else NO_OTHERS
+
+
+def list_limits(limits: Sequence[SeatLimit]) -> Mapping[str, SeatLimit]:
+    """By seat; the first one that is named for it."""
+    return {limit.seat: limit for limit in reversed(limits)} if limits else UNLIMITED
 
 
 def _describe(name: str, turns: tuple[int, ...], rewards: Mapping[str, float | None]) -> EpisodeSeat:

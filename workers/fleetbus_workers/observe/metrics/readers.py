@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from fleetbus_schemas import GRADED
 from fleetbus_workers.observe.metrics.run_view import RunView
 from fleetbus_workers.observe.run.formatting import STAGE_PREFIX, STALENESS_PREFIX
+from fleetbus_workers.observe.run.policies import PolicyRow
 from fleetbus_workers.observe.run.worker_registry import WorkerRow
 
 QUANTILES = (0.1, 0.5, 0.9)
@@ -104,6 +105,16 @@ def read_engines(field: str, *labels: str) -> Callable[[RunView], Labelled]:
         return {key: value for key, value in values.items() if value is not None}
 
     return read
+
+
+def read_seat_policies(read: Callable[[PolicyRow], float | None]) -> Callable[[RunView], Labelled]:
+    """A number of each policy beside the run's own that has it."""
+
+    def read_all(view: RunView) -> Labelled:
+        values = {(row.policy,): read(row) for row in view.seat_policies}
+        return {key: value for key, value in values.items() if value is not None}
+
+    return read_all
 
 
 def read_consumers(field: str) -> Callable[[RunView], Mapping[str, float]]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from fleetbus.recording.episodes import EpisodeRow
 from fleetbus_schemas import GRADED
 from fleetbus_workers.observe.run.jetstream import ServerView
+from fleetbus_workers.observe.run.policies import PolicyRow, list_seat_policies
 from fleetbus_workers.observe.run.pools import PoolRow, count_pools
 from fleetbus_workers.observe.run.run_observer import LogHealth
 from fleetbus_workers.observe.run.state import RECENT_EPISODES, OpenEpisodes, RunState
@@ -57,6 +58,11 @@ class RunView:
     def pools(self) -> list[PoolRow]:
         """Pools of environment workers."""
         return count_pools(self.state, self.workers)
+
+    @cached_property
+    def seat_policies(self) -> list[PolicyRow]:
+        """Policies beside the run's own."""
+        return list_seat_policies(self.state, self.workers)
 
     @cached_property
     def step(self) -> dict[str, float]:

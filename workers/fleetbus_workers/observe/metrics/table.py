@@ -15,6 +15,7 @@ from fleetbus_workers.observe.metrics.readers import (
     read_episode_stages,
     read_pools,
     read_reward_quantiles,
+    read_seat_policies,
     read_since_progress,
     read_step_others,
     read_step_prefixed,
@@ -86,6 +87,24 @@ PROGRESS = (
             sum(row.outcome == "truncated" for row in view.graded) / len(view.graded) if view.graded else None
         ),
         key="truncated", page="run", title="truncated", panel="Errors: Truncated",
+    ),
+    Metric(
+        name="fleetbus_seat_policy_step", help="Training steps of the policy of a seat", labels=("policy",),
+        read=read_seat_policies(lambda row: row.step if row.trained else None), panel="Progress: Step and policy version",
+    ),
+    Metric(
+        name="fleetbus_seat_policy_version", help="Newest published version of the policy of a seat that is trained",
+        labels=("policy",), read=read_seat_policies(lambda row: row.version if row.trained else None),
+        panel="Progress: Step and policy version",
+    ),
+    Metric(
+        name="fleetbus_seat_policy_staleness_steps", labels=("policy",),
+        help="Mean steps between sampling and training in the last batch of the policy of a seat",
+        read=read_seat_policies(lambda row: row.staleness), panel="Staleness and stability: Staleness",
+    ),
+    Metric(
+        name="fleetbus_seat_policy_workers", help="Inference workers that serve the policy of a seat", labels=("policy",),
+        read=read_seat_policies(lambda row: len(row.workers)), panel="Fleet: Workers",
     ),
 )  # fmt: skip
 

@@ -10,6 +10,9 @@ MOST_ROWS = 50
 MOST_WAITING = 1024
 """Results that are counted together."""
 
+REFIT_SHARE = 1 / 64
+"""Of the games that the ratings are of: with so many more they are fitted again. With hundreds of versions it takes 50 ms."""
+
 
 class LeagueTable:
     """The games of all graded training episodes, trained or not."""
@@ -17,22 +20,24 @@ class LeagueTable:
     def __init__(self) -> None:
         self._standings: Standings = {}
         self._waiting: list[EpisodeFinished] = []
-        self._rows: list[Rating] | None = []
-        """None: further games have been played since."""
+        self._rows: list[Rating] = []
+        self._games = self._further = 0
+        """Those that the rows are of, and those since."""
 
     def apply(self, result: EpisodeFinished) -> None:
         """Take in a result."""
         if result.split == "train" and any(seat.score is not None for seat in result.seats):
             self._waiting.append(result)
-            self._rows = None
+            self._further += 1
             if len(self._waiting) >= MOST_WAITING:
                 self._count()
 
     @property
     def rows(self) -> list[Rating]:
-        """The newest versions that have played, newest first; none without a league."""
-        if self._rows is None:
+        """The newest versions that have played, newest first, as of almost all games so far; none without a league."""
+        if self._further > self._games * REFIT_SHARE:
             self._count()
+            self._games, self._further = self._games + self._further, 0
             self._rows = fit_ratings(self._standings)[: -MOST_ROWS - 1 : -1]
         return self._rows
 

@@ -23,6 +23,7 @@ from fleetbus_schemas import (
     CheckpointStored,
     EpisodeFinished,
     EpisodeLabeled,
+    EpisodeRequested,
     LineageStarted,
     Message,
     OperationRecorded,
@@ -101,6 +102,8 @@ class RunState:
         """The name of the run's own policy, once its training has begun."""
         self.others: dict[str, TrainingHistory] = {}
         """The training of each policy whose learner joined, by its name; the reward of a step is that of its own seats."""
+        self.seat_policies: set[str] = set()
+        """Other policies that requests name for seats."""
         self.history = 0
         """Counts the times that the curves lost points: a view has to draw them again."""
         self._claimed: set[str] = set()
@@ -127,6 +130,8 @@ class RunState:
         if kind == "train":
             self.policy = names[-1]
         match message:
+            case EpisodeRequested():
+                self.seat_policies.update(seat.policy for seat in message.seats)
             case AttemptStarted():
                 self._claimed.add(names[-1])
                 self.takeovers += message.reason == "taken_over"

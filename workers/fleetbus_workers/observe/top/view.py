@@ -29,6 +29,7 @@ BETWEEN = " · "
 SHOWN_CLASSES = 5
 SHOWN_SLOW = 3
 SHOWN_POOLS = 6
+SHOWN_POLICIES = 4
 SHOWN_OPERATIONS = 3
 SLOW_BYTES = 256 << 10
 """Less than this is unread for a moment everywhere."""
@@ -47,6 +48,7 @@ def build_facts(view: RunView, *, run: str, admission: float = ADMISSION_SHARE) 
         "numbers": build_numbers(view),
         "step": view.step,
         "workers": view.workers,
+        "seat_policies": view.seat_policies,
         "versions": describe_versions(view.state.worker_registry.list_live(view.now)),
         "pools": view.pools,
         "log": {
@@ -78,6 +80,7 @@ def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
         _Row(_format_learning(numbers, step)),
         _Row(_format_episodes(numbers, is_over)),
     ]
+    lines += [_Row(row.describe(is_over=is_over)) for row in shown["seat_policies"][:SHOWN_POLICIES]]
     if not is_over and len(shown["pools"]) > 1:
         lines.append(_Row(_format_pools(shown["pools"])))
     lines += [_Row(_format_log(shown["log"], shown["server"], is_over), _choose_log_style(shown["log"], is_over))]

@@ -23,7 +23,7 @@ function head({ episode, actions, row, task, claims, result, trained_in, previou
     ["attempts", claims.length], ["trained in step", trained_in || "–"], ["policy versions", result?.policy_versions.join(" ") || "–"],
     ["group", row?.group_id ? el("a", { href: `#/episodes?group=${encodeURIComponent(row.group_id)}` }, row.group_id) : "–"], ["task", task?.key ?? "–"], ["worker", row?.worker ?? "–"],
   ];
-  const error = result?.error_class ? el("p", { class: "bad" }, `${result.error_class}${result.error ? `: ${result.error}` : ""}${result.error_location ? ` (${result.error_location})` : ""}`) : null;
+  const error = result?.error_class ? el("p", { class: "bad" }, `${result.error_class}${result.error || result.note ? `: ${result.error || result.note}` : ""}${result.error_location ? ` (${result.error_location})` : ""}`) : null;
   const traceback = result?.traceback ? el("pre", { class: "bad" }, result.traceback) : null;
   const taken = claims.length > 1 ? el("p", { class: "warn" }, claims.map((claim) => `attempt ${claim.attempt} by ${claim.worker} (${(claim.reason ?? "fresh").replaceAll("_", " ")}, from turn ${claim.resumed_at_turn ?? 0})`).join(" · ")) : null;
   const said = [result?.note, ...Object.entries(result?.info ?? {}).map(([name, value]) => `${name}: ${typeof value === "string" ? value : JSON.stringify(value)}`)].filter(Boolean);

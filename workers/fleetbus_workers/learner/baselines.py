@@ -1,0 +1,31 @@
+"""The first version that a league has: whom held-out episodes meet. It is named in the log once, for good.
+
+It stands on the subject of the league's own policy, which has no other versions: those of the run's policy leave the log as
+they become old. So every learner knows it, whatever its disk holds, and the worker that plays it finds it
+(docs/decisions/0255-a-league-of-versions.md).
+"""
+
+import anyio
+import structlog
+
+from fleetbus.bus.base import LogBus
+from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
+from fleetbus.log.newest_version import find_newest_version
+from fleetbus_schemas import PolicyPublished, encode
+from fleetbus_workers.learner.journal import RETRY_SECONDS
+
+log = structlog.get_logger()
+
+
+async def find_or_name_baseline(bus: LogBus, subject: str, published: PolicyPublished) -> PolicyPublished:
+    """The version that stands on ``subject``, a league's, or ``published`` from now on if none does; however long it takes."""
+    while True:
+        try:
+            found = await find_newest_version(bus, subject)
+            if found is not None:
+                return found[1]
+            await bus.publish(subject, encode(published, subject=subject), expected_last=0)
+            log.info("first version of a league", subject=subject, version=published.version)
+        except (LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict) as error:
+            log.warning("first version of a league is not named yet; retrying", subject=subject, reason=str(error))
+            await anyio.sleep(RETRY_SECONDS)
