@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from fleetbus_workers.inference.chat_transcript import ChatTranscript
 from fleetbus_workers.inference.scripted import STOP, ScriptedSampler, ScriptedTemplate
 from tests.foreign.test_tau2_rewards import PYTHON, Actions, load
 from tests.support.http_server import LocalServer
-from tests.support.small_deployment import LIMITS, RUN, Member, SmallDeployment, build_configuration, small_deployment
+from tests.support.small_deployment import LIMITS, RUN, SmallDeployment, build_configuration, small_deployment
 
 pytestmark = [pytest.mark.foreign, pytest.mark.timeout(300)]
 
@@ -46,15 +46,14 @@ class Letters(ScriptedTemplate):
 class Clerk(ScriptedSampler):
     """Makes the reference calls of the task, one per turn, then says what they did; ``asked`` hears the number of each turn."""
 
-    def __init__(self, asked: Callable[[int], None]) -> None:
+    def __init__(self, asked: Callable[[int], Awaitable[None]]) -> None:
         super().__init__()
         self._asked = asked
 
     async def generate(self, request: GenerationRequest) -> Generation:
         calls, told = find_reference()
         done = len(re.findall(rb"<tool_call>", bytes(request.ids)))
-        self._asked(done)
-        await anyio.lowlevel.checkpoint()
+        await self._asked(done)
         text = f"This is so: {'; '.join(told)}."
         if done < len(calls):
             name, arguments = calls[done]
@@ -98,7 +97,9 @@ class Customer:
 
 
 @asynccontextmanager
-async def deployed(customer: Customer, asked: Callable[[SmallDeployment, int], None]) -> AsyncIterator[SmallDeployment]:
+async def deployed(
+    customer: Customer, asked: Callable[[SmallDeployment, int], Awaitable[None]]
+) -> AsyncIterator[SmallDeployment]:
     """Two environment workers, each with a process of the package; a worker of the policy, one of the user's."""
     async with AsyncExitStack() as held:
         group = await held.enter_async_context(anyio.create_task_group())
@@ -136,13 +137,10 @@ async def play(*, failing: bool = False, kill_at: int = -1) -> tuple[EpisodeFini
     plays is killed."""
     customer, killed = Customer(failing=failing), []
 
-    def hear(fleet: SmallDeployment, turn: int) -> None:
+    async def hear(fleet: SmallDeployment, turn: int) -> None:
         if turn == kill_at and not killed:
-            playing: Member = next(
-                each for each in fleet.members.values() if fleet.beats[each.name].in_flight and each.role == "environment"
-            )
-            killed.append(playing.name)
-            playing.kill()
+            killed.append((await fleet.claims())[-1].worker)
+            fleet.members[killed[0]].kill()
 
     async with deployed(customer, hear) as fleet:
         await fleet.request(task=Task(key="t", prompt="", config={"id": TASK}), sampling=SamplingSettings(max_tokens=4096))
