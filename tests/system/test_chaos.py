@@ -48,7 +48,7 @@ async def test_segments_of_processes_that_are_killed_are_trained_once(seed: int,
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("seats", ["--seats", "--opponent"])
+@pytest.mark.parametrize("seats", ["--seats", "--opponent", "--two-learners"])
 @pytest.mark.timeout(LIMIT_SECONDS + 30)
 async def test_seats_of_processes_that_are_killed_are_trained_once(seats: str, tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), seats, "--seed", "1", "--seconds", "40", "--quiet", "15"]
