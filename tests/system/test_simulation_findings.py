@@ -48,6 +48,7 @@ from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.batches import CreditPlan, read_sequences
 from fleetbus_workers.learner.journal import FencedAppender, LearnerReplaced
 from fleetbus_workers.learner.publication import Publication
+from fleetbus_workers.learner.resume import MadeVersion
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.simulation.run import run_seed
 from tests.support.single_engine import HeldSampler, inference_worker, make_first_observation
@@ -130,7 +131,7 @@ async def test_a_learner_that_begins_counts_on_from_what_was_published_until_the
         publication = Publication(
             bus, SUBJECTS, ScriptedTrainer(), policy="default", lineage="l1", folder=tmp_path, keep=2, runtime=Runtime()
         )
-        assert await publication.fence(message) == {6: 6}
+        assert await publication.fence(message) == {6: MadeVersion("l1", 6, window=0)}
         assert await publication.publish(0) == 7
 
 

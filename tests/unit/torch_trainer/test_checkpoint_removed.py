@@ -28,7 +28,8 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> TorchTrainer:
 def begin_at(path: Path, trainer: TorchTrainer) -> LineageStart:
     point: Any = SimpleNamespace(checkpoint_path=path)
     nothing: Any = None
-    parts = dict.fromkeys(("appender", "publication", "checkpoints", "pool", "requests", "admission", "judge"), nothing)
+    names = ("appender", "publication", "checkpoints", "pool", "requests", "admission", "judge", "league")
+    parts = dict.fromkeys(names, nothing)
     return LineageStart(nothing, nothing, point, trainer, Runtime(), **parts)
 
 
