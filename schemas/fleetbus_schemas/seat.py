@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
+
 import msgspec
 
 MAX_SEATS = 64
@@ -12,6 +15,16 @@ SHARED = "shared"
 
 ELSEWHERE = "the learner of another policy trains it"
 """The reason of a seat without a reward in what one learner makes of a result that several train."""
+
+
+class OfSeat(Protocol):
+    """A part of an episode's request about one seat."""
+
+    @property
+    def seat(self) -> str: ...
+
+
+T = TypeVar("T", bound=OfSeat)
 
 
 class SeatLimit(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -41,3 +54,11 @@ class EpisodeSeat(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     policy: str = ""
     versions: tuple[int, ...] = ()
     score: float | None = None
+
+
+def map_by_seat(said: Iterable[T]) -> dict[str, T]:
+    """By seat; the first one that is said of it."""
+    found: dict[str, T] = {}
+    for each in said:
+        found.setdefault(each.seat, each)
+    return found

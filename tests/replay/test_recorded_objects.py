@@ -162,7 +162,8 @@ async def pictures_recorded() -> Recording:
     from fleetbus_workers.environment.adapter_context import AdapterContext
     from fleetbus_workers.environment.adapters.colours import build
     from fleetbus_workers.environment.images.store import build_image_store
-    from tests.support.small_deployment import Member, build_configuration, small_deployment
+    from tests.support.deployment_member import Member
+    from tests.support.small_deployment import build_configuration, small_deployment
     from tests.support.tool_calls import NoGrader
 
     bucket: dict[str, bytes] = {}

@@ -13,7 +13,8 @@ from fleetbus_schemas import EpisodeFinished, Task
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler
-from tests.support.small_deployment import Member, SmallDeployment, build_configuration, small_deployment
+from tests.support.deployment_member import Member
+from tests.support.small_deployment import SmallDeployment, build_configuration, small_deployment
 
 TURN_SECONDS = 1.0
 TURNS = 6

@@ -20,7 +20,8 @@ from fleetbus_workers.gateway.openenv_app import OpenEnvGateway, OpenEnvSettings
 from fleetbus_workers.serving.connections import Bounds
 from fleetbus_workers.serving.listeners import bind
 from fleetbus_workers.serving.serve import BOUNDS, serve
-from tests.support.small_deployment import LIMITS, Member, SmallDeployment, build_configuration, small_deployment
+from tests.support.deployment_member import Member
+from tests.support.small_deployment import LIMITS, SmallDeployment, build_configuration, small_deployment
 
 
 class World:

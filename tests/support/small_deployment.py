@@ -53,7 +53,6 @@ from fleetbus_schemas import (
 from fleetbus_schemas.message import M
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Environment
-from fleetbus_workers.environment.episode.stages import find_root_cause
 from fleetbus_workers.environment.stepwise.host import SessionHost
 from fleetbus_workers.environment.worker import run_environment
 from fleetbus_workers.inference.base import Sampler, Template
@@ -65,6 +64,7 @@ from fleetbus_workers.learner.group_judge import GroupJudge
 from fleetbus_workers.learner.worker import run_learner
 from fleetbus_workers.up.process_plans import build_stream_plan
 from tests.support.checked_bus import CheckedBus
+from tests.support.deployment_member import Member
 from tests.support.resources import nothing_left_behind
 
 RUN = "small"
@@ -90,39 +90,6 @@ async def run_inline(function: Callable[..., Any], *args: Any, **options: Any) -
     """Blocking work without a thread: virtual time must not run on while one computes."""
     await anyio.lowlevel.checkpoint()
     return function(*args, **options)
-
-
-class Member:
-    """One worker. ``error`` is what ended it."""
-
-    def __init__(self, role: WorkerRole, name: str) -> None:
-        self.role = role
-        self.name = name
-        self.drain = anyio.Event()
-        self.ended = anyio.Event()
-        self.error: Exception | None = None
-        self.is_expected_to_fail = False
-        self.bus: Bus | None = None
-        self.scope = anyio.CancelScope()
-
-    def kill(self) -> None:
-        """As SIGKILL: nothing that it says gets out, not even a goodbye."""
-        self.cut()
-        self.scope.cancel()
-
-    def cut(self) -> None:
-        """Nothing gets out and nothing gets in, and it does not know: a cut network, or SIGSTOP as others see it."""
-        if isinstance(self.bus, MemoryBus):  # a bus on NATS ends with its scope
-            self.bus.disconnect()
-
-    def mend(self) -> None:
-        assert isinstance(self.bus, MemoryBus)
-        self.bus.reconnect()
-
-    def failure(self) -> BaseException | None:
-        """What ended it, as the test expects it."""
-        self.is_expected_to_fail = True
-        return find_root_cause(self.error) if self.error is not None else None
 
 
 class SmallDeployment:

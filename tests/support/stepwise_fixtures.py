@@ -13,7 +13,8 @@ from fleetbus.client.sessions import SessionClient, sessions
 from fleetbus.config.settings import EnvironmentSettings
 from fleetbus_schemas import Action, ChatMessage, ContextChange, SessionCall, Task
 from fleetbus_workers.environment.base import Start, Step, Verdict
-from tests.support.small_deployment import LIMITS, Member, SmallDeployment, build_configuration, small_deployment
+from tests.support.deployment_member import Member
+from tests.support.small_deployment import LIMITS, SmallDeployment, build_configuration, small_deployment
 
 TASK = Task(key="count", prompt="Count.")
 

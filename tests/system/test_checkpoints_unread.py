@@ -22,7 +22,8 @@ from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.checkpoint_choice import CheckpointUnread
 from fleetbus_workers.learner.checkpoints import INDEX
 from fleetbus_workers.learner.scripted import ScriptedTrainer
-from tests.support.small_deployment import RUN, Member
+from tests.support.deployment_member import Member
+from tests.support.small_deployment import RUN
 from tests.support.virtual_time import virtual_time
 from tests.system.test_failure_table_learner import ENTRIES, Training, damage, training
 

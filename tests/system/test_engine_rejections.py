@@ -11,7 +11,8 @@ from fleetbus_workers.inference.base import Generation, GenerationRequest, Reque
 from fleetbus_workers.inference.engine_meter import EngineMeter
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from fleetbus_workers.inference.worker import run_inference
-from tests.support.small_deployment import Member, small_deployment
+from tests.support.deployment_member import Member
+from tests.support.small_deployment import small_deployment
 from tests.support.virtual_time import virtual_time
 
 anyio_backend = virtual_time

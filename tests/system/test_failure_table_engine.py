@@ -20,7 +20,8 @@ from fleetbus_workers.inference.chat_template import ChatTemplate
 from fleetbus_workers.inference.torch import TorchSampler
 from fleetbus_workers.starter.build import find_starter_folder
 from fleetbus_workers.weights.file import write_weights
-from tests.support.small_deployment import Member, SmallDeployment, build_configuration, small_deployment
+from tests.support.deployment_member import Member
+from tests.support.small_deployment import SmallDeployment, build_configuration, small_deployment
 from tests.support.tool_calls import ConstantGrader
 
 pytestmark = pytest.mark.integration

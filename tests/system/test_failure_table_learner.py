@@ -36,7 +36,8 @@ from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.journal import LearnerReplaced
 from fleetbus_workers.learner.pool import GroupPool
 from fleetbus_workers.learner.scripted import ScriptedTrainer
-from tests.support.small_deployment import RUN, Member, SmallDeployment, build_configuration, small_deployment
+from tests.support.deployment_member import Member
+from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 from tests.support.virtual_time import virtual_time
 
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(40)]

@@ -16,6 +16,7 @@ from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed, Step, Verdict
 from fleetbus_workers.inference.base import WeightsRejected
 from fleetbus_workers.inference.scripted import ScriptedSampler
+from tests.support.deployment_member import Member
 from tests.support.interrupted_deployment import (
     PATIENT,
     BreakingSampler,
@@ -23,7 +24,7 @@ from tests.support.interrupted_deployment import (
     make_slow_sampler,
     start_deployment,
 )
-from tests.support.small_deployment import Member, SmallDeployment, build_configuration, small_deployment
+from tests.support.small_deployment import SmallDeployment, build_configuration, small_deployment
 from tests.support.virtual_time import virtual_time
 
 anyio_backend = virtual_time

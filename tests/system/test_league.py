@@ -27,7 +27,8 @@ from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.balanced_log import expect_balance
-from tests.support.small_deployment import LIMITS, RUN, Member, SmallDeployment, build_configuration, small_deployment
+from tests.support.deployment_member import Member
+from tests.support.small_deployment import LIMITS, RUN, SmallDeployment, build_configuration, small_deployment
 from tests.support.virtual_time import virtual_time
 
 pytestmark = pytest.mark.integration
@@ -250,7 +251,7 @@ def play_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     def draw(policies: Sequence[SeatPolicy]) -> Mapping[str, SeatPolicy]:
         return {seat.seat: replace(seat, version=next(drawn) % 2) for seat in policies}
 
-    monkeypatch.setattr(attempt_runner, "list_other_policies", draw)
+    monkeypatch.setattr(attempt_runner, "map_by_seat", draw)
 
 
 def serve_the_newest_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ from fleetbus_workers.inference.base import WeightsRejected
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.curriculum import Curriculum
 from tests.support.balanced_log import expect_balance
-from tests.support.small_deployment import LIMITS, Member, SmallDeployment, small_deployment
+from tests.support.deployment_member import Member
+from tests.support.small_deployment import LIMITS, SmallDeployment, small_deployment
 from tests.support.virtual_time import virtual_time
 from tests.system.test_league import (
     STEPS,

@@ -44,11 +44,12 @@ from fleetbus_workers.observe.tracing.fold import LogTraces
 from fleetbus_workers.observe.tracing.otlp_file import FileSink
 from fleetbus_workers.observe.tracing.run import Tracing
 from fleetbus_workers.recorder.worker import RecorderSettings, run_recorder
+from tests.support.deployment_member import Member
 from tests.support.gym_service import Wire, running
 from tests.support.periodic_jobs import RETRIES, HastenedSleeps, find_jobs
 from tests.support.processes import until
 from tests.support.servers import RunningServers, running_servers
-from tests.support.small_deployment import LANES, RUN, Member, SmallDeployment, build_configuration, small_deployment
+from tests.support.small_deployment import LANES, RUN, SmallDeployment, build_configuration, small_deployment
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -16,7 +16,8 @@ from fleetbus.config.settings import LearnerSettings
 from fleetbus_schemas import Task
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.recorder.worker import RecorderSettings, run_recorder
-from tests.support.small_deployment import RUN, Member, SmallDeployment, small_deployment
+from tests.support.deployment_member import Member
+from tests.support.small_deployment import RUN, SmallDeployment, small_deployment
 from tests.support.virtual_time import virtual_time
 
 TASK = Task(key="t", prompt="play")

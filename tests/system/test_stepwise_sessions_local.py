@@ -10,7 +10,7 @@ import pytest
 from fleetbus.client.sessions import SessionUnavailable
 from fleetbus_schemas import MalformedMessage, SessionCall
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
-from tests.support.small_deployment import Member
+from tests.support.deployment_member import Member
 from tests.support.stepwise_fixtures import TASK, SessionFixture, World, read_text, session_fixture
 from tests.support.virtual_time import virtual_time
 

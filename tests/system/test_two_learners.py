@@ -34,7 +34,8 @@ from fleetbus_workers.learner.digest_audit import audit_digests
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.observe.run.state import RunState
 from tests.support.balanced_log import expect_balance
-from tests.support.small_deployment import RUN, Member, SmallDeployment, build_configuration, small_deployment
+from tests.support.deployment_member import Member
+from tests.support.small_deployment import RUN, SmallDeployment, build_configuration, small_deployment
 from tests.support.virtual_time import virtual_time
 
 pytestmark = pytest.mark.integration

@@ -34,7 +34,7 @@ from tests.support.forged_claims import (
     version_of_another_name,
     whole_group_told_as_too_small,
 )
-from tests.support.forged_seats import FORGED_LIMITS, FORGED_SEATS, opponent_of_another_version, play_game
+from tests.support.forged_seats import FORGED_LIMITS, FORGED_SEATS, opponent_of_another_version
 from tests.support.log_builder import SUBJECTS, LogBuilder, audit_log, kinds, start_log
 
 
@@ -391,11 +391,3 @@ async def test_books_that_do_not_add_up_are_a_finding_of_their_own() -> None:
     trained_twice(log_builder)
     report = await audit_log(log_builder)
     assert kinds(report)["books_open"] == ("1 requested, 2 accounted for",)
-
-
-@pytest.mark.parametrize("other", ["", "simulator"])
-async def test_a_game_of_two_seats_balances(other: str) -> None:
-    log_builder = start_log()
-    play_game(log_builder, other=other)
-    report = await audit_log(log_builder)
-    assert (kinds(report), report.unrewarded) == ({}, 1)

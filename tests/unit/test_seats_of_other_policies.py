@@ -21,7 +21,7 @@ from fleetbus_schemas.tokens import pack_ids, pack_logprobs, pack_mask
 from fleetbus_workers.environment.base import Step
 from fleetbus_workers.environment.episode.seats import EpisodeSeats, add_unseated
 from tests.support.forged_seats import play_game
-from tests.support.log_builder import read_entries, start_log
+from tests.support.log_builder import audit_log, kinds, read_entries, start_log
 from tests.unit.test_result_checks import action, finished
 from tests.unit.test_seats import SHOWN
 
@@ -118,3 +118,11 @@ def test_a_trajectory_names_the_policy_that_played_it() -> None:
     trajectory = build_trajectory(read_transcript(read_entries(log_builder)), run="run", version="1")
     assert trajectory.agent.model_name == "default"
     assert [each.agent.model_name for each in trajectory.subagent_trajectories or ()] == ["simulator"]
+
+
+@pytest.mark.parametrize("other", ["", "simulator"])
+async def test_a_game_of_two_seats_balances(other: str) -> None:
+    log_builder = start_log()
+    play_game(log_builder, other=other)
+    report = await audit_log(log_builder)
+    assert (kinds(report), report.unrewarded) == ({}, 1)

@@ -33,6 +33,7 @@ from fleetbus_schemas import (
     SegmentOrigin,
     Split,
 )
+from fleetbus_schemas.seat import map_by_seat
 from fleetbus_schemas.tokens import EMPTY_HISTORY, TOKEN_BYTES, count_tokens, extend_history
 
 MAX_TURNS = 1 << 16
@@ -116,11 +117,12 @@ class EpisodeAudit(msgspec.Struct, kw_only=True, array_like=True):
         self.group_size = request.group_size
         self.lineage = sys.intern(request.lineage)
         if request.seats:
-            self.others = {seat.seat: sys.intern(seat.policy) for seat in reversed(request.seats)}
+            seats = map_by_seat(request.seats)
+            self.others = {name: sys.intern(seat.policy) for name, seat in seats.items()}
             self.sharers = request.trained_policies[1:]
-            self.opponents = {seat.seat: seat.version for seat in reversed(request.seats) if seat.version is not None}
+            self.opponents = {name: seat.version for name, seat in seats.items() if seat.version is not None}
         if request.seat_limits:
-            self.limits = {limit.seat: limit for limit in reversed(request.seat_limits)}
+            self.limits = map_by_seat(request.seat_limits)
 
     def on_claim(self, sequence: int, claim: AttemptStarted, findings: Findings) -> None:
         if self.result_sequence:

@@ -18,16 +18,10 @@ from fleetbus.config.settings import Configuration
 from fleetbus.core.algorithms.reward_components import find_reward_problem
 from fleetbus.core.text.tool_calls import parse_tool_calls
 from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
+from fleetbus_schemas.seat import map_by_seat
 from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
 from fleetbus_workers.environment.check.policies import Policy
-from fleetbus_workers.environment.episode.seats import (
-    UNLIMITED,
-    UNSEATED,
-    EpisodeSeats,
-    SeatError,
-    list_limits,
-    list_other_policies,
-)
+from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats, SeatError
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages
 from fleetbus_workers.environment.failure_location import format_traceback, locate_error, locate_method
 from fleetbus_workers.environment.validation import check_messages, validate_return
@@ -107,8 +101,8 @@ class _Player:
         self._longest_gap = 0.0
         self._seats = UNSEATED
         self._is_cut_short = False
-        self._others = list_other_policies(build_seats(configuration))
-        self._seat_limits = list_limits(parse_seat_limits(configuration.episode.seat_limits))
+        self._others = map_by_seat(build_seats(configuration))
+        self._seat_limits = map_by_seat(parse_seat_limits(configuration.episode.seat_limits))
         self.episode = PlayedEpisode()
 
     async def play(self, make: Callable[[], Environment]) -> None:
@@ -138,7 +132,7 @@ class _Player:
             start = validate_return(Start, await self._call(environment, "reset", environment.reset()), "reset", environment)
         self._check_start(start, environment)
         shown = start.messages
-        self._seats = EpisodeSeats(start.seat, self._others, self._seat_limits if start.seat else UNLIMITED)
+        self._seats = EpisodeSeats(start.seat, self._others, self._seat_limits)
         self._tools[start.seat] = self.episode.tools
         for turn in range(self._turns):
             step = await self._step(environment, turn, shown)

@@ -29,6 +29,7 @@ from fleetbus_schemas import (
     Observation,
     ToolSpec,
 )
+from fleetbus_schemas.seat import map_by_seat
 from fleetbus_schemas.tokens import count_tokens, pack_mask
 from fleetbus_workers.environment.base import Environment, ReportsUntrained, ShowsWhole, Start, Step, Verdict
 from fleetbus_workers.environment.episode.conclusion import (
@@ -41,15 +42,7 @@ from fleetbus_workers.environment.episode.conclusion import (
 )
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
-from fleetbus_workers.environment.episode.seats import (
-    UNSEATED,
-    EpisodeSeats,
-    SeatError,
-    add_unseated,
-    add_versions,
-    list_limits,
-    list_other_policies,
-)
+from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats, SeatError, add_unseated, add_versions
 from fleetbus_workers.environment.episode.segments import FIRST, EpisodeContext, Placement, append_line, find_context_tokens
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, to_printable
 from fleetbus_workers.environment.examples import insert_examples
@@ -208,7 +201,7 @@ class EpisodeRunner:
         with self._stages.time_limit("reset", self._limits.reset):
             start = validate_return(Start, await self._environment.reset(), "reset", self._environment)
         if start.seat:
-            others, limits = list_other_policies(self._request.seats), list_limits(self._request.seat_limits)
+            others, limits = map_by_seat(self._request.seats), map_by_seat(self._request.seat_limits)
             self._seats = EpisodeSeats(start.seat, others, limits)
         return insert_examples(start.messages, () if self._seats.frozen else self._examples), start.tools
 

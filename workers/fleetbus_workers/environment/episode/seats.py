@@ -184,16 +184,6 @@ UNSEATED = EpisodeSeats("")
 """Of every episode without seats: nothing is ever added to it."""
 
 
-def list_other_policies(seats: Sequence[SeatPolicy]) -> Mapping[str, SeatPolicy]:
-    """By the seat that they play; the first one that is named for it."""
-    return {seat.seat: seat for seat in reversed(seats)} if seats else NO_OTHERS
-
-
-def list_limits(limits: Sequence[SeatLimit]) -> Mapping[str, SeatLimit]:
-    """By seat; the first one that is named for it."""
-    return {limit.seat: limit for limit in reversed(limits)} if limits else UNLIMITED
-
-
 def _describe(name: str, turns: tuple[int, ...], rewards: Mapping[str, float | None]) -> EpisodeSeat:
     reward = rewards.get(name)
     if reward is None:
