@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 MAX_SEATS = 64
 """Of one episode."""
@@ -31,9 +32,9 @@ class SeatLimit(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Limits of one seat of an episode, whoever plays it: of its turns, and of the tokens that these add in all its contexts.
     None: none of its own. A seat that would act beyond one ends the episode as ``truncated``."""
 
-    seat: str
-    max_turns: int | None = None
-    max_tokens: int | None = None
+    seat: Annotated[str, Meta(min_length=1)]
+    max_turns: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
 
 
 class EpisodeSeat(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

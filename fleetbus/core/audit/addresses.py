@@ -17,15 +17,16 @@ class Addresses(msgspec.Struct):
     _versions: dict[tuple[str, str], str] = {}
     _checkpoints: dict[tuple[str, str], str] = {}
 
-    def is_version_right(self, published: PolicyPublished) -> bool:
-        """True if this version is where it may be. One without an address is nowhere; an object of a bucket that several
-        policies have is named by its policy, too."""
+    def is_version_right(self, published: PolicyPublished, *, again: bool = False) -> bool:
+        """True if this version is where it may be; ``again``: it is one of a lineage whose place is known. One without an
+        address is nowhere; an object of a bucket that several policies have is named by its policy, too."""
         if not published.uri:
             return True
         place, _, name = published.uri.rpartition("/")
         names = [f"{published.lineage}-v{published.version:06d}{suffix}" for suffix in _SUFFIXES]
         is_named = name in names or name.removeprefix(f"{published.policy}-") in names
-        return is_named and self._versions.setdefault((published.policy, published.lineage), place) == place
+        of = (published.policy, published.lineage)
+        return is_named and (self._versions.get(of) if again else self._versions.setdefault(of, place)) == place
 
     def is_checkpoint_right(self, policy: str, stored: CheckpointStored) -> bool:
         """True if this checkpoint of the policy's learner is where it may be."""

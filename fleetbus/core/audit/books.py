@@ -295,13 +295,12 @@ class Audit(msgspec.Struct):
         apply_to_shares(self._episodes, episode, sequence, message)
 
     def _publish(self, sequence: int, name: str, published: PolicyPublished) -> None:
-        versions = self._get_versions(published.policy)
-        is_own = name == published.policy  # the first version of a league stands on the subject of that, too
+        versions, made, is_own = self._get_versions(name), (published.version, published.step), name == published.policy
         if is_own and versions.repeats(published.version):
             self._findings.add("version_repeated", f"{name}/{published.version}", sequence)
-        if is_own:
-            versions.add(published.version, published.step)
-        if published.version not in versions or not self._addresses.is_version_right(published):
+        of_policy = self._get_versions(published.policy)  # another one's on the subject of a league, which has none of its own
+        is_right = versions.add(*made) if is_own else versions.name_first() and of_policy.made(*made)
+        if not is_right or not self._addresses.is_version_right(published, again=not is_own and self._beginning.is_whole):
             self._findings.add("version_elsewhere", f"{name}/{published.version}", sequence)
 
     def _prove_step(self, sequence: int, name: str, step: StepTrained) -> None:

@@ -31,7 +31,7 @@ KINDS: dict[str, str] = {
     "history_hash_wrong": "results with actions whose history hashes do not follow from the tokens before them",
     "segments_wrong": "results whose segments are not those of their actions",
     "seats_wrong": "results whose seats are not those that were asked, or that would train a seat without a reward",
-    "seat_limit_wrong": "results in which a seat went beyond its limit, or that end for a limit that no seat had reached",
+    "seat_limit_wrong": "results in which a seat went beyond its limit, or that end for one that none has or has reached",
     "opponent_wrong": "turns of a league's seat that another version was asked for, or played, than the request names",
     "logprobs_missing": "results with sampled tokens that have no finite log-probability",
     "versions_missing": "results with sampled tokens that are not of one policy version each",

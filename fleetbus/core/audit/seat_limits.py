@@ -24,7 +24,7 @@ def fit_their_limits(turns: Sequence[tuple[str, int, int]], result: EpisodeFinis
         tokens[seat] += prompt + sampled
     match result.error_class if result.outcome == "truncated" else "":
         case "seat_turns":
-            return any(played[limit.seat] == limit.max_turns for limit in limits.values())
+            return any(limit.max_turns is not None and played[limit.seat] >= limit.max_turns for limit in limits.values())
         case "seat_tokens":
             return any(limit.max_tokens is not None for limit in limits.values())
     return True

@@ -22,6 +22,8 @@ class PolicyVersions(msgspec.Struct):
     void: set[int] = set()
     _oldest: int = 0
     _forgotten: int = 0
+    is_league: bool = False
+    """Nothing is published under this name but once the first version of another policy."""
 
     def __contains__(self, version: object) -> bool:
         if not self._known and self.begins_anywhere:
@@ -44,10 +46,21 @@ class PolicyVersions(msgspec.Struct):
     def steps(self) -> Mapping[int, int]:
         return self._known
 
-    def add(self, version: int, step: int) -> None:
+    def add(self, version: int, step: int) -> bool:
+        """False under the name of a league, which has no versions of its own."""
         if not self._known and self.begins_anywhere:
             self._oldest = version
         self._known[version] = step
+        return not self.is_league
+
+    def name_first(self) -> bool:
+        """True the first time, if nothing of its own was published under this name."""
+        is_first, self.is_league = not (self.is_league or self._known), True
+        return is_first
+
+    def made(self, version: int, step: int) -> bool:
+        """True if it was published, and made by this step as far as is known."""
+        return version in self and self._known.get(version, step) == step
 
     def go_back(self, step: int) -> None:
         """A lineage begins after ``step``: what the one before it made later is void."""

@@ -14,6 +14,7 @@ from itertools import chain, islice
 
 import msgspec
 
+from fleetbus.config.league import MAX_SIZE, SPARE_VERSIONS
 from fleetbus.core.training.floor import NO_FLOOR, find_group_number, refuses_request
 from fleetbus.core.training.lineage import complete_lineages, compute_surviving_steps, is_surviving
 from fleetbus_schemas import (
@@ -37,6 +38,10 @@ KEPT_CHECKPOINTS = 16
 KEPT_VERSIONS = 16
 """Versions from before the floor, or a league's window if that is more: an episode above it may have been sampled from one of
 them, or name one as its opponent."""
+
+
+MOST_KEPT_VERSIONS = MAX_SIZE + SPARE_VERSIONS
+"""Of a league, whatever an entry says."""
 
 
 class _Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,7 +194,9 @@ class Retention:
                 self._get_training(tokens[-1]).on_checkpoint(sequence, message, self._open)
             case PolicyPublished():
                 self._versions.setdefault(tokens[-1], []).append(sequence)
-                self._kept_versions[tokens[-1]] = max(message.window, self._count_kept_versions(tokens[-1]))
+                self._kept_versions[tokens[-1]] = max(
+                    min(message.window, MOST_KEPT_VERSIONS), self._count_kept_versions(tokens[-1])
+                )
             case FloorRaised():
                 self._enter_floor(message)
 

@@ -242,7 +242,7 @@ class ObservationHandler:
                 observation,
                 finish_reason="length",
                 history_hash=observation.history_hash,
-                error_class=find_lack_of_room(observation, len(ids), self._max_model_len),
+                error_class=find_lack_of_room(observation, len(delta.ids), len(ids), self._max_model_len),
                 error=describe_lack_of_room(observation, len(ids), self._max_model_len),
             )
         if observation.request_sequence > self._expected_sequence:

@@ -2,7 +2,7 @@
 
 Turns of the loaded version run side by side, also while another one is fetched for the first that asks for it. Once that is at
 hand, no later turn goes before it; when it is loaded, all that wait for it run. So no version starves, a store that is slow
-or away holds up nobody else, and memory is that of one (docs/decisions/0255-a-league-of-versions.md).
+or away holds up no turn of the loaded one, and memory is that of one (docs/decisions/0255-a-league-of-versions.md).
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -180,7 +180,7 @@ class SnapshotSampler:
 
 
 class PublishedVersions:
-    """The versions on ``subjects`` by number, as local files that ``fetch`` makes of them."""
+    """The versions by number of the policy that the first of ``subjects`` is of, as local files that ``fetch`` makes."""
 
     def __init__(
         self,
@@ -190,6 +190,7 @@ class PublishedVersions:
     ) -> None:
         self._bus = bus
         self._subjects = subjects
+        self._policy = subjects[0].rpartition(".")[2]
         self._fetch = fetch
         self._positions: dict[int, tuple[str, int]] = {}
         """Subject and sequence of each: a month of manifests would not fit into memory."""
@@ -203,18 +204,26 @@ class PublishedVersions:
             with anyio.fail_after(ANSWER_SECONDS):
                 published = await self._read(version)
         except (RequestUnanswered, TimeoutError) as unanswered:
+            self._forget()
             raise WeightsRejected(f"the log does not answer: {unanswered}") from unanswered
         if published is None:
-            self._positions.clear()  # a log that went back in time has other entries there
-            self._next = 1
+            if version in self._positions:
+                self._forget()
             raise WeightsRejected(f"the log has no version {version} on {self._subjects[0]}")
         return await self._fetch(published) if self._fetch is not None else published
+
+    def _forget(self) -> None:
+        """A log that went back in time has other entries where they were."""
+        self._positions.clear()
+        self._next = 1
 
     async def _read_on(self) -> None:
         async for entry in self._bus.scan(self._subjects, start=self._next):
             self._next = entry.sequence + 1
             for _, published in decode_entries(PolicyPublished, [entry], beside=(LineageStarted,)):
-                self._positions[published.version] = entry.subject, entry.sequence
+                is_known = published.version in self._positions and entry.subject != self._subjects[0]
+                if published.policy == self._policy and not is_known:
+                    self._positions[published.version] = entry.subject, entry.sequence
 
     async def _read(self, version: int) -> PolicyPublished | None:
         """The version as it stands in the log; None if it does not, or does not any more."""

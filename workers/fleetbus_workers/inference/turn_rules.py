@@ -18,10 +18,11 @@ def check_pinned_version(pinned: int | None, generation: Generation) -> None:
         raise VersionSuperseded(f"version {pinned} is pinned, and {max(others)} was loaded within the turn")
 
 
-def find_lack_of_room(observation: Observation, tokens: int, max_model_len: int) -> str:
-    """The error class of a prompt that leaves no room for a token of a model that nobody trains, if that is the model's limit
-    and not its seat's; empty for all others, which end their episodes alike."""
-    return "seat_without_room" if tokens >= max_model_len and not observation.trained else ""
+def find_lack_of_room(observation: Observation, added: int, tokens: int, max_model_len: int) -> str:
+    """The error class of a prompt of ``added`` tokens that leaves no room for one of a model that nobody trains, if that is the
+    model's limit and not its seat's; empty for all others, which end their episodes alike."""
+    is_by_model = tokens >= max_model_len and observation.tokens_left > added
+    return "seat_without_room" if is_by_model and not observation.trained else ""
 
 
 def describe_lack_of_room(observation: Observation, tokens: int, max_model_len: int) -> str:

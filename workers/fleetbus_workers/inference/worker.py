@@ -168,6 +168,9 @@ class InferenceWorker:
         """True if there is nothing left to do about this version."""
         if published.version <= self._sampler.version and self._ready.is_set():
             return True
+        if published.policy != self._policy:
+            log.error("version of another policy; ignoring it", version=published.version, policy=published.policy)
+            return True
         try:
             if not await self._load_transferred(published):
                 await self._load_fetched(await self._fetch(published) if self._fetch is not None else published)

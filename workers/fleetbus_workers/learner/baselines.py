@@ -9,21 +9,25 @@ import anyio
 import structlog
 
 from fleetbus.bus.base import LogBus
-from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
-from fleetbus.log.newest_version import find_newest_version
-from fleetbus_schemas import PolicyPublished, encode
+from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict, UserError
+from fleetbus.log.episodes import decode_entries
+from fleetbus_schemas import LineageStarted, PolicyPublished, encode
 from fleetbus_workers.learner.journal import RETRY_SECONDS
 
 log = structlog.get_logger()
 
 
 async def find_or_name_baseline(bus: LogBus, subject: str, published: PolicyPublished) -> PolicyPublished:
-    """The version that stands on ``subject``, a league's, or ``published`` from now on if none does; however long it takes."""
+    """The version that stands on ``subject``, a league's, or ``published`` from now on if none does; however long it takes.
+    Raises `UserError` where something else stands there."""
     while True:
         try:
-            found = await find_newest_version(bus, subject)
-            if found is not None:
-                return found[1]
+            entries = [entry async for entry in bus.scan([subject])]
+            named = [first for _, first in decode_entries(PolicyPublished, entries, beside=(LineageStarted,))]
+            if named and named[0].policy == published.policy:
+                return named[0]
+            if entries:
+                raise UserError(f"{subject} holds versions of a policy of that name: give the seat of the league another name")
             await bus.publish(subject, encode(published, subject=subject), expected_last=0)
             log.info("first version of a league", subject=subject, version=published.version)
         except (LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict) as error:

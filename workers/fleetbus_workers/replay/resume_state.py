@@ -21,7 +21,7 @@ from fleetbus.log.stored_entries import read_stored
 from fleetbus.recording import Recording
 from fleetbus_schemas import CheckpointStored, EpisodeRequested, Message, Subjects, TrainingFinished
 from fleetbus_schemas.channels import STORED
-from fleetbus_schemas.subjects import check_name
+from fleetbus_schemas.subjects import check_name, is_name
 from fleetbus_workers.learner.checkpoints import INDEX, Checkpoint, read_checkpoint
 from fleetbus_workers.replay.recorded_episode import RecordedEpisode
 from fleetbus_workers.replay.recorded_lineages import Lineage, find_settled, is_of_another
@@ -96,7 +96,7 @@ class ResumeState:
 
     def _remove_unrecorded(self) -> None:
         trained = (read_entry(STORED["train"], entry) for entry in self._before("train", sys.maxsize))
-        named = {self._folder(each) for each in trained if isinstance(each, CheckpointStored)}
+        named = {self._folder(each) for each in trained if isinstance(each, CheckpointStored) and is_name(each.lineage)}
         for folder in set(self._checkpoints.iterdir()) - named:
             shutil.rmtree(folder)
 

@@ -5,12 +5,14 @@ For engines, which read files only. Nothing here checks values: the engine does,
 
 import hashlib
 import shutil
+import uuid
 from collections import OrderedDict
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import anyio.to_thread
 import msgspec
+import structlog
 
 from fleetbus.bus.objects import ObjectMissing, ObjectStore
 from fleetbus.errors import BusError, UserError
@@ -25,6 +27,9 @@ MAX_DELTA_CHAIN = 64
 
 MAX_LOCAL_COPIES = 2
 """Local copies: the version in use, and the one that is loaded beside it."""
+
+
+log = structlog.get_logger()
 
 
 class WeightsFetcher:
@@ -77,7 +82,7 @@ class WeightsFetcher:
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             await anyio.to_thread.run_sync(lambda: apply_delta(file, base=base, file=whole))
-        except WeightsRejected:
+        except (WeightsRejected, OSError):
             self.discard_copies()
             raise
         finally:
@@ -97,7 +102,7 @@ class WeightsFetcher:
                 raise WeightsRejected(f"{uri}: this worker has no object store")
             await self._objects.get(parts.path.lstrip("/"), file)
         else:
-            await anyio.to_thread.run_sync(download, uri, file, abandon_on_cancel=True)
+            await anyio.to_thread.run_sync(_download_whole, uri, file, abandon_on_cancel=True)
         return file
 
     def _build_path(self, uri: str, suffix: str) -> Path:
@@ -112,4 +117,18 @@ class WeightsFetcher:
     def _remove_copy(self, file: Path) -> None:
         """Remove a copy; files that were not copied here are left alone."""
         if file.parent == self._folder:
-            file.unlink(missing_ok=True)
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("removal of a copy of weights failed; leaving it", file=file.name, reason=str(error))
+
+
+def _download_whole(uri: str, file: Path) -> None:
+    """Download beside ``file`` first: nobody waits for a thread that was abandoned, and it may end in the middle of another
+    download of the same."""
+    partial = file.with_name(f".{uuid.uuid4().hex}{file.suffix}")
+    try:
+        download(uri, partial)
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -21,8 +21,8 @@ from fleetbus_workers.environment.adapters.common.legal_moves import TRIES, find
 from fleetbus_workers.environment.adapters.common.task_seed import find_seed
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 
-_OF_TASK = re.compile(r"\w{1,80}(\((\w{1,80}=(-?\d{1,9}(\.\d{1,9})?|True|true|False|false)(,|(?=\)))){0,20}\))?", re.ASCII)
-"""A task names no game by a text: some read a file that it names."""
+_OF_TASK = re.compile(r"\w{1,80}(\((\w{1,80}=(-?\d{1,3}(\.\d{1,9})?|True|true|False|false)(,|(?=\)))){0,20}\))?", re.ASCII)
+"""A task names no game by a text, for some read a file that it names, and none of a size that nobody can hold."""
 
 
 def build(context: AdapterContext) -> Factory:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from fleetbus_schemas.seat import MAX_SEATS
+from fleetbus_schemas.subjects import is_name
 from fleetbus_workers.observe.run.state import RunState
 from fleetbus_workers.observe.run.worker_registry import WorkerRow
 
@@ -35,16 +37,17 @@ class PolicyRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_seat_policies(state: RunState, workers: Sequence[WorkerRow]) -> list[PolicyRow]:
-    """Those that learners train first, by name; none before it is known which policy is the run's own."""
+    """Those that learners train first, by name, `MAX_SEATS` at most; none before it is known which policy is the run's own."""
     if not state.policy:
         return []
     serving: dict[str, list[str]] = {}
     for row in workers:
-        if row.role == "inference" and row.policy and row.state in ("working", "draining"):
+        if row.role == "inference" and is_name(row.policy) and row.state in ("working", "draining"):
             serving.setdefault(row.policy, []).append(row.worker)
     trained = state.joined.names | state.others.keys()
     others = (state.seat_policies | serving.keys()) - trained - {state.policy}
-    return [_build_row(state, name, tuple(serving.get(name, ()))) for name in (*sorted(trained), *sorted(others))]
+    names = [*sorted(trained), *sorted(others)][:MAX_SEATS]
+    return [_build_row(state, name, tuple(serving.get(name, ()))) for name in names]
 
 
 def _build_row(state: RunState, policy: str, workers: tuple[str, ...]) -> PolicyRow:

@@ -29,6 +29,8 @@ from fleetbus_schemas import (
     OperationRecorded,
     StepTrained,
 )
+from fleetbus_schemas.seat import MAX_SEATS
+from fleetbus_schemas.subjects import is_name
 from fleetbus_workers.observe.run.league_table import LeagueTable
 from fleetbus_workers.observe.run.own_reward import show_own_reward
 from fleetbus_workers.observe.run.progress import Progress
@@ -131,7 +133,8 @@ class RunState:
             self.policy = names[-1]
         match message:
             case EpisodeRequested():
-                self.seat_policies.update(seat.policy for seat in message.seats)
+                if len(self.seat_policies) < MAX_SEATS:
+                    self.seat_policies.update(filter(is_name, (seat.policy for seat in message.seats[:MAX_SEATS])))
             case AttemptStarted():
                 self._claimed.add(names[-1])
                 self.takeovers += message.reason == "taken_over"

@@ -80,7 +80,9 @@ def screen(shown: dict[str, Any], console: Console | None = None) -> Group:
         _Row(_format_learning(numbers, step)),
         _Row(_format_episodes(numbers, is_over)),
     ]
-    lines += [_Row(row.describe(is_over=is_over)) for row in shown["seat_policies"][:SHOWN_POLICIES]]
+    policies = shown["seat_policies"]
+    lines += [_Row(row.describe(is_over=is_over)) for row in policies[:SHOWN_POLICIES]]
+    lines += [_Row([f"{len(policies) - SHOWN_POLICIES} more policies of seats"])] * (len(policies) > SHOWN_POLICIES)
     if not is_over and len(shown["pools"]) > 1:
         lines.append(_Row(_format_pools(shown["pools"])))
     lines += [_Row(_format_log(shown["log"], shown["server"], is_over), _choose_log_style(shown["log"], is_over))]

@@ -67,6 +67,12 @@ def build_command(spec: str, python: str, *options: str) -> list[str]:
     form, _, rest = spec.partition(":")
     _, named, path = form.partition(PYTHON)
     kind = find_kind(spec)
+    try:
+        words = shlex.split(rest)
+    except ValueError as error:
+        raise UserError(f"environment {spec!r}: what follows the colon cannot be read: {error}") from error
+    if words and words[0] not in NAMES.get(kind, words):
+        raise UserError(f"environment {spec!r}: {kind} has no {words[0]!r}; there are {' and '.join(NAMES[kind])}")
     chosen = path if named else python
     found = shutil.which(os.path.expanduser(chosen)) if chosen else None
     if found is None:
@@ -75,14 +81,8 @@ def build_command(spec: str, python: str, *options: str) -> list[str]:
             f"environment {spec!r}: {problem}; give the Python that has the package with --environment-python PATH, or "
             f"{kind}{PYTHON}PATH:{rest or 'NAME'}"
         )
-    try:
-        words = shlex.split(rest)
-    except ValueError as error:
-        raise UserError(f"environment {spec!r}: what follows the colon cannot be read: {error}") from error
     if not words or any("=" not in word for word in words[1:]):
         raise UserError(f"environment {spec!r} must be written as {kind}:NAME [ARGUMENT=VALUE ...]")
-    if words[0] not in NAMES.get(kind, words):
-        raise UserError(f"environment {spec!r}: {kind} has no {words[0]!r}; there are {' and '.join(NAMES[kind])}")
     name = os.path.abspath(os.path.expanduser(words[0])) if words[0].startswith((".", "/", "~")) else words[0]
     if os.path.isabs(name) and not os.path.exists(find_place(name)):
         raise UserError(f"environment {spec!r}: there is no {find_place(name)}")
