@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from fleetbus_schemas import EpisodeSeat, PolicyPublished, SeatPolicy
 from fleetbus_schemas.tokens import EMPTY_HISTORY, pack_mask
@@ -99,3 +100,33 @@ async def test_what_stands_on_the_subject_of_a_league_is_a_version_of_the_policy
     report = await audit_log(log_builder)
     assert kinds(report) == found
     assert report.versions == 3, "it is published once"
+
+
+FIRST_VERSION = PolicyPublished(policy="default", version=1, lineage="l1", step=1, uri="", manifest=(), size_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("subject", "entries", "found"),
+    [
+        ("second", [FIRST_VERSION, replace(FIRST_VERSION, version=2, step=2)], ("second/2",)),
+        ("second", [replace(FIRST_VERSION, step=2)], ("second/1",)),
+        ("second", [replace(FIRST_VERSION, uri="http://evil/l9-v000001.safetensors", lineage="l9")], ("second/1",)),
+        ("solver", [FIRST_VERSION], ("solver/1",)),
+    ],
+    ids=["a second one", "of another step", "of a lineage that nobody began", "where a policy has versions of its own"],
+)
+async def test_no_other_version_is_put_where_a_worker_of_the_league_would_load_it(
+    subject: str, entries: list[PolicyPublished], found: tuple[str, ...]
+) -> None:
+    log_builder = start_league()
+    log_builder.version(0, policy="solver")
+    for published in entries:
+        log_builder.add(SUBJECTS.policy(subject), published)
+    assert kinds(await audit_log(log_builder)) == {"version_elsewhere": found}
+
+
+async def test_nothing_is_published_under_the_name_of_a_league_after_its_first_version() -> None:
+    log_builder = start_league()
+    log_builder.add(SUBJECTS.policy("second"), FIRST_VERSION)
+    log_builder.version(3, policy="second")
+    assert kinds(await audit_log(log_builder)) == {"version_elsewhere": ("second/3",)}

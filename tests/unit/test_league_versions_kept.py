@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from fleetbus.core.training.retention import KEPT_CHECKPOINTS, KEPT_VERSIONS, Retention
-from fleetbus_schemas import CheckpointStored, FloorRaised, PolicyPublished
+from fleetbus.bus.memory import MemoryServer
+from fleetbus.bus.streams import plan_run
+from fleetbus.core.training.retention import KEPT_CHECKPOINTS, KEPT_VERSIONS, MOST_KEPT_VERSIONS, Retention
+from fleetbus.errors import UserError
+from fleetbus_schemas import CheckpointStored, FloorRaised, PolicyPublished, Subjects, encode
+from fleetbus_workers.learner.baselines import find_or_name_baseline
 
 
 def enter_versions(retention: Retention, count: int, window: int) -> None:
@@ -15,7 +19,7 @@ def enter_versions(retention: Retention, count: int, window: int) -> None:
         retention.enter(number + 1, "fb.game.policy.default", replace(published, version=number, window=window))
 
 
-@pytest.mark.parametrize(("window", "kept"), [(0, KEPT_VERSIONS), (5, KEPT_VERSIONS), (40, 40)])
+@pytest.mark.parametrize(("window", "kept"), [(0, KEPT_VERSIONS), (5, KEPT_VERSIONS), (40, 40), (10**9, MOST_KEPT_VERSIONS)])
 def test_the_log_keeps_the_versions_that_requests_may_name_and_no_more(window: int, kept: int) -> None:
     """A month of steps has forty thousand, each with the manifest of a whole model."""
     retention = Retention()
@@ -42,3 +46,16 @@ def test_the_first_version_stays_in_the_log() -> None:
     retention.enter(2, "fb.game.policy.second", first)
     assert retention.find_first_needed("policy", "second", 2000) == 0
     assert ("policy", "second") in retention.list_names()
+
+
+async def test_a_league_begins_with_the_first_entry_and_refuses_the_name_of_another_policy() -> None:
+    server, subjects = MemoryServer(), Subjects("run")
+    server.declare(plan_run("run", lanes=2))
+    first = PolicyPublished(policy="default", version=3, lineage="l1", step=3, uri="", manifest=(), size_bytes=0)
+    async with server.connect("run") as bus:
+        assert await find_or_name_baseline(bus, subjects.policy("second"), first) == first
+        await bus.publish(subjects.policy("second"), encode(replace(first, version=4)))
+        assert await find_or_name_baseline(bus, subjects.policy("second"), replace(first, version=9)) == first
+        await bus.publish(subjects.policy("solver"), encode(replace(first, policy="solver")))
+        with pytest.raises(UserError, match="holds versions of a policy of that name"):
+            await find_or_name_baseline(bus, subjects.policy("solver"), first)

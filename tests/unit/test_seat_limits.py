@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -13,10 +14,11 @@ from fleetbus.config.settings import Configuration, EpisodeSettings, LimitSettin
 from fleetbus.errors import UserError
 from fleetbus.interchange.eval_samples import build_sample
 from fleetbus.recording.episodes import read_transcript
-from fleetbus_schemas import EpisodeFinished, SeatLimit, SeatPolicy, Task
+from fleetbus_schemas import EpisodeFinished, Observation, SeatLimit, SeatPolicy, Task
 from fleetbus_workers.environment.base import Step
 from fleetbus_workers.environment.check.episode import play_episode
 from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats
+from fleetbus_workers.inference.turn_rules import find_lack_of_room
 from fleetbus_workers.up.progress_guard import ProgressGuard
 from tests.support.forged_seats import TOKENS, play_game
 from tests.support.log_builder import PROMPT, audit_log, kinds, read_entries, start_log
@@ -119,3 +121,22 @@ def test_up_says_that_a_seats_tokens_leave_no_room_for_its_first_turns() -> None
         guard.apply(replace(result, episode_id=f"e{number}"), 0.0)
     (line,) = guard.take_lines(0.0)
     assert "0 of its 9 tokens; raise the seat's max_tokens" in line
+
+
+@pytest.mark.parametrize("forged", [{"seat": ""}, {"seat": "a", "max_turns": 0}, {"seat": "a", "max_tokens": -1}])
+def test_a_request_with_a_limit_that_nothing_could_keep_is_not_read(forged: dict[str, object]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(forged, SeatLimit)
+
+
+@pytest.mark.parametrize(
+    ("trained", "left", "tokens", "found"),
+    [(False, 99, 100, "seat_without_room"), (False, 99, 50, ""), (True, 99, 100, ""), (False, 20, 100, "")],
+    ids=["the model has no room", "it has", "a trained one ends its episode", "its seat has no tokens left either"],
+)
+def test_a_model_without_room_is_told_from_a_seat_at_its_limit(trained: bool, left: int, tokens: int, found: str) -> None:
+    observation = Observation(
+        episode_id="e", attempt=1, turn=0, environment_lane="e0", policy="default", messages=(), deadline_ns=0,
+        trained=trained, tokens_left=left,
+    )  # fmt: skip
+    assert find_lack_of_room(observation, 20, tokens, 100) == found

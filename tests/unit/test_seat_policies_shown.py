@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+from msgspec.structs import replace
 from rich.console import Console
 
 from fleetbus.bus.base import StreamEntry
@@ -18,6 +19,7 @@ from fleetbus_schemas import (
     Task,
     encode,
 )
+from fleetbus_schemas.seat import MAX_SEATS
 from fleetbus_workers.observe.metrics.collect import collect
 from fleetbus_workers.observe.metrics.run_view import RunView
 from fleetbus_workers.observe.run.state import RunState
@@ -93,3 +95,16 @@ def test_a_run_of_one_policy_has_no_line_and_no_metric_of_another() -> None:
     state.apply(entry, started, NOW, 9)
     state.worker_registry.record_heartbeat(Heartbeat(role="inference", worker="inference", policy="default"), NOW)
     assert RunView(state, now=NOW).seat_policies == []
+
+
+def test_names_that_requests_and_heartbeats_make_up_are_bounded_and_those_that_are_none_are_not_shown() -> None:
+    state = build_state()
+    for number in range(300):
+        made_up = replace(REQUEST, seats=tuple(SeatPolicy(seat=f"s{each}", policy=f"p{number}-{each}") for each in range(40)))
+        entry = StreamEntry(subject=SUBJECTS.task("default", f"e{number}"), payload=b"", sequence=9 + number, time_ns=9)
+        state.apply(entry, made_up, NOW, 9)
+    state.worker_registry.record_heartbeat(Heartbeat(role="inference", worker="inference-9", policy="\x1b[2J evil"), NOW)
+    view = RunView(state, now=NOW)
+    assert len(state.seat_policies) < 2 * MAX_SEATS and len(view.seat_policies) <= MAX_SEATS
+    assert "evil" not in str(view.seat_policies)
+    assert "more policies of seats" in render(view)

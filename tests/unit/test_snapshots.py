@@ -8,6 +8,7 @@ from contextlib import suppress
 import anyio
 import anyio.lowlevel
 import pytest
+from msgspec.structs import replace
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
@@ -156,6 +157,17 @@ async def test_versions_are_read_from_the_log_as_they_are_asked_for() -> None:
             await versions.find(0)
         await bus.publish(other, encode(publish(0)))
         assert (await PublishedVersions(bus, [subject, other]).find(0)).version == 0, "the first one stands there for good"
+
+
+async def test_a_version_is_that_of_the_policy_whoever_wrote_onto_its_subjects() -> None:
+    server, subject, other = MemoryServer(), Subjects("run").policy("default"), Subjects("run").policy("second")
+    server.declare(plan_run("run", lanes=2))
+    async with server.connect("run") as bus:
+        versions = PublishedVersions(bus, [subject, other])
+        await bus.publish(subject, encode(publish(1)))
+        await bus.publish(subject, encode(replace(publish(1), policy="stranger", step=7)))
+        await bus.publish(other, encode(replace(publish(1), step=8)))
+        assert (await versions.find(1)).step == 1
 
 
 async def test_no_turn_is_answered_by_weights_that_a_failed_load_left_half_swapped() -> None:

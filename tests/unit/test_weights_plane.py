@@ -216,6 +216,18 @@ async def test_a_copy_that_was_damaged_on_its_way_is_fetched_again_with_all_that
     assert set(read_weights(local.uri, entries[2][1])) == set(before())
 
 
+async def test_a_base_that_somebody_removed_from_the_disk_is_fetched_again(tmp_path: Path) -> None:
+    shelf, entries = await chain(tmp_path, 2)
+    fetcher = WeightsFetcher(tmp_path / "copies", shelf)
+    await fetcher.fetch_local(published(*entries[1]))
+    for copy in (tmp_path / "copies").iterdir():
+        copy.unlink()
+    with pytest.raises(WeightsRejected, match="No such file"):
+        await fetcher.fetch_local(published(*entries[2]))
+    local = await fetcher.fetch_local(published(*entries[2]))
+    assert set(read_weights(local.uri, entries[2][1])) == set(before())
+
+
 async def test_a_folder_may_be_served_under_another_name(tmp_path: Path) -> None:
     file = tmp_path / "v0.safetensors"
 
