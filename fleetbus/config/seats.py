@@ -73,7 +73,7 @@ def list_leagues(run: RunSettings) -> dict[str, League]:
 def _parse_value(seat: str, value: str) -> SeatSetting:
     if (league := parse_league(seat, value)) is not None:
         return SeatSetting(seat=seat, policy=seat, league=league)
-    if value == TRAIN or value.startswith(f"{TRAIN}:"):
+    if value == TRAIN or value.removeprefix(f"{TRAIN}:") not in ("", value):
         return SeatSetting(seat=seat, policy=seat, model=value.removeprefix(TRAIN).removeprefix(":"), trained=True)
     if value.startswith(MODEL) and (model := value.removeprefix(MODEL)):
         return SeatSetting(seat=seat, policy=seat, model=model)

@@ -36,7 +36,7 @@ class Adapter(NamedTuple):
 
     It is asked only for a spec with something after the colon if ``forms`` has a bare ``:``, and for one without a colon if it
     has none; an adapter ``checks_rest`` when its own message says more. ``task_key``: what has to stand in the config of every
-    task where nothing follows the name.
+    task where nothing follows the name, and of every task of a package whose name has to follow.
     """
 
     forms: str
@@ -99,19 +99,19 @@ ADAPTERS = (
     ),
     Adapter(
         "verifiers[+python=PATH]:NAME [ARGUMENT=VALUE ...]", "foreign.factory:build", "agents",
-        "an environment of the package `verifiers`, v1 or v0, in an interpreter of its own", checks_rest=True,
+        "an environment of the package `verifiers`, v1 or v0, in an interpreter of its own", checks_rest=True, task_key="index",
     ),
     Adapter(
         "inspect[+python=PATH]:TASK [ARGUMENT=VALUE ...]", "foreign.factory:build", "agents",
-        "a task of `inspect_ai` with its solver and scorers, in an interpreter of its own", checks_rest=True,
+        "a task of `inspect_ai` with its solver and scorers, in an interpreter of its own", checks_rest=True, task_key="index",
     ),
     Adapter(
         "bfcl[+python=PATH]:CATEGORY [split=SIDE]", "foreign.factory:build", "agents",
-        "multi-turn tasks of `bfcl-eval` with its checker, in an interpreter of its own", checks_rest=True,
+        "multi-turn tasks of `bfcl-eval` with its checker, in an interpreter of its own", checks_rest=True, task_key="id",
     ),
     Adapter(
         "tau2[+python=PATH]:DOMAIN [split=SIDE]", "foreign.factory:build", "agents",
-        "tasks of tau2-bench, retail or airline: the seat `agent` with tools, and its `user`", checks_rest=True,
+        "tasks of tau2-bench, retail or airline: the seat `agent` with tools, and its `user`", checks_rest=True, task_key="id",
     ),
     Adapter(
         "MODULE:CLASS", "python_class.environment:build", "",
@@ -185,13 +185,17 @@ def find_adapter(spec: str) -> Adapter:
 def check_task_configs(spec: str, tasks: Iterable[Task]) -> None:
     """Raise `UserError` if one of the tasks that ``spec`` serves does not name what the spec leaves to it."""
     adapter = find_adapter(spec)
-    if ":" in spec or not adapter.task_key:
+    may_name = "[:" in adapter.forms
+    if not adapter.task_key or (":" in spec and may_name):
         return
     for task in tasks:
-        if not task.config.get(adapter.task_key):
-            written = adapter.forms.replace("[:", ":", 1).removesuffix("]")
+        value = task.config.get(adapter.task_key)
+        if not value and value != 0:
+            written = f"write {adapter.forms.replace('[:', ':', 1).removesuffix(']')}"
+            imported = "give the package's own tasks with --tasks; `fleetbus tasks import` writes them"
             raise UserError(
-                f"environment {spec!r}: task {task.key} has no {adapter.task_key} in its config; add it, or write {written}"
+                f"environment {spec!r}: task {task.key} has no {adapter.task_key} in its config; "
+                + (f"add it, or {written}" if may_name else imported)
             )
 
 

@@ -46,28 +46,33 @@ class Totals(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """The N sampled tokens of a micro-batch, in its order: ``logprobs`` (the sampler's), ``advantages`` and
-    ``temperature`` float32 [N], ``versions`` int32 [N], ``sequences`` int64 [N], the number of each one's in the batch."""
+    """The N sampled tokens of a micro-batch, in its order: ``logprobs`` (the sampler's) and ``advantages`` float32 [N],
+    ``versions`` int32 [N], ``sequences`` int64 [N], the number of each one's in the batch, and ``temperature``, float32 [N] or
+    one for all of them."""
 
     logprobs: torch.Tensor
     advantages: torch.Tensor
     versions: torch.Tensor
-    temperature: torch.Tensor
     sequences: torch.Tensor
+    temperature: torch.Tensor | float
 
     @classmethod
     def from_sequences(cls, batch: Sequence[TrainingSequence], indices: Sequence[int], device: torch.device) -> SampledTokens:
         chosen = [batch[index] for index in indices]
-        # Greedy episodes carry log-probabilities at temperature 1.
-        temperatures = [np.full(int(s.loss_mask.sum()), s.temperature or 1.0, np.float32) for s in chosen]
+        counts = [int(each.loss_mask.sum()) for each in chosen]
         arrays = (
             [s.logprobs[s.loss_mask] for s in chosen],
             [s.advantages[s.loss_mask] for s in chosen],
             [s.versions[s.loss_mask] for s in chosen],
-            temperatures,
-            [np.full(int(s.loss_mask.sum()), index) for index, s in zip(indices, chosen, strict=True)],
+            [np.full(count, index) for index, count in zip(indices, counts, strict=True)],
         )
-        return cls(*(torch.from_numpy(np.concatenate(array)).to(device) for array in arrays))
+        logprobs, advantages, versions, sequences = (torch.from_numpy(np.concatenate(array)).to(device) for array in arrays)
+        # Greedy episodes carry log-probabilities at temperature 1.
+        temperatures = [each.temperature or 1.0 for each in chosen]
+        temperature: torch.Tensor | float = temperatures[0]
+        if len(set(temperatures)) > 1:  # else one number: to divide by it costs less, and by 1 nothing
+            temperature = torch.from_numpy(np.repeat(np.array(temperatures, np.float32), counts)).to(device)
+        return cls(logprobs, advantages, versions, sequences, temperature)
 
 
 class ScoredBatch(NamedTuple):

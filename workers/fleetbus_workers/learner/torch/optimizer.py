@@ -76,7 +76,7 @@ def build_optimizer(
     }  # fmt: skip
     if settings.trainer.offload_optimizer:
         return OffloadedAdamW(groups, shards, **options)
-    return torch.optim.AdamW(groups, fused=device.type == "cuda", **options)
+    return torch.optim.AdamW(groups, fused=device.type in ("cpu", "cuda"), **options)
 
 
 Named = Iterable[tuple[str, torch.Tensor]]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,13 @@ from fleetbus_workers.environment.adapters.foreign.host import LIMITS, ForeignHo
 
 RUNNER = Path(__file__).parent / "inside" / "fleetbus_runner.py"
 PYTHON = "+python="
+
+PACKAGES = {"verifiers": "verifiers", "inspect": "inspect_ai", "bfcl": "bfcl_eval", "tau2": "tau2"}
+"""By kind, what its interpreter imports."""
+
+MISSING = 3
+LOOK = f"import importlib.util, sys; sys.exit({MISSING} * (importlib.util.find_spec(sys.argv[1]) is None))"
+LOOK_SECONDS = 60.0
 
 NAMES = {"tau2": ("airline", "retail")}
 """Of kinds that have no others."""
@@ -41,6 +49,7 @@ def build(context: AdapterContext) -> Factory:
             "and inference.reasoning = template"
         )
     command = build_command(context.spec, wanted.python)
+    check_package(context.spec, command[0])
     places = {find_place(word) for word in command[2:] if os.path.isabs(word)}
     host = ForeignHost(
         command,
@@ -87,6 +96,20 @@ def build_command(spec: str, python: str, *options: str) -> list[str]:
     if os.path.isabs(name) and not os.path.exists(find_place(name)):
         raise UserError(f"environment {spec!r}: there is no {find_place(name)}")
     return [os.path.abspath(found), str(RUNNER), *options, kind, name, *words[1:]]
+
+
+def check_package(spec: str, python: str) -> None:
+    """Raise `UserError` if that interpreter has no such package; nothing of it is imported."""
+    package = PACKAGES[find_kind(spec)]
+    try:
+        looked = subprocess.run([python, "-c", LOOK, package], capture_output=True, timeout=LOOK_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"environment {spec!r}: {python} does not run: {error}") from error
+    if looked.returncode == MISSING:
+        raise UserError(f"environment {spec!r}: {python} has no package {package}: install it there, or name another interpreter")
+    if looked.returncode:
+        said = looked.stderr.decode(errors="replace").strip().splitlines()
+        raise UserError(f"environment {spec!r}: {python} does not run Python: {said[-1] if said else looked.returncode}")
 
 
 def find_kind(spec: str) -> str:
