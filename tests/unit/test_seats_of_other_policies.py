@@ -58,6 +58,7 @@ def test_a_seat_names_a_policy_a_server_or_a_model() -> None:
         ("user=a\nuser=b", "two policies for the seat user"),
         ("user=ftp://host", "must begin with http"),
         ("user=model:", "no policy's name"),
+        ("user=train:", "no policy's name"),
         ("user=https://me:secret@host/v1", "must not contain a password"),
         ("user=default", "which is the policy that the run trains"),
     ],
