@@ -1,4 +1,4 @@
-"""Identity of a run: starting the same name again requires the same model, tasks, environment and seed.
+"""Identity of a run: starting the same name again requires the same model, tasks, environment, seats and seed.
 
 Written to ``run.json`` at the first start. Steps, worker counts and limits may change between starts; these may not.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from fleetbus.config.load import strip_credentials
+from fleetbus.config.seats import SeatSetting, parse_seats
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus.files import replace_file
@@ -26,13 +27,29 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     policy: str
     pool: str
+    seats: str | None = None
+    """Who plays the seats of others, wherever it is served; None: written by a release that did not say."""
 
 
 def build_identity(configuration: Configuration) -> Identity:
     """The identity of a configuration whose paths are absolute already."""
     run = configuration.run
     tasks = strip_credentials(run.tasks)  # it is written to a file
-    return Identity(model=run.model, tasks=tasks, environment=run.environment, seed=run.seed, policy=run.policy, pool=run.pool)
+    return Identity(
+        model=run.model,
+        tasks=tasks,
+        environment=run.environment,
+        seed=run.seed,
+        policy=run.policy,
+        pool=run.pool,
+        seats=", ".join(sorted(map(_name_player, parse_seats(run.seats)))),
+    )
+
+
+def _name_player(seat: SeatSetting) -> str:
+    if seat.trained or seat.league is not None:
+        return f"{seat.seat}={'train' if seat.trained else 'league'}"
+    return f"{seat.seat}={seat.policy}"
 
 
 def check_identity(file: Path, identity: Identity, given: Mapping[str, str]) -> None:
@@ -48,7 +65,7 @@ def check_identity(file: Path, identity: Identity, given: Mapping[str, str]) -> 
         ) from error
     for key in Identity.__struct_fields__:
         was, wanted = getattr(before, key), getattr(identity, key)
-        if was != wanted:
+        if was is not None and was != wanted:
             origin = given.get(f"run.{key}", "the defaults")
             raise UserError(
                 f"this run was started with {key} {_format_value(key, was)}, not {_format_value(key, wanted)} ({origin}): "
