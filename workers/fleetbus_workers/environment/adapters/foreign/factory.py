@@ -106,7 +106,9 @@ def check_package(spec: str, python: str) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"environment {spec!r}: {python} does not run: {error}") from error
     if looked.returncode == MISSING:
-        raise UserError(f"environment {spec!r}: {python} has no package {package}: install it there, or name another interpreter")
+        raise UserError(
+            f"environment {spec!r}: {python} has no package {package}: install it there, or name another interpreter"
+        )
     if looked.returncode:
         said = looked.stderr.decode(errors="replace").strip().splitlines()
         raise UserError(f"environment {spec!r}: {python} does not run Python: {said[-1] if said else looked.returncode}")
