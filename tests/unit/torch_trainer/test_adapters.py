@@ -90,5 +90,5 @@ def test_the_kl_to_the_start_asks_the_model_without_its_adapters(peft: Any, fold
 
 
 def test_targets_that_the_model_lacks_are_refused(peft: Any, folder: Path) -> None:
-    with pytest.raises(UserError, match=r"trainer\.lora_targets = nowhere"):
+    with pytest.raises(UserError, match=r"trainer\.lora_target_modules = nowhere"):
         trainer(folder, lora_rank=2, lora_target_modules="nowhere")
