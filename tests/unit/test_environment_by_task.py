@@ -136,13 +136,13 @@ def test_the_choice_may_be_a_list_in_every_source(tmp_path: Path, monkeypatch: p
 
 def test_another_packages_environment_is_refused_before_the_start_without_the_package_or_its_tasks(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\nexec {sys.executable} -S -E \"$@\"\n")
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
     python.chmod(0o755)
     with pytest.raises(UserError, match=f"{python} has no package tau2: install it there, or name another interpreter"):
         check_environment("tau2:retail", python=str(python))
     (tmp_path / "tau2").mkdir()
     (tmp_path / "tau2" / "__init__.py").write_text("raise RuntimeError('imported')\n")
-    python.write_text(f"#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} -S \"$@\"\n")
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} -S "$@"\n')
     with pytest.raises(UserError, match="task warehouse-0 has no id in its config; give the package's own tasks with --tasks"):
         check_environment("tau2:retail", python=str(python))
     python.write_text("#!/bin/sh\necho no such option >&2; exit 1\n")

@@ -33,6 +33,7 @@ from fleetbus_workers.learner.torch.branches import can_branch, split_batches
 from fleetbus_workers.learner.torch.checkpoint_files import read_into, start_writing
 from fleetbus_workers.learner.torch.critic import Critic
 from fleetbus_workers.learner.torch.forward import SharedPrefix, can_pack, can_share_prefix, compute_scores, find_head
+from fleetbus_workers.learner.torch.freed_memory import return_freed_memory
 from fleetbus_workers.learner.torch.loss import LossMetrics, SampledTokens, ScoredBatch, Totals, compute_loss
 from fleetbus_workers.learner.torch.optimizer import build_optimizer, collect_state, compute_learning_rate, prepare_moments
 from fleetbus_workers.learner.torch.reference import Reference
@@ -137,6 +138,7 @@ class TorchTrainer:
         self.differences = measured.list_differences(batch)
         self.traced_tokens = measured.trace.collect(batch, self.shards)
         shaped |= self._critic.metrics if self._critic is not None else {}
+        return_freed_memory()
         metrics = measured.metrics(len(norms), self.settings.trainer.epochs) | shaped
         return metrics | {
             "grad_norm": sum(norms) / len(norms),
