@@ -44,6 +44,10 @@ def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.sampled_from(allowed)
         case inspect.AnyType():
             return JSON_LIKE
+        case inspect.IntType(ge=int(least)):
+            return st.integers(least, 2**64 - 1)
+        case inspect.StrType(min_length=int(least)):
+            return st.text(min_size=least, max_size=12)
     return {
         inspect.IntType: INTEGERS,
         inspect.FloatType: FLOATS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import runpy
 import sys
@@ -170,10 +171,12 @@ def test_an_interpreter_can_be_named_for_all_environments_or_for_one() -> None:
     assert parse_keyed_specs(f"{SPEC}\nold={SPEC}") == {"": SPEC, "old": SPEC}
 
 
-def test_up_checks_an_environment_with_the_interpreter_of_its_settings() -> None:
-    check_environment("verifiers:guess", python=sys.executable)
+def test_up_checks_an_environment_with_the_interpreter_of_its_settings(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.json"
+    tasks.write_text(json.dumps([{"key": "guess-0", "prompt": "p", "config": {"index": 0}}]))
+    check_environment("verifiers:guess", str(tasks), python=sys.executable)
     with pytest.raises(UserError, match="no interpreter is named"):
-        check_environment("verifiers:guess")
+        check_environment("verifiers:guess", str(tasks))
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.bus.streams import plan_run
@@ -110,15 +112,19 @@ async def test_of_two_learners_one_names_the_first_version(tmp_path: Path, monke
     async with MemoryServer().connect(RUN) as bus:
         await bus.declare(plan_run(RUN, lanes=1))
         await (await begin(bus, "l1", tmp_path, "second")).publish(0)
-        later, answers = await begin(bus, "l2", tmp_path, "second"), [None]
-        find = find_newest_version
+        later, is_late = await begin(bus, "l2", tmp_path, "second"), [True]
+        scan = MemoryBus.scan
 
-        async def find_late(*where: object) -> object:
-            return answers.pop() if answers else await find(*where)  # type: ignore[arg-type]
+        async def scan_late(bus: MemoryBus, subjects: Sequence[str], *, start: int = 1) -> AsyncIterator[StreamEntry]:
+            if is_late:
+                is_late.pop()
+                return
+            async for entry in scan(bus, subjects, start=start):
+                yield entry
 
-        monkeypatch.setattr("fleetbus_workers.learner.baselines.find_newest_version", find_late)
+        monkeypatch.setattr(MemoryBus, "scan", scan_late)
         await later.publish(0)
-        assert not answers and versions_of(later) == {"second": 0}
+        assert not is_late and versions_of(later) == {"second": 0}
 
 
 async def test_a_log_that_has_lost_the_first_version_has_it_again_from_the_checkpoint(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the allocator of the C library keeps of freed tensors goes back to the system.
+"""Freed tensors that the C library's allocator keeps go back to the system.
 
 A batch's lengths differ from those of the one before, so that few of its tensors fit where others were; threads have heaps of
 their own besides. Without this the learner of SmolLM2-135M grew from 4.5 to 11.6 GB in five steps (docs/decisions/0258).

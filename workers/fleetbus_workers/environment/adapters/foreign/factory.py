@@ -26,8 +26,8 @@ from fleetbus_workers.environment.adapters.foreign.host import LIMITS, ForeignHo
 RUNNER = Path(__file__).parent / "inside" / "fleetbus_runner.py"
 PYTHON = "+python="
 
-PACKAGES = {"verifiers": "verifiers", "inspect": "inspect_ai", "bfcl": "bfcl_eval", "tau2": "tau2"}
-"""By kind, what its interpreter imports."""
+PACKAGES = {"bfcl": "bfcl_eval", "tau2": "tau2"}
+"""By kind, the package that its interpreter has to have; the others import what lies beside an environment, too."""
 
 MISSING = 3
 LOOK = f"import importlib.util, sys; sys.exit({MISSING} * (importlib.util.find_spec(sys.argv[1]) is None))"
@@ -100,7 +100,9 @@ def build_command(spec: str, python: str, *options: str) -> list[str]:
 
 def check_package(spec: str, python: str) -> None:
     """Raise `UserError` if that interpreter has no such package; nothing of it is imported."""
-    package = PACKAGES[find_kind(spec)]
+    package = PACKAGES.get(find_kind(spec))
+    if package is None:
+        return
     try:
         looked = subprocess.run([python, "-c", LOOK, package], capture_output=True, timeout=LOOK_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
