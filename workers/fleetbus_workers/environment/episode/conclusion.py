@@ -100,7 +100,7 @@ def conclude_without_room(
     a grade would say nothing of it. ``lack`` is what the inference worker said of it."""
     error_class, limit = seats.describe_limit(tokens_left)
     if not turns:
-        error = _describe_no_room(lack or limit, request.max_tokens)
+        error = _describe_no_room("; ".join(filter(None, (limit, lack))), request.max_tokens)
         return Conclusion(outcome="verifier_unknown", error_class="prompt_too_long", error=error)
     note = limit or _describe_used_tokens(turns, request)
     return Conclusion(outcome="truncated", error_class=error_class or "tokens", note=note)
