@@ -55,8 +55,9 @@ def build_sample(transcript: Transcript, run: str, *, name: str, epoch: int, mod
         by_turns = result.turns >= request.max_turns or result.error_class == "seat_turns"
         named = [each for each in request.seat_limits if f"the seat {each.seat} has" in result.note]
         limit = named[0] if named and result.error_class in ("seat_turns", "seat_tokens") else request
-        reached = (limit.max_turns if by_turns else limit.max_tokens) or (request.max_turns if by_turns else request.max_tokens)
-        sample["limit"] = {"type": "turn" if by_turns else "token", "limit": reached}
+        kind = "turn" if by_turns else "token"
+        reached = getattr(limit, f"max_{kind}s") or getattr(request, f"max_{kind}s")
+        sample["limit"] = {"type": kind, "limit": reached}
     sample["events"] = build_events(transcript, messages, sample["scores"], sample.get("error"))
     return {key: value for key, value in sample.items() if value is not None}
 

@@ -22,11 +22,15 @@ async def find_or_name_baseline(bus: LogBus, subject: str, published: PolicyPubl
     Raises `UserError` where something else stands there."""
     while True:
         try:
-            entries = [entry async for entry in bus.scan([subject])]
-            named = [first for _, first in decode_entries(PolicyPublished, entries, beside=(LineageStarted,))]
-            if named and named[0].policy == published.policy:
-                return named[0]
-            if entries:
+            first, is_empty = None, True
+            async for entry in bus.scan([subject]):  # one at a time: each may have the manifest of a whole model
+                is_empty = False
+                if first is None:
+                    found = decode_entries(PolicyPublished, [entry], beside=(LineageStarted,))
+                    first = next((version for _, version in found), None)
+            if first is not None and first.policy == published.policy:
+                return first
+            if not is_empty:
                 raise UserError(f"{subject} holds versions of a policy of that name: give the seat of the league another name")
             await bus.publish(subject, encode(published, subject=subject), expected_last=0)
             log.info("first version of a league", subject=subject, version=published.version)

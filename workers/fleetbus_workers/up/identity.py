@@ -47,9 +47,8 @@ def build_identity(configuration: Configuration) -> Identity:
 
 
 def _name_player(seat: SeatSetting) -> str:
-    if seat.trained or seat.league is not None:
-        return f"{seat.seat}={'train' if seat.trained else 'league'}"
-    return f"{seat.seat}={seat.policy}"
+    player = "train" if seat.trained else "league" if seat.league is not None else seat.policy
+    return f"{seat.seat}={player}"
 
 
 def check_identity(file: Path, identity: Identity, given: Mapping[str, str]) -> None:
