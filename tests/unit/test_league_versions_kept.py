@@ -57,5 +57,7 @@ async def test_a_league_begins_with_the_first_entry_and_refuses_the_name_of_anot
         await bus.publish(subjects.policy("second"), encode(replace(first, version=4)))
         assert await find_or_name_baseline(bus, subjects.policy("second"), replace(first, version=9)) == first
         await bus.publish(subjects.policy("solver"), encode(replace(first, policy="solver")))
-        with pytest.raises(UserError, match="holds versions of a policy of that name"):
+        with pytest.raises(UserError, match="solver holds no version of default, but something else"):
             await find_or_name_baseline(bus, subjects.policy("solver"), first)
+        await bus.publish(subjects.policy("solver"), encode(first))
+        assert await find_or_name_baseline(bus, subjects.policy("solver"), first) == first

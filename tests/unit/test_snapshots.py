@@ -168,6 +168,27 @@ async def test_a_version_is_that_of_the_policy_whoever_wrote_onto_its_subjects()
         await bus.publish(subject, encode(replace(publish(1), policy="stranger", step=7)))
         await bus.publish(other, encode(replace(publish(1), step=8)))
         assert (await versions.find(1)).step == 1
+        await bus.purge(subject, below=2)
+        with pytest.raises(WeightsRejected, match="has no version 1"):
+            await versions.find(1)
+
+
+async def test_versions_of_a_log_that_went_back_in_time_are_found() -> None:
+    """A new one, too, whose entry stands where the reader has been."""
+    subject = Subjects("run").policy("default")
+    servers = [MemoryServer(), MemoryServer()]
+    for server, numbers in zip(servers, ((0, 1, 2, 3, 4, 5), (0, 1, 9)), strict=True):
+        server.declare(plan_run("run", lanes=2))
+        async with server.connect("run") as bus:
+            for number in numbers:
+                await bus.publish(subject, encode(publish(number)))
+    async with servers[0].connect("run") as before, servers[1].connect("run") as after:
+        versions = PublishedVersions(before, [subject])
+        await versions.find(5)
+        versions._bus = after
+        with pytest.raises(WeightsRejected):
+            await versions.find(9)
+        assert (await versions.find(9)).version == 9
 
 
 async def test_no_turn_is_answered_by_weights_that_a_failed_load_left_half_swapped() -> None:

@@ -216,6 +216,14 @@ async def test_a_copy_that_was_damaged_on_its_way_is_fetched_again_with_all_that
     assert set(read_weights(local.uri, entries[2][1])) == set(before())
 
 
+async def test_what_a_process_that_was_killed_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "copies").mkdir()
+    (tmp_path / "copies" / ".half.safetensors").write_bytes(b"half")
+    shelf, entries = await chain(tmp_path, 1)
+    await WeightsFetcher(tmp_path / "copies", shelf).fetch_local(published(*entries[0], version=0))
+    assert [file.suffix for file in (tmp_path / "copies").iterdir() if file.name.startswith(".")] == []
+
+
 async def test_a_base_that_somebody_removed_from_the_disk_is_fetched_again(tmp_path: Path) -> None:
     shelf, entries = await chain(tmp_path, 2)
     fetcher = WeightsFetcher(tmp_path / "copies", shelf)

@@ -55,8 +55,10 @@ class PolicyVersions(msgspec.Struct):
 
     def name_first(self) -> bool:
         """True the first time, if nothing of its own was published under this name."""
-        is_first, self.is_league = not (self.is_league or self._known), True
-        return is_first
+        if self.is_league or self._known:
+            return False
+        self.is_league = True
+        return True
 
     def made(self, version: int, step: int) -> bool:
         """True if it was published, and made by this step as far as is known."""

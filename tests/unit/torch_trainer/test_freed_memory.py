@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from pathlib import Path
 
 import pytest
 
+from fleetbus_workers.learner.torch import freed_memory
 from fleetbus_workers.learner.torch.freed_memory import _count_resident_bytes, _find_trim, return_freed_memory
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux") or _find_trim() is None, reason="glibc alone keeps it")
@@ -27,6 +29,16 @@ def leave_holes() -> list[int]:
     for block in blocks[::2]:
         library.free(block)
     return blocks[1::2]
+
+
+@pytest.mark.parametrize("said", ["", "0", "garbage x y"])
+def test_a_system_that_says_nothing_of_a_process_ends_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    monkeypatch.setattr(freed_memory, "STATUS", tmp_path / "statm")
+    return_freed_memory()
+    (tmp_path / "statm").write_text(said)
+    return_freed_memory()
 
 
 def test_freed_memory_goes_back_to_the_system() -> None:

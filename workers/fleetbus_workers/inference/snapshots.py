@@ -198,16 +198,20 @@ class PublishedVersions:
 
     async def find(self, version: int) -> PolicyPublished:
         """Raises `WeightsRejected` if the log does not have the version, or does not answer, or its file is gone."""
-        try:
-            if version not in self._positions:
+        if version not in self._positions:
+            try:
                 await self._read_on()
+            except RequestUnanswered as unanswered:
+                raise WeightsRejected(f"the log does not answer: {unanswered}") from unanswered
+        try:
             with anyio.fail_after(ANSWER_SECONDS):
                 published = await self._read(version)
+                is_older = published is None and (await self._bus.log_state()).last_sequence < self._next - 1
         except (RequestUnanswered, TimeoutError) as unanswered:
             self._forget()
             raise WeightsRejected(f"the log does not answer: {unanswered}") from unanswered
         if published is None:
-            if version in self._positions:
+            if version in self._positions or is_older:
                 self._forget()
             raise WeightsRejected(f"the log has no version {version} on {self._subjects[0]}")
         return await self._fetch(published) if self._fetch is not None else published
@@ -232,4 +236,5 @@ class PublishedVersions:
         subject, sequence = self._positions[version]
         async with self._bus.read([subject], start=sequence) as reader:
             found = decode_entries(PolicyPublished, [await reader.receive()], beside=(LineageStarted,))
-        return next((published for _, published in found if published.version == version), None)
+        is_it = [each for entry, each in found if entry.sequence == sequence and each.policy == self._policy]
+        return next((published for published in is_it if published.version == version), None)

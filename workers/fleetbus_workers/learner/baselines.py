@@ -18,8 +18,8 @@ log = structlog.get_logger()
 
 
 async def find_or_name_baseline(bus: LogBus, subject: str, published: PolicyPublished) -> PolicyPublished:
-    """The version that stands on ``subject``, a league's, or ``published`` from now on if none does; however long it takes.
-    Raises `UserError` where something else stands there."""
+    """The first version of the policy on ``subject``, a league's, or ``published`` from now on if nothing is there; however
+    long it takes. Raises `UserError` where only something else is."""
     while True:
         try:
             first, is_empty = None, True
@@ -27,11 +27,12 @@ async def find_or_name_baseline(bus: LogBus, subject: str, published: PolicyPubl
                 is_empty = False
                 if first is None:
                     found = decode_entries(PolicyPublished, [entry], beside=(LineageStarted,))
-                    first = next((version for _, version in found), None)
-            if first is not None and first.policy == published.policy:
+                    first = next((version for _, version in found if version.policy == published.policy), None)
+            if first is not None:
                 return first
             if not is_empty:
-                raise UserError(f"{subject} holds versions of a policy of that name: give the seat of the league another name")
+                other = f"{subject} holds no version of {published.policy}, but something else"
+                raise UserError(f"{other}: give the seat of the league another name")
             await bus.publish(subject, encode(published, subject=subject), expected_last=0)
             log.info("first version of a league", subject=subject, version=published.version)
         except (LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict) as error:

@@ -29,7 +29,7 @@ from fleetbus_workers.assembly.model import find_model_folder
 from fleetbus_workers.assembly.vision import check_vision
 from fleetbus_workers.environment.examples import read_examples
 from fleetbus_workers.environment.keyed_specs import build_keyed_factory, check_tasks_are_served, parse_keyed_specs
-from fleetbus_workers.environment.specs import build_environment_factory, is_own_class
+from fleetbus_workers.environment.specs import build_environment_factory, find_adapter, is_own_class
 from fleetbus_workers.inference.chat_template import ChatTemplate
 from fleetbus_workers.judge.opening import check_judge
 from fleetbus_workers.up.model_checks import check_model_contents
@@ -263,6 +263,11 @@ def check_environment(
 
     resolved = Configuration(environment=EnvironmentSettings(python=python))
     build_keyed_factory(specs, lambda spec: build_environment_factory(spec, verifier=_NoGrader(), configuration=resolved))
+    for spec in parse_keyed_specs(specs).values():
+        if find_adapter(spec).build.startswith("foreign."):
+            from fleetbus_workers.environment.adapters.foreign.factory import check_package  # needs packages of an extra
+
+            check_package(spec, python)
     dataset = load_dataset(tasks) if tasks else [build_warehouse_task(0)]
     check_tasks_are_served(parse_keyed_specs(specs), [task for task in dataset if is_served(task)])
     if tasks:

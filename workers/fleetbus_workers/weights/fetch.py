@@ -33,12 +33,14 @@ log = structlog.get_logger()
 
 
 class WeightsFetcher:
-    """Fetches into ``folder`` (its own; created when needed) and keeps the newest two versions there."""
+    """Fetches into ``folder`` (its own; created when needed) and keeps the newest two versions there. What a process that was
+    killed left there is removed."""
 
     def __init__(self, folder: Path, objects: ObjectStore | None) -> None:
         self._folder = folder
         self._objects = objects
         self._copies: OrderedDict[str, Path] = OrderedDict()
+        shutil.rmtree(folder, ignore_errors=True)
 
     async def fetch_local(self, published: PolicyPublished) -> PolicyPublished:
         """The same version with the URI of a local file and its manifest; raises `WeightsRejected` in one line when one of them

@@ -34,5 +34,5 @@ def _find_trim() -> "ctypes._NamedFuncPointer | None":
 def _count_resident_bytes() -> int:
     try:
         return int(STATUS.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
+    except (OSError, ValueError, IndexError):
         return 0

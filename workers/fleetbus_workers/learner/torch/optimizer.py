@@ -68,7 +68,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 
 
 def build_optimizer(
-    groups: Sequence[dict[str, object]], settings: TorchTrainerSettings, shards: Shards, device: torch.device
+    groups: Sequence[dict[str, Any]], settings: TorchTrainerSettings, shards: Shards, device: torch.device
 ) -> torch.optim.AdamW:
     """For the parameters of ``groups``, which lie on ``device``."""
     options: dict[str, Any] = {
@@ -76,7 +76,9 @@ def build_optimizer(
     }  # fmt: skip
     if settings.trainer.offload_optimizer:
         return OffloadedAdamW(groups, shards, **options)
-    return torch.optim.AdamW(groups, fused=device.type in ("cpu", "cuda"), **options)
+    # The CPU's fused kernel takes every tensor for a contiguous one.
+    is_plain = all(each.is_contiguous() for group in groups for each in group["params"])
+    return torch.optim.AdamW(groups, fused=device.type == "cuda" or (device.type == "cpu" and is_plain), **options)
 
 
 Named = Iterable[tuple[str, torch.Tensor]]

@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -26,12 +27,12 @@ from fleetbus_workers.environment.adapters.foreign.host import LIMITS, ForeignHo
 RUNNER = Path(__file__).parent / "inside" / "fleetbus_runner.py"
 PYTHON = "+python="
 
-PACKAGES = {"bfcl": "bfcl_eval", "tau2": "tau2"}
-"""By kind, the package that its interpreter has to have; the others import what lies beside an environment, too."""
+MODULES = {"bfcl": "bfcl_eval", "tau2": "tau2_{name}_mcp"}
+"""By kind, what its interpreter has to have for a name; the others import what lies beside an environment, too."""
 
-MISSING = 3
-LOOK = f"import importlib.util, sys; sys.exit({MISSING} * (importlib.util.find_spec(sys.argv[1]) is None))"
-LOOK_SECONDS = 60.0
+FOUND, MISSING = 3, 4
+LOOK = f"import importlib.util, sys; sys.exit({MISSING} if importlib.util.find_spec(sys.argv[1]) is None else {FOUND})"
+LOOK_SECONDS, LOOK_BYTES = 60.0, 4096
 
 NAMES = {"tau2": ("airline", "retail")}
 """Of kinds that have no others."""
@@ -49,7 +50,6 @@ def build(context: AdapterContext) -> Factory:
             "and inference.reasoning = template"
         )
     command = build_command(context.spec, wanted.python)
-    check_package(context.spec, command[0])
     places = {find_place(word) for word in command[2:] if os.path.isabs(word)}
     host = ForeignHost(
         command,
@@ -99,21 +99,27 @@ def build_command(spec: str, python: str, *options: str) -> list[str]:
 
 
 def check_package(spec: str, python: str) -> None:
-    """Raise `UserError` if that interpreter has no such package; nothing of it is imported."""
-    package = PACKAGES.get(find_kind(spec))
-    if package is None:
+    """Raise `UserError` if the interpreter of a spec, or ``python``, lacks what it imports; nothing of it is imported here.
+    Blocks, at most for `LOOK_SECONDS`."""
+    form = MODULES.get(find_kind(spec))
+    if form is None:
         return
-    try:
-        looked = subprocess.run([python, "-c", LOOK, package], capture_output=True, timeout=LOOK_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"environment {spec!r}: {python} does not run: {error}") from error
-    if looked.returncode == MISSING:
-        raise UserError(
-            f"environment {spec!r}: {python} has no package {package}: install it there, or name another interpreter"
-        )
-    if looked.returncode:
-        said = looked.stderr.decode(errors="replace").strip().splitlines()
-        raise UserError(f"environment {spec!r}: {python} does not run Python: {said[-1] if said else looked.returncode}")
+    program, _, _, name, *_ = build_command(spec, python)
+    module = form.format(name=name)
+    asked = [program, "-c", LOOK, module]
+    with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryFile() as said:  # a working folder is imported from
+        try:
+            code = subprocess.run(
+                asked, cwd=empty, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, timeout=LOOK_SECONDS
+            ).returncode
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise UserError(f"environment {spec!r}: {program} does not run: {error}") from error
+        said.seek(max(said.seek(0, os.SEEK_END) - LOOK_BYTES, 0))
+        lines = said.read().decode(errors="replace").strip().splitlines()
+    if code == MISSING:
+        raise UserError(f"environment {spec!r}: {program} has no module {module}; docs/plug_in.md says what to install there")
+    if code != FOUND:
+        raise UserError(f"environment {spec!r}: {program} does not run Python: {lines[-1] if lines else code}")
 
 
 def find_kind(spec: str) -> str:
