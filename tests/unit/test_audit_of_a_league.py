@@ -123,7 +123,7 @@ async def test_no_other_version_is_put_where_a_worker_of_the_league_would_load_i
     for published in entries:
         log_builder.add(SUBJECTS.policy(subject), published)
     log_builder.version(3)
-    log_builder.version(1, policy="solver")  # later ones of the policies themselves are not blamed
+    log_builder.version(4, policy="solver")  # later ones of the policies themselves are not blamed
     assert kinds(await audit_log(log_builder)) == {"version_elsewhere": found}
 
 
