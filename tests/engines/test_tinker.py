@@ -29,6 +29,7 @@ from fleetbus_schemas import PolicyPublished, SamplingSettings
 from fleetbus_workers.inference.base import GenerationRequest, RequestRefused
 from fleetbus_workers.inference.tinker import TinkerSampler
 from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.learner.checkpoints import STATE
 from fleetbus_workers.learner.tinker import TinkerTrainer
 from fleetbus_workers.tinker_service import open_service_client
 from fleetbus_workers.weights.file import WeightsRejected
@@ -166,7 +167,7 @@ async def test_tokens_and_logprobs_are_those_of_the_model_and_stop_ids_are_sent(
         with pytest.raises(RequestRefused, match="temperature"):
             await sampler.generate(build_request(temperature=0.5))
         (tmp_path / "torch").write_bytes(b"not json")
-        with pytest.raises(WeightsRejected, match="no version of a Tinker service"):
+        with pytest.raises(WeightsRejected, match="not a version of a Tinker service"):
             await sampler.load(build_published(tmp_path / "torch", 1))
     assert sampler.version == 0
     assert again.ids == generations[0].ids
@@ -186,7 +187,8 @@ def test_the_loss_falls_over_twenty_steps(client: Any, service: TinkerSettings) 
     assert metrics[0]["logprob_difference_max"] < 1e-3
     assert losses[0] == pytest.approx(-1.0, abs=1e-3)
     assert losses[-1] < 3 * losses[0]
-    assert sum(after < before for before, after in pairwise(losses)) >= 17
+    assert all(after < before for before, after in pairwise(losses[:6]))  # later the tokens are nearly certain
+    assert max(losses[6:]) < losses[4]
     assert metrics[0]["sequences_sent"] == 3
     assert math.isfinite(metrics[0]["grad_norm"])
 
@@ -217,8 +219,9 @@ def test_a_restored_trainer_goes_on_as_if_nothing_had_happened(client: Any, serv
     second.restore(tmp_path / "state")
     found = [second.train(sequences, version=0, progress=0.0)["loss"] for _ in range(3)]
     assert found == pytest.approx(expected, rel=1e-4)
-    (tmp_path / "torn").write_bytes(b"{}")
-    with pytest.raises(UserError, match="no checkpoint of a Tinker service"):
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / STATE).write_bytes(b"{}")
+    with pytest.raises(UserError, match="not a checkpoint of a Tinker service"):
         second.restore(tmp_path / "torn")
 
 
