@@ -23,6 +23,7 @@ from fleetbus.concurrency.task_groups import open_flat_task_group
 from fleetbus.concurrency.wakeup import ThreadWakeup
 from fleetbus.errors import UserError
 from fleetbus_schemas import EngineLoad, PolicyPublished
+from fleetbus_workers.freed_memory import return_freed_memory
 from fleetbus_workers.images.model_folder import has_vision
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused, list_distorting
 from fleetbus_workers.inference.torch.batch import Runner
@@ -178,6 +179,7 @@ class TorchSampler:
         async with self._loading:
             prepared = await anyio.to_thread.run_sync(lambda: self._prepare(policy.uri, read()))
             await self._submit_and_wait(WeightSwap(policy.version, prepared))
+            await anyio.to_thread.run_sync(return_freed_memory)  # of the version before, and of its histories
 
     def forget(self, cache_key: str) -> None:
         self._prefix_cache.forget(cache_key)

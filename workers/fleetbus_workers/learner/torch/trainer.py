@@ -22,6 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import TensorEntry
+from fleetbus_workers.freed_memory import return_freed_memory
 from fleetbus_workers.images.placed_image import PlacedImage
 from fleetbus_workers.learner.base import FinishWriting, SequenceTokens, TrainingSequence
 from fleetbus_workers.learner.hooks import load_loss
@@ -33,7 +34,6 @@ from fleetbus_workers.learner.torch.branches import can_branch, split_batches
 from fleetbus_workers.learner.torch.checkpoint_files import read_into, start_writing
 from fleetbus_workers.learner.torch.critic import Critic
 from fleetbus_workers.learner.torch.forward import SharedPrefix, can_pack, can_share_prefix, compute_scores, find_head
-from fleetbus_workers.learner.torch.freed_memory import return_freed_memory
 from fleetbus_workers.learner.torch.loss import LossMetrics, SampledTokens, ScoredBatch, Totals, compute_loss
 from fleetbus_workers.learner.torch.optimizer import build_optimizer, collect_state, compute_learning_rate, prepare_moments
 from fleetbus_workers.learner.torch.reference import Reference

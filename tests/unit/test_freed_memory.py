@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fleetbus_workers.learner.torch import freed_memory
-from fleetbus_workers.learner.torch.freed_memory import _count_resident_bytes, _find_trim, return_freed_memory
+from fleetbus_workers import freed_memory
+from fleetbus_workers.freed_memory import _count_resident_bytes, _find_trim, return_freed_memory
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux") or _find_trim() is None, reason="glibc alone keeps it")
 
