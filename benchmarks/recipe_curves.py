@@ -26,7 +26,7 @@ LIMIT_SECONDS = 3600
 
 TAKEN = (
     "success_start", "success_start_greedy", "success_end", "success_end_greedy", "intervals", "evaluated_tasks",
-    "max_logprob_difference", "success_by_step",
+    "max_logprob_difference", "mean_logprob_difference", "success_by_step",
 )  # fmt: skip
 
 

@@ -313,11 +313,12 @@ def test_numbers_that_were_not_measured_are_left_out_of_the_maxima() -> None:
     book = Progress(1, keeps=is_summarized)
     book.apply(LineageStarted(lineage="a", worker="w"), 0)
     book.apply(trained(1, logprob_difference_max=math.nan, staleness_max=2.0, reward=math.nan, seconds_wait=0.5), 0)
-    book.apply(trained(2, logprob_difference_max=1e-5, reward=0.5, seconds_wait=0.25), 0)
+    book.apply(trained(2, logprob_difference_max=1e-5, logprob_difference_mean=1e-6, reward=0.5, seconds_wait=0.25), 0)
     book.apply(finished(0, open=0.1, action=1.0), 0)
     book.apply(finished(1, "timeout", action=2.0), 0)
     summary = summed(book)
-    assert summary.max_logprob_difference == 1e-5 and summary.max_staleness_seen == 2
+    assert (summary.max_logprob_difference, summary.mean_logprob_difference) == (1e-5, 1e-6)
+    assert summary.max_staleness_seen == 2
     assert summary.reward_by_step == [None, 0.5]
     assert summary.seconds_by_stage == {"wait": 0.75, "episode_open": 0.1, "episode_action": 3.0}
     assert summary.episodes_by_outcome == {"completed": 1, "timeout": 1}
@@ -342,7 +343,7 @@ def test_the_end_of_a_run_is_told_in_80_columns(tmp_path: Path, monkeypatch: pyt
 
 def test_an_empty_log_makes_an_empty_summary_and_no_picture(tmp_path: Path) -> None:
     summary = summed(Progress(1, keeps=is_summarized))
-    assert summary.max_logprob_difference is None and not summary.finished
+    assert summary.max_logprob_difference is summary.mean_logprob_difference is None and not summary.finished
     draw_reward_chart(summary, tmp_path / "reward.png")
     assert not (tmp_path / "reward.png").exists()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from statistics import fmean
 
 import msgspec
 
@@ -16,7 +17,7 @@ from fleetbus_workers.observe.run.formatting import STAGE_PREFIX
 from fleetbus_workers.observe.run.progress import Progress
 from fleetbus_workers.observe.run.training_history import StepPoint
 
-_KEPT_METRICS = frozenset({"reward", "success", "staleness_max", "logprob_difference_max"})
+_KEPT_METRICS = frozenset({"reward", "success", "staleness_max", "logprob_difference_max", "logprob_difference_mean"})
 
 
 def is_summarized(metric: str) -> bool:
@@ -35,6 +36,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     last `up` took. ``signal`` says that nothing was learned at the end, if so, and since when; ``signal_kind`` is that of
     `SignalDiagnosis`. The rewards and successes per step are what the picture shows. ``policies`` are the summaries of the
     policies of seats that learners of their own train, with the rewards of their seats; the run is ``finished`` when all are.
+    Log-probability differences are between sampler and trainer on the tokens of the newest version, in nats: the most of any
+    token, and the mean over steps of their means.
     """
 
     run: str
@@ -64,6 +67,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reward_by_step: list[float | None]
     success_by_step: list[float | None]
     success_of_all: dict[str, float] = {}
+    mean_logprob_difference: float | None = None
     policies: dict[str, Summary] = {}
 
 
@@ -102,6 +106,7 @@ def build_summary(progress: Progress, *, run: str, seed: int, wall_seconds: floa
         policy_versions=progress.versions,
         max_staleness_seen=round(max(_collect_metric(steps, "staleness_max"), default=0)),
         max_logprob_difference=max(_collect_metric(steps, "logprob_difference_max"), default=None),
+        mean_logprob_difference=fmean(means) if (means := _collect_metric(steps, "logprob_difference_mean")) else None,
         wall_seconds=round(wall_seconds, 3),
         seconds_by_stage={stage: round(spent, 3) for stage, spent in seconds.items()},
         steps=[step.step for step in steps],
