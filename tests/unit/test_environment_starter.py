@@ -115,6 +115,12 @@ def test_numbers_within_the_limits_of_the_prompt_and_listed_options_are_said():
     assert {"3", "4", "5", "6", "left", "turn back", "right"} <= said
 
 
+def test_actions_that_are_listed_are_said_most_of_the_time_and_as_they_stand_there():
+    shown = "You are at the letter in brackets.\n\nAnswer with one action: left, down, right, up.\n\n[S]FFF"
+    said = [build_guessing_player(seed)([user(shown)], ()) for seed in range(200)]
+    assert sum(text in {"left", "down", "right", "up"} for text in said) > 140
+
+
 def test_the_same_seed_plays_the_same():
     assert say(user("One of: a, b, c"), times=1) == say(user("One of: a, b, c"), times=1)
 

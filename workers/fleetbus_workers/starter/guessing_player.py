@@ -17,12 +17,17 @@ from fleetbus_workers.starter.conversation import DONE
 MOST_IN_RANGE = 1000
 LARGEST_GUESS = 20
 
+OFFERED_SHARE = 0.8
+"""Of the answers where the actions are listed: random words reach no goal that takes six right moves of twelve."""
+
 _QUOTED = re.compile(r'"([^"\n]{1,60})"|`([^`\n]{1,60})`|(?<!\w)\'([^\'\n]{1,60})\'(?!\w)')
 _NUMBER = re.compile(r"-?\d+")
 _WORD = re.compile(r"[^\W\d_][\w-]*")
 _RANGE = re.compile(r"(-?\d+)\s*(?:and|to|through|\.\.|-)\s*(-?\d+)")
 _BRACKETED = re.compile(r"\[([^\[\]\n]{1,40})\]")
 _LISTED = re.compile(r"[:(]\s*([^\n:().?]+(?:(?:,| or )\s*[^\n:().?,]+)+)")
+_OFFERED = re.compile(r"\b(?:answer|reply|choose|actions?|moves?|options?)\b[^\n:.]{0,40}:\s*([^\n:.]+)", re.IGNORECASE)
+_SEPARATOR = re.compile(r",| or ")
 _TAG = re.compile(r"<(answer|action|move|guess)>")
 
 
@@ -86,8 +91,15 @@ def _list_leaves(value: object) -> Iterator[str]:
 
 def _answer(draw: random.Random, asked: str, shown: Sequence[str]) -> str:
     """Something that may be said here, in the form that the first message asks for."""
+    offered = [option for listed in _OFFERED.findall(asked) for option in _split_options(listed)]
+    if len(offered) > 1 and draw.random() < OFFERED_SHARE:  # what is offered is said as it stands there
+        return _write(draw.choice(offered), "\n".join(shown[:2]), brackets=False)
     pools = [pool for pool in _list_pools(draw, asked, shown[-1]) if pool]
-    return _write(draw, draw.choice(draw.choice(pools)), "\n".join(shown[:2]))
+    return _write(draw.choice(draw.choice(pools)), "\n".join(shown[:2]))
+
+
+def _split_options(listed: str) -> list[str]:
+    return [option.strip() for option in _SEPARATOR.split(listed) if option.strip()]
 
 
 def _list_pools(draw: random.Random, asked: str, last: str) -> Iterator[list[str]]:
@@ -96,18 +108,18 @@ def _list_pools(draw: random.Random, asked: str, last: str) -> Iterator[list[str
     yield inside
     yield inside
     yield _find_quoted(asked) + _BRACKETED.findall(asked)
-    yield [option.strip() for listed in _LISTED.findall(asked) for option in re.split(r",| or ", listed) if option.strip()]
+    yield [option for listed in _LISTED.findall(asked) for option in _split_options(listed)]
     yield _WORD.findall(last)
     yield _NUMBER.findall(last)
     yield [str(draw.randint(0, LARGEST_GUESS))]
 
 
-def _write(draw: random.Random, text: str, asked: str) -> str:
+def _write(text: str, asked: str, *, brackets: bool = True) -> str:
     if tag := _TAG.search(asked):
         return f"<{tag[1]}>{text}</{tag[1]}>"
     if "\\boxed" in asked:
         return f"\\boxed{{{text}}}"
-    if _BRACKETED.search(asked) or "bracket" in asked:
+    if brackets and (_BRACKETED.search(asked) or "bracket" in asked):
         return f"[{text}]"
     return f"{text} {DONE}" if DONE in asked else text
 
