@@ -65,7 +65,7 @@ def read_rows(module: str) -> list[dict[str, Any]]:
 
 async def play(url: str, row: dict[str, Any], calls: list[ToolCall]) -> tuple[list[str], float | None]:
     """What the calls gave, and the reward."""
-    environment = NemoGymEnvironment(url, 30.0, "template")
+    environment = NemoGymEnvironment(url, 60.0, 60.0, "template")
     try:
         await environment.open(Task(key="t", config={"row": row}))
         await environment.reset()

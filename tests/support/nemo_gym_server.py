@@ -68,6 +68,9 @@ class NemoGymDouble:
         if fault == "hang":
             self.hanging.set()
             await anyio.sleep(60)
+        if fault == "slow":
+            await anyio.sleep(1.0)
+            return None
         if fault == "redirect":
             return Response(status_code=307, headers={"location": "http://127.0.0.1:1/secret"})
         if isinstance(fault, str):

@@ -30,7 +30,9 @@ ADD = {count: ToolCall(name="increment_counter", arguments={"count": count}, id=
 
 @asynccontextmanager
 async def playing(double: NemoGymDouble, task: Task = TASK, **options: Any) -> AsyncIterator[NemoGymEnvironment]:
-    environment = NemoGymEnvironment(double.url, options.pop("seconds", 10.0), options.pop("prompt", "template"), **options)
+    environment = NemoGymEnvironment(
+        double.url, options.pop("seconds", 10.0), options.pop("verify", 10.0), options.pop("prompt", "template"), **options
+    )
     try:
         await environment.open(task)
         await environment.reset()
@@ -97,6 +99,24 @@ async def test_what_is_masked_is_no_reward_but_a_reason(verdict: dict[str, Any],
         double.verdict = verdict
         found = await environment.verify()
         assert found.reward == reward and reason in found.reason
+
+
+async def test_a_verdict_may_take_longer_than_a_tool_and_has_a_limit_too() -> None:
+    async with nemo_gym_double() as (double, _), playing(double, seconds=0.5, verify=3.0) as environment:
+        double.faults["verify"] = ["slow", "hang"]
+        assert (await environment.verify()).reward == 0.0
+        with anyio.fail_after(20), pytest.raises(EnvironmentFailed, match="verify: no answer within 3 s"):
+            await environment.verify()
+
+
+async def test_a_prompt_of_the_task_comes_before_the_messages_of_the_row() -> None:
+    async with nemo_gym_double() as (double, _):
+        async with playing(double, msgspec.structs.replace(TASK, prompt="Be brief.")) as environment:
+            start = await environment.reset()
+    assert [(message.role, message.content) for message in start.messages][:2] == [
+        ("system", "Be brief."),
+        ("system", "Count."),
+    ]
 
 
 async def test_rewards_by_objective_are_components() -> None:
@@ -197,7 +217,7 @@ async def test_a_server_that_is_killed_fails_the_episode_in_words(caplog: pytest
     ],
 )
 async def test_a_row_that_cannot_be_played_says_why(config: dict[str, Any], words: str) -> None:
-    environment = NemoGymEnvironment("http://127.0.0.1:9", 1.0)
+    environment = NemoGymEnvironment("http://127.0.0.1:9", 1.0, 1.0)
     with pytest.raises(EnvironmentFailed, match=words):
         await environment.open(msgspec.structs.replace(TASK, config=config))
     await environment.close()

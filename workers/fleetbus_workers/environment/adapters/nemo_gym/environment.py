@@ -8,9 +8,10 @@ environment worker, below it HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import date
 from functools import partial
+from ssl import SSLContext
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urlsplit
 
@@ -54,9 +55,9 @@ STAND_INS = (401, 403, 407, 429, 502, 503, 504)
 
 def build(context: AdapterContext) -> Factory:
     """Environments on the server at the spec's URL. Raises `UserError` if that is none."""
-    url = check_url(context.rest)
-    style = context.prompt or "fleet"
-    return Factory(partial(NemoGymEnvironment, url, context.call_seconds, style, context.observation_bytes))
+    limits, trust = context.settings.limits, httpx.create_ssl_context()  # once: it takes long enough to block a worker
+    options = (limits.tool_call, limits.verify, context.prompt or "fleet", context.observation_bytes)
+    return Factory(partial(NemoGymEnvironment, check_url(context.rest), *options, trust=trust))
 
 
 def check_url(url: str) -> str:
@@ -72,8 +73,8 @@ def check_url(url: str) -> str:
 
 
 class NemoGymEnvironment:
-    """One episode on the server at ``url``; each call may take ``call_seconds``. The server is told of calls and their outputs,
-    and of texts without a call; where tools are described in words, one that says that it is done ends the episode."""
+    """One episode on the server at ``url``; a call may take ``call_seconds``, a verdict ``verify_seconds``. The server is told
+    of calls, outputs, and texts without a call; where tools are told in words, an answer marked as the last one ends it."""
 
     replayable = False
 
@@ -81,23 +82,24 @@ class NemoGymEnvironment:
         self,
         url: str,
         call_seconds: float,
+        verify_seconds: float,
         prompt: PromptStyle = "fleet",
         observation_bytes: int = 32_768,
-        today: Callable[[], date] = date.today,
+        *,
+        trust: SSLContext | bool = True,
     ) -> None:
         self._url = strip_credentials(url)
         parts = urlsplit(url)
         self._login = (unquote(parts.username), unquote(parts.password or "")) if parts.username else None
-        self._seconds = call_seconds
+        self._seconds, self._verify_seconds = call_seconds, verify_seconds
         self._prompt = prompt
         self._bytes = observation_bytes
-        self._today = today
+        self._trust = trust
         self._client: httpx.AsyncClient | None = None
         self._row: dict[str, Any] = {}
         self._tools: tuple[ToolSpec, ...] = ()
         self._messages: tuple[ChatMessage, ...] = ()
         self._items: list[dict[str, Any]] = []
-        self._calls = 0
 
     async def open(self, task: Task) -> None:
         """Read the row of the task and seed a session. Raises `EnvironmentFailed`."""
@@ -107,11 +109,14 @@ class NemoGymEnvironment:
         if not isinstance(row, dict):
             raise EnvironmentFailed(f"task {task.key} has no row in its config: a row of the server's dataset, as it stands")
         self._row, self._tools, self._messages = row, read_tools(row), read_prompt(row)
-        timeout = httpx.Timeout(self._seconds, connect=min(CONNECT_SECONDS, self._seconds))
-        self._client = httpx.AsyncClient(auth=self._login, timeout=timeout, event_hooks=bound(httpx))  # httpx logs addresses
+        if task.prompt:
+            self._messages = (ChatMessage(role="system", content=task.prompt), *self._messages)
+        timeout = httpx.Timeout(None, connect=min(CONNECT_SECONDS, self._seconds))  # `_post` limits all of a call
+        client = httpx.AsyncClient(auth=self._login, timeout=timeout, verify=self._trust, event_hooks=bound(httpx))
+        self._client = client  # the login is not in the addresses, which httpx logs
         for remaining in reversed(range(SEED_TRIES)):
             try:
-                seeded = await self._post("seed_session", row)
+                seeded = await self._post("seed_session", row, self._seconds)
                 break
             except EnvironmentFailed:
                 if not remaining:
@@ -126,7 +131,7 @@ class NemoGymEnvironment:
             told = (
                 build_compact_system_prompt(self._tools)
                 if self._prompt == "compact"
-                else build_fleet_system_prompt(self._tools, today=self._today(), env_variables={}, modality="tool_use")
+                else build_fleet_system_prompt(self._tools, today=date.today(), env_variables={}, modality="tool_use")
             )
             messages, prompted = (ChatMessage(role="system", content=told), *messages), 1
         tools = self._tools if self._prompt == "template" else ()
@@ -143,8 +148,7 @@ class NemoGymEnvironment:
         outputs, errors = [], 0
         for call in calls:
             output, failed = await self._call(call)
-            self._calls += 1
-            self._items += build_call(self._calls, call, output)
+            self._items += build_call(len(self._items), call, output)
             outputs.append(truncate_text(output, self._bytes))
             errors += failed
         done = bool(calls) and written and is_done(action.text)
@@ -159,28 +163,29 @@ class NemoGymEnvironment:
         """The output of a tool, and True if it failed."""
         if all(tool.name != call.name for tool in self._tools):
             return format_unknown_tool(call.name, self._tools), True
-        answer = await self._post(quote(call.name, safe=""), call.arguments)
+        answer = await self._post(quote(call.name, safe=""), call.arguments, self._seconds)
         return answer.text, answer.status_code >= 400
 
-    async def _post(self, path: str, body: Any) -> httpx.Response:
+    async def _post(self, path: str, body: Any, seconds: float) -> httpx.Response:
         if self._client is None:
             raise EnvironmentFailed("the session is not open")
         try:
-            with anyio.fail_after(self._seconds):
+            with anyio.fail_after(seconds):
                 answer = await self._client.post(f"{self._url}/{path}", json=body)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, TimeoutError) as error:
-            what = f"no answer within {self._seconds:g} s" if isinstance(error, TimeoutError) else str(error)
+            what = f"no answer within {seconds:g} s" if isinstance(error, TimeoutError) else str(error)
             raise EnvironmentFailed(f"{self._url}/{path}: {what or type(error).__name__}") from error
         if answer.status_code in STAND_INS or 300 <= answer.status_code < 400:
             raise EnvironmentFailed(f"{self._url}/{path}: HTTP {answer.status_code}")
         return answer
 
     async def state(self) -> dict[str, Any]:
-        return {"calls": self._calls, "items": len(self._items)}
+        return {"items": len(self._items)}
 
     async def verify(self) -> Verdict:
         """The server's own verdict; no reward, with the reason, where it masks the sample or cannot be read."""
-        answer = await self._post("verify", self._row | {"response": build_response(self._row, self._items)})
+        graded = self._row | {"response": build_response(self._row, self._items)}
+        answer = await self._post("verify", graded, self._verify_seconds)
         if answer.status_code != 200:
             return Verdict(reward=None, reason=f"/verify: HTTP {answer.status_code}: {answer.text[:500]}")
         try:
