@@ -92,6 +92,7 @@ async def test_a_scripted_environment_has_the_turns_that_it_was_told() -> None:
         ("warehouse:3", "must be written as warehouse"),
         ("mcp:", "must be written as mcp:MODULE:FACTORY"),
         ("openenv:", "must be written as openenv:URL"),
+        ("nemo-gym:", "must be written as nemo-gym:URL"),
         ("https:", "must be written as http:URL"),
         ("remote-gym:", "must be written as remote-gym[:URL"),
         ("remote-gym: ", "must be written as remote-gym[:URL"),

@@ -70,6 +70,7 @@ ADAPTERS = (
     Adapter("http:URL[,URL...]", "mcp.factories:build_http", "environment", "MCP servers over streamable HTTP"),
     Adapter("fleet[:URL]", "fleet.factory:build", "fleet", "instances on the Fleet platform"),
     Adapter("openenv:URL", "openenv.environment:build", "openenv", "an OpenEnv 0.10 server"),
+    Adapter("nemo-gym:URL", "nemo_gym.environment:build", "environment", "a resources server of NeMo Gym 0.7"),
     Adapter(
         "remote-gym[:URL[,URL...]]", "remote_gym.environment:build", "remote-gym",
         "servers of the remote-gym protocol (multipart over HTTP)", task_key="base_urls",

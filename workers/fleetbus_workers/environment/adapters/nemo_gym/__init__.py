@@ -1,0 +1,1 @@
+"""Environments on resources servers of NeMo Gym, over HTTP."""
