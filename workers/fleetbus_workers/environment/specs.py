@@ -71,6 +71,10 @@ ADAPTERS = (
     Adapter("fleet[:URL]", "fleet.factory:build", "fleet", "instances on the Fleet platform"),
     Adapter("openenv:URL", "openenv.environment:build", "openenv", "an OpenEnv 0.10 server"),
     Adapter(
+        "ors:URL[#ENVIRONMENT]", "ors.environment:build", "ors",
+        "an environment on a server of the Open Reward Standard (`ors-sdk`, `openreward`)", task_key="index",
+    ),
+    Adapter(
         "remote-gym[:URL[,URL...]]", "remote_gym.environment:build", "remote-gym",
         "servers of the remote-gym protocol (multipart over HTTP)", task_key="base_urls",
     ),

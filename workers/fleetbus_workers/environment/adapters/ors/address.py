@@ -1,0 +1,62 @@
+"""Addresses of servers of the Open Reward Standard: ``URL[#ENVIRONMENT] [split=NAME]``, after ``ors:``. Pure.
+
+Without an environment a server with only one is meant. ``split`` is where `fleetbus tasks import` reads, and the split of tasks
+whose config names none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+from urllib.parse import quote, urlsplit
+
+from fleetbus.errors import UserError
+
+TOKEN_VARIABLE = "ORS_API_KEY"
+"""Sent as ``X-API-Key``; the standard's own client reads the same variable."""
+
+FORM = "ors:URL[#ENVIRONMENT] [split=NAME]"
+
+
+class Address(NamedTuple):
+    """``url`` without a slash at its end, the name of an environment or nothing, the name of a split or nothing."""
+
+    url: str
+    environment: str = ""
+    split: str = ""
+
+
+def parse_address(text: str) -> Address:
+    """Read what follows ``ors:``. Raises `UserError` for what is no address, and for one with a password."""
+    place, *words = text.split() or [""]
+    try:
+        parts = urlsplit(place)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise UserError(f"{place!r} is not a URL: {error}") from error
+    if parts.username or parts.password:
+        raise UserError(f"the address of {host} must not hold a password: set the key in {TOKEN_VARIABLE}")
+    if parts.scheme not in ("http", "https") or not host or parts.query:
+        raise UserError(f"{place!r} is not the address of an ORS server, as in ors:http://127.0.0.1:8080#my_env")
+    if words and (len(words) > 1 or not words[0].startswith("split=") or words[0] == "split="):
+        raise UserError(f"environment 'ors:{text}' must be written as {FORM}")
+    split = words[0].removeprefix("split=") if words else ""
+    return Address(parts._replace(fragment="").geturl().rstrip("/"), parts.fragment, split)
+
+
+def choose_environment(address: Address, listed: Sequence[str]) -> str:
+    """The server's own name of the environment that an address means. Raises `UserError`; servers compare without case."""
+    names = {name.lower(): name for name in listed}
+    if address.environment and address.environment.lower() in names:
+        return names[address.environment.lower()]
+    if not address.environment and len(listed) == 1:
+        return listed[0]
+    has = f"it has {', '.join(listed)}" if listed else "it lists none"
+    if address.environment:
+        raise UserError(f"the ORS server {address.url} has no environment {address.environment!r}; {has}")
+    raise UserError(f"name an environment of the ORS server {address.url}, as in ors:{address.url}#NAME; {has}")
+
+
+def build_path(environment: str, call: str) -> str:
+    """The path of a call of an environment, whatever its name holds."""
+    return f"/{quote(environment, safe='')}/{call}"
