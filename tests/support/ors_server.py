@@ -55,6 +55,10 @@ class OrsDouble:
         self.headers: list[dict[str, str]] = []
         self.bodies: list[bytes] = []
         self.asked = anyio.Event()
+        self.missing = ""
+        """A page that this server does not have."""
+        self.listing: bytes | None = b""
+        """The answer to a question for its environments, if it is another; None: it never comes."""
         self.server: LocalServer
 
     @property
@@ -82,6 +86,10 @@ class OrsDouble:
         self.asked = anyio.Event()
         if self.key and request.headers.get("x-api-key") != self.key:
             return JSONResponse({"detail": f"wrong key {request.headers.get('x-api-key')}"}, 401)
+        if path == self.missing:
+            return JSONResponse({"detail": "Not Found"}, 404)
+        if path == "list_environments" and self.listing != b"":
+            return Response(self.listing, media_type="application/json") if self.listing else await anyio.sleep_forever()
         if path == "list_environments":
             return JSONResponse(list(self.environments))
         if path == "create_session":
@@ -143,6 +151,7 @@ class OrsDouble:
                 headers = {"x-backend-state": "starting"} if fault == "starting" else {}
                 return JSONResponse({"detail": "it is broken"}, 500 if fault == "500" else 503, headers)
             self.counts["runs"] += 1
+            self.counts[f"{sid} {given['name']}"] += 1
             self.runs[run] = "" if fault == "raise" else self._run(self.sessions[sid], given["name"], given["input"])
         return StreamingResponse(self._stream(run, fault), media_type="text/event-stream")
 

@@ -95,10 +95,19 @@ def make_environments(package: str) -> list[type]:
             share = sum(a == b for a, b in zip(given.words, right, strict=False)) / len(right)
             return output("thanks", share, finished=True, metadata={"right": share == 1})
 
-    class Name(BaseModel):
+    class Plain(BaseModel):
+        """Described as the starter policy was taught to read tools: without titles."""
+
+        @classmethod
+        def model_json_schema(cls, *_: Any, **__: Any) -> dict[str, Any]:
+            types = {str: "string", int: "integer"}
+            properties = {name: {"type": types[field.annotation]} for name, field in cls.model_fields.items()}
+            return {"type": "object", "properties": properties, "required": list(properties)}
+
+    class Name(Plain):
         name: str
 
-    class Field(BaseModel):
+    class Field(Plain):
         id: int
         field: str
 

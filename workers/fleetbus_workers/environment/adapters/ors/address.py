@@ -32,11 +32,13 @@ def parse_address(text: str) -> Address:
     try:
         parts = urlsplit(place)
         host, _ = parts.hostname, parts.port
-    except ValueError as error:
-        raise UserError(f"{place!r} is not a URL: {error}") from error
+    except ValueError as error:  # it may quote a password
+        raise UserError("an address of an ORS server is not a URL; write it as in ors:http://127.0.0.1:8080#my_env") from error
     if parts.username or parts.password:
         raise UserError(f"the address of {host} must not hold a password: set the key in {TOKEN_VARIABLE}")
-    if parts.scheme not in ("http", "https") or not host or parts.query:
+    if parts.query:
+        raise UserError(f"the address of {host} must not have a query: set the key in {TOKEN_VARIABLE}")
+    if parts.scheme not in ("http", "https") or not host:
         raise UserError(f"{place!r} is not the address of an ORS server, as in ors:http://127.0.0.1:8080#my_env")
     if words and (len(words) > 1 or not words[0].startswith("split=") or words[0] == "split="):
         raise UserError(f"environment 'ors:{text}' must be written as {FORM}")

@@ -37,7 +37,8 @@ class OrsSession:
         self._client = client
         self._environment = environment
         self.id = sid
-        self._lost = ""
+        self._lost: SessionGone | None = None
+        self._is_created = False
 
     async def create(self, split: str, index: int) -> None:
         """Have the environment made, for a task. Repeating is harmless: a name stands for one session."""
@@ -47,6 +48,7 @@ class OrsSession:
         except Refused as error:
             if error.status != 400 or EXISTS not in str(error):  # the answer to an earlier try got lost
                 raise
+        self._is_created = True
 
     async def read_prompt(self) -> tuple[Block, ...]:
         """The task's prompt; waits until the environment is set up."""
@@ -58,24 +60,30 @@ class OrsSession:
         try:
             path = build_path(self._environment, "task_tools")
             return await self._client.ask("GET", path, Listing, sid=self.id, seconds=SETUP_SECONDS)
-        except SessionGone:  # so says a server that has no such page, too
-            return await self._client.ask("GET", build_path(self._environment, "tools"), Listing)
+        except SessionGone as gone:  # so says a server that has no such page, too
+            try:
+                return await self._client.ask("GET", build_path(self._environment, "tools"), Listing)
+            except Refused:
+                raise gone from None
 
     async def call(self, name: str, arguments: Mapping[str, Any], seconds: float) -> CallResult:
         """Have a tool called, once."""
-        if self._lost:
-            raise SessionGone(f"the session is gone: {self._lost}")
+        if self._lost is not None:
+            raise SessionGone(str(self._lost))
         result = await self._client.call(self.id, self._environment, name, arguments, seconds)
         if not result.ok and result.reason == "name_collision":  # no fault of the policy's
             raise ToolRaised(f"the environment cannot run {name!r}: {result.error}")
         return result
 
     async def ping(self) -> None:
-        """Say that the session is needed; one that is gone is remembered, any other failure is the next call's to find."""
+        """Say that the session is needed; one that is gone is remembered, any other failure is the next call's to find. One
+        that is not created yet is unknown to the server, which means nothing."""
+        if not self._is_created:
+            return
         try:
             await self._client.ask("POST", "/ping", dict[str, Any], sid=self.id, body={}, seconds=PING_SECONDS, tries=1)
         except SessionGone as gone:
-            self._lost = str(gone)
+            self._lost = gone
         except EnvironmentFailed as error:
             _log.debug("ors ping failed; trying again", server=self._client.url, reason=str(error))
 
