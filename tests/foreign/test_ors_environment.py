@@ -3,25 +3,29 @@ servers of the packages `ors-sdk` and `openreward`; then every way in which a se
 
 from __future__ import annotations
 
+import base64
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 from fleetbus.config.settings import Configuration, LimitSettings
 from fleetbus.core.text.prompts import NO_CALL
-from fleetbus_schemas import Task, ToolCall
+from fleetbus_schemas import Image, Task, Text, ToolCall
 from fleetbus_workers.environment import failure_location
 from fleetbus_workers.environment.adapters.ors import client as ors_client
 from fleetbus_workers.environment.adapters.ors.address import parse_address
+from fleetbus_workers.environment.adapters.ors.blocks import show_blocks
 from fleetbus_workers.environment.adapters.ors.client import Refused, SessionGone, ToolRaised, Unreachable
 from fleetbus_workers.environment.adapters.ors.environment import OrsEnvironment
-from fleetbus_workers.environment.adapters.ors.messages import BadAnswer
+from fleetbus_workers.environment.adapters.ors.messages import BadAnswer, Block
 from fleetbus_workers.environment.adapters.ors.rewards import NONE_AT_ALL, NONE_AT_THE_END
 from fleetbus_workers.environment.adapters.ors.server import OrsServer
 from fleetbus_workers.environment.base import EnvironmentFailed, Verdict
+from fleetbus_workers.environment.images.png import encode_rgb_png
 from fleetbus_workers.environment.specs import build_environment_factory
 from tests.support.ors_process import ors_server
 from tests.support.ors_server import OrsDouble, ors_double
@@ -179,8 +183,9 @@ async def test_a_place_that_is_not_there_fails_the_episode(url: str, index: int,
 
 @pytest.mark.parametrize("config", [{"split": ""}, {"index": "1"}, {"index": True}, {"reward": "mean"}])
 async def test_a_task_without_a_place_fails_the_episode(url: str, config: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"index": 0, "split": "train"} | config
     with pytest.raises(EnvironmentFailed, match=r"needs an index and a split|must be sum or last"):
-        async with playing(url, **{"index": 0, "split": "train"} | config):
+        async with playing(url, **given):
             pass
 
 
@@ -295,6 +300,44 @@ async def test_sessions_are_pinged_while_the_policy_thinks_and_one_that_expired_
             with pytest.raises(SessionGone, match="Active environment not found"):
                 await environment.step(COMPARE)
             assert not double.counts["order/call"], "nothing is asked of a session that is known to be gone"
+
+
+async def test_a_session_is_not_pinged_before_it_is_created() -> None:
+    async with ors_double() as double:
+        server = OrsServer(parse_address(f"{double.url}#order"), ping_seconds=0.02)
+        async with server.run():
+            session = await server.name_session()
+            await anyio.sleep(0.2)
+            assert not double.counts["ping"], "the server would say that there is no such session"
+            await session.create("train", 0)
+            await double.wait_for("ping", 2)
+            assert (await session.call("compare", {"first": "a", "second": "b"}, 5)).ok
+            await server.close_session(session)
+
+
+async def test_a_call_whose_name_the_server_forgot_is_lost() -> None:
+    async with faulty("cut after the name", "forget") as (double, environment):
+        with pytest.raises(SessionGone, match="does not know the call"):
+            await environment.step(COMPARE)
+        assert double.counts["runs"] == 1
+
+
+PIXEL = base64.b64encode(encode_rgb_png(np.zeros((2, 3, 3), np.uint8))).decode()
+
+
+async def test_images_follow_the_text_or_are_words() -> None:
+    blocks = (Block(text="Look:"), Block(type="image", data=PIXEL, mimeType="image/png"), Block(text="Well?"))
+    stored: list[Any] = []
+
+    async def store(picture: Any) -> Image:
+        stored.append(picture)
+        return Image(object="0" * 64)
+
+    assert await show_blocks(blocks, None, str) == "Look:\n[image, image/png]\nWell?"
+    text, image = await show_blocks(blocks, store, str, " (more)")
+    assert text == Text(text="Look:\n[image, image/png]\nWell? (more)") and (image.width, image.height) == (3, 2) and stored
+    with pytest.raises(EnvironmentFailed, match="cannot be read"):
+        await show_blocks((Block(type="image", data="?"),), store, str)
 
 
 async def test_a_cancelled_call_leaves_no_session() -> None:

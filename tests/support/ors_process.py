@@ -14,7 +14,7 @@ SCRIPT = ROOT / "tests/foreign/ors_environments/ors_server.py"
 
 
 def ors_python() -> Path:
-    """The Python with `ors-sdk` and `openreward`: ``ORS_PYTHON``, or that of ``.venv-ors`` (`just test-foreign` makes it)."""
+    """The Python with ors-sdk and openreward: ``ORS_PYTHON``, or that of ``.venv-ors`` (`just test-foreign` makes it)."""
     python = Path(os.environ.get("ORS_PYTHON") or ROOT / ".venv-ors" / "bin" / "python")
     assert python.is_file(), "there is no Python with ors-sdk: run `just test-foreign`"
     return python
@@ -22,7 +22,7 @@ def ors_python() -> Path:
 
 @contextmanager
 def ors_server(package: str, *, port: int = 0) -> Iterator[str]:
-    """A server of ``package``, `ors` or `openreward`; gives its address. It ends with this process at the latest, killed."""
+    """A server of ``package``, ``ors`` or ``openreward``; gives its address. It ends with this process at the latest."""
     process = subprocess.Popen(
         [ors_python(), SCRIPT, package, str(port)],
         stdin=subprocess.PIPE,

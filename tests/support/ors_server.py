@@ -89,7 +89,9 @@ class OrsDouble:
         if path == self.missing:
             return JSONResponse({"detail": "Not Found"}, 404)
         if path == "list_environments" and self.listing != b"":
-            return Response(self.listing, media_type="application/json") if self.listing else await anyio.sleep_forever()
+            if self.listing is None:
+                await anyio.sleep_forever()
+            return Response(self.listing, media_type="application/json")
         if path == "list_environments":
             return JSONResponse(list(self.environments))
         if path == "create_session":
@@ -161,6 +163,8 @@ class OrsDouble:
         if fault == "half an event":
             yield b"event: task_id\r\ndata: " + run.encode()
             return
+        if fault == "forget":
+            self.runs.clear()
         if fault == "hang":
             await anyio.sleep_forever()
         if run not in self.runs:

@@ -43,6 +43,7 @@ IN_THREAD_BYTES = 64 << 10
 
 MAY_PASS = frozenset({429, 502, 503, 504})
 GONE = frozenset({404, 410})
+FORGOTTEN = b"unknown task_id"
 _SESSION_ID = re.compile("[!-~]{1,256}")
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
@@ -188,6 +189,8 @@ class OrsClient:
                     body["task_id"] = data[:256].decode("utf-8", "replace").strip()
                 elif name in ("chunk", "end"):
                     parts.append(data)
+                elif name == "error" and data == FORGOTTEN and "task_id" in body:
+                    raise SessionGone("the server does not know the call any more: it was restarted, or too much time passed")
                 elif name == "error":
                     raise ToolRaised(f"the environment raised: {clean_error(data.decode('utf-8', 'replace'))}")
                 if name == "end":

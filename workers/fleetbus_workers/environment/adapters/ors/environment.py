@@ -173,7 +173,7 @@ class OrsEnvironment:
         return msgspec.structs.replace(step, **given)
 
     def _show(self, content: Content, more: str = "", *, failed: bool = False, output: str | None = None) -> Step:
-        """What the policy sees next; see `build_step`."""
+        """A step that shows ``content``, kept for the verifier; see `build_step`."""
         step = build_step(content, more, self._observation_bytes, failed=failed, output=output)
         self._conversation += step.messages
         return step
