@@ -7,10 +7,12 @@ whose config names none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from urllib.parse import quote, urlsplit
 
 from fleetbus.errors import UserError
+from fleetbus_schemas import Task
+from fleetbus_workers.environment.base import EnvironmentFailed
 
 TOKEN_VARIABLE = "ORS_API_KEY"
 """Sent as ``X-API-Key``; the standard's own client reads the same variable."""
@@ -44,6 +46,25 @@ def parse_address(text: str) -> Address:
         raise UserError(f"environment 'ors:{text}' must be written as {FORM}")
     split = words[0].removeprefix("split=") if words else ""
     return Address(parts._replace(fragment="").geturl().rstrip("/"), parts.fragment, split)
+
+
+class Place(NamedTuple):
+    """The place of a task in the server's data, and how the rewards of its calls become one."""
+
+    split: str
+    number: int
+    reward: Literal["sum", "last"]
+
+
+def read_place(task: Task, address: Address) -> Place:
+    """The place that a task's config names. Raises `EnvironmentFailed`."""
+    split, index = task.config.get("split") or address.split, task.config.get("index")
+    reward = task.config.get("reward", "sum")
+    if not isinstance(split, str) or not split or not isinstance(index, int) or isinstance(index, bool):
+        raise EnvironmentFailed(f"task {task.key}: its config needs an index and a split; `fleetbus tasks import` writes them")
+    if reward not in ("sum", "last"):
+        raise EnvironmentFailed(f"task {task.key}: reward must be sum or last, not {reward!r}")
+    return Place(split, index, reward)
 
 
 def choose_environment(address: Address, listed: Sequence[str]) -> str:

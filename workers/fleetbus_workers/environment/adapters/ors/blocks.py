@@ -13,15 +13,24 @@ import anyio
 import msgspec
 
 from fleetbus.core.text.prompts import truncate_text
-from fleetbus_schemas import ChatMessage, Text, ToolOutput
+from fleetbus_schemas import ChatMessage, Text, ToolOutput, ToolSpec
 from fleetbus_workers.environment.adapters.common.tool_results import Content
-from fleetbus_workers.environment.adapters.ors.messages import Block
+from fleetbus_workers.environment.adapters.ors.messages import Block, Listing
 from fleetbus_workers.environment.base import EnvironmentFailed, Step
 from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage, encode_image_file
 
+NO_PARAMETERS: dict[str, object] = {"type": "object", "properties": {}}
 MAX_IMAGES = 16
 MAX_IMAGE_BYTES = 8 << 20
 """Of one answer: further and larger images are words."""
+
+
+def build_tools(listing: Listing) -> tuple[ToolSpec, ...]:
+    """Tools as the policy is told of them; one without a schema takes nothing."""
+    return tuple(
+        ToolSpec(name=tool.name, description=tool.description or "", parameters=tool.input_schema or NO_PARAMETERS)
+        for tool in listing.tools
+    )
 
 
 async def show_blocks(

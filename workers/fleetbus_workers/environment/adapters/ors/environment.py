@@ -26,8 +26,8 @@ from fleetbus_workers.environment.adapters.common.tool_results import (
     is_final_answer,
     read_final_answer,
 )
-from fleetbus_workers.environment.adapters.ors.address import parse_address
-from fleetbus_workers.environment.adapters.ors.blocks import build_step, describe_blocks, show_blocks
+from fleetbus_workers.environment.adapters.ors.address import parse_address, read_place
+from fleetbus_workers.environment.adapters.ors.blocks import build_step, build_tools, describe_blocks, show_blocks
 from fleetbus_workers.environment.adapters.ors.client import Unsendable
 from fleetbus_workers.environment.adapters.ors.messages import CallResult, Output, TerminalTool
 from fleetbus_workers.environment.adapters.ors.rewards import NO_REWARD, EpisodeRewards
@@ -38,8 +38,6 @@ from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
 if TYPE_CHECKING:
     from fleetbus_workers.environment.adapters.mcp.environment import PromptStyle
     from fleetbus_workers.environment.images.observation import StoreImage
-
-NO_PARAMETERS: dict[str, object] = {"type": "object", "properties": {}}
 
 
 def build(context: AdapterContext) -> Factory:
@@ -81,26 +79,17 @@ class OrsEnvironment:
     async def open(self, task: Task) -> None:
         """Get a session for the task's place in the server's data. Raises `EnvironmentFailed`."""
         self._task = task
-        split, index = task.config.get("split") or self._server.address.split, task.config.get("index")
-        if not isinstance(split, str) or not split or not isinstance(index, int) or isinstance(index, bool):
-            raise EnvironmentFailed(
-                f"task {task.key}: its config needs an index and a split; `fleetbus tasks import` writes them"
-            )
-        if task.config.get("reward", "sum") not in ("sum", "last"):
-            raise EnvironmentFailed(f"task {task.key}: reward must be sum or last, not {task.config['reward']!r}")
-        self._rewards = EpisodeRewards(task.config.get("reward", "sum"))
+        place = read_place(task, self._server.address)
+        self._rewards = EpisodeRewards(place.reward)
         self._session = await self._server.name_session()
-        await self._session.create(split, index)
+        await self._session.create(place.split, place.number)
 
     async def reset(self) -> Start:
         task = self._task
         assert self._session is not None
         blocks, listing = await self._session.read_prompt(), await self._session.list_tools()
         self._terminal = listing.terminal_tool
-        self._tools = tuple(
-            ToolSpec(name=tool.name, description=tool.description or "", parameters=tool.input_schema or NO_PARAMETERS)
-            for tool in listing.tools
-        )
+        self._tools = build_tools(listing)
         if not self._tools and self._terminal is None:
             raise EnvironmentFailed(f"the ORS environment of task {task.key} lists no tools")
         shown = await show_blocks(blocks, self._store_image, lambda text: "\n\n".join(filter(None, (task.prompt, text))))
