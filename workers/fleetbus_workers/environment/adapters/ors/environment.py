@@ -1,9 +1,9 @@
 """Environments on a server of the Open Reward Standard: one session per episode, actions by tool calls, the server's rewards.
 
-The reward is the sum over the calls, as the standard has it ("accumulated over an episode"), or the last one where a task's
-config says ``"reward": "last"``. All that is the server's failure raises; only what the server says of the policy's own call is
-an observation. See docs/decisions/0260-calls-of-the-open-reward-standard-run-once.md. Above it is the session of an environment
-worker, below it `server`. A task's ``config``: ``index`` and ``split``, its place in the server's data.
+The reward is the sum over the calls ("accumulated over an episode"), or the last one where a task's config has ``"reward":
+"last"``. What is the server's failure raises; only what the server says of the policy's own call is an observation. See
+docs/decisions/0260-calls-of-the-open-reward-standard-run-once.md. Above it is the session of an environment worker, below it
+`server`. A task's ``config``: ``index`` and ``split``, its place in the server's data.
 """
 
 from __future__ import annotations
