@@ -85,9 +85,8 @@ class OrsEnvironment:
         await self._session.create(place.split, place.number)
 
     async def reset(self) -> Start:
-        task = self._task
-        assert self._session is not None
-        blocks, listing = await self._session.read_prompt(), await self._session.list_tools()
+        session, task = self._require_session(), self._task
+        blocks, listing = await session.read_prompt(), await session.list_tools()
         self._terminal = listing.terminal_tool
         self._tools = build_tools(listing)
         if not self._tools and self._terminal is None:
@@ -140,10 +139,8 @@ class OrsEnvironment:
 
     async def _call(self, name: str, arguments: Mapping[str, object]) -> CallResult:
         """The server's answer; arguments that are no JSON get none, and never leave."""
-        if self._session is None:
-            raise EnvironmentFailed("the ORS session was never opened, or is closed")
         try:
-            return await self._session.call(name, arguments, self._call_seconds)
+            return await self._require_session().call(name, arguments, self._call_seconds)
         except Unsendable as error:
             return CallResult(ok=False, error=f"the arguments are no JSON: {error}")
 
@@ -152,14 +149,8 @@ class OrsEnvironment:
         reward = self._rewards.record(output.reward, finished=output.finished)
         content = await show_blocks(output.blocks, self._store_image, format_tool_result, more)
         step = self._show(content, more, output=describe_blocks(output.blocks))
-        unrewarded = NO_REWARD if reward is None else ""
-        given = {
-            "terminated": output.finished,
-            "reward": reward or 0.0,
-            "unrewarded": unrewarded,
-            "info": output.metadata or {},
-        }
-        return msgspec.structs.replace(step, **given)
+        own, missing, info = reward or 0.0, NO_REWARD if reward is None else "", output.metadata or {}
+        return msgspec.structs.replace(step, terminated=output.finished, reward=own, unrewarded=missing, info=info)
 
     def _show(self, content: Content, more: str = "", *, failed: bool = False, output: str | None = None) -> Step:
         """A step that shows ``content``, kept for the verifier; see `build_step`."""
@@ -185,6 +176,11 @@ class OrsEnvironment:
 
     async def query(self, sql: str, params: Sequence[Any]) -> object:
         raise LookupError("this environment has no database")
+
+    def _require_session(self) -> OrsSession:
+        if self._session is None:
+            raise EnvironmentFailed("the ORS session was never opened, or is closed")
+        return self._session
 
     async def close(self) -> None:
         session, self._session = self._session, None
