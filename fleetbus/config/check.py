@@ -24,6 +24,7 @@ from fleetbus_schemas.subjects import InvalidName, check_name
 _CREDENTIAL_VARIABLES = {
     "remote-gym": "GYM_API_KEY",
     "openenv": "OPENENV_TOKEN",
+    "ors": "ORS_API_KEY",
     "fleet": "FLEET_API_KEY",
     "http": "MCP_BEARER_TOKEN",
     "https": "MCP_BEARER_TOKEN",

@@ -65,6 +65,7 @@ def test_log_lines_do_not_hold_them(restored_logs: object) -> None:
         ("http:https://mcp.example/mcp?api_key=q-67890", "MCP_BEARER_TOKEN"),
         ("https://mcp.example/mcp?x=1&Client-Secret=q-67890", "MCP_BEARER_TOKEN"),
         ("openenv:http://h:8000?authToken=q-67890", "OPENENV_TOKEN"),
+        ("ors:https://h/v1?api_key=q-67890#sums", "ORS_API_KEY"),
         ("fleet:https://h/v1?password=q-67890", "FLEET_API_KEY"),
         ("one=scripted,two=remote-gym:https://h/?token=q-67890", "GYM_API_KEY"),
     ],

@@ -64,15 +64,18 @@ class RuleTemplate:
 
 
 class RuleSampler(ScriptedSampler):
-    """Says `LINES`. ``hold`` may give an event to wait for before a turn is said: by world and turn, 0 first."""
+    """Says `LINES`, each after ``seconds``. ``hold`` may give an event to wait for before a turn is said: by world and turn, 0
+    first."""
 
     def __init__(
         self,
         lines: Mapping[str, Sequence[str]] | None = None,
         *,
         hold: Callable[[str, int], anyio.Event | None] = lambda world, turn: None,
+        seconds: float = 0.0,
     ) -> None:
         super().__init__()
+        self._seconds = seconds
         self._lines = LINES | dict(lines or {})
         self._hold = hold
 
@@ -81,6 +84,7 @@ class RuleSampler(ScriptedSampler):
         found = _WORLD.search(history)
         assert found is not None, history
         turn = sum(one == STOP for one in request.ids)
+        await anyio.sleep(self._seconds)
         event = self._hold(found[1], turn)
         if event is not None:
             await event.wait()

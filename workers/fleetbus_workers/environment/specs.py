@@ -72,6 +72,10 @@ ADAPTERS = (
     Adapter("openenv:URL", "openenv.environment:build", "openenv", "an OpenEnv 0.10 server"),
     Adapter("nemo-gym:URL", "nemo_gym.environment:build", "environment", "a resources server of NeMo Gym 0.7"),
     Adapter(
+        "ors:URL[#ENVIRONMENT]", "ors.environment:build", "ors",
+        "an environment on a server of the Open Reward Standard (`ors-sdk`, `openreward`)", task_key="index",
+    ),
+    Adapter(
         "remote-gym[:URL[,URL...]]", "remote_gym.environment:build", "remote-gym",
         "servers of the remote-gym protocol (multipart over HTTP)", task_key="base_urls",
     ),

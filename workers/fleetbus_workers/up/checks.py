@@ -268,6 +268,10 @@ def check_environment(
             from fleetbus_workers.environment.adapters.foreign.factory import check_package  # needs packages of an extra
 
             check_package(spec, python)
+        if find_adapter(spec).name == "ors":
+            from fleetbus_workers.environment.adapters.ors.tasks import check_server
+
+            check_server(spec)
     dataset = load_dataset(tasks) if tasks else [build_warehouse_task(0)]
     check_tasks_are_served(parse_keyed_specs(specs), [task for task in dataset if is_served(task)])
     if tasks:

@@ -95,14 +95,22 @@ def check(location: str, parallel: int, seconds: float, boxes: str, as_json: boo
 @click.option("--environment-python", "python", default="", metavar="PATH", help="Interpreter that has the package")
 @click.option("--env", default="", metavar="KEY", help="Environment key of the tasks, where a run has several environments")
 def import_tasks(spec: str, output: Path, count: int, python: str, env: str) -> int:
-    """Write the tasks of verifiers:NAME, inspect:TASK, bfcl:CATEGORY or tau2:DOMAIN as a tasks file: their places in the
-    package's own data, whose prompts are there to be read, for the package sends its own."""
-    from fleetbus_workers.environment.adapters.foreign.tasks import list_tasks
-
-    tasks = list_tasks(spec, python, count, env=env).tasks
+    """Write the tasks of verifiers:NAME, inspect:TASK, bfcl:CATEGORY, tau2:DOMAIN or ors:URL#NAME as a tasks file: their places
+    in the package's or server's own data. Prompts in the file are there to be read, for the package sends its own."""
+    tasks = _list_tasks(spec, python, count, env)
     output.write_bytes(msgspec.json.format(msgspec.json.encode(tasks), indent=1))
     print(f"wrote {len(tasks)} tasks to {output}")
     return 0
+
+
+def _list_tasks(spec: str, python: str, count: int, env: str) -> list[dict[str, Any]]:
+    if spec.partition(":")[0] == "ors":
+        from fleetbus_workers.environment.adapters.ors.tasks import list_tasks as list_served
+
+        return list_served(spec, count, env=env)
+    from fleetbus_workers.environment.adapters.foreign.tasks import list_tasks
+
+    return list_tasks(spec, python, count, env=env).tasks
 
 
 @command.command("split", short_help="Write training and held-out tasks")

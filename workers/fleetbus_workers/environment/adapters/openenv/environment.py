@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from fleetbus.core.text.prompts import (
     NO_CALL,
-    build_compact_system_prompt,
-    build_fleet_system_prompt,
     format_error,
     format_further_calls,
     format_tool_result,
@@ -31,6 +29,7 @@ from fleetbus.core.text.tool_calls import final_answer, is_done, parse_tool_call
 from fleetbus_schemas import Action, ChatMessage, Task, ToolCall, ToolOutput, ToolSpec
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.common.action_text import extract_action
+from fleetbus_workers.environment.adapters.common.system_prompts import build_system_prompt
 from fleetbus_workers.environment.adapters.common.tool_results import (
     answer_first_call,
     build_tool_messages,
@@ -105,7 +104,7 @@ class OpenEnvEnvironment:
         await self._discover_actions(session)
         shown = self._format_observation(observed)
         messages = [ChatMessage(role="user", content="\n\n".join(filter(None, (task.prompt, shown))))]
-        system = self._build_system_prompt()
+        system = build_system_prompt(self._prompt, self._tools, self._task, self._today)
         if system:
             messages.insert(0, ChatMessage(role="system", content=system))
         self._conversation = list(messages)
@@ -138,14 +137,6 @@ class OpenEnvEnvironment:
         self._field = find_text_field(schema)
         if not self._field:
             self._tools = (ToolSpec(name=ACT, description="Act in the environment.", parameters=_drop_metadata(schema)),)
-
-    def _build_system_prompt(self) -> str:
-        if not self._tools or self._prompt == "template":
-            return ""
-        if self._prompt == "compact":
-            return build_compact_system_prompt(self._tools)
-        variables, modality = self._task.env_variables, self._task.modality
-        return build_fleet_system_prompt(self._tools, today=self._today(), env_variables=variables, modality=modality)
 
     async def step(self, action: Action) -> Step:
         self._conversation.append(ChatMessage(role="assistant", content=action.text))

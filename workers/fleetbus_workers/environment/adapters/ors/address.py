@@ -1,0 +1,85 @@
+"""Addresses of servers of the Open Reward Standard: ``URL[#ENVIRONMENT] [split=NAME]``, after ``ors:``. Pure.
+
+Without an environment a server with only one is meant. ``split`` is where `fleetbus tasks import` reads, and the split of tasks
+whose config names none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+from urllib.parse import quote, urlsplit
+
+from fleetbus.errors import UserError
+from fleetbus_schemas import Task
+from fleetbus_workers.environment.base import EnvironmentFailed
+
+TOKEN_VARIABLE = "ORS_API_KEY"
+"""Sent as ``X-API-Key``; the standard's own client reads the same variable."""
+
+FORM = "ors:URL[#ENVIRONMENT] [split=NAME]"
+
+
+class Address(NamedTuple):
+    """``url`` without a slash at its end, the name of an environment or nothing, the name of a split or nothing."""
+
+    url: str
+    environment: str = ""
+    split: str = ""
+
+
+def parse_address(text: str) -> Address:
+    """Read what follows ``ors:``. Raises `UserError` for what is no address, and for one with a password."""
+    place, *words = text.split() or [""]
+    try:
+        parts = urlsplit(place)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:  # it may quote a password
+        raise UserError("an address of an ORS server is not a URL; write it as in ors:http://127.0.0.1:8080#my_env") from error
+    if parts.username or parts.password:
+        raise UserError(f"the address of {host} must not hold a password: set the key in {TOKEN_VARIABLE}")
+    if parts.query:
+        raise UserError(f"the address of {host} must not have a query: set the key in {TOKEN_VARIABLE}")
+    if parts.scheme not in ("http", "https") or not host:
+        raise UserError(f"{place!r} is not the address of an ORS server, as in ors:http://127.0.0.1:8080#my_env")
+    if words and (len(words) > 1 or not words[0].startswith("split=") or words[0] == "split="):
+        raise UserError(f"environment 'ors:{text}' must be written as {FORM}")
+    split = words[0].removeprefix("split=") if words else ""
+    return Address(parts._replace(fragment="").geturl().rstrip("/"), parts.fragment, split)
+
+
+class Place(NamedTuple):
+    """The place of a task in the server's data, and how the rewards of its calls become one."""
+
+    split: str
+    number: int
+    reward: Literal["sum", "last"]
+
+
+def read_place(task: Task, address: Address) -> Place:
+    """The place that a task's config names. Raises `EnvironmentFailed`."""
+    split, index = task.config.get("split") or address.split, task.config.get("index")
+    reward = task.config.get("reward", "sum")
+    if not isinstance(split, str) or not split or not isinstance(index, int) or isinstance(index, bool):
+        raise EnvironmentFailed(f"task {task.key}: its config needs an index and a split; `fleetbus tasks import` writes them")
+    if reward not in ("sum", "last"):
+        raise EnvironmentFailed(f"task {task.key}: reward must be sum or last, not {reward!r}")
+    return Place(split, index, reward)
+
+
+def choose_environment(address: Address, listed: Sequence[str]) -> str:
+    """The server's own name of the environment that an address means. Raises `UserError`; servers compare without case."""
+    names = {name.lower(): name for name in listed}
+    if address.environment and address.environment.lower() in names:
+        return names[address.environment.lower()]
+    if not address.environment and len(listed) == 1:
+        return listed[0]
+    has = f"it has {', '.join(listed)}" if listed else "it lists none"
+    if address.environment:
+        raise UserError(f"the ORS server {address.url} has no environment {address.environment!r}; {has}")
+    raise UserError(f"name an environment of the ORS server {address.url}, as in ors:{address.url}#NAME; {has}")
+
+
+def build_path(environment: str, call: str) -> str:
+    """The path of a call of an environment, whatever its name holds."""
+    return f"/{quote(environment, safe='')}/{call}"
