@@ -43,7 +43,6 @@ class NemoGymDouble:
     def __init__(self) -> None:
         self.counters: dict[str, int] = {}
         self.asked: list[str] = []
-        self.logins: set[str] = set()
         self.verified: list[dict[str, Any]] = []
         self.verdict: Any = None
         self.faults: dict[str, list[int | str]] = {}
@@ -56,7 +55,6 @@ class NemoGymDouble:
     async def _answer(self, request: Request) -> Response:
         path, body = request.path_params["path"], await request.json()
         self.asked.append(path)
-        self.logins.add(request.headers.get("authorization", ""))
         session = request.cookies.get("counter", "") or uuid4().hex
         answer = await self._spoil(path) or self._act(path, session, body)
         answer.set_cookie("counter", session, httponly=True, samesite="lax")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -184,18 +182,12 @@ async def test_a_cancelled_call_is_over_at_once_and_closed() -> None:
             await environment.step(say("", ADD[1]))
 
 
-async def test_a_server_that_is_killed_fails_the_episode_in_words(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
-    async with nemo_gym_double() as (double, server):
-        double.url = double.url.replace("//", "//user:secret@")
-        async with playing(double) as environment:
-            await server.kill()
-            for call in (environment.step(say("", ADD[1])), environment.verify()):
-                with pytest.raises(EnvironmentFailed) as failed:
-                    await call
-                assert "secret" not in str(failed.value)
-    assert "secret" not in caplog.text and "HTTP Request" in caplog.text
-    assert double.logins == {"Basic " + base64.b64encode(b"user:secret").decode()}
+async def test_a_server_that_is_killed_fails_the_episode_in_words() -> None:
+    async with nemo_gym_double() as (double, server), playing(double) as environment:
+        await server.kill()
+        for call in (environment.step(say("", ADD[1])), environment.verify()):
+            with pytest.raises(EnvironmentFailed):
+                await call
 
 
 @pytest.mark.parametrize(
@@ -224,7 +216,8 @@ async def test_a_row_that_cannot_be_played_says_why(config: dict[str, Any], word
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://u:secret@h", "http://", "http://h:0", "http://h:x", "http://h?a=b", "h:80", "http://[::1"]
+    "url",
+    ["ftp://u:secret@h", "http://u:secret@h", "http://", "http://h:0", "http://h:x", "http://h?a=b", "h:80", "http://[::1"],
 )
 def test_a_bad_address_is_one_line_and_exit_code_2(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError) as refused:
@@ -232,7 +225,7 @@ def test_a_bad_address_is_one_line_and_exit_code_2(url: str, capsys: pytest.Capt
     assert "\n" not in str(refused.value) and "secret" not in str(refused.value)
     assert run_program(["check", f"nemo-gym:{url}"]) == 2
     shown = capsys.readouterr()
-    assert "nemo-gym" in shown.err and "secret" not in shown.err + shown.out and len(shown.err.splitlines()) == 1
+    assert "secret" not in shown.err + shown.out and len(shown.err.splitlines()) == 1
 
 
 def test_an_address_may_end_in_a_slash() -> None:

@@ -13,7 +13,7 @@ from datetime import date
 from functools import partial
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, urlsplit
 
 import anyio
 import httpx
@@ -69,6 +69,8 @@ def check_url(url: str) -> str:
         good = False
     if not good:
         raise UserError(f"environment 'nemo-gym:{strip_credentials(url)}' must be written as nemo-gym:http://HOST:PORT")
+    if parts.username or parts.password:
+        raise UserError(f"the address of {parts.hostname} must not hold a password: settings are written to files")
     return url.rstrip("/")
 
 
@@ -88,9 +90,7 @@ class NemoGymEnvironment:
         *,
         trust: SSLContext | bool = True,
     ) -> None:
-        self._url = strip_credentials(url)
-        parts = urlsplit(url)
-        self._login = (unquote(parts.username), unquote(parts.password or "")) if parts.username else None
+        self._url = url
         self._seconds, self._verify_seconds = call_seconds, verify_seconds
         self._prompt = prompt
         self._bytes = observation_bytes
@@ -112,8 +112,7 @@ class NemoGymEnvironment:
         if task.prompt:
             self._messages = (ChatMessage(role="system", content=task.prompt), *self._messages)
         timeout = httpx.Timeout(None, connect=min(CONNECT_SECONDS, self._seconds))  # `_post` limits all of a call
-        client = httpx.AsyncClient(auth=self._login, timeout=timeout, verify=self._trust, event_hooks=bound(httpx))
-        self._client = client  # the login is not in the addresses, which httpx logs
+        self._client = httpx.AsyncClient(timeout=timeout, verify=self._trust, event_hooks=bound(httpx))
         for remaining in reversed(range(SEED_TRIES)):
             try:
                 seeded = await self._post("seed_session", row, self._seconds)
