@@ -31,7 +31,7 @@ from fleetbus_workers.up.checks import check_policies_of_seats
 from fleetbus_workers.up.placement import VISIBLE, place_roles
 from fleetbus_workers.up.process import ProcessPlan
 from fleetbus_workers.up.process_plans import build_role_command, build_role_plans
-from fleetbus_workers.up.seat_workers import SeatWorker, check_seat_names, list_seat_workers
+from fleetbus_workers.up.seat_workers import SeatWorker, check_seat_names, describe_unserved_seats, list_seat_workers
 
 SEATS = "customer=http://127.0.0.1:1\nsolver=train:models/small\nold=model:models/old"
 
@@ -172,3 +172,10 @@ def test_learners_divide_the_gpus_that_are_left_and_each_engine_has_its_own() ->
         place_roles(given, ("0", "1", "2", "3", "4"))
     shared = place_roles(replace(given, inference=InferenceSettings(engine="torch", device="cuda")), ("0",))
     assert shared.learners == (("0",), ("0",)) and set(shared.inference) == {("0",)} and shared.processes == 1
+
+
+def test_seats_whose_policy_nobody_serves_are_named() -> None:
+    seats = "a=train\nb=trian\nc=http://127.0.0.1:9/v1\nd=default"
+    configuration = Configuration(run=RunSettings(seats=seats, policy="default"))
+    (line,) = describe_unserved_seats(configuration)
+    assert "the seat b waits" in line and "policy trian" in line and "--seat b=train" in line

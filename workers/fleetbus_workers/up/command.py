@@ -37,6 +37,7 @@ from fleetbus_workers.up.process_plans import build_role_command
 from fleetbus_workers.up.profile import fit_machine
 from fleetbus_workers.up.reward_chart import draw_reward_chart
 from fleetbus_workers.up.run import Run, RunResult, ServePage
+from fleetbus_workers.up.seat_workers import describe_unserved_seats
 from fleetbus_workers.up.summary_builder import Summary, is_summarized
 from fleetbus_workers.up.summary_report import format_finished_report, format_report, load_summary, write_summary
 from fleetbus_workers.up.supervisor import WorkerUnrecoverable
@@ -214,7 +215,8 @@ def record_start(configuration: Configuration, folder: RunFolder) -> None:
 async def _run(configuration: Configuration, folder: RunFolder, page: ServePage | None) -> RunResult:
     progress = Progress(configuration.learner.steps, keeps=is_summarized, evaluation_episodes=configuration.evaluation.episodes)
     async with open_display(progress) as display:
-        display.line(format_opening_line(configuration, folder))
+        for line in (format_opening_line(configuration, folder), *describe_unserved_seats(configuration)):
+            display.line(line)
         command, record = build_role_command(folder.configuration), partial(record_start, configuration, folder)
         run = Run(configuration, folder, command=command, record_start=record, display=display, page=page)
         return await run.run(progress)

@@ -59,6 +59,18 @@ def list_seat_workers(configuration: Configuration) -> list[SeatWorker]:
     return found
 
 
+def describe_unserved_seats(configuration: Configuration) -> list[str]:
+    """A line for each seat whose policy no worker of `up` serves: its episodes wait for one that somebody else starts."""
+    seats = parse_seats(configuration.run.seats)
+    served = {configuration.run.policy, *(seat.policy for seat in seats if seat.is_served)}
+    return [
+        f"the seat {seat.seat} waits for inference workers of the policy {seat.policy}, of which `up` starts none "
+        f"(--seat {seat.seat}=train would train it)"
+        for seat in seats
+        if seat.policy not in served
+    ]
+
+
 def name_learner(policy: str) -> str:
     """The name of the learner that `up` starts for the policy of a seat."""
     return f"learner-{policy}"
