@@ -15,6 +15,7 @@ import pytest
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task, ToolCall
 from fleetbus_workers.cli.program import run_program
+from fleetbus_workers.environment.adapters.nemo_gym import environment as nemo_gym
 from fleetbus_workers.environment.adapters.nemo_gym.environment import NemoGymEnvironment, check_url
 from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.specs import build_environment_factory
@@ -152,6 +153,26 @@ async def test_errors_of_tools_are_for_the_policy_to_read_and_other_addresses_ar
         assert double.asked == ["seed_session", "increment_counter"]
         double.faults["increment_counter"] = [500]
         assert (await environment.step(say("", ADD[1]))).tool_errors == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), "\ud800"])
+async def test_arguments_that_are_no_json_are_the_policy_s_error_and_never_leave(value: object) -> None:
+    async with nemo_gym_double() as (double, _), playing(double) as environment:
+        wrong = ToolCall(name="increment_counter", arguments={"count": value}, id="c1")
+        step = await environment.step(say("", wrong))
+        assert step.tool_errors == 1 and "no JSON" in str(step.messages[0].content)
+        assert "increment_counter" not in double.asked and (await environment.verify()).reward == 0.0
+
+
+async def test_a_server_cannot_fill_the_memory_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nemo_gym, "MAX_OUTPUT_BYTES", 1000)
+    async with nemo_gym_double() as (double, _), playing(double) as environment:
+        double.faults["increment_counter"] = ["x" * 900] * 2
+        await environment.step(say("", ADD[1]))
+        with pytest.raises(EnvironmentFailed, match="more than 1000 bytes"):
+            await environment.step(say("", ADD[1]))
+        double.faults["verify"] = ["text/plain " + "[" + "[]," * 400_000 + "[]]"]
+        assert "JSON with up to" in (await environment.verify()).reason
 
 
 async def test_a_seed_is_repeated_and_given_up_after_three() -> None:
