@@ -70,6 +70,10 @@ def call_fleetbus(words: list[str], folder: Path, seconds: float) -> tuple[int |
         return status, (folder / "out.txt").read_text()
 
 
+def read_last_line(said: str) -> str:
+    return said.strip().rpartition("\n")[2]
+
+
 def train(unseen: Unseen, folder: Path, steps: int) -> dict[str, Any]:
     began = time.monotonic()
     needs = {"config": {"modules": ["minigrid"]}} if "MiniGrid" in unseen.spec else {}
@@ -79,15 +83,15 @@ def train(unseen: Unseen, folder: Path, steps: int) -> dict[str, Any]:
     options = list(unseen.options)
     if not options:
         status, said = call_fleetbus(["starter", "small", *named], folder, LIMIT_SECONDS)
-        if status:
-            return {"environment": unseen.spec, "refused": said.strip().splitlines()[-1]}
+        if status != 0:  # None: it took all the time there was
+            return {"environment": unseen.spec, "refused": read_last_line(said)}
         options = ["--model", "small"]
     left = LIMIT_SECONDS - (time.monotonic() - began)
     status, said = call_fleetbus(["up", *named, *options, "--no-monitor", "--steps", str(steps)], folder, left)
     found = [(float(success), float(reward)) for _, success, reward in STEP.findall(said)]
     row: dict[str, Any] = {"environment": unseen.spec, "seconds": round(time.monotonic() - began), "steps": len(found)}
     if not found:
-        return row | {"refused": said.strip().splitlines()[-1]}
+        return row | {"refused": read_last_line(said)}
     row |= {"first": round(mean(one for one, _ in found[:5]), 3), "last": round(mean(one for one, _ in found[-5:]), 3)}
     row |= {"reward": [round(mean(one for _, one in found[:5]), 3), round(mean(one for _, one in found[-5:]), 3)]}
     summary = folder / ".fleetbus" / "runs" / "default" / "summary.json"
@@ -98,10 +102,12 @@ def train(unseen: Unseen, folder: Path, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("specs", nargs="*", help="some of them; by default all")
+    parser.add_argument("specs", nargs="*", help="some of them; by default all", metavar="SPEC")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     arguments = parser.parse_args()
+    if unknown := set(arguments.specs) - {unseen.spec for unseen in ENVIRONMENTS}:
+        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(unseen.spec for unseen in ENVIRONMENTS)}")
     for unseen in ENVIRONMENTS:
         if arguments.specs and unseen.spec not in arguments.specs:
             continue
