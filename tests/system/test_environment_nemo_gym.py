@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import json
 import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -254,6 +257,21 @@ def test_a_bad_address_is_one_line_and_exit_code_2(url: str, capsys: pytest.Capt
     assert run_program(["check", f"nemo-gym:{url}"]) == 2
     shown = capsys.readouterr()
     assert "nemo-gym" in shown.err and "secret" not in shown.err + shown.out and len(shown.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("tasks", [None, [{"key": "a", "prompt": "p"}]])
+def test_a_run_without_rows_is_refused_before_anything_starts(
+    tasks: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.json").write_text(json.dumps(tasks))
+    named = ["--tasks", "t.json"] if tasks else []
+    assert run_program(["up", "--environment", "nemo-gym:http://127.0.0.1:9", *named]) == 2
+    said = capsys.readouterr().err
+    assert "has no row in its config; give rows of the server's dataset with --tasks" in said and said.count("\n") == 1
+    assert run_program(["tasks", "import", "nemo-gym:http://127.0.0.1:9"]) == 2
+    said = capsys.readouterr().err
+    assert "lists no tasks" in said and said.count("\n") == 1 and os.listdir(tmp_path) == ["t.json"]
 
 
 def test_an_address_may_end_in_a_slash() -> None:
