@@ -1,9 +1,9 @@
 """Answers of servers that may be bad, bounded while they are read: in bytes and in values, for every HTTP client.
 
 `bound` gives the event hooks of an httpx (or httpx2) client, so that no caller has to remember it, and proxies stay in use.
-What exceeds a bound is an error of the transport, as a broken connection is. Texts are UTF-8, whatever an answer says: it could
-name a codec that takes hours, as punycode does. Where no redirect is followed its address is not even read: one that is none would
-raise what no caller expects.
+What exceeds a bound is an error of the transport, as a broken connection is. Texts are UTF-8, whatever an answer says: it
+could name a codec that takes hours, as punycode does. Where no redirect is followed its address is not even read: one that is
+none would raise what no caller expects.
 """
 
 from __future__ import annotations

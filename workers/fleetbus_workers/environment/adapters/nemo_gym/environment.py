@@ -176,7 +176,9 @@ class NemoGymEnvironment:
         answer = await self._post(quote(call.name, safe=""), call.arguments, self._seconds)
         self._output_bytes += len(answer.content)
         if self._output_bytes > MAX_OUTPUT_BYTES:
-            raise EnvironmentFailed(f"{self._url}/{call.name}: the outputs of this episode have more than {MAX_OUTPUT_BYTES} bytes")
+            raise EnvironmentFailed(
+                f"{self._url}/{call.name}: the outputs of this episode have more than {MAX_OUTPUT_BYTES} bytes"
+            )
         return answer.text, answer.status_code >= 400
 
     async def _post(self, path: str, body: Any, seconds: float) -> httpx.Response:
