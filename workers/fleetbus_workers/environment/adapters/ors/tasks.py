@@ -40,7 +40,7 @@ def check_server(spec: str) -> None:
 
 
 def _run(address: Address, ask: Callable[[OrsClient], Awaitable[T]]) -> T:
-    """What ``ask`` returns; a failure of the server's is a `UserError` with one line."""
+    """The result of ``ask``; a failure of the server's is a `UserError` with one line."""
 
     async def connect() -> T:
         client = OrsClient(address.url)
