@@ -72,6 +72,10 @@ def call_fleetbus(words: list[str], folder: Path, seconds: float) -> tuple[int |
         return status, (folder / "out.txt").read_text()
 
 
+def read_last_line(said: str) -> str:
+    return said.strip().rpartition("\n")[2]
+
+
 def train(unseen: Unseen, folder: Path, steps: int) -> dict[str, Any]:
     began = time.monotonic()
     needs = {"config": {"modules": ["minigrid"]}} if "MiniGrid" in unseen.spec else {}
@@ -81,8 +85,8 @@ def train(unseen: Unseen, folder: Path, steps: int) -> dict[str, Any]:
     options = list(unseen.options)
     if not options:
         status, said = call_fleetbus(["starter", "small", *named], folder, LIMIT_SECONDS)
-        if status:
-            return {"environment": unseen.spec, "refused": said.strip().splitlines()[-1]}
+        if status != 0:  # None: it took all the time there was
+            return {"environment": unseen.spec, "refused": read_last_line(said)}
         options = ["--model", "small"]
     command = ["up", *named, *options, "--no-monitor", "--evaluation-episodes", str(EVALUATED)]
     told: dict[str, Any] = {}
@@ -94,7 +98,7 @@ def train(unseen: Unseen, folder: Path, steps: int) -> dict[str, Any]:
             break
     row: dict[str, Any] = {"environment": unseen.spec, "seconds": round(time.monotonic() - began)}
     if not told.get("steps"):
-        return row | {"refused": said.strip().splitlines()[-1]}
+        return row | {"refused": read_last_line(said)}
     successes, rewards = told["success_by_step"], told["reward_by_step"]
     row |= {"steps": len(successes), "success": [summarize(successes[:5]), summarize(successes[-5:])]}
     row["reward"] = [summarize(rewards[:5]), summarize(rewards[-5:])]
@@ -108,10 +112,12 @@ def summarize(values: list[float | None]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("specs", nargs="*", help="some of them; by default all")
+    parser.add_argument("specs", nargs="*", help="some of them; by default all", metavar="SPEC")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     arguments = parser.parse_args()
+    if unknown := set(arguments.specs) - {unseen.spec for unseen in ENVIRONMENTS}:
+        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(unseen.spec for unseen in ENVIRONMENTS)}")
     for unseen in ENVIRONMENTS:
         if arguments.specs and unseen.spec not in arguments.specs:
             continue

@@ -99,6 +99,8 @@ class CaptureLog:
                     return
                 await self.mark_incomplete(rollout, call)
                 raise CaptureConflict(f"call {call!r} of rollout {rollout!r} stands in the record with another payload")
+            if parts and (capture.retired or capture.snapshot_id):  # nobody will ever read them, and no sweep would find them
+                await self._purge(self._subject(rollout, call), parts[-1] + 1)
             capture.check(rollout)
             parts = parts or await self._store(rollout, call, payload)
             if await self._say(capture, Said(what="record", rollout=rollout, call=call, stored=Stored(digest, parts))):

@@ -160,8 +160,8 @@ def _is_text(content: bytes) -> bool:
 
 
 def find_environment_secrets(variables: Mapping[str, str]) -> list[str]:
-    """Values of environment variables whose names are those of secrets."""
-    return [value for name, value in variables.items() if _is_secret(name) and not value.startswith(("/", "."))]
+    """Values of environment variables whose names are those of secrets, without the line end of a file they were read from."""
+    return [value.strip() for name, value in variables.items() if _is_secret(name) and not value.startswith(("/", "."))]
 
 
 def _wipe(tokens: object) -> bytes:

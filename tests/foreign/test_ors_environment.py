@@ -14,6 +14,7 @@ import pytest
 
 from fleetbus.config.settings import Configuration, LimitSettings
 from fleetbus.core.text.prompts import NO_CALL
+from fleetbus.errors import UserError
 from fleetbus_schemas import Image, Task, Text, ToolCall
 from fleetbus_workers.environment import failure_location
 from fleetbus_workers.environment.adapters.ors import client as ors_client
@@ -296,7 +297,11 @@ async def test_sessions_are_pinged_while_the_policy_thinks_and_one_that_expired_
         async with server.run(), episode(lambda: OrsEnvironment(server, grader=NoGrader())) as (environment, _):
             await double.wait_for("ping", 3)
             double.sessions.clear()
-            await double.wait_for("ping", double.counts["ping"] + 2)
+            await double.wait_for("ping", double.counts["ping"] + 1)
+            await anyio.sleep(0.2)
+            known = double.counts["ping"]
+            await anyio.sleep(0.2)
+            assert double.counts["ping"] == known, "what is gone is not asked for again"
             with pytest.raises(SessionGone, match="Active environment not found"):
                 await environment.step(COMPARE)
             assert not double.counts["order/call"], "nothing is asked of a session that is known to be gone"
@@ -349,8 +354,9 @@ async def test_a_cancelled_call_leaves_no_session() -> None:
         assert not double.sessions
 
 
-async def test_the_key_is_sent_in_a_header_and_stands_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ORS_API_KEY", "k-123456789")
+@pytest.mark.parametrize("end", ["", "\n"])
+async def test_the_key_is_sent_in_a_header_and_stands_nowhere_else(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    monkeypatch.setenv("ORS_API_KEY", f"k-123456789{end}")
     failure_location._build_redactor.cache_clear()
     async with faulty("key", key="k-123456789") as (double, environment):
         step = await environment.step(COMPARE)
@@ -363,6 +369,14 @@ async def test_the_key_is_sent_in_a_header_and_stands_nowhere_else(monkeypatch: 
                 pass
     failure_location._build_redactor.cache_clear()
     assert "401 wrong key" in str(caught.value) and "k-123456789" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "one\ntwo"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("ORS_API_KEY", key)
+    with pytest.raises(UserError, match="ORS_API_KEY must have ASCII") as refused:
+        build("ors:http://127.0.0.1:9#order")
+    assert key not in str(refused.value)
 
 
 async def test_a_final_answer_is_graded_by_the_terminal_tool() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import anyio
+import anyio.abc
 import pytest
 from click.testing import CliRunner
 
 from fleetbus.tasks.files import load_dataset
 from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.cli.setup.tasks import command
+from fleetbus_workers.environment.adapters.ors import client as ors_client
 from fleetbus_workers.environment.adapters.ors import tasks as ors_tasks
 from tests.support.ors_server import OrsDouble, ors_double
 
@@ -52,7 +55,7 @@ async def test_a_server_that_only_lists_its_tasks_is_counted(tmp_path: Path, mon
         ("#chess", "no environment 'chess'; it has order, shelves"),
         ("#order split=dev", "no split 'dev'; its splits are train (train), test (test), trouble (validation)"),
         ("#order split=", "must be written as ors:URL[#ENVIRONMENT] [split=NAME]"),
-        ("/elsewhere#order", "is no ORS server, or lacks /list_environments: 404"),
+        ("/elsewhere#order", "is no ORS server, or lacks a page: http://127.0.0.1:"),
     ],
 )
 async def test_a_mistake_is_one_line(rest: str, words: str, tmp_path: Path) -> None:
@@ -89,16 +92,35 @@ async def check(double: OrsDouble) -> str:
 
 async def test_a_server_that_sends_no_list_or_never_ends_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ors_tasks, "SECONDS", 1.0)
-    monkeypatch.setattr(ors_tasks, "MAX_BYTES", 4 << 20)
+    monkeypatch.setattr(ors_client, "MAX_ANSWER_BYTES", 4 << 20)
     monkeypatch.setenv("ORS_API_KEY", "k-123456789")
     async with ors_double() as double:
         for listing, words in (
             (b'{"a": 1}', "is no ORS server"),
             (b"<html>", "is no ORS server"),
             (b'["\\ud800"', "is no ORS server"),
-            (b"x" * (8 << 20), "without an end"),
-            (None, "cannot be reached"),
+            (b"x" * (8 << 20), "has more than 4194304 bytes"),
+            (None, "no answer within 1 s"),
         ):
             double.listing = listing
             said = await check(double)
             assert words in said and "k-123456789" not in said and "\n" not in said.strip(), said
+
+
+async def test_a_server_whose_header_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ors_tasks, "SECONDS", 1.0)
+
+    async def drip(client: anyio.abc.SocketStream) -> None:
+        async with client:
+            with suppress(anyio.BrokenResourceError):
+                while True:
+                    await client.send(b"HTTP/1.1 103 Early Hints\r\n\r\n")
+                    await anyio.sleep(0.1)
+
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, drip)
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        with anyio.fail_after(20):
+            status, said = await run(f"ors:http://127.0.0.1:{port}", "--output", "/dev/null")
+        tasks.cancel_scope.cancel()
+    assert status and "no answer within 1 s" in said

@@ -72,7 +72,8 @@ class NemoGymDouble:
         if fault == "redirect":
             return Response(status_code=307, headers={"location": "http://127.0.0.1:1/secret"})
         if isinstance(fault, str):
-            return Response(fault, media_type="application/json")
+            kind = "text/plain" if fault.startswith("text/plain ") else "application/json"
+            return Response(fault.removeprefix("text/plain "), media_type=kind)
         return JSONResponse("Internal Server Error", status_code=fault) if fault else None
 
     def _act(self, path: str, session: str, body: dict[str, Any]) -> Response:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -13,6 +16,7 @@ import pytest
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task, ToolCall
 from fleetbus_workers.cli.program import run_program
+from fleetbus_workers.environment.adapters.nemo_gym import environment as nemo_gym
 from fleetbus_workers.environment.adapters.nemo_gym.environment import NemoGymEnvironment, check_url
 from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.specs import build_environment_factory
@@ -152,6 +156,26 @@ async def test_errors_of_tools_are_for_the_policy_to_read_and_other_addresses_ar
         assert (await environment.step(say("", ADD[1]))).tool_errors == 1
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), "\ud800"])
+async def test_arguments_that_are_no_json_are_the_policy_s_error_and_never_leave(value: object) -> None:
+    async with nemo_gym_double() as (double, _), playing(double) as environment:
+        wrong = ToolCall(name="increment_counter", arguments={"count": value}, id="c1")
+        step = await environment.step(say("", wrong))
+        assert step.tool_errors == 1 and "no JSON" in str(step.messages[0].content)
+        assert "increment_counter" not in double.asked and (await environment.verify()).reward == 0.0
+
+
+async def test_a_server_cannot_fill_the_memory_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nemo_gym, "MAX_OUTPUT_BYTES", 1000)
+    async with nemo_gym_double() as (double, _), playing(double) as environment:
+        double.faults["increment_counter"] = ["x" * 900] * 2
+        await environment.step(say("", ADD[1]))
+        with pytest.raises(EnvironmentFailed, match="more than 1000 bytes"):
+            await environment.step(say("", ADD[1]))
+        double.faults["verify"] = ["text/plain " + "[" + "[]," * 400_000 + "[]]"]
+        assert "JSON with up to" in (await environment.verify()).reason
+
+
 async def test_a_seed_is_repeated_and_given_up_after_three() -> None:
     async with nemo_gym_double() as (double, _):
         double.faults["seed_session"] = [503, 502]
@@ -226,6 +250,21 @@ def test_a_bad_address_is_one_line_and_exit_code_2(url: str, capsys: pytest.Capt
     assert run_program(["check", f"nemo-gym:{url}"]) == 2
     shown = capsys.readouterr()
     assert "secret" not in shown.err + shown.out and len(shown.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("tasks", [None, [{"key": "a", "prompt": "p"}]])
+def test_a_run_without_rows_is_refused_before_anything_starts(
+    tasks: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.json").write_text(json.dumps(tasks))
+    named = ["--tasks", "t.json"] if tasks else []
+    assert run_program(["up", "--environment", "nemo-gym:http://127.0.0.1:9", *named]) == 2
+    said = capsys.readouterr().err
+    assert "has no row in its config; give rows of the server's dataset with --tasks" in said and said.count("\n") == 1
+    assert run_program(["tasks", "import", "nemo-gym:http://127.0.0.1:9"]) == 2
+    said = capsys.readouterr().err
+    assert "lists no tasks" in said and said.count("\n") == 1 and os.listdir(tmp_path) == ["t.json"]
 
 
 def test_an_address_may_end_in_a_slash() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import anyio.abc
+import httpx
 import numpy as np
 import pytest
 from PIL import Image as Pillow
@@ -22,12 +23,15 @@ from fleetbus_workers.environment.adapters.mcp.connection import MAX_TOOLS, Serv
 from fleetbus_workers.environment.adapters.mcp.http_connection import http_connection
 from fleetbus_workers.environment.adapters.openenv.client import ConnectionLost, open_session
 from fleetbus_workers.environment.adapters.openenv.server import OpenEnvServer
+from fleetbus_workers.environment.adapters.ors.address import Address
+from fleetbus_workers.environment.adapters.ors.server import OrsServer
 from fleetbus_workers.environment.adapters.remote_gym.client import RemoteEnvironmentError, ServerPool, connect
 from fleetbus_workers.environment.adapters.remote_gym.config import RemoteGymConfig
 from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.episode.stages import EpisodeEnded
 from fleetbus_workers.environment.failure_location import _build_redactor
 from fleetbus_workers.environment.images.observation import MAX_PIXELS, encode_image_file
+from fleetbus_workers.serving.bounded_http import bound
 
 KEY = "correct-horse-battery"
 DEEP = b"[" * 2000 + b"]" * 2000
@@ -269,3 +273,54 @@ def test_an_image_of_more_pixels_than_a_large_screen_has_is_refused_before_it_is
     with pytest.raises(ValueError, match="4097x4096 pixels is too large"):
         encode_image_file(file.getvalue())
     assert MAX_PIXELS >= 5120 * 2880
+
+
+# HTTP of the other adapters
+
+
+@pytest.mark.parametrize("place", ["x:y", "http://xn--a", "/" + "a" * 65530])
+async def test_a_ping_that_is_sent_to_no_address_ends_no_other_session(place: str) -> None:
+    """httpx reads the address of a redirect that nobody follows, and raises what is no error of HTTP."""
+    pinged = anyio.Event()
+
+    def answer(head: bytes, _: bytes) -> bytes:
+        if head.startswith(b"POST /ping"):
+            pinged.set()
+            return b"HTTP/1.1 302 Found\r\nLocation: " + place.encode() + b"\r\nContent-Length: 0\r\n\r\n"
+        return say({"sid": "s"} if b"/create" in head else ["order"], more="Set-Cookie: a=b\r\n")
+
+    async with raw_server(answer) as url:
+        server = OrsServer(Address(url), ping_seconds=0.05)
+        async with server.run():
+            session = await server.name_session()
+            await session.create("train", 0)
+            await pinged.wait()
+            await anyio.sleep(0.2)
+            await session.create("train", 0)
+            await server.close_session(session)
+
+
+async def test_no_cookie_of_one_session_is_sent_in_another() -> None:
+    heads = []
+
+    def answer(head: bytes, _: bytes) -> bytes:
+        heads.append(head.lower())
+        return say({"sid": "s"} if b"/create" in head else ["order"], more=f"Set-Cookie: c{len(heads)}={'x' * 4000}\r\n")
+
+    async with raw_server(answer) as url:
+        server = OrsServer(Address(url))
+        async with server.run():
+            for _ in range(2):
+                await server.close_session(await server.name_session())
+    assert len(heads) > 4 and not any(b"\r\ncookie:" in head for head in heads)
+
+
+@pytest.mark.parametrize("codec", ["punycode", "idna", "zlib", "rot13"])
+async def test_an_answer_is_read_as_utf_8_whatever_codec_it_names(codec: str) -> None:
+    """A few hundred kilobytes as punycode take minutes, in which no other episode goes on."""
+    text = "a" * 1_000_000 + "\xfc"
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: text/plain; charset={codec}\r\nContent-Length: {len(text.encode())}\r\n\r\n"
+    async with raw_server(lambda _head, _body: head.encode() + text.encode()) as url:
+        async with httpx.AsyncClient(event_hooks=bound(httpx)) as client:
+            answer = await client.get(url)
+    assert answer.text == text

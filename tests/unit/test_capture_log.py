@@ -147,6 +147,24 @@ async def test_a_purge_that_was_killed_is_made_up_for_by_the_next_sweep(monkeypa
         assert (await bus.log_state()).entries == 1
 
 
+async def test_a_record_that_came_too_late_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened_bus() as bus:
+        log, store = CaptureLog(bus, RUN), CaptureLog._store
+        await log.put("r", "call", b"one")
+
+        async def drop_and_store(self: CaptureLog, rollout: str, call: str, payload: bytes) -> tuple[int, ...]:
+            frozen = await self.freeze(rollout)
+            assert await self.drop(rollout, frozen.snapshot_id, frozen.version)
+            return await store(self, rollout, call, payload)
+
+        monkeypatch.setattr(CaptureLog, "_store", drop_and_store)
+        with pytest.raises(CaptureClosed):
+            await log.put("r", "late", bytes(2 * CHUNK_BYTES))
+        assert (await bus.log_state()).entries == 1, "the tombstone"
+        await anyio.sleep(1.0)
+        assert await log.sweep(0.5) == 1 and (await bus.log_state()).entries == 0
+
+
 class LostAnswers(Faults):
     """A third of all publishes, or of their answers, is lost; all take their time."""
 

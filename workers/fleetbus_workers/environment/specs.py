@@ -70,7 +70,7 @@ ADAPTERS = (
     Adapter("http:URL[,URL...]", "mcp.factories:build_http", "environment", "MCP servers over streamable HTTP"),
     Adapter("fleet[:URL]", "fleet.factory:build", "fleet", "instances on the Fleet platform"),
     Adapter("openenv:URL", "openenv.environment:build", "openenv", "an OpenEnv 0.10 server"),
-    Adapter("nemo-gym:URL", "nemo_gym.environment:build", "environment", "a resources server of NeMo Gym 0.7"),
+    Adapter("nemo-gym:URL", "nemo_gym.environment:build", "environment", "a resources server of NeMo Gym 0.7", task_key="row"),
     Adapter(
         "ors:URL[#ENVIRONMENT]", "ors.environment:build", "ors",
         "an environment on a server of the Open Reward Standard (`ors-sdk`, `openreward`)", task_key="index",
@@ -198,6 +198,8 @@ def check_task_configs(spec: str, tasks: Iterable[Task]) -> None:
         if not value and value != 0:
             written = f"write {adapter.forms.replace('[:', ':', 1).removesuffix(']')}"
             imported = "give the package's own tasks with --tasks; `fleetbus tasks import` writes them"
+            if adapter.name == "nemo-gym":
+                imported = "give rows of the server's dataset with --tasks, as docs/plug_in.md says"
             raise UserError(
                 f"environment {spec!r}: task {task.key} has no {adapter.task_key} in its config; "
                 + (f"add it, or {written}" if may_name else imported)

@@ -19,6 +19,7 @@ from fleetbus_workers.cli.output import json_option, print_json
 from fleetbus_workers.command.event_loop import run_async
 from fleetbus_workers.command.exit_status import REFUSED
 from fleetbus_workers.environment.keyed_specs import check_tasks_are_served, parse_keyed_specs
+from fleetbus_workers.environment.specs import find_adapter
 
 SHOWN_PROBLEMS = 20
 LOCATION = click.argument("location", metavar="LOCATION")
@@ -108,6 +109,8 @@ def _list_tasks(spec: str, python: str, count: int, env: str) -> list[dict[str, 
         from fleetbus_workers.environment.adapters.ors.tasks import list_tasks as list_served
 
         return list_served(spec, count, env=env)
+    if find_adapter(spec).build != "foreign.factory:build":
+        raise UserError(f"environment {spec!r} lists no tasks; docs/environments.md says what its tasks hold")
     from fleetbus_workers.environment.adapters.foreign.tasks import list_tasks
 
     return list_tasks(spec, python, count, env=env).tasks

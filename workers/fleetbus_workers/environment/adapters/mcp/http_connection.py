@@ -77,7 +77,7 @@ async def _open_url(
 ) -> AsyncIterator[Client]:
     spawned()
     timeout = httpx2.Timeout(CONNECT_SECONDS, read=None)
-    opened, hooks = False, bound(httpx2)
+    opened, hooks = False, bound(httpx2, redirects=True)  # those within its origin
     try:
         async with (
             httpx2.AsyncClient(

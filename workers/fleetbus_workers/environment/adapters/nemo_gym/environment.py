@@ -8,6 +8,7 @@ environment worker, below it HTTP.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from datetime import date
 from functools import partial
@@ -23,6 +24,7 @@ from fleetbus.core.text.prompts import (
     NO_CALL,
     build_compact_system_prompt,
     build_fleet_system_prompt,
+    format_error,
     format_unknown_tool,
     truncate_text,
 )
@@ -41,11 +43,14 @@ from fleetbus_workers.environment.adapters.nemo_gym.items import (
 )
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.serving.bounded_http import bound
+from fleetbus_workers.serving.bounded_json import check_values
 
 if TYPE_CHECKING:
     from fleetbus_workers.environment.adapters.mcp.environment import PromptStyle
 
 CONNECT_SECONDS = 20.0
+MAX_OUTPUT_BYTES = 64 << 20
+"""Of all calls of an episode: outputs are kept for its verdict."""
 SEED_TRIES = 3
 """A seed may be repeated: a session is known by the cookie of its answer, and by nothing where that was lost."""
 SEED_PAUSE_SECONDS = 0.5
@@ -100,6 +105,7 @@ class NemoGymEnvironment:
         self._tools: tuple[ToolSpec, ...] = ()
         self._messages: tuple[ChatMessage, ...] = ()
         self._items: list[dict[str, Any]] = []
+        self._output_bytes = 0
 
     async def open(self, task: Task) -> None:
         """Read the row of the task and seed a session. Raises `EnvironmentFailed`."""
@@ -162,7 +168,16 @@ class NemoGymEnvironment:
         """The output of a tool, and True if it failed."""
         if all(tool.name != call.name for tool in self._tools):
             return format_unknown_tool(call.name, self._tools), True
+        try:
+            json.dumps(call.arguments, ensure_ascii=False, allow_nan=False).encode()
+        except ValueError as error:  # the policy's own: as a failure it would be a way out of a bad episode
+            return format_error(f"the arguments are no JSON: {error}"), True
         answer = await self._post(quote(call.name, safe=""), call.arguments, self._seconds)
+        self._output_bytes += len(answer.content)
+        if self._output_bytes > MAX_OUTPUT_BYTES:
+            raise EnvironmentFailed(
+                f"{self._url}/{call.name}: the outputs of this episode have more than {MAX_OUTPUT_BYTES} bytes"
+            )
         return answer.text, answer.status_code >= 400
 
     async def _post(self, path: str, body: Any, seconds: float) -> httpx.Response:
@@ -188,6 +203,7 @@ class NemoGymEnvironment:
         if answer.status_code != 200:
             return Verdict(reward=None, reason=f"/verify: HTTP {answer.status_code}: {answer.text[:500]}")
         try:
+            check_values(answer.content)
             return read_verdict(answer.json())
         except (ValueError, RecursionError) as error:
             return Verdict(reward=None, reason=f"/verify: not JSON: {error}")

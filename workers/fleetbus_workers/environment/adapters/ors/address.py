@@ -1,4 +1,4 @@
-"""Addresses of servers of the Open Reward Standard: ``URL[#ENVIRONMENT] [split=NAME]``, after ``ors:``. Pure.
+"""Addresses of servers of the Open Reward Standard: ``URL[#ENVIRONMENT] [split=NAME]``, after ``ors:``.
 
 Without an environment a server with only one is meant. ``split`` is where `fleetbus tasks import` reads, and the split of tasks
 whose config names none.
@@ -6,6 +6,7 @@ whose config names none.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 from urllib.parse import quote, urlsplit
@@ -46,6 +47,15 @@ def parse_address(text: str) -> Address:
         raise UserError(f"environment 'ors:{text}' must be written as {FORM}")
     split = words[0].removeprefix("split=") if words else ""
     return Address(parts._replace(fragment="").geturl().rstrip("/"), parts.fragment, split)
+
+
+def read_key() -> str:
+    """The key of this process, without the line end that a file of secrets leaves. Raises `UserError` for one that no header
+    can hold: an error of HTTP would show it."""
+    key = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(f"{TOKEN_VARIABLE} must have ASCII characters alone, on one line")
+    return key
 
 
 class Place(NamedTuple):

@@ -8,17 +8,17 @@ docs/decisions/0260-calls-of-the-open-reward-standard-run-once.md. Above it is `
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, TypeVar
 
 import anyio
 import httpx
 
-from fleetbus_workers.environment.adapters.ors.address import TOKEN_VARIABLE, build_path
+from fleetbus_workers.environment.adapters.ors.address import build_path, read_key
 from fleetbus_workers.environment.adapters.ors.messages import (
     MAX_ANSWER_BYTES,
     BadAnswer,
@@ -84,7 +84,7 @@ class OrsClient:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._key = os.environ.get(TOKEN_VARIABLE, "")
+        self._key = read_key()
         self._http: httpx.AsyncClient | None = None
 
     @asynccontextmanager
@@ -92,7 +92,8 @@ class OrsClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEPT_SECONDS)
         hooks = bound(httpx, max_bytes=MAX_ANSWER_BYTES)
         headers = {"X-API-Key": self._key} if self._key else {}
-        async with httpx.AsyncClient(headers=headers, limits=limits, event_hooks=hooks) as self._http:
+        cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))  # none: they would be those of all episodes
+        async with httpx.AsyncClient(headers=headers, limits=limits, event_hooks=hooks, cookies=cookies) as self._http:
             yield
 
     async def ask(

@@ -78,7 +78,7 @@ class OrsSession:
     async def ping(self) -> None:
         """Say that the session is needed; one that is gone is remembered, any other failure is the next call's to find. One
         that is not created yet is unknown to the server, which means nothing."""
-        if not self._is_created:
+        if not self._is_created or self._lost is not None:
             return
         try:
             await self._client.ask("POST", "/ping", dict[str, Any], sid=self.id, body={}, seconds=PING_SECONDS, tries=1)
