@@ -240,3 +240,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1
     assert {path.name for path in tmp_path.iterdir()} == {"tasks.json", "full"}
+
+
+def test_numbers_without_end_are_played_with_too():
+    assert say(user(f"Guess between 1 and {'9' * 5000}, or {'7' * 5000}."))
+    assert say(user(f"Find {'7' * 5000}."), tools=TOOLS)

@@ -21,9 +21,9 @@ OFFERED_SHARE = 0.8
 """Of the answers where the actions are listed: random words reach no goal that takes six right moves of twelve."""
 
 _QUOTED = re.compile(r'"([^"\n]{1,60})"|`([^`\n]{1,60})`|(?<!\w)\'([^\'\n]{1,60})\'(?!\w)')
-_NUMBER = re.compile(r"-?\d+")
+_NUMBER = re.compile(r"-?\d{1,18}")
 _WORD = re.compile(r"[^\W\d_][\w-]*")
-_RANGE = re.compile(r"(-?\d+)\s*(?:and|to|through|\.\.|-)\s*(-?\d+)")
+_RANGE = re.compile(r"(-?\d{1,18})\s*(?:and|to|through|\.\.|-)\s*(-?\d{1,18})")
 _BRACKETED = re.compile(r"\[([^\[\]\n]{1,40})\]")
 _LISTED = re.compile(r"[:(]\s*([^\n:().?]+(?:(?:,| or )\s*[^\n:().?,]+)+)")
 _OFFERED = re.compile(r"\b(?:answer|reply|choose|actions?|moves?|options?)\b[^\n:.]{0,40}:\s*([^\n:.]+)", re.IGNORECASE)
