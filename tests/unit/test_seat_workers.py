@@ -175,7 +175,7 @@ def test_learners_divide_the_gpus_that_are_left_and_each_engine_has_its_own() ->
 
 
 def test_seats_whose_policy_nobody_serves_are_named() -> None:
-    seats = "a=train\nb=trian\nc=http://127.0.0.1:9/v1\nd=default"
+    seats = "a=train\nb=other\nc=http://127.0.0.1:9/v1\nd=default"
     configuration = Configuration(run=RunSettings(seats=seats, policy="default"))
     (line,) = describe_unserved_seats(configuration)
-    assert "the seat b waits" in line and "policy trian" in line and "--seat b=train" in line
+    assert "the seat b waits" in line and "policy other" in line and "--seat b=train" in line
