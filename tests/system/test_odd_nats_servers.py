@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -218,10 +218,11 @@ def stranger(greeting: bytes) -> Iterator[str]:
             while True:
                 try:
                     client, _ = server.accept()
-                    clients.append(client)
-                    client.sendall(greeting)
                 except OSError:
                     return
+                clients.append(client)
+                with suppress(OSError):  # who leaves in mid-greeting may come again
+                    client.sendall(greeting)
 
         thread = threading.Thread(target=greet)
         thread.start()
