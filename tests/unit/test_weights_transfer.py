@@ -200,6 +200,9 @@ async def test_an_engine_that_stands_still_costs_the_learner_one_second_and_this
             await learner._ended.wait()
         watcher = await learner.offer(2, "l1")
         published = await anyio.to_thread.run_sync(build_version, tmp_path, 2, watcher)
+        with anyio.fail_after(30):
+            while engine._find(published) is None:  # noqa: ASYNC110 - it waits for its thread of the version before
+                await anyio.sleep(0.01)
         assert_equal(await engine.take(published), build_tensors(2))
 
 
