@@ -39,7 +39,8 @@ def flip_newest(place: Site) -> None:
 
 
 async def test_a_block_that_was_flipped_is_no_other_learner_and_up_ends_well_only_at_its_last_step(tmp_path: Path) -> None:
-    async with site(tmp_path) as place:
+    # An episode whose observation was lost waits for as long as an Action may take.
+    async with site(tmp_path, LIMITS_ACTION="15") as place:
         async with place.up() as process:
             await place.until_checkpoint(6)
             await place.server.kill()
