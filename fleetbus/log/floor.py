@@ -9,7 +9,7 @@ import structlog
 
 from fleetbus.bus.base import LogBus
 from fleetbus.core.training.floor import NO_FLOOR
-from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
+from fleetbus.errors import LogFull, LogLost, PublishUnanswered, RequestUnanswered, SequenceConflict
 from fleetbus.log.episodes import RETRY_SECONDS, read_entry
 from fleetbus_schemas import FloorRaised, Subjects, encode
 from fleetbus_schemas.channels import STORED
@@ -47,17 +47,29 @@ async def read_floor_after(bus: LogBus, subjects: Subjects, subject: str, sequen
     """The floor as of the entry at ``sequence``, which stands or stood on ``subject``, or later.
 
     It is read from one state of the log that has that entry; asked again, however long it takes, while a replica answers that
-    does not have it yet. The caller's cancel scope is what ends it.
+    does not have it yet. The caller's cancel scope is what ends it. Raises `LogLost` if the log has lost the entry.
     """
     while True:
         try:
             found = {entry.subject: entry for entry in await bus.last_of_each((subjects.floor, subject))}
+            is_there = subject in found and found[subject].sequence >= sequence
+            is_lost = not is_there and await _is_lost(bus, subjects, subject, sequence)
         except RequestUnanswered as unanswered:
             log.warning("floor read failed; retrying", subject=subject, reason=str(unanswered))
         else:
             stored = found.get(subjects.floor)
             floor = read_entry(STORED["floor"], stored) if stored is not None else None
             raised = floor if isinstance(floor, FloorRaised) else NO_FLOOR
-            if (subject in found and found[subject].sequence >= sequence) or sequence < raised.sequence:
+            if is_there or sequence < raised.sequence:
                 return raised
+            if is_lost:
+                raise LogLost(f"entry {sequence} on {subject} is not there any more: the server lost entries")
         await anyio.sleep(RETRY_SECONDS)
+
+
+async def _is_lost(bus: LogBus, subjects: Subjects, subject: str, sequence: int) -> bool:
+    """True if the log ends before that position, or has given it to something else. A replica that lags says neither."""
+    if (await bus.log_state()).last_sequence < sequence:
+        return True
+    found = await bus.next_entry(subjects.log, start=sequence)
+    return found is not None and found.sequence == sequence and found.subject != subject

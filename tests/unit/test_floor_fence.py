@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -14,8 +15,9 @@ from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.core.training.floor import NO_FLOOR
+from fleetbus.errors import LogLost
 from fleetbus.log.archive_writer import ArchiveWriter, open_archive
-from fleetbus.log.floor import fence_floor, read_floor
+from fleetbus.log.floor import fence_floor, read_floor, read_floor_after
 from fleetbus_schemas import EpisodeFinished, EpisodeLabeled, EpisodeRequested, FloorRaised, Subjects, Task, decode, encode
 from fleetbus_workers.recorder.log_trimmer import LogTrimmer
 from tests.support.small_deployment import run_inline
@@ -210,3 +212,37 @@ async def test_a_log_that_goes_back_between_two_removals_keeps_what_it_holds_the
     assert removals == removal or (lost, removal) in [("the raised floor", 1), ("the raised floor", 2)], "nothing was lost then"
     left = {entry.sequence: entry.payload async for entry in bus.scan([S.log])}
     assert [left.get(entry.sequence) for entry in held] == [entry.payload for entry in held]
+
+
+class ShortenedLog:
+    """A log without the entry that is asked for; what stands at its position is ``there``."""
+
+    def __init__(self, last_sequence: int, there: StreamEntry | None = None) -> None:
+        self._last_sequence, self._there = last_sequence, there
+
+    async def last_of_each(self, subjects: Sequence[str]) -> list[StreamEntry]:
+        return []
+
+    async def log_state(self) -> Any:
+        return SimpleNamespace(last_sequence=self._last_sequence)
+
+    async def next_entry(self, subject: str, *, start: int) -> StreamEntry | None:
+        return self._there
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "shortened",
+    [ShortenedLog(8), ShortenedLog(20, StreamEntry(subject="fb.r.task.default.b", payload=b"", sequence=9, time_ns=0))],
+    ids=["it ends before", "something else stands there"],
+)
+async def test_an_entry_that_the_log_has_lost_is_not_waited_for(shortened: ShortenedLog) -> None:
+    with anyio.fail_after(5), pytest.raises(LogLost, match="entry 9 on"):
+        await read_floor_after(shortened, Subjects("r"), "fb.r.episode.a", 9)  # type: ignore[arg-type]
+
+
+@pytest.mark.anyio
+async def test_an_entry_that_a_replica_does_not_have_yet_is_waited_for() -> None:
+    with anyio.move_on_after(0.05) as waited:
+        await read_floor_after(ShortenedLog(9), Subjects("r"), "fb.r.episode.a", 9)  # type: ignore[arg-type]
+    assert waited.cancelled_caught

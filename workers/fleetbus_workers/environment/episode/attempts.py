@@ -22,7 +22,7 @@ from fleetbus.core.episode.history import Turn
 from fleetbus.core.training.floor import NO_FLOOR, refuses_delivery
 from fleetbus.delivery.cancel import describe_author
 from fleetbus.delivery.leases import Leases
-from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
+from fleetbus.errors import LogFull, LogLost, PublishUnanswered, RequestUnanswered, SequenceConflict
 from fleetbus.log.episodes import RETRY_SECONDS, read_answered_observations, read_episode_state, read_turns, store_result
 from fleetbus.log.floor import read_floor_after
 from fleetbus.logs.trace_context import name_episode
@@ -120,8 +120,7 @@ class Attempts:
 
     async def handle_request(self, delivery: Delivery) -> None:
         """Look before working: a result, an own session, or else an attempt to be run here."""
-        running = await self._admit(delivery)
-        if running is None:
+        if (running := await self._admit(delivery)) is None:
             return
         runner: EpisodeRunner | None = None
         structlog.contextvars.bind_contextvars(attempt=running.attempt)
@@ -255,9 +254,14 @@ class Attempts:
         )
 
     async def _drop_below_floor(self, running: RunningAttempt, claim_sequence: int) -> bool:
-        """Ack the request if the claim came after the episode had been settled for good: then nobody may act upon it."""
+        """Ack the request if the claim came after the episode had been settled for good; return it if the claim is lost."""
         subject = self._subjects.episode(running.request.episode_id)
-        self._floor = await read_floor_after(self._bus, self._subjects, subject, claim_sequence)
+        try:
+            self._floor = await read_floor_after(self._bus, self._subjects, subject, claim_sequence)
+        except LogLost as lost:
+            log.warning("the claim is lost; returning the request", reason=str(lost))
+            running.nak_delay_seconds = CLAIM_RETRY_SECONDS
+            return True
         if not refuses_delivery(self._floor, running.request, running.sequence):
             return False
         log.warning("request is below the floor of the log; dropping it", request_sequence=running.sequence)
