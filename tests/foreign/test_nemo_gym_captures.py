@@ -23,17 +23,17 @@ import pytest
 
 from fleetbus.bus.streams import plan_run
 from fleetbus.client.nemo_gym import CAPTURES, TokenStore, build_lineage_store
+from tests.support.nemo_gym_wheel import WHEEL, needs_wheel
 from tests.support.servers import RunningServers, ServerGroup, running_servers
 
 ROOT = Path(__file__).parents[2]
-WHEEL = Path(os.environ.get("NEMO_GYM_WHEEL", str(ROOT / "build/nemo_gym")))
 NEEDS = Path(os.environ.get("NEMO_GYM_NEEDS", str(ROOT / "build/nemo_gym_needs")))
 CHECKS = 10
 
 pytestmark = [
     pytest.mark.foreign,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not WHEEL.is_dir(), reason=f"no unpacked wheel of nemo-gym at {WHEEL}: `just test-foreign`"),
+    needs_wheel,
 ]
 
 

@@ -19,18 +19,18 @@ import pytest
 
 from fleetbus_schemas import Task, ToolCall
 from fleetbus_workers.environment.adapters.nemo_gym.environment import NemoGymEnvironment
+from tests.support.nemo_gym_wheel import WHEEL, needs_wheel
 from tests.support.ports import free_ports
 from tests.support.tool_calls import say
 
 ROOT = Path(__file__).parents[2]
-WHEEL = Path(os.environ.get("NEMO_GYM_WHEEL", str(ROOT / "build/nemo_gym")))
 PYTHON = Path(os.environ.get("NEMO_GYM_PYTHON", str(ROOT / ".venv-nemo-gym/bin/python")))
 START_SECONDS = 300.0
 
 pytestmark = [
     pytest.mark.foreign,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not WHEEL.is_dir(), reason=f"no unpacked wheel of nemo-gym at {WHEEL}: `just test-foreign`"),
+    needs_wheel,
     pytest.mark.skipif(not PYTHON.exists(), reason=f"no interpreter for the wheel's servers at {PYTHON}: `just test-foreign`"),
 ]
 
