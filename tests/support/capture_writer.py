@@ -1,8 +1,9 @@
 """A process that stores records of rollouts as it is told on its standard input, for tests that race it, or kill it.
 
-``python -m tests.support.capture_writer URL RUN AUTH [--unfenced]``. Each line is a JSON list of rollout, calls and bytes per
-record; the answer is one line, too, by call: ``kept`` or ``refused``. With ``begin`` as a fourth item each call is said to go
-out before, and each of its steps is answered at once. ``--unfenced`` leaves out compare-and-set: a planted fault.
+``python -m tests.support.capture_writer URL RUN AUTH [--held] [--unfenced]``. Each line is a JSON list of rollout, calls and
+bytes per record; the answer is one line, too, by call: ``kept`` or ``refused``. With ``begin`` as a fourth item each call is
+said to go out before, and each of its steps is answered at once. ``--held`` says ``held`` before each entry and waits for a
+line; ``--unfenced`` leaves out compare-and-set: a planted fault.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ from fleetbus.bus.nats import connect
 from fleetbus.client.capture_log import CaptureClosed, CaptureLog
 
 
-class Unfenced:
-    """A bus that stores whatever it is given."""
+class Steered:
+    """A bus that waits between what was read and what is said of it, or that stores whatever it is given."""
 
-    def __init__(self, bus: Any) -> None:
+    def __init__(self, bus: Any, *, held: bool, unfenced: bool) -> None:
         self._bus = bus
+        self._held = held
+        self._unfenced = unfenced
 
     async def publish(self, subject: str, payload: bytes, *, expected_last: int | None = None, **options: Any) -> Any:
-        return await self._bus.publish(subject, payload, **options)
+        if self._held and expected_last is not None:
+            say("held")
+            await anyio.to_thread.run_sync(sys.stdin.readline)
+        return await self._bus.publish(subject, payload, expected_last=None if self._unfenced else expected_last, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._bus, name)
@@ -63,7 +69,8 @@ async def write(log: CaptureLog, rollout: str, calls: list[str], size: int, begi
 async def main(*arguments: str) -> None:
     url, run, auth, *flags = arguments
     async with connect(url, run=run, role="admin", worker="writer", **build_access("admin", auth, run)) as bus:
-        log = CaptureLog(Unfenced(bus) if flags else bus, run)
+        steered: Any = Steered(bus, held="--held" in flags, unfenced="--unfenced" in flags)
+        log = CaptureLog(steered, run)
         say("ready")
         while line := await anyio.to_thread.run_sync(sys.stdin.readline):
             rollout, calls, size, *rest = json.loads(line)

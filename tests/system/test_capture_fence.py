@@ -20,7 +20,7 @@ from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
 from fleetbus.client.capture_log import CaptureClosed, CaptureLog
 from tests.support.backends import asyncio_alone
-from tests.support.capture_writer import Unfenced, build_record
+from tests.support.capture_writer import build_record
 from tests.support.servers import RunningServers, running_servers
 
 anyio_backend = asyncio_alone
@@ -112,18 +112,20 @@ async def test_a_record_that_races_a_freeze_is_in_the_snapshot_or_refused(tmp_pa
     assert contested >= RACES // 20, "the freeze hardly ever came in the middle"
 
 
+@pytest.mark.parametrize(("flags", "told"), [((), "refused"), (("--unfenced",), "kept")])
 @pytest.mark.timeout(180)
-async def test_without_compare_and_set_the_race_is_lost(tmp_path: Path) -> None:
-    draw = random.Random(1)
-    async with declared(tmp_path) as servers, running_writer(servers, "--unfenced") as writer, opened_bus(servers) as bus:
-        log = CaptureLog(Unfenced(bus), RUN)  # type: ignore[arg-type]
-        for number in range(RACES):
-            await writer.tell(f"rollout-{number}", [f"call-{each}" for each in range(CALLS)], 200)
-            await anyio.sleep(draw.uniform(0, 0.03))
-            frozen = await log.freeze(f"rollout-{number}")
-            if is_torn(set(frozen.records), await writer.answer()):
-                return
-    pytest.fail("the planted fault was not found")
+async def test_a_record_that_was_on_its_way_at_the_freeze_is_refused_and_without_compare_and_set_torn(
+    tmp_path: Path, flags: tuple[str, ...], told: str
+) -> None:
+    async with declared(tmp_path) as servers, running_writer(servers, "--held", *flags) as writer, opened_bus(servers) as bus:
+        log = CaptureLog(bus, RUN)
+        await writer.tell("rollout", ["call"], 200)
+        assert await writer.answer() == "held"
+        frozen = await log.freeze("rollout")
+        await writer.tell("go on")
+        outcomes = await writer.answer()
+        assert not frozen.records and outcomes == {"call": told}
+        assert is_torn(set(frozen.records), outcomes) == (told == "kept")
 
 
 @pytest.mark.integration
