@@ -18,6 +18,9 @@ SHORTEST_PREFIX = 16
 SHORTEST_MICRO_BATCH = 64
 """Tokens of padding that are not worth a micro-batch of its own."""
 
+ROUNDING_SHARE = 0.25
+"""Of the difference that a mistake makes; less than this is rounding."""
+
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences without their shared prefix, and where their sampled tokens stand.
@@ -25,9 +28,10 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     ``indices``: which sequences of the batch these are, B of them. ``ids`` int64 [R, S]: suffixes, one per row and padded with
     0 on the right, or packed one after the other into a row. ``positions`` int64 [R, S]: with packing, the place of each token
     in its own sequence: the model sees where one ends. ``visible`` bool [R, 1, S, prefix + S]: what each token sees, where that
-    is less than all before it. ``rows`` and ``columns`` int64 [N]: the places in ``ids`` whose next token was sampled;
-    ``targets`` int64 [N]: that token. ``places`` int64 [N]: where each sampled token stands in a
-    flattened array [B, ``width``] of sampled tokens only.
+    is less than all before it. ``rows`` and ``columns`` int64 [U]: the places in ``ids`` whose next token was sampled;
+    ``targets`` int64 [U]: that token. ``repeats`` int64 [N]: which of these each sampled token is, where sequences share some;
+    without it U is N, in order. ``places`` int64 [N]: where each sampled token stands in a flattened array [B, ``width``] of
+    sampled tokens only.
     """
 
     indices: tuple[int, ...]
@@ -39,6 +43,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     width: int
     positions: torch.Tensor | None = None
     visible: torch.Tensor | None = None
+    repeats: torch.Tensor | None = None
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Values of sampled tokens [N] as rows of sequences [B, ``width``], 0 where a sequence has no more."""
@@ -46,7 +51,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
         return flat.index_put((self.places,), values).view(len(self.indices), self.width)
 
     def to(self, device: torch.device) -> MicroBatch:
-        names = ("ids", "rows", "columns", "targets", "places", "positions", "visible")
+        names = ("ids", "rows", "columns", "targets", "places", "positions", "visible", "repeats")
         moved = {name: value.to(device) for name in names if (value := getattr(self, name)) is not None}
         return msgspec.structs.replace(self, **moved)
 

@@ -14,11 +14,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from fleetbus_workers.learner.torch.batches import MicroBatch
+from fleetbus_workers.learner.torch.batches import ROUNDING_SHARE, MicroBatch
 from fleetbus_workers.learner.torch.token_scores import Scores, score_logits, score_tokens
 from fleetbus_workers.weights.forward_cache import build_cache_options, get_cache
-
-ROUNDING_SHARE = 0.25
 
 Inputs = Callable[[PreTrainedModel, torch.Tensor], dict[str, torch.Tensor]]
 """What a model is called with for ids int64 [R, S]."""
@@ -165,6 +163,8 @@ def compute_scores(
         options["position_ids"] = batch.positions
     if batch.visible is not None:
         options["attention_mask"] = batch.visible
+    if batch.repeats is not None and isinstance(temperature, torch.Tensor):
+        temperature = temperature.new_ones(len(batch.targets)).scatter(0, batch.repeats, temperature)
     head = model.get_output_embeddings()
     vocabulary = head.weight.shape[0]
     project = partial(project_in_float32, head) if float32_head and isinstance(head, torch.nn.Linear) else head.forward
@@ -182,12 +182,14 @@ def compute_scores(
     with torch.autocast(batch.ids.device.type, precision, enabled=precision != torch.float32):
         called = inputs(model, batch.ids) | options
         if plain_head:
-            return score(model.base_model(**called).last_hidden_state[batch.rows, batch.columns], project)
-        if whole_logits or not len(batch.columns):
+            found = score(model.base_model(**called).last_hidden_state[batch.rows, batch.columns], project)
+        elif whole_logits or not len(batch.columns):
             with replace_forward(head, project):
                 logits = _compute_logits(model, batch, called)
-            return Scores(*score_logits(logits, batch.targets, temperature, entropy_gradient))
-        return _score_inside(model, head, batch, called, partial(score, embed=project))
+            found = Scores(*score_logits(logits, batch.targets, temperature, entropy_gradient))
+        else:
+            found = _score_inside(model, head, batch, called, partial(score, embed=project))
+    return found if batch.repeats is None else Scores(found.logprobs[batch.repeats], found.entropies[batch.repeats])
 
 
 def _score_inside(

@@ -346,7 +346,7 @@ class TorchTrainer:
             found = split_batches(
                 ids,
                 masks,
-                [sequence.group_id for sequence in batch] if self._branch and not teaches else (),
+                [f"{each.group_id} {each.temperature}" for each in batch] if self._branch and not teaches else (),
                 subset,
                 prefix=length,
                 size=self.settings.learner.micro_batch_size,
