@@ -123,7 +123,9 @@ async def test_a_short_question_after_a_known_beginning_is_computed_once_for_its
         async with anyio.create_task_group() as tasks:
             for index in range(8):
                 tasks.start_soon(sampler.generate, ask([*SYSTEM, *question], key=str(index)))
-        assert sampler.stats["prefill_tokens"] - before == len(question) + 7
+        assert (
+            len(question) <= sampler.stats["prefill_tokens"] - before <= len(question) + 1
+        )  # the first may join before all others
 
 
 async def test_a_history_that_does_not_continue_what_was_kept_is_computed_from_where_they_part(folder: Path) -> None:

@@ -96,11 +96,13 @@ class TorchSampler:
         self._engine: Engine | None = None
         self._room = anyio.Semaphore(slots + max_waiting)
         self._loading = anyio.Lock()
-        self._stats = {"sampled_tokens": 0.0, "prefill_tokens": 0.0, "cached_tokens": 0.0, "busy_seconds": 0.0}
+        counted = ("sampled_tokens", "computed_tokens", "prefill_tokens", "cached_tokens", "busy_seconds")
+        self._stats = dict.fromkeys(counted, 0.0)
 
     @property
     def stats(self) -> dict[str, float]:
-        """Totals that only grow: tokens sampled, prompt tokens computed, prompt tokens found cached, seconds of computing."""
+        """Totals that only grow: tokens sampled, and steps of rows that it took, of which several turns may have shared one;
+        prompt tokens computed, prompt tokens found cached, seconds of computing."""
         return dict(self._stats)
 
     @property

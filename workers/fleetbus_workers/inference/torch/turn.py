@@ -56,6 +56,11 @@ class Turn(EngineOperation):
         """The next number in [0, 1) that decides a token: a function of the seed and the token's index alone."""
         return self._random.getrandbits(UNIFORM_BITS) / (1 << UNIFORM_BITS)
 
+    def start(self, version: int) -> None:
+        """Its first keys and values, and its next tokens, come from this version."""
+        self.start_version = version
+        self.record_version(version)
+
     def record_version(self, version: int) -> None:
         """The next tokens come from this version."""
         self._starts.append((version, len(self.sampled)))
