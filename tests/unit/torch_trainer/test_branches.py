@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fleetbus.config.settings import LearnerSettings, TrainerSettings
 from fleetbus_workers.learner.base import TrainingSequence
@@ -20,15 +21,19 @@ from tests.support.trainable_model import VOCABULARY
 PREFIX = 20
 
 
-def build_sequences(lengths: dict[str, list[int]], *, prompt: int = 12) -> list[TrainingSequence]:
-    """Groups by name, one sequence per length of its answer; all share `PREFIX` tokens, a group ``prompt`` more."""
+def build_sequences(lengths: dict[str, list[int]], *, prompt: int = 12, alike: int = 0) -> list[TrainingSequence]:
+    """Groups by name, one sequence per length of its answer; all share `PREFIX` tokens, a group ``prompt`` more, and its
+    answers ``alike`` tokens more."""
     random = np.random.default_rng(0)
     begin = random.integers(3, VOCABULARY, PREFIX)
     found = []
     for name, answers in lengths.items():
         question = random.integers(3, VOCABULARY, prompt)
+        said = random.integers(3, VOCABULARY, alike)
         for number, length in enumerate(answers):
-            ids = np.concatenate([begin, question, random.integers(3, VOCABULARY, length)]).astype(np.int32)
+            ids = np.concatenate(
+                [begin, question, said[:length], random.integers(3, VOCABULARY, max(length - alike, 0))]
+            ).astype(np.int32)
             mask = np.arange(len(ids)) >= PREFIX + prompt
             found.append(
                 TrainingSequence(
@@ -54,8 +59,9 @@ def open_trainer(folder: Path, *, branch: bool, size: int = 16) -> TorchTrainer:
     return trainer
 
 
-def test_branches_give_the_log_probabilities_and_gradients_of_whole_sequences(folder: Path) -> None:
-    batch = build_sequences({"a": [3, 1, 5, 3], "b": [2, 2, 7], "c": [4]})
+@pytest.mark.parametrize("alike", [0, 4])
+def test_branches_give_the_log_probabilities_and_gradients_of_whole_sequences(folder: Path, alike: int) -> None:
+    batch = build_sequences({"a": [3, 1, 5, 3, 9, 5], "b": [2, 2, 7], "c": [4]}, alike=alike)
     plain, branched = open_trainer(folder, branch=False), open_trainer(folder, branch=True)
     for one, other in zip(plain.compute_logprobs(batch), branched.compute_logprobs(batch), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
@@ -87,6 +93,30 @@ def test_the_prompt_of_a_group_is_run_once() -> None:
     assert sorted(micro_batch.indices) == list(range(16))
 
 
+def test_what_answers_begin_with_is_run_and_scored_once() -> None:
+    batch = build_sequences({"a": [6] * 8}, alike=4)
+    ids, masks = [each.ids for each in batch], [each.loss_mask for each in batch]
+    found = split_branched_batches(ids, masks, dict.fromkeys(range(8), "a"), prefix=PREFIX, size=16)
+    assert found is not None
+    (micro_batch,) = found
+    assert micro_batch.ids.shape == (1, 12 + 4 + 8 * 1), "of two tokens that are their own the last one predicts nothing"
+    assert micro_batch.repeats is not None and len(micro_batch.repeats) == 8 * 6
+    assert len(micro_batch.targets) == 4 + 8 * 2
+    assert torch.equal(
+        micro_batch.targets[micro_batch.repeats],
+        torch.cat([torch.from_numpy(ids[index][masks[index]]) for index in micro_batch.indices]).long(),
+    )
+
+
+def test_temperatures_of_a_group_that_differ_are_kept_apart(folder: Path) -> None:
+    batch = build_sequences({"a": [5] * 6}, alike=5)
+    warm = [msgspec.structs.replace(each, temperature=0.5 + index % 2) for index, each in enumerate(batch)]
+    plain, branched = open_trainer(folder, branch=False), open_trainer(folder, branch=True)
+    before, after = (trainer.train(warm, version=0, progress=0.0) for trainer in (plain, branched))
+    assert after["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-4)
+    assert after["logprob_difference_mean"] == pytest.approx(before["logprob_difference_mean"], rel=1e-4)
+
+
 def test_a_group_too_long_for_a_row_takes_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(branches, "LONGEST_ROW", 24)
     batch = build_sequences({"a": [5] * 7})
@@ -111,3 +141,16 @@ def test_a_model_that_ignores_masks_of_its_caller_is_not_given_branches(folder: 
     forward = model.forward
     model.forward = lambda *given, attention_mask=None, **options: forward(*given, **options)
     assert not can_branch(model)
+
+
+def test_the_rounding_of_a_deep_model_in_bfloat16_is_not_taken_for_another_branch() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=24, num_attention_heads=4, initializer_range=0.3
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    forward = model.forward
+    with torch.autocast("cpu", torch.bfloat16):
+        assert can_branch(model)
+        model.forward = lambda *given, attention_mask=None, **options: forward(*given, **options)
+        assert not can_branch(model)

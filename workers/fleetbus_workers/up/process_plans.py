@@ -167,7 +167,8 @@ def build_role_variables(configuration: Configuration, url: str, variables: Mapp
     decided = {"FLEETBUS_NATS_URL": url, "FLEETBUS_LIMITS_DRAIN": str(drain)}
     if is_remote(configuration.run.tasks):
         decided["FLEETBUS_RUN_TASKS"] = configuration.run.tasks
-    return {"OMP_NUM_THREADS": str(threads), "TQDM_DISABLE": "1", **kept, **decided}
+    # Roles share the cores: a thread that waits for the others of its product must not keep one busy meanwhile.
+    return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TQDM_DISABLE": "1", **kept, **decided}
 
 
 def _format_worker_name(role: str, index: int, count: int) -> str:
