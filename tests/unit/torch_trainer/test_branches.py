@@ -145,9 +145,9 @@ def test_a_model_that_ignores_masks_of_its_caller_is_not_given_branches(folder: 
 
 def test_the_rounding_of_a_deep_model_in_bfloat16_is_not_taken_for_another_branch() -> None:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=24, num_attention_heads=4, initializer_range=0.3
-    )
+    shape = {"hidden_size": 192, "intermediate_size": 96, "num_hidden_layers": 24, "initializer_range": 0.3}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64}
+    config = LlamaConfig(vocab_size=64, **shape, **heads)
     model = AutoModelForCausalLM.from_config(config)
     forward = model.forward
     with torch.autocast("cpu", torch.bfloat16):
