@@ -68,6 +68,7 @@ def test_its_learner_writes_into_a_folder_of_its_own_and_has_the_threads_of_a_le
     plans = build_role_plans(configuration, run_folder(configuration.run), "nats://h", {}, build_role_command(Path("c.json")))
     (plan,) = (plan for plan in plans if plan.name == "learner-solver")
     assert isinstance(plan, ProcessPlan) and plan.environment["OMP_NUM_THREADS"] == "2"
+    assert plan.environment["OMP_WAIT_POLICY"] == "PASSIVE", "a thread that spins takes a core from the other roles"
     assert plan.log == run_folder(configuration.run).logs / "learner-solver.log"
     command = list(plan.command(1))
     assert command[command.index("--name") + 1] == "learner-solver-1" and tuple(command[-8:]) == learner.options

@@ -3,7 +3,7 @@
 The episodes of a group answer the same prompt, and their answers begin alike, the more so the surer the policy is. In a row
 each token sees those before it in its own sequence alone, by a mask and by positions of its own; a sampled token of several
 sequences is scored once. Above is the trainer; the model that this is right for is found by `can_branch`
-(docs/decisions/0175-a-group-is-one-row.md, 0261-answers-that-begin-alike-are-run-once.md).
+(docs/decisions/0175, 0261-answers-that-begin-alike-are-run-once.md).
 """
 
 from __future__ import annotations
