@@ -70,7 +70,7 @@ def split_branched_batches(
     """The sequences that ``groups`` names by index, those of one group in one row or in several, in micro-batches of about
     ``size`` sequences and at most ``budget`` tokens (0: no limit). None if that saves too little. ``prefix``: leading tokens
     that are run elsewhere."""
-    rows = list(_plan_rows(ids, groups, prefix))
+    rows = list(_plan_rows(ids, groups, prefix, min(LONGEST_ROW, budget or LONGEST_ROW)))
     plain = sum(len(ids[index]) - prefix - 1 for index in groups)
     if sum(row.tokens for row in rows) > (1 - LEAST_SAVED) * plain:
         return None
@@ -106,7 +106,7 @@ def can_branch(model: PreTrainedModel) -> bool:
     return bool((together - alone).abs().mean() < ROUNDING_SHARE * (seen - alone).abs().mean())
 
 
-def _plan_rows(ids: Sequence[NDArray[Any]], groups: Mapping[int, str], prefix: int) -> Iterator[Row]:
+def _plan_rows(ids: Sequence[NDArray[Any]], groups: Mapping[int, str], prefix: int, longest: int) -> Iterator[Row]:
     members: dict[str, list[int]] = {}
     for index, group in groups.items():
         members.setdefault(group, []).append(index)
@@ -114,12 +114,12 @@ def _plan_rows(ids: Sequence[NDArray[Any]], groups: Mapping[int, str], prefix: i
         run = {index: ids[index][prefix:-1] for index in indices}  # the last token of a sequence predicts nothing
         row: list[int] = []
         shared: list[int] = []
-        room = LONGEST_ROW
+        room = longest
         for index in sorted(indices, key=lambda index: run[index].tolist()):
             common = _count_common(run[row[-1]], run[index]) if row else 0
             if row and len(run[index]) - common > room:
                 yield Row(tuple(row), tuple(shared), tuple(len(run[each]) for each in row))
-                row, shared, common, room = [], [], 0, LONGEST_ROW
+                row, shared, common, room = [], [], 0, longest
             row.append(index)
             shared.append(common)
             room -= len(run[index]) - common
