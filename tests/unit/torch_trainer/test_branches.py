@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GPTNeoConfig, LlamaConfig
 
 from fleetbus.config.settings import LearnerSettings, TrainerSettings
 from fleetbus_workers.learner.base import TrainingSequence
@@ -154,3 +154,23 @@ def test_the_rounding_of_a_deep_model_in_bfloat16_is_not_taken_for_another_branc
         assert can_branch(model)
         model.forward = lambda *given, attention_mask=None, **options: forward(*given, **options)
         assert not can_branch(model)
+
+
+def test_a_model_that_adds_the_mask_to_its_scores_is_not_given_branches() -> None:
+    """It hides other branches, but not quite: what is left is more than rounding."""
+    torch.manual_seed(0)
+    config = GPTNeoConfig(
+        vocab_size=64, hidden_size=64, num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]], window_size=256
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    assert not can_branch(model)
+
+
+def test_a_batch_that_is_cut_to_the_prompt_that_all_share_teaches_nothing(folder: Path) -> None:
+    settings = TorchTrainerSettings(trainer=TrainerSettings(max_tokens=PREFIX))
+    assert (
+        TorchTrainer(folder, settings=settings).train(build_sequences({"a": [3, 3]}), version=0, progress=0.0)["grad_norm"] == 0
+    )

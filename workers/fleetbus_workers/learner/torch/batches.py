@@ -18,9 +18,6 @@ SHORTEST_PREFIX = 16
 SHORTEST_MICRO_BATCH = 64
 """Tokens of padding that are not worth a micro-batch of its own."""
 
-ROUNDING_SHARE = 0.25
-"""Of the difference that a mistake makes; less than this is rounding."""
-
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences without their shared prefix, and where their sampled tokens stand.
@@ -76,7 +73,7 @@ def find_shared_prefix(ids: Sequence[NDArray[Any]], masks: Sequence[NDArray[np.b
     """
     if len(ids) < 2:
         return 0
-    limit = min(int(np.argmax(mask)) - 1 if mask.any() else len(mask) - 1 for mask in masks)
+    limit = min(int(np.argmax(mask)) - 1 if mask.any() else len(mask) - 2 for mask in masks)
     first = ids[0][: max(limit, 0)]
     for other in ids[1:]:
         differs = np.nonzero(first != other[: len(first)])[0]

@@ -14,9 +14,12 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from fleetbus_workers.learner.torch.batches import ROUNDING_SHARE, MicroBatch
+from fleetbus_workers.learner.torch.batches import MicroBatch
 from fleetbus_workers.learner.torch.token_scores import Scores, score_logits, score_tokens
 from fleetbus_workers.weights.forward_cache import build_cache_options, get_cache
+
+ROUNDING_SHARE, EXACT_SHARE = 0.25, 1e-3
+"""Of the difference that a mistake makes, in bfloat16 and in float32; less than this is rounding."""
 
 Inputs = Callable[[PreTrainedModel, torch.Tensor], dict[str, torch.Tensor]]
 """What a model is called with for ids int64 [R, S]."""
@@ -44,6 +47,13 @@ class SharedPrefix:
         pairs = [(value, leaf.grad) for value, leaf in zip(self._computed, self._leaves, strict=True) if leaf.grad is not None]
         if pairs:
             torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def is_rounding(found: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, dtype: torch.dtype) -> bool:
+    """True if logits are the ``expected`` ones but for what computing in ``dtype`` leaves: a small part of what makes them
+    ``wrong``, and in float32 nearly nothing."""
+    share = ROUNDING_SHARE if dtype != torch.float32 else EXACT_SHARE
+    return bool((found - expected).abs().mean() < share * (wrong - expected).abs().mean())
 
 
 def can_share_prefix(model: PreTrainedModel) -> bool:
@@ -97,8 +107,7 @@ def find_head(model: PreTrainedModel, processes: int) -> tuple[bool, bool]:
 def can_pack(model: PreTrainedModel) -> bool:
     """True if sequences that are packed into one row do not see each other: tried on two short ones.
 
-    In bfloat16 the same numbers differ by their rounding. What is left then has to be a small part of what it makes when the
-    second one does see the first."""
+    What is left has to be a small part of what it makes when the second one does see the first (`is_rounding`)."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.arange(1, 13, device=model.device)[None] % vocabulary
 
@@ -109,9 +118,9 @@ def can_pack(model: PreTrainedModel) -> bool:
 
     with torch.no_grad():
         alone, together, seen = compute(5, 7), compute(0, 5, 7), compute(0, 12)
-    if torch.allclose(together, alone, atol=1e-4, rtol=1e-3):
-        return True
-    return bool((together - alone).abs().mean() < ROUNDING_SHARE * (seen - alone).abs().mean())
+    device = model.device.type
+    computed = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+    return is_rounding(together, alone, seen, computed)
 
 
 def project_in_float32(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
