@@ -123,9 +123,8 @@ async def test_a_short_question_after_a_known_beginning_is_computed_once_for_its
         async with anyio.create_task_group() as tasks:
             for index in range(8):
                 tasks.start_soon(sampler.generate, ask([*SYSTEM, *question], key=str(index)))
-        assert (
-            len(question) <= sampler.stats["prefill_tokens"] - before <= len(question) + 1
-        )  # the first may join before all others
+        computed = sampler.stats["prefill_tokens"] - before
+        assert len(question) <= computed <= len(question) + 7, "one more for each that joins in a later step"
 
 
 async def test_a_history_that_does_not_continue_what_was_kept_is_computed_from_where_they_part(folder: Path) -> None:

@@ -174,3 +174,22 @@ def test_a_batch_that_is_cut_to_the_prompt_that_all_share_teaches_nothing(folder
     assert (
         TorchTrainer(folder, settings=settings).train(build_sequences({"a": [3, 3]}), version=0, progress=0.0)["grad_norm"] == 0
     )
+
+
+def test_a_sequence_that_shares_its_row_with_none_is_run_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be of any length: a mask of 20,000 tokens has 400 million places."""
+    monkeypatch.setattr(branches, "LONGEST_ROW", 24)
+    batch = build_sequences({"a": [3] * 8, "long": [90]})
+    ids, masks = [each.ids for each in batch], [each.loss_mask for each in batch]
+    groups = {index: each.group_id for index, each in enumerate(batch)}
+    found = split_branched_batches(ids, masks, groups, prefix=0, size=16)
+    assert found is None, "the long one outweighs what the others save"
+    batch = build_sequences({"a": [3] * 40, "long": [90]})
+    ids, masks = [each.ids for each in batch], [each.loss_mask for each in batch]
+    found = split_branched_batches(
+        ids, masks, {index: each.group_id for index, each in enumerate(batch)}, prefix=PREFIX, size=16
+    )
+    assert found is not None
+    made = list(found)
+    assert sorted(index for each in made for index in each.indices) == list(range(41))
+    assert all((each.visible is None) == (40 in each.indices) for each in made)

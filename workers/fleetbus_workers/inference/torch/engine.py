@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from fleetbus_workers.inference.torch.batch import Batch, PrefillTokens, Runner
-from fleetbus_workers.inference.torch.kv_cache import CacheEntry, PrefixCache, common_prefix_length
+from fleetbus_workers.inference.torch.kv_cache import CacheEntry, PrefixCache
 from fleetbus_workers.inference.torch.sampling import sample_tokens
 from fleetbus_workers.inference.torch.slots import State
 from fleetbus_workers.inference.torch.turn import EngineOperation, Turn, WeightSwap
+from fleetbus_workers.token_prefix import common_prefix_length
 
 PREFILL_TOKENS_LIMIT = 2048
 """Extra tokens of one step, beyond which no further row joins: bounds how long the others wait for their next token."""

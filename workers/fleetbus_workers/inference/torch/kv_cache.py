@@ -12,15 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fleetbus_workers.inference.torch.slots import State
+from fleetbus_workers.token_prefix import common_prefix_length
 
 Ids: TypeAlias = NDArray[np.int64]
-
-
-def common_prefix_length(left: Ids, right: Ids) -> int:
-    """Number of ids at the beginning that are the same."""
-    shorter = min(len(left), len(right))
-    different = np.flatnonzero(left[:shorter] != right[:shorter])
-    return int(different[0]) if different.size else shorter
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from fleetbus_workers.learner.base import TrainingSequence
+from fleetbus_workers.token_prefix import common_prefix_length
 
 SHORTEST_PREFIX = 16
 """A shared prefix of fewer tokens is not worth a pass of its own."""
@@ -74,12 +75,10 @@ def find_shared_prefix(ids: Sequence[NDArray[Any]], masks: Sequence[NDArray[np.b
     if len(ids) < 2:
         return 0
     limit = min(int(np.argmax(mask)) - 1 if mask.any() else len(mask) - 2 for mask in masks)
-    first = ids[0][: max(limit, 0)]
+    length = max(limit, 0)
     for other in ids[1:]:
-        differs = np.nonzero(first != other[: len(first)])[0]
-        if len(differs):
-            first = first[: differs[0]]
-    return len(first) if len(first) >= SHORTEST_PREFIX else 0
+        length = common_prefix_length(ids[0][:length], other)
+    return length if length >= SHORTEST_PREFIX else 0
 
 
 def split_micro_batches(

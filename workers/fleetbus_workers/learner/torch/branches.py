@@ -9,6 +9,7 @@ sequences is scored once. Above is the trainer; the model that this is right for
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from fleetbus_workers.learner.torch.batches import MicroBatch, group_padded, split_micro_batches
 from fleetbus_workers.learner.torch.forward import is_rounding
+from fleetbus_workers.token_prefix import common_prefix_length
 
 LONGEST_ROW = 1024
 """Tokens of a row with branches, because attention costs their square; a longer group is spread over several rows."""
@@ -71,14 +73,17 @@ def split_branched_batches(
     """The sequences that ``groups`` names by index, those of one group in one row or in several, in micro-batches of about
     ``size`` sequences and at most ``budget`` tokens (0: no limit). None if that saves too little. ``prefix``: leading tokens
     that are run elsewhere."""
-    rows = list(_plan_rows(ids, groups, prefix, min(LONGEST_ROW, budget or LONGEST_ROW)))
+    planned = list(_plan_rows(ids, groups, prefix, min(LONGEST_ROW, budget or LONGEST_ROW)))
+    rows = [row for row in planned if len(row.indices) > 1]
     plain = sum(len(ids[index]) - prefix - 1 for index in groups)
-    if sum(row.tokens for row in rows) > (1 - LEAST_SAVED) * plain:
+    if not rows or sum(row.tokens for row in planned) > (1 - LEAST_SAVED) * plain:
         return None
     width = max(len(row.indices) for row in rows)
-    lengths = {number: row.tokens for number, row in enumerate(rows)}
-    batches = group_padded(lengths, max(size // width, 1), budget)
-    return (_build_batch([rows[number] for number in chosen], ids, masks, prefix) for chosen in batches)
+    batches = group_padded({number: row.tokens for number, row in enumerate(rows)}, max(size // width, 1), budget)
+    branched = (_build_batch([rows[number] for number in chosen], ids, masks, prefix) for chosen in batches)
+    # A sequence that shares its row with none may be of any length, and a mask has the square of it.
+    alone = [row.indices[0] for row in planned if len(row.indices) == 1]
+    return chain(branched, split_micro_batches(ids, masks, prefix=prefix, size=size, subset=alone, budget=budget))
 
 
 def can_branch(model: PreTrainedModel) -> bool:
@@ -115,7 +120,7 @@ def _plan_rows(ids: Sequence[NDArray[Any]], groups: Mapping[int, str], prefix: i
         shared: list[int] = []
         room = longest
         for index in sorted(indices, key=lambda index: run[index].tolist()):
-            common = _count_common(run[row[-1]], run[index]) if row else 0
+            common = common_prefix_length(run[row[-1]], run[index]) if row else 0
             if row and len(run[index]) - common > room:
                 yield Row(tuple(row), tuple(shared), tuple(len(run[each]) for each in row))
                 row, shared, common, room = [], [], 0, longest
@@ -123,12 +128,6 @@ def _plan_rows(ids: Sequence[NDArray[Any]], groups: Mapping[int, str], prefix: i
             shared.append(common)
             room -= len(run[index]) - common
         yield Row(tuple(row), tuple(shared), tuple(len(run[each]) for each in row))
-
-
-def _count_common(one: NDArray[Any], other: NDArray[Any]) -> int:
-    shorter = min(len(one), len(other))
-    differs = np.flatnonzero(one[:shorter] != other[:shorter])
-    return int(differs[0]) if len(differs) else shorter
 
 
 def _build_batch(
