@@ -13,7 +13,7 @@ import pytest
 
 from fleetbus.auth.access import build_access
 from fleetbus.auth.folder import AuthFolder, write_folder
-from fleetbus.auth.renewal import NEXT, renew_certificates
+from fleetbus.auth.renewal import NEXT, RenewalStep, renew_certificates
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
 from fleetbus.bus.streams import plan_run
@@ -68,6 +68,22 @@ def test_a_step_that_was_cut_off_is_taken_again(tmp_path: Path) -> None:
     keys.server_certificate.write_bytes(before)  # the key was written, the certificate was not
     assert [renew_certificates(keys, days=2).step for _ in range(2)] == ["show", "forget"]
     assert keys.server_key.stat().st_mode & 0o77 == 0 and keys.authority.stat().st_mode & 0o44 == 0o44
+
+
+def test_a_step_that_nobody_was_told_of_is_told_again_before_the_next_is_taken(tmp_path: Path) -> None:
+    keys = AuthFolder(tmp_path)
+    write_folder(keys, [PLAN], hosts=["127.0.0.1"], days=1)
+
+    def cut_off(step: RenewalStep) -> None:
+        raise BrokenPipeError(step.step)
+
+    told: list[str] = []
+    for step in ("trust", "show", "forget"):
+        for _ in range(2):
+            with pytest.raises(BrokenPipeError, match=step):
+                renew_certificates(keys, days=2, tell=cut_off)
+        renew_certificates(keys, days=2, tell=lambda step: told.append(step.step))
+    assert told == ["trust", "show", "forget"] and not (keys.path / NEXT).exists()
 
 
 def test_an_authority_of_ones_own_without_a_last_line_end_stays_readable_beside_the_next_one(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from fleetbus.auth.certificates import check_host
 from fleetbus.auth.cluster_config import with_port
 from fleetbus.auth.folder import AuthFolder, WriteResult, list_runs_with_keys, write_folder
-from fleetbus.auth.renewal import renew_certificates
+from fleetbus.auth.renewal import RenewalStep, renew_certificates
 from fleetbus.auth.rotation import KeyReplaced, revoke_key, rotate_key
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import MAX_LANES
@@ -136,15 +136,18 @@ def renew(folder: Path, days: int, as_json: bool) -> None:
     certificates end.
     """
     files = AuthFolder(folder)
-    taken = renew_certificates(files, days=days)
-    for run in list_runs_with_keys(str(folder)):
-        author = generate_worker_name("auth")
-        note_rights(folder, run, "renew", [taken.step], key=find_admin_key(files, run), author=author)
-    if as_json:
-        print(msgspec.json.encode(taken).decode())
-        return
-    print(f"{taken.step}: bring {' and '.join(taken.changed)} of {folder} to where they are used")
-    print(f"  {STEPS[taken.step]}")
+
+    def tell(taken: RenewalStep) -> None:
+        for run in list_runs_with_keys(str(folder)):
+            author = generate_worker_name("auth")
+            note_rights(folder, run, "renew", [taken.step], key=find_admin_key(files, run), author=author)
+        if as_json:
+            print(msgspec.json.encode(taken).decode(), flush=True)
+            return
+        print(f"{taken.step}: bring {' and '.join(taken.changed)} of {folder} to where they are used")
+        print(f"  {STEPS[taken.step]}", flush=True)
+
+    renew_certificates(files, days=days, tell=tell)
 
 
 def _user_arguments(function: Callable[..., None]) -> Callable[..., None]:
