@@ -1,10 +1,10 @@
-"""Agents of two SDKs, their own loops unmodified, trained through `fleetbus gateway agents`: success on held-out tasks.
+"""Agents of four SDKs, one for each dialect, their own loops unmodified, trained through `fleetbus gateway agents`.
 
     AGENTS_PYTHON=.venv-agents/bin/python python benchmarks/agent_training.py --json     # after `just test-agents`
 
 A process of the SDK plays the warehouse over its MCP server, many sessions at a time, and knows nothing of fleetbus but the URL
 that its episodes come from; `fleetbus up` trains the starter policy on what it did. The run is then proven by `audit --deep`.
-``max_logprob_difference`` is the largest of a step between sampler and trainer.
+``success_*`` are of held-out tasks, ``max_logprob_difference`` is the largest of a step between sampler and trainer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from fleetbus_workers.serving.listeners import bind
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIENT = ROOT / "tests" / "agents" / "gateway_clients.py"
-CLIENTS = ("openai_agents", "anthropic")
+CLIENTS = ("pydantic_ai", "openai_agents", "anthropic", "google_genai")
+"""Chat Completions, Responses, Messages, Gemini."""
 RUN = "agents"
 READY_SECONDS = 60
 

@@ -1,14 +1,15 @@
 """Agents of the warehouse that a gateway gives their episodes to: SDKs' own loops, unmodified, over the warehouse's MCP server.
 
 ``python gateway_clients.py NAME URL SESSIONS`` plays so many sessions at a time until it is ended. NAME is ``openai_agents``
-(the Runner of the OpenAI Agents SDK) or ``anthropic`` (the tool runner of Anthropic's SDK). The right answer is worth 1.
+(the Runner of the OpenAI Agents SDK, Responses), ``anthropic`` (the tool runner of Anthropic's SDK, Messages), ``pydantic_ai``
+(Chat Completions) or ``google_genai`` (Gemini, functions called by Google's SDK). The right answer is worth 1.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import httpx
@@ -76,7 +77,56 @@ async def anthropic(session: dict[str, Any], tools: Client) -> str:
     return "".join(block.text for block in message.content if block.type == "text")
 
 
-AGENTS = {"openai_agents": openai_agents, "anthropic": anthropic}
+async def pydantic_ai(session: dict[str, Any], tools: Client) -> str:
+    from openai import AsyncOpenAI
+    from pydantic_ai import Agent, Tool, UsageLimits
+    from pydantic_ai.exceptions import AgentRunError
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.profiles.openai import OpenAIModelProfile
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    client = connect(AsyncOpenAI, session["openai_base_url"]).with_options(api_key=session["key"])
+    functions = [
+        Tool.from_schema(partial(call_tool, tools, tool.name), tool.name, tool.description, tool.input_schema)
+        for tool in (await tools.list_tools()).tools
+    ]
+    profile = OpenAIModelProfile(json_schema_transformer=None, openai_supports_strict_tool_definition=False)
+    model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client), profile=profile)
+    agent = Agent(model, tools=functions)
+    try:
+        return str((await agent.run(session["task"]["prompt"], usage_limits=UsageLimits(request_limit=MAX_TURNS))).output)
+    except AgentRunError:  # an unknown tool, too many turns: the policy's doing
+        return ""
+
+
+async def google_genai(session: dict[str, Any], tools: Client) -> str:
+    from google.genai import Client as Gemini
+    from google.genai import types
+
+    async def find_item(name: str) -> str:
+        """Find the id of an item."""
+        return await call_tool(tools, "find_item", name=name)
+
+    async def get_field(id: int, field: str) -> str:
+        """Read a field of an item."""
+        return await call_tool(tools, "get_field", id=id, field=field)
+
+    # The SDK takes an MCP session too, and then fails: it copies its settings, and this session cannot be copied.
+    calls = types.AutomaticFunctionCallingConfig(maximum_remote_calls=MAX_TURNS)
+    settings = types.GenerateContentConfig(tools=[find_item, get_field], automatic_function_calling=calls)
+    retries, milliseconds = types.HttpRetryOptions(attempts=RETRIES), int(CALL_SECONDS * 1000)
+    http = types.HttpOptions(base_url=session["gemini_base_url"], timeout=milliseconds, retry_options=retries)
+    async with Gemini(api_key=session["key"], http_options=http).aio as client:
+        answer = await client.chats.create(model="policy", config=settings).send_message(session["task"]["prompt"])
+    return answer.text or ""
+
+
+async def call_tool(tools: Client, tool_name: str, /, **arguments: Any) -> str:
+    result = await tools.call_tool(tool_name, arguments)
+    return "".join(part.text for part in result.content if part.type == "text")
+
+
+AGENTS = {agent.__name__: agent for agent in (openai_agents, anthropic, pydantic_ai, google_genai)}
 
 
 async def play(name: str, session: dict[str, Any], http: httpx.AsyncClient) -> None:

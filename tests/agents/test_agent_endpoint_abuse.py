@@ -36,6 +36,7 @@ async def test_what_no_log_can_hold_is_refused(arguments: str) -> None:
         assert response.status_code == 400 and "cannot be stored" in response.json()["error"]["message"]
 
 
+@pytest.mark.integration
 async def test_repetitions_are_bounded_too() -> None:
     async with serving() as (client, session):
         statuses: list[int] = []

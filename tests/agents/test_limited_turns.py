@@ -104,6 +104,7 @@ def test_stops_are_read_in_every_protocol_that_has_them(path: str, field: dict[s
     assert dialect.parse(BODIES[path] | field | {"method": "generateContent"}).stop == ("END",)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("own_stops", [("<done>",), ("<done>", "END")])
 async def test_an_answer_that_a_stop_ended_is_continued_live_and_after_a_takeover(own_stops: tuple[str, ...]) -> None:
     action = Action(episode_id="e", attempt=1, turn=0, text="one END")

@@ -88,6 +88,7 @@ async def test_a_gateway_that_takes_over_gives_the_last_answer_once_to_whoever_a
     assert fresh is not known, "the agent has the answer: the same question is another sample"
 
 
+@pytest.mark.integration
 async def test_a_turn_that_a_later_call_continues_was_delivered() -> None:
     session = AgentSession(key="k")
     conversations = Conversations(session)

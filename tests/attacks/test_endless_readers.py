@@ -55,6 +55,7 @@ async def count(admin: BareClient) -> int:
     return found
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("user", COUNTED)
 async def test_no_names_but_its_own_make_a_consumer_and_these_are_counted(
     secured: SecuredServer, monkeypatch: pytest.MonkeyPatch, user: str
@@ -93,6 +94,7 @@ async def test_no_names_but_its_own_make_a_consumer_and_these_are_counted(
             assert await scan(monitor, SUBJECTS.log)
 
 
+@pytest.mark.integration
 async def test_many_monitors_that_begin_at_once_all_read_the_log(secured: SecuredServer) -> None:
     """Each reads what was before by one reader per filter: together more than there are names."""
     filters = [SUBJECTS.tasks(), SUBJECTS.episodes, SUBJECTS.train("*"), SUBJECTS.policy("*"), SUBJECTS.life("*", "*")]
@@ -109,6 +111,7 @@ async def test_many_monitors_that_begin_at_once_all_read_the_log(secured: Secure
     assert found == [2 + LIVES] * VIEWERS
 
 
+@pytest.mark.integration
 async def test_a_reader_waits_for_a_name_that_becomes_free(secured: SecuredServer) -> None:
     own = AuthFolder(secured.folder).access(plan_run(TRUST, lanes=LANES)).readers["monitor"]
     async with bare_client(secured, "monitor", TRUST) as other, secured.connect("monitor") as monitor:

@@ -47,12 +47,14 @@ def deep(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["rm", "-rf", folder, tmp_path / "copy"], check=True, timeout=50)
 
 
+@pytest.mark.integration
 def test_folders_deeper_than_calls_and_paths_reach_are_removed(deep: Path, tmp_path: Path) -> None:
     mine = deep.rename(tmp_path / "copy")  # out of the sight of other workers' sweeps
     remove_tree(mine)
     assert not mine.exists()
 
 
+@pytest.mark.integration
 def test_they_are_swept_when_their_worker_has_exited(deep: Path) -> None:
     sweep_folders(PREFIX)
     assert not deep.exists()
@@ -70,6 +72,7 @@ def test_a_removal_follows_no_link(tmp_path: Path) -> None:
     assert (kept / "folder/file").exists() and not box.exists()
 
 
+@pytest.mark.integration
 def test_they_are_neither_counted_as_nothing_nor_copied(deep: Path, tmp_path: Path) -> None:
     with pytest.raises(TreeTooDeep):
         measure_tree(deep)
@@ -77,6 +80,7 @@ def test_they_are_neither_counted_as_nothing_nor_copied(deep: Path, tmp_path: Pa
         copy_tree(deep, tmp_path / "copy")
 
 
+@pytest.mark.integration
 def test_folders_and_empty_files_count_as_well(tmp_path: Path) -> None:
     for number in range(1000):
         (tmp_path / f"d{number}").mkdir()
@@ -84,6 +88,7 @@ def test_folders_and_empty_files_count_as_well(tmp_path: Path) -> None:
     assert measure_tree(tmp_path) >= 2000 * 512
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "command",
     [

@@ -201,6 +201,7 @@ def test_entries_of_another_run_or_of_none_are_refused(tmp_path: Path, subject: 
         load_recording(tmp_path / "a.fbrec")
 
 
+@pytest.mark.integration
 def test_a_small_file_does_not_expand_past_the_memory(tmp_path: Path) -> None:
     file = tmp_path / "bomb.fbrec"
     entry = ArchivedEntry(1, 1, "fb.theirs.act.e0.e1", bytes(1 << 20))

@@ -35,6 +35,7 @@ def test_the_command_says_so_in_one_line(
     assert "AGENTS_TOKEN can be guessed" in said and "hunter2" not in said
 
 
+@pytest.mark.integration
 def test_guesses_against_a_key_are_slow_whatever_is_guessed() -> None:
     key = SessionKeys(read_secret(TOKEN, RUN), "r").make("e1", 10**18)
     began, guesses = time.process_time(), 4

@@ -120,6 +120,7 @@ async def test_a_run_of_up_lets_no_other_user_in(tmp_path: Path) -> None:
                 assert (await bus.log_state()).entries == ENTRIES
 
 
+@pytest.mark.integration
 async def test_files_that_are_only_looked_at_are_served_to_their_user_alone(tmp_path: Path) -> None:
     folder = run_folder_of(tmp_path)
     with hold_run(Configuration(), folder):

@@ -41,6 +41,7 @@ def test_this_machines_names_are_answered(host: str, port: int) -> None:
     assert b" 200 " in ask(port, host).splitlines()[0]
 
 
+@pytest.mark.integration
 def test_idle_connections_hold_so_many_threads_and_these_for_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scrapes.Scrape, "timeout", 2.0)
     before = threading.active_count()

@@ -107,6 +107,7 @@ print(json.dumps(results))
 ZYGOTE = Path(verifier.__file__).with_name("zygote.py")
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(sys.platform != "linux", reason="the filter of system calls needs Linux")
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="there is no filter for this machine")
 def test_a_verifier_reaches_no_process_and_no_file_of_its_user() -> None:

@@ -112,6 +112,7 @@ print("taken")
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("attack", [STREAMS, CLOSED_SENDERS, FILES], ids=["streams", "closed senders", "empty files"])
 async def test_what_no_process_is_charged_for_is_counted(session: SandboxSession, attack: str) -> None:
     with anyio.fail_after(50):

@@ -88,6 +88,7 @@ async def test_silence_is_not_nobody(world: Any) -> None:
         assert anyio.current_time() - started_at > 0.15
 
 
+@pytest.mark.integration
 async def test_requests_beyond_the_limit_are_answered_by_nobody(world: Any) -> None:
     subject = world.subjects.rpc("w", "s")
     outcomes: list[bool] = []
@@ -167,6 +168,7 @@ async def test_listening_and_serving_survive_a_break(world: Any) -> None:
             assert await listener.receive() == (heartbeat, b"heard")
 
 
+@pytest.mark.integration
 @ONE_SERVER
 async def test_a_request_made_while_cut_off_is_sent_when_the_line_is_back(world: Any) -> None:
     subject = world.subjects.rpc("w", "s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
+import pytest
 
 
 async def test_the_last_of_each_subject_is_given_and_subjects_without_entries_are_missing(world: Any) -> None:
@@ -22,6 +23,7 @@ async def test_the_last_of_each_subject_is_given_and_subjects_without_entries_ar
         assert [entry.subject for entry in await bus.last_of_each((s.floor, s.episode("a")))] == [s.floor]
 
 
+@pytest.mark.integration
 async def test_the_last_of_each_subject_is_given_however_much_they_are_together(world: Any) -> None:
     """A server sends 64 MiB at most for one question, and a slow line no more than some MiB in time."""
     s = world.subjects

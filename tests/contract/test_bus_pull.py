@@ -25,6 +25,7 @@ async def nothing_comes(subscription: Any, seconds: float) -> bool:
     return True
 
 
+@pytest.mark.integration
 async def test_work_arrives_in_order_and_is_gone_once_acked(world: Any) -> None:
     async with world.ready() as bus:
         async with bus.pull("short", credits=10) as subscription:
@@ -98,6 +99,7 @@ async def test_the_work_of_a_silent_worker_goes_to_another(world: Any) -> None:
         assert {delivery.delivered for delivery in taken} == {2}
 
 
+@pytest.mark.integration
 async def test_extending_keeps_a_lease_and_its_end_gives_the_work_away(world: Any) -> None:
     async with world.ready() as bus, bus.pull("short", credits=2) as subscription:
         await fill(bus, world, 1, "short")
@@ -145,6 +147,7 @@ async def test_who_waits_already_gets_work_that_another_gave_back_for_later(worl
         assert [each.delivered for each in taken] == [2]
 
 
+@pytest.mark.integration
 async def test_who_waits_already_gets_work_whose_lease_another_lets_run_out(world: Any) -> None:
     async with world.ready() as one, world.connect() as other:
         taken: list[Any] = []
@@ -206,6 +209,7 @@ async def test_a_leaving_worker_hands_back_what_it_did_not_take(world: Any) -> N
         assert sorted([held.message.sequence, *taken]) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.integration
 async def test_work_taken_before_leaving_can_still_be_acked(world: Any) -> None:
     async with world.ready() as bus:
         await fill(bus, world, 1, "short")

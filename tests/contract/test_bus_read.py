@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
+import pytest
 
 
 async def fill(bus: Any, subjects: list[str], count: int) -> None:
@@ -103,6 +104,7 @@ async def test_a_scan_ends_although_the_last_entries_do_not_match(world: Any) ->
             assert [entry async for entry in bus.scan([s.log], start=7)] == []
 
 
+@pytest.mark.integration
 async def test_a_scan_by_several_filters_is_in_the_order_of_the_log_with_each_entry_once(world: Any) -> None:
     s = world.subjects
     wanted = [s.episode("a"), s.action("e0", "a"), s.episode("b")]

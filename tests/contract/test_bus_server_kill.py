@@ -45,6 +45,7 @@ async def test_more_consumers_than_a_stream_may_have_are_refused(world: Any) -> 
             await bus.declare(few)
 
 
+@pytest.mark.integration
 async def test_a_publish_waits_for_the_server_to_come_back(world: Any) -> None:
     async with world.ready() as bus:
         await bus.publish(world.subjects.episode("before"), b"x")
@@ -61,6 +62,7 @@ async def test_a_publish_waits_for_the_server_to_come_back(world: Any) -> None:
         assert {world.subjects.episode(f"e{number + 1}") for number in range(300)} <= set(entries)
 
 
+@pytest.mark.integration
 async def test_a_purge_is_not_kept_for_a_server_that_comes_back(world: Any) -> None:
     """Its log may be an older one, in which other entries have these sequences."""
     async with world.ready() as bus:
@@ -83,6 +85,7 @@ async def test_a_purge_is_not_kept_for_a_server_that_comes_back(world: Any) -> N
         assert [entry.sequence async for entry in bus.scan([world.subjects.log])][:1] == [2]
 
 
+@pytest.mark.integration
 async def test_publishes_under_way_at_a_kill_are_stored_once_each(world: Any) -> None:
     async with world.ready() as bus:
 
@@ -102,6 +105,7 @@ async def test_publishes_under_way_at_a_kill_are_stored_once_each(world: Any) ->
         assert (len(subjects), len(set(subjects))) == (480, 480)
 
 
+@pytest.mark.integration
 async def test_a_reader_sees_every_entry_once_across_a_kill(world: Any) -> None:
     async with world.ready() as bus, bus.read([world.subjects.episodes]) as reader:
         seen = []
@@ -146,6 +150,7 @@ async def test_acks_that_a_killed_server_forgot_mean_redelivery_and_never_loss(w
         assert len(acked) == 50
 
 
+@pytest.mark.integration
 async def test_a_pull_goes_on_after_a_kill_with_its_remaining_credits(world: Any) -> None:
     async with world.ready() as bus, bus.pull("long", credits=5) as subscription:
         await world.kill_server()

@@ -83,6 +83,7 @@ def test_episodes_have_the_room_that_the_benchmark_needs_unless_a_setting_says_o
     assert BENCHMARK.fit(Configuration(), {}).episode.max_turns == benchmarks.BENCHMARKS[NAME].turns
 
 
+@pytest.mark.integration
 async def test_a_run_whose_workers_play_its_own_tasks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with small_deployment() as fleet:
         fleet.environment("environment")

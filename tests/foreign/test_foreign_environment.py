@@ -78,6 +78,7 @@ async def test_episodes_are_played_side_by_side_in_one_process() -> None:
         assert ((await first.verify()).reward, (await second.verify()).reward) == (0.0, 1.0)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("index", "reason"),
     [(1, "EpisodeFailed: ToolError -> it broke"), (2, "RuntimeError: no such luck"), (3, "status 3: Segmentation fault")],
@@ -93,6 +94,7 @@ async def test_an_error_of_the_packages_fails_the_episode_with_its_reason(index:
             assert (await environment.verify()).reward == 1.0, "the next episode plays, in a new process where that ended"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("index", "reason"), [(6, "what is no reply"), (7, "a reply of over")])
 async def test_what_is_no_reply_ends_the_process_and_not_the_worker(index: int, reason: str) -> None:
     factory = build()
@@ -133,6 +135,7 @@ def test_a_request_that_comes_while_the_process_ends_says_nothing_over_its_last_
     os.close(requests)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("index", [4, 5])
 async def test_an_episode_that_hangs_is_ended_when_it_is_closed(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancelled if it awaits; with all of its process if it blocks."""

@@ -65,6 +65,7 @@ async def test_a_call_that_broke_before_its_name_came_is_not_sent_again(fault: s
         assert caught.value.may_have_acted and (double.counts["runs"], double.counts["order/call"]) == (1, 1)
 
 
+@pytest.mark.integration
 async def test_a_call_that_a_proxy_says_never_ran_is_sent_again_and_no_other_503_is() -> None:
     async with faulty(*["starting"] * 9) as (double, environment):
         assert (await environment.step(COMPARE)).reward == -0.01

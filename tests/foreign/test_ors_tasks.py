@@ -90,6 +90,7 @@ async def check(double: OrsDouble) -> str:
     return done[1]
 
 
+@pytest.mark.integration
 async def test_a_server_that_sends_no_list_or_never_ends_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ors_tasks, "SECONDS", 1.0)
     monkeypatch.setattr(ors_client, "MAX_ANSWER_BYTES", 4 << 20)

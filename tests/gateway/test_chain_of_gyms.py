@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import anyio
+import pytest
 
 from fleetbus.client.sessions import SessionFailed, sessions
 from fleetbus_schemas import Task
@@ -14,6 +15,7 @@ from tests.support.remote_gym_server import RemoteGymDouble, remote_gym_double
 CLIENTS = 8
 
 
+@pytest.mark.integration
 async def test_whoever_takes_over_from_a_killed_worker_closes_its_sessions_upstream(tmp_path: Path) -> None:
     double = RemoteGymDouble(goal=5)
     async with (

@@ -122,6 +122,7 @@ async def test_the_second_head_of_a_connection_has_the_same_limit() -> None:
         assert await read_until_closed(stream) == b""
 
 
+@pytest.mark.integration
 async def test_a_connection_between_two_requests_is_not_cut_by_the_limit_of_heads() -> None:
     async with server(head_seconds=0.3) as here, httpx.AsyncClient() as client:
         port = None

@@ -98,6 +98,7 @@ def test_any_frame_is_read_or_refused(text: str | None) -> None:
     assert isinstance(kind, str)
 
 
+@pytest.mark.integration
 @settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.sampled_from(["type", "text", "message", "tool_name", "arguments", "x"]), JSON))
 def test_any_action_is_read_or_refused(data: dict[str, Any]) -> None:
@@ -133,6 +134,7 @@ def client(gateway_urls: dict[str, str]) -> Iterator[httpx.Client]:
         yield made
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("door", ["gym", "openenv"])
 @settings(max_examples=60, deadline=None)
 @given(METHODS, PATHS, HEADERS, BODIES, st.text(max_size=20))

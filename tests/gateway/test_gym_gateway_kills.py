@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
+import pytest
 
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
 from tests.support.gateway_processes import SUBJECTS, free_port, repeat_until_answered, start_processes
 from tests.support.gym_service import Wire, new_boundary
 
 
+@pytest.mark.integration
 async def test_a_killed_worker_and_a_killed_gateway_change_nothing_for_the_client(tmp_path: Path) -> None:
     async with start_processes(tmp_path) as fleet, httpx.AsyncClient() as client:
         port = str(free_port())

@@ -56,6 +56,7 @@ async def test_through_the_openenv_gateway(rewards: list[float], verdict: float,
             assert [(await socket.ask("step", text="x"))["data"]["reward"] for _ in rewards] == told
 
 
+@pytest.mark.integration
 async def test_through_skyrl(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.json"
     described = [{"key": key, "rewards": rewards, "verdict": verdict} for key, (rewards, verdict, _) in PAYMENTS.items()]

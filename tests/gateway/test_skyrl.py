@@ -72,6 +72,7 @@ def build_environment(server: str, tasks_file: Path, **extras: Any) -> Any:
     return skyrl_gym.make("fleetbus", env_config=config, extras={"task_key": "t1", **extras})
 
 
+@pytest.mark.integration
 @pytest.mark.usefixtures("register_environment")
 def test_an_episode_has_the_fields_and_types_of_skyrl_gym(server: str, tasks_file: Path) -> None:
     environment = build_environment(server, tasks_file)

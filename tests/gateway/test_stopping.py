@@ -29,6 +29,7 @@ def tracebacks(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.exc_info and record.levelno >= logging.ERROR]
 
 
+@pytest.mark.integration
 async def test_a_call_that_outlasts_the_grace_is_told_to_come_again(caplog: pytest.LogCaptureFixture) -> None:
     handler, stop, answers = Handler(), anyio.Event(), list[httpx.Response]()
     handler.step_seconds = 30
@@ -51,6 +52,7 @@ async def test_a_call_that_outlasts_the_grace_is_told_to_come_again(caplog: pyte
     assert tracebacks(caplog) == []
 
 
+@pytest.mark.integration
 async def test_a_socket_in_the_middle_of_a_step_is_closed_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
     stop = anyio.Event()
     listener = bind("127.0.0.1", 0)

@@ -96,6 +96,7 @@ def test_a_virtual_clock_waits_in_no_time(virtual_clock: Any) -> None:
     assert virtual_clock(sleep_a_day) == 86_400
 
 
+@pytest.mark.integration
 def test_the_example_in_the_docs_passes_for_a_user_and_fails_when_the_environment_changes(tmp_path: Path) -> None:
     here, root = Path(__file__).parent, Path(__file__).parents[2]
     block = re.search(r"\$ cat test_guessing\.py\n(.*?)```", (root / "docs" / "recordings.md").read_text(), re.DOTALL)

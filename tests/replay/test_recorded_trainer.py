@@ -129,6 +129,7 @@ def test_the_moment_tells_places_apart_that_extremes_and_sizes_do_not() -> None:
     assert one == other
 
 
+@pytest.mark.integration
 def test_a_step_that_takes_longer_than_the_patience_is_no_hanging_learner(monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 

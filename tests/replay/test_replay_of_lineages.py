@@ -142,6 +142,7 @@ def begun(recording: Recording) -> list[tuple[str, int]]:
     return [(started.lineage, started.parent_step) for _, started in found]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("make", [CountingTrainer, None], ids=["until weights", "until batches"])
 @pytest.mark.parametrize(("every", "starts"), [(2, [0, 2, 4]), (5, [0, 0, 0])], ids=["resumed", "begun again"])
 def test_every_lineage_replays_as_recorded(
@@ -157,6 +158,7 @@ def test_every_lineage_replays_as_recorded(
     assert report.notes["lineages that were replayed, each from where it began"] == 3
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("make", [CountingTrainer, None], ids=["until weights", "until batches"])
 def test_a_learner_that_was_told_to_stop_ends_with_the_same_checkpoint(make: Callable[[], Any] | None, tmp_path: Path) -> None:
     configuration = settings(tmp_path / "recorded", 10)
@@ -169,6 +171,7 @@ def test_a_learner_that_was_told_to_stop_ends_with_the_same_checkpoint(make: Cal
     assert not any("steps of lineage" in reason for reason in report.skipped)
 
 
+@pytest.mark.integration
 def test_each_lineage_replays_with_the_settings_that_it_was_started_with(tmp_path: Path) -> None:
     """The first evaluates two tasks before the first step; the second is resumed with another evaluation and batch, and those
     are the settings that the recording's header holds."""
@@ -219,6 +222,7 @@ def test_evaluations_of_an_operator_are_told_from_those_of_the_learner(tmp_path:
     assert report.notes["evaluation episodes that an operator asked for, which no learner repeats"] == 6
 
 
+@pytest.mark.integration
 def test_a_checkpoint_that_a_full_log_asked_for_is_counted_and_not_waited_for(recorded: Any, tmp_path: Path) -> None:
     recording, configuration = recorded(1)
     for index, entry in enumerate(recording.entries):
@@ -258,6 +262,7 @@ def test_lineages_whose_checkpoint_was_not_recorded_are_named_with_their_steps(r
     assert report.compared["StepTrained"] == 3
 
 
+@pytest.mark.integration
 def test_a_learner_that_does_not_take_over_what_was_asked_for_before_is_found(
     recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +277,7 @@ def test_a_learner_that_does_not_take_over_what_was_asked_for_before_is_found(
     assert report.first is not None and any("lineage l2" in line for line in report.first.context)
 
 
+@pytest.mark.integration
 def test_what_says_that_entries_left_the_log_keeps_no_recording_from_its_replay(recorded: Any, tmp_path: Path) -> None:
     recording, configuration = recorded()
     floor = StreamEntry(
@@ -285,6 +291,7 @@ def test_what_says_that_entries_left_the_log_keeps_no_recording_from_its_replay(
     assert report.same, report.lines()
 
 
+@pytest.mark.integration
 def test_a_checkpoint_that_a_kill_prevented_is_not_begun_from_in_the_replay(tmp_path: Path) -> None:
     """The replay of its lineage may have written it: it is not cut at the same instant."""
     configuration = settings(tmp_path / "run", checkpoint_every=1)

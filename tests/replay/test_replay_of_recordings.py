@@ -118,6 +118,7 @@ def test_an_environment_that_raises_is_found() -> None:
     )
 
 
+@pytest.mark.integration
 def test_an_environment_that_hangs_is_found() -> None:
     kind = guessing()
 

@@ -50,6 +50,7 @@ def on_terminal(*options: str) -> tuple[int, str]:
     return status, b"".join(shown).decode()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("options", "counted"),
     [(LEARNER, r"learner: 47 of 47 messages, \d+ s"), (SHARED, r"environment: 33 of 33 episodes, \d+ s")],
@@ -64,12 +65,14 @@ def test_a_terminal_is_shown_how_far_the_replay_has_come(options: tuple[str, ...
     assert not last and not lines[-1].strip(), "the line is gone when the report comes"
 
 
+@pytest.mark.integration
 def test_a_pipe_gets_the_report_alone() -> None:
     command = [sys.executable, "-m", "fleetbus_workers.cli", "replay", str(GUESSING), *LEARNER]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
     assert done.stderr == "" and done.stdout.startswith("learner: compared")
 
 
+@pytest.mark.integration
 async def test_progress_of_all_shares_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(HERE))
     progress = Progress()

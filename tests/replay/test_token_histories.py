@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +35,7 @@ def test_histories_that_part_stand_alone() -> None:
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=4)
 
 
+@pytest.mark.integration
 @given(st.lists(st.tuples(TOKENS, TOKENS), max_size=12))
 def test_every_turn_finds_its_tokens_and_no_history_begins_another(given_turns: list[tuple[list[int], list[int]]]) -> None:
     turns = [turn(ids, sampled, seed) for seed, (ids, sampled) in enumerate(given_turns)]

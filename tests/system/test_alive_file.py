@@ -35,6 +35,7 @@ def probe(name: str, file: Path) -> int:
     return subprocess.run(command, check=False, timeout=10).returncode
 
 
+@pytest.mark.integration
 async def test_probes_fail_before_a_worker_is_there_pass_while_it_waits_for_its_server_and_fail_once_it_hangs(
     tmp_path: Path,
 ) -> None:

@@ -66,6 +66,7 @@ class Forgetful(Deployment):
             recorded.set()
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(150)
 async def test_the_oldest_leave_an_archive_and_the_audit_of_the_rest_finds_nothing_and_says_what_is_gone(
     connections: Connect, tmp_path: Path
@@ -100,6 +101,7 @@ async def test_the_oldest_leave_an_archive_and_the_audit_of_the_rest_finds_nothi
     assert (await audit_archive(S, deployment.archive)).begins == begins
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(150)
 async def test_what_leaves_the_folder_is_in_the_store_and_both_together_are_the_whole_run(
     connections: Connect, tmp_path: Path

@@ -119,6 +119,7 @@ def test_bad_input_exits_with_2_and_one_line(served: Served, program: Any, capsy
     assert "2 entries of the log of run books were trimmed: give --archive" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 @needs_only_copy
 def test_a_run_that_nobody_serves_is_audited_from_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -95,6 +95,7 @@ async def follows_a_named_session(newcomer: SessionClient, client: SessionClient
     await followed.close()
 
 
+@pytest.mark.integration
 async def test_what_is_forbidden_to_some_works_for_those_whose_work_it_is(secured: SecuredServer, tmp_path: Path) -> None:
     with anyio.fail_after(50):
         async with secured.connect("learner") as bus:
@@ -132,6 +133,7 @@ async def test_histories_read_narrowly_are_those_that_are_read_at_once(secured: 
     assert [entry.payload for entry in found] == [b"%d" % number for number in range(7)]
 
 
+@pytest.mark.integration
 async def test_a_fleet_trains_with_the_rights_of_its_roles_alone(secured: SecuredServer, tmp_path: Path) -> None:
     """Real workers with the keys of their roles; an inference worker dies, its episodes are rebuilt by the other one."""
     configuration = build_configuration(

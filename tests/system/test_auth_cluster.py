@@ -158,6 +158,7 @@ async def test_without_them_any_server_joins(tmp_path: Path) -> None:
                 await servers.until_peers(0, {"rogue"})
 
 
+@pytest.mark.integration
 async def test_routes_to_a_server_that_hangs_are_closed_within_seconds_and_it_joins_again_when_it_goes_on(
     tmp_path: Path,
 ) -> None:

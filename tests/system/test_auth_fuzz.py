@@ -152,6 +152,7 @@ async def fuzz(secured: SecuredServer, user: str, pairs: int) -> list[str]:
         return harm(user, before, await states((admin, other_admin)))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("user", LIMITED)
 async def test_a_hundred_random_pairs_change_nothing_that_the_role_may_not_change(secured: SecuredServer, user: str) -> None:
     with anyio.fail_after(55):

@@ -184,6 +184,7 @@ def test_what_cannot_be_replaced_is_named_in_one_line_and_nothing_changes(
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
+@pytest.mark.integration
 async def test_a_worker_whose_key_was_replaced_says_so_in_one_line_and_exits_with_1(tmp_path: Path) -> None:
     async with place(tmp_path) as made:
         command = [sys.executable, "-m", "fleetbus", "recorder", "--run", RUN, "--nats", made.server.url, "--nats-auth"]

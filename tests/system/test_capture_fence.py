@@ -98,6 +98,7 @@ def is_torn(recorded: set[str], outcomes: dict[str, str]) -> bool:
     return recorded != {call for call, outcome in outcomes.items() if outcome == "kept"}
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(180)
 async def test_a_record_that_races_a_freeze_is_in_the_snapshot_or_refused(tmp_path: Path) -> None:
     draw = random.Random(1)
@@ -112,6 +113,7 @@ async def test_a_record_that_races_a_freeze_is_in_the_snapshot_or_refused(tmp_pa
     assert contested >= RACES // 20, "the freeze hardly ever came in the middle"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("flags", "told"), [((), "refused"), (("--unfenced",), "kept")])
 @pytest.mark.timeout(180)
 async def test_a_record_that_was_on_its_way_at_the_freeze_is_refused_and_without_compare_and_set_torn(

@@ -64,6 +64,7 @@ async def test_seats_of_processes_that_are_killed_are_trained_once(seats: str, t
     assert "2" in report["seats_per_episode"]
 
 
+@pytest.mark.integration
 async def test_a_chaos_run_that_is_told_to_stop_takes_all_its_processes_along(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--folder", str(tmp_path), "--seconds", "0"]
     async with await anyio.open_process(command, stdout=subprocess.DEVNULL, stderr=None) as process:

@@ -77,6 +77,7 @@ async def test_a_folder_that_is_mounted_late_is_waited_for_and_nothing_is_lost(t
         assert await starts(run) == [("", 0), ("l1", 6)]
 
 
+@pytest.mark.integration
 async def test_a_checkpoint_that_stays_away_ends_the_learner_in_one_line_that_says_what_to_do(tmp_path: Path) -> None:
     async with killed_after(tmp_path, 6) as (run, folder):
         shutil.rmtree(folder / "l1-000006")
@@ -91,6 +92,7 @@ async def test_a_checkpoint_that_stays_away_ends_the_learner_in_one_line_that_sa
         assert (names(folder), len(await run.entries(LineageStarted))) == (left, 1)
 
 
+@pytest.mark.integration
 async def test_a_learner_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
     async with killed_after(tmp_path, 6) as (run, _):
         for stored in await run.entries(CheckpointStored):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import anyio
+import pytest
 
 from fleetbus.client.sessions import sessions
 from fleetbus.config.settings import EnvironmentSettings
@@ -17,6 +18,7 @@ CLIENTS = 32
 LIMIT_SECONDS = 1.0
 
 
+@pytest.mark.integration
 async def test_clients_that_came_before_any_worker_have_their_sessions_within_a_second_of_its_first_heartbeat(
     tmp_path: Path,
 ) -> None:

@@ -126,6 +126,7 @@ async def test_the_rights_in_a_users_token_are_kept(tmp_path: Path) -> None:
                     await bus.publish(SUBJECTS.train("default"), b"x")
 
 
+@pytest.mark.integration
 async def test_commands_go_by_a_context_to_a_websocket_behind_tls(tmp_path: Path) -> None:
     with anyio.fail_after(55):
         async with run_platform(tmp_path) as place:
@@ -204,6 +205,7 @@ async def serving(answer: Callable[[SocketStream], Awaitable[None]]) -> AsyncIte
         group.cancel_scope.cancel()
 
 
+@pytest.mark.integration
 async def test_a_web_server_that_is_no_nats_server_is_refused_in_one_line(tmp_path: Path) -> None:
     async def answer(stream: SocketStream) -> None:
         async with stream:

@@ -89,6 +89,7 @@ async def train(connect: Connect, configuration: Configuration, name: str = "lea
     return trainer
 
 
+@pytest.mark.integration
 async def test_a_fleet_trains_every_requested_episode_once(connections: Connect, tmp_path: Path) -> None:
     configuration = configured(tmp_path)
     subjects = Subjects("fleet")

@@ -31,6 +31,7 @@ print("imported")
 """
 
 
+@pytest.mark.integration
 def test_the_environment_role_imports_where_torch_is_not_installed() -> None:
     """The blocker stands for an environment without these packages; the slow test below builds a real one."""
     source = IMPORTS.format(blocked=set(BLOCKED))
@@ -39,6 +40,7 @@ def test_the_environment_role_imports_where_torch_is_not_installed() -> None:
     assert done.stdout.strip() == "imported"
 
 
+@pytest.mark.integration
 def test_the_blocker_would_notice_a_role_that_needs_torch() -> None:
     source = IMPORTS.format(blocked=set(BLOCKED)) + "\nimport fleetbus_workers.learner.torch.trainer"
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=60)

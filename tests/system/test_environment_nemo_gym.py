@@ -103,6 +103,7 @@ async def test_what_is_masked_is_no_reward_but_a_reason(verdict: dict[str, Any],
         assert found.reward == reward and reason in found.reason
 
 
+@pytest.mark.integration
 async def test_a_verdict_may_take_longer_than_a_tool_and_has_a_limit_too() -> None:
     async with nemo_gym_double() as (double, _), playing(double, seconds=0.5, verify=3.0) as environment:
         double.faults["verify"] = ["slow", "hang"]
@@ -176,6 +177,7 @@ async def test_a_server_cannot_fill_the_memory_of_a_worker(monkeypatch: pytest.M
         assert "JSON with up to" in (await environment.verify()).reason
 
 
+@pytest.mark.integration
 async def test_a_seed_is_repeated_and_given_up_after_three() -> None:
     async with nemo_gym_double() as (double, _):
         double.faults["seed_session"] = [503, 502]
@@ -193,6 +195,7 @@ async def test_a_seed_is_repeated_and_given_up_after_three() -> None:
         assert double.asked.count("seed_session") == 7
 
 
+@pytest.mark.integration
 async def test_a_cancelled_call_is_over_at_once_and_closed() -> None:
     async with nemo_gym_double() as (double, _), playing(double) as environment:
         double.faults["increment_counter"] = ["hang"]

@@ -36,6 +36,7 @@ class ServiceDown(ScriptedEnvironment):
         await super().open(task)
 
 
+@pytest.mark.integration
 async def test_a_long_outage_of_the_environments_does_not_fill_the_log_with_failures(tmp_path: Path) -> None:
     configuration = build_configuration(
         run=RunSettings(name=RUN, folder=str(tmp_path)),

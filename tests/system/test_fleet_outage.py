@@ -41,6 +41,7 @@ async def results(fleet: SmallDeployment, names: Sequence[str]) -> list[EpisodeF
     return [await fleet.result(name) for name in names]
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(180)
 async def test_the_platform_dies_in_mid_run_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEET_API_KEY", KEY)

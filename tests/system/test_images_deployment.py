@@ -174,6 +174,7 @@ async def trained(fleet: Fleet, results: list[EpisodeFinished], group: Group | N
     return [len(sequences), metrics["logprob_difference_max"]]
 
 
+@pytest.mark.integration
 async def test_pictures_are_seen_alike_by_engine_and_trainer(tmp_path: Path, folder: Path) -> None:
     episodes = [f"e{number}" for number in range(4)]
     async with fleet(tmp_path, folder, stored, first) as made:
@@ -186,6 +187,7 @@ async def test_pictures_are_seen_alike_by_engine_and_trainer(tmp_path: Path, fol
     assert (count, difference < CLOSE) == (len(episodes), True)
 
 
+@pytest.mark.integration
 async def test_another_engine_goes_on_with_what_the_log_says_was_seen(tmp_path: Path, folder: Path) -> None:
     """The engine that answered the first turn is gone; its successor rebuilds tokens and pictures."""
     killed, stuck = anyio.CancelScope(), anyio.Event()

@@ -52,6 +52,7 @@ async def test_kept_scores_are_found_by_another_worker(tmp_path: Path) -> None:
         await judge.close()
 
 
+@pytest.mark.integration
 async def test_a_busy_server_is_asked_again_and_a_refusal_is_not() -> None:
     async with serve_judge(lambda messages: scores(5)) as server:
         judge = build_judge(server)

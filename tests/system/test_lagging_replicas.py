@@ -114,6 +114,7 @@ async def test_a_scan_reads_beside_the_leader_of_the_log_where_nothing_is_missin
             await anyio.lowlevel.checkpoint()
 
 
+@pytest.mark.integration
 async def test_the_first_publish_of_a_connection_waits_for_a_log_that_elects_its_leader(
     bus: NatsBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

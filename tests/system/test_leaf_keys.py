@@ -98,6 +98,7 @@ async def test_a_leaf_node_does_not_become_another_account_by_saying_so(tmp_path
                 assert answer is not None and json.loads(answer.data)["config"]["name"] == f"fb_{RUN}"
 
 
+@pytest.mark.integration
 async def test_a_leaf_node_of_a_withdrawn_key_is_out_once_the_server_was_started_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,6 +138,7 @@ async def test_a_worker_that_starts_while_its_site_has_no_link_is_told_of_the_li
                     pass
 
 
+@pytest.mark.integration
 async def test_a_site_whose_link_stays_away_logs_one_line_a_minute_of_it(tmp_path: Path) -> None:
     async with hub(tmp_path) as made:
         async with leaf_server(made.keys, PLANS[0], "environment", tmp_path / "site", made.port):

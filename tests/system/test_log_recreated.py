@@ -22,6 +22,7 @@ RUN = "r"
 SUBJECTS = Subjects(RUN)
 
 
+@pytest.mark.integration
 @needs_only_copy
 @pytest.mark.parametrize("stored", [3, 25])
 async def test_who_reads_a_log_that_was_emptied_and_made_anew_meanwhile_is_told(
@@ -49,6 +50,7 @@ async def test_who_reads_a_log_that_was_emptied_and_made_anew_meanwhile_is_told(
                         await entries.receive()
 
 
+@pytest.mark.integration
 @needs_only_copy
 @pytest.mark.parametrize(
     ("stored", "told"),
@@ -200,6 +202,7 @@ async def test_who_reads_a_log_that_is_only_away_goes_on_where_it_was(tmp_path: 
                     assert (await entries.receive()).sequence == 21 + number
 
 
+@pytest.mark.integration
 async def test_a_stream_without_a_leader_for_a_while_is_waited_for_by_who_has_published_there(tmp_path: Path) -> None:
     """As in a cluster whose leader was killed: until another is elected nobody listens on the stream's subjects."""
     with anyio.fail_after(50):

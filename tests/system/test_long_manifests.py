@@ -64,6 +64,7 @@ async def versions(bus: Bus) -> list[PolicyPublished]:
     return [message for _, message in decode_entries(PolicyPublished, entries, beside=(LineageStarted,))]
 
 
+@pytest.mark.integration
 async def test_a_manifest_that_fits_no_message_comes_to_the_engine_whole(
     bus: Bus, publication: Publication, tmp_path: Path
 ) -> None:

@@ -182,6 +182,7 @@ async def test_a_call_that_is_silent_for_too_long_is_abandoned_and_not_sent_agai
         assert read_step_text(await environment.step(call("count"))) == "Tool result:\n2"
 
 
+@pytest.mark.integration
 async def test_a_call_that_reports_progress_may_take_longer_than_its_limit() -> None:
     async with serve_application(Toolbox().app) as server, playing(f"http:{server.url}/mcp", call_seconds=0.7) as environment:
         assert read_step_text(await environment.step(call("crawl"))) == "Tool result:\narrived"
@@ -243,6 +244,7 @@ def _old_only(app: Starlette) -> Any:
     return filtered
 
 
+@pytest.mark.integration
 async def test_a_server_that_answers_nothing_after_a_call_that_timed_out_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fleetbus_workers.environment.adapters.mcp.client.LIVENESS_SECONDS", 0.3)
     real = Toolbox("count", "hang").app()

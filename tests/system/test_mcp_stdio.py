@@ -44,6 +44,7 @@ async def playing_spec(spec: str) -> AsyncIterator[McpEnvironment]:
         assert not children(), "a closed episode leaves no process"
 
 
+@pytest.mark.integration
 async def test_the_time_server_of_others_is_played() -> None:
     async with playing_spec(command("-m", "mcp_server_time")) as environment:
         time = await environment.step(call("get_current_time", timezone="Europe/Berlin"))
@@ -57,6 +58,7 @@ async def test_the_time_server_of_others_is_played() -> None:
         assert "+9.0h" in read_step_text(converted)
 
 
+@pytest.mark.integration
 async def test_the_git_server_of_others_is_played(tmp_path: Path) -> None:
     await anyio.run_process(["git", "init", "-q", str(tmp_path)])
     async with playing_spec(command("-m", "mcp_server_git", "--repository", str(tmp_path))) as environment:

@@ -78,6 +78,7 @@ async def test_both_ways_of_asking_tell_the_same_of_consumers(
     assert over_http.entries is None and over_http.clients == asked.clients
 
 
+@pytest.mark.integration
 async def test_a_client_that_does_not_read_is_named_with_its_unread_bytes_and_when_it_is_cut_off(
     server: NatsServerProcess, bus: Bus
 ) -> None:
@@ -163,6 +164,7 @@ def test_what_is_no_address_is_bad_input(url: str, capsys: Any) -> None:
     assert "--nats-http" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 async def test_doctor_reads_it_and_says_how_where_it_cannot(server: NatsServerProcess, bus: Bus, capsys: Any) -> None:
     arguments = ["doctor", "--json", "--run", RUN, "--nats", server.url]
     for more, detail in (["--nats-http", str(server.monitor_url)], f"of run {RUN}"), ([], HOW):

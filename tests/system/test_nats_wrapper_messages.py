@@ -47,6 +47,7 @@ async def test_the_bare_publish_swallows_its_cancellation(server: KillableServer
             await client.close()
 
 
+@pytest.mark.integration
 async def test_publishing_on_the_bus_to_a_peer_that_stops_reading_can_be_cancelled_and_is_bounded(
     server: KillableServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

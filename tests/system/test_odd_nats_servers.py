@@ -87,6 +87,7 @@ async def test_a_log_with_other_limits_and_storage_settings_is_one(tmp_path: Pat
         await bus.check_log()
 
 
+@pytest.mark.integration
 async def test_commands_say_that_a_stream_of_that_name_is_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with connected(tmp_path / "store") as (url, bus):
         queue = stream_config(PLAN.log) | {"retention": "workqueue"}
@@ -129,6 +130,7 @@ async def test_a_stream_that_is_refused_keeps_its_limit(tmp_path: Path) -> None:
         assert (await bus.log_state()).limit_bytes == 1 << 20
 
 
+@pytest.mark.integration
 async def test_a_worker_whose_lanes_are_away_is_not_refused(tmp_path: Path) -> None:
     """As while the servers of a cluster that keep them elect a leader: whoever started the worker starts it again."""
     async with connected(tmp_path / "store") as (url, bus):
@@ -148,6 +150,7 @@ async def test_an_environment_worker_says_that_a_run_was_declared_in_part(tmp_pa
         assert f"fleetbus init --run {RUN}" in line
 
 
+@pytest.mark.integration
 async def test_a_pool_and_a_policy_that_were_not_declared_are_named(tmp_path: Path) -> None:
     async with connected(tmp_path / "store") as (url, bus):
         await bus.declare(PLAN)
@@ -177,6 +180,7 @@ async def test_limits_of_an_account_are_named(
             assert said in await refusal_of(capsys, "init", "--run", RUN, "--nats", server.url)
 
 
+@pytest.mark.integration
 async def test_a_log_has_more_consumers_than_a_server_allows_by_default(tmp_path: Path) -> None:
     """512 lanes: 1,026 consumers, where the server's own limit is 1,000 a stream."""
     many = plan_run(RUN, lanes=512)
@@ -199,6 +203,7 @@ async def test_a_log_of_before_gets_the_limit_of_its_plan_and_keeps_a_larger_one
             await ask(f"STREAM.DELETE.{PLAN.log.name}")
 
 
+@pytest.mark.integration
 async def test_a_learner_that_is_one_reader_too_many_says_so_in_one_line(tmp_path: Path) -> None:
     async with connected(tmp_path / "store") as (url, bus):
         full = msgspec.structs.replace(PLAN.log, max_consumers=len(PLAN.consumers))

@@ -103,6 +103,7 @@ async def results(bus: Bus) -> list[EpisodeFinished]:
     return found
 
 
+@pytest.mark.integration
 async def test_episodes_do_not_notice_that_a_server_dies_under_them(servers: list[ModelServer], tmp_path: Path) -> None:
     for server in servers:
         server.held, server.hold_after = True, 3

@@ -177,6 +177,7 @@ async def test_no_server_at_all_is_one_clear_line() -> None:
         OpenAISampler([], codec=ByteCodec(), prompt=PROMPT)
 
 
+@pytest.mark.integration
 async def test_the_key_is_sent_and_never_shown(make_server: MakeServer) -> None:
     server = make_server()
     async with open_sampler(server, key="sk-very-secret") as sampler:

@@ -31,6 +31,7 @@ def configuration(tmp_path: Path) -> Configuration:
     )
 
 
+@pytest.mark.integration
 async def test_a_paused_learner_requests_nothing_until_it_is_resumed_and_trains_on(
     configuration: Configuration,
 ) -> None:

@@ -186,6 +186,7 @@ async def read_end(bus: Bus, session: str) -> SessionEnded:
                 return message
 
 
+@pytest.mark.integration
 async def test_every_role_outlives_every_periodic_job_with_its_own_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orphan_sweep, "MARGIN_SECONDS", 0.0)
     monkeypatch.setattr(nats_bus, "CLOCK_EVERY_SECONDS", 0.2)

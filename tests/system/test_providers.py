@@ -34,6 +34,7 @@ def served(mode: str = "", *, ready_seconds: float = 50.0) -> EnvironmentFactory
     return build_environment_factory(spec, verifier=NoGrader(), configuration=configuration)
 
 
+@pytest.mark.integration
 async def test_an_episode_is_played_on_a_server_of_its_own_that_is_stopped_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEETBUS_SECRET", "s3cret")
     factory = served()
@@ -51,6 +52,7 @@ async def test_an_episode_is_played_on_a_server_of_its_own_that_is_stopped_at_it
         await second.close()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("mode", "words"), [("fail", "ended before it was ready: exit code 1: no database"), ("hang", "not ready")]
 )
@@ -102,6 +104,7 @@ anyio.run(main)
 """
 
 
+@pytest.mark.integration
 async def test_a_killed_worker_takes_its_servers_with_it() -> None:
     async with await anyio.open_process([sys.executable, "-c", WORKER], stderr=None) as worker:
         await wait_for_output(worker.stdout, b"ready")

@@ -117,6 +117,7 @@ async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
         thread.join()
 
 
+@pytest.mark.integration
 async def test_a_job_is_created_waited_for_and_deleted(cluster: tuple[type[Cluster], KubernetesProvider]) -> None:
     handler, provider = cluster
     with anyio.fail_after(50):
@@ -182,6 +183,7 @@ async def test_a_sweep_deletes_abandoned_jobs_alone(cluster: tuple[type[Cluster]
     assert any("labelSelector=fleetbus" in path for _, path in handler.asked)
 
 
+@pytest.mark.integration
 async def test_without_a_cluster_one_line_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("lightkube")
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))

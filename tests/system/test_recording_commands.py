@@ -147,6 +147,7 @@ def test_a_run_without_a_log_is_refused_and_leaves_no_file(server: str, tmp_path
     assert not file.exists()
 
 
+@pytest.mark.integration
 def test_a_log_is_followed_until_sigterm_and_what_it_names_by_then_is_added(server: str, tmp_path: Path) -> None:
     file, run = tmp_path / "live.fbrec", "followed"
     weights = tmp_path / "l1-v000001.safetensors"

@@ -125,6 +125,7 @@ async def read_kept(bus: Bus) -> dict[str, list[StreamEntry]]:
     return kept
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(120)
 async def test_what_is_settled_leaves_the_log_and_late_copies_of_it_are_not_played(
     connections: Connect, tmp_path: Path
@@ -182,6 +183,7 @@ async def test_a_worker_that_held_a_request_while_its_episode_left_the_log_does_
             deployment.drain.set()
 
 
+@pytest.mark.integration
 async def test_journals_of_ended_sessions_leave_the_log_and_an_open_one_stays(connections: Connect, tmp_path: Path) -> None:
     with anyio.fail_after(50):
         async with connections("test") as bus, anyio.create_task_group() as group:

@@ -67,6 +67,7 @@ async def train(servers: RunningServers, run: str, folder: Path) -> list[StepTra
         return [step for _, step in decode_entries(StepTrained, await bus.history([Subjects(run).train("default")]))]
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(120)
 async def test_two_runs_train_on_one_worker_beside_a_third_that_cannot_be_served(tmp_path: Path) -> None:
     plans = [plan_run(run, lanes=4, max_bytes=1 << 28) for run in RUNS]

@@ -118,6 +118,7 @@ async def test_a_learner_whose_replica_does_not_know_its_successor_yet_takes_not
             await FencedAppender(bus, POLICY, 0).take_over(message)
 
 
+@pytest.mark.integration
 def test_a_learner_may_begin_while_the_entry_of_the_one_before_is_on_its_way() -> None:
     """The first one's start reaches the policy's subject between the second one's starts on both subjects: in their order."""
     report = run_seed(910_000)

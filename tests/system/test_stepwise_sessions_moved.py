@@ -244,6 +244,7 @@ class Holding(CountingEnvironment):
         self._elsewhere.discard(self.held)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("comes_back", [True, False])
 async def test_what_a_dead_worker_held_elsewhere_is_released_whether_its_client_comes_back_or_not(comes_back: bool) -> None:
     world, elsewhere, names = World(replayable=False), set[str](), map(str, itertools.count())

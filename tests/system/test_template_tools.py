@@ -94,6 +94,7 @@ async def test_an_episode_reads_its_tools_in_the_rendered_prompt_and_plays_to_a_
     ]  # fmt: skip
 
 
+@pytest.mark.integration
 async def test_a_worker_that_takes_over_in_mid_episode_still_knows_the_tools(template: ChatTemplate) -> None:
     texts = [FIND.format("rope"), FIND.format("gear"), "Done."]
     async with small_deployment(build_configuration(inference=ROOMY)) as fleet:

@@ -65,6 +65,7 @@ def build_entry(call: str, tokens: int = 10) -> Entry:
     return Entry(rollout_id="a rollout.*", model_call_id=call, prompt_token_ids=list(range(tokens)), logprobs=logprobs)
 
 
+@pytest.mark.integration
 async def test_entries_come_back_as_they_were_and_may_be_longer_than_a_message(tmp_path: Path) -> None:
     async with running_servers(tmp_path, [PLAN]) as servers:
         auth = str(servers.auth.path) if servers.auth else ""
@@ -88,6 +89,7 @@ async def test_entries_come_back_as_they_were_and_may_be_longer_than_a_message(t
             await trainer.freeze("r")
 
 
+@pytest.mark.integration
 async def test_a_put_that_is_cancelled_can_be_made_again(tmp_path: Path) -> None:
     async with running_servers(tmp_path, [PLAN]) as servers:
         store = TokenStore(servers.url, auth=str(servers.auth.path) if servers.auth else "")
@@ -104,6 +106,7 @@ async def test_a_put_that_is_cancelled_can_be_made_again(tmp_path: Path) -> None
         await store.close()
 
 
+@pytest.mark.integration
 async def test_a_program_that_leaves_it_open_ends_and_may_call_from_several_loops(tmp_path: Path) -> None:
     async with running_servers(tmp_path, [PLAN]) as servers:
         command = [sys.executable, "-c", LEFT_OPEN, servers.url, str(servers.auth.path) if servers.auth else ""]
@@ -112,6 +115,7 @@ async def test_a_program_that_leaves_it_open_ends_and_may_call_from_several_loop
         assert (done.returncode, done.stdout, done.stderr) == (0, "said\n", "")
 
 
+@pytest.mark.integration
 async def test_a_server_that_is_not_there_is_said_without_its_password_and_looked_for_again(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     store = TokenStore(f"nats://user:secret@127.0.0.1:{port}")

@@ -81,6 +81,7 @@ async def request_episodes(servers: RunningServers, stop: anyio.Event) -> None:
                 await bus.publish(S.task("default", f"e{number}"), encode(request), timeout=20)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("command", ["top", "metrics", "monitor"])
 async def test_a_viewer_asks_for_nothing_that_its_key_may_not(command: str, tmp_path: Path) -> None:
     options = () if command == "top" else ("--port", str(free_ports(1)[0]))
@@ -91,6 +92,7 @@ async def test_a_viewer_asks_for_nothing_that_its_key_may_not(command: str, tmp_
             assert await servers.violations() == []
 
 
+@pytest.mark.integration
 async def test_viewers_outlive_restarts_of_the_server_while_the_log_grows(tmp_path: Path) -> None:
     ports = [str(port) for port in free_ports(2)]
     with anyio.fail_after(110):

@@ -28,6 +28,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[SecuredServer
         yield server
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("recent_first", [False, True])
 async def test_a_monitors_key_is_enough(
     secured: SecuredServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recent_first: bool

@@ -103,6 +103,7 @@ def test_a_file_whose_name_only_looks_like_a_number_is_no_segment(tmp_path: Path
     assert [each.sequence for each in read_archive(tmp_path)] == [1]
 
 
+@pytest.mark.integration
 async def test_entries_that_expand_a_thousandfold_wait_in_memory_by_their_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

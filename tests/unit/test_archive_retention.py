@@ -206,6 +206,7 @@ def test_a_note_that_cannot_be_read_is_damage(archive: Path) -> None:
         list(read_archive(archive))
 
 
+@pytest.mark.integration
 async def test_the_audit_of_what_is_left_has_no_finding_at_any_begin_and_never_balances(archive: Path) -> None:
     for segment in list_segments(archive)[1:]:
         remove_segments(archive, parse_first_sequence(segment))

@@ -57,6 +57,7 @@ def keep_in(store: Path, **settings: Any) -> ArchiveSettings:
     return ArchiveSettings(store=store.as_uri(), **settings)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("how", ["nothing is there", "one bit is another"])
 def test_a_store_that_lies_is_found_before_the_folder_loses_anything(archive: Path, store: Path, how: str) -> None:
     keeper = ArchiveKeeper(archive, keep_in(store, keep_bytes=1))
@@ -74,6 +75,7 @@ def test_a_store_that_lies_is_found_before_the_folder_loses_anything(archive: Pa
         assert list(read_archive(folder)) == read_entries(build_run())
 
 
+@pytest.mark.integration
 def test_a_long_archive_is_copied_and_shortened_in_parts(archive: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     segments = len(list_segments(archive))
     ticks = itertools.count(0.0, 10.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -92,6 +93,7 @@ def run_fleet(dice: random.Random, count: int) -> Fleet:
     return fleet
 
 
+@pytest.mark.integration
 @settings(max_examples=150, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 12))
 def test_whatever_a_fleet_that_keeps_the_rules_does_the_books_balance(dice: random.Random, count: int) -> None:
@@ -103,6 +105,7 @@ def test_whatever_a_fleet_that_keeps_the_rules_does_the_books_balance(dice: rand
     assert sum(report.books.excluded.values()) == len(fleet.settled) - len(fleet.trained)
 
 
+@pytest.mark.integration
 @settings(max_examples=100, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 8), st.booleans())
 def test_an_audit_that_was_kept_and_continued_anywhere_reports_the_same(

@@ -45,6 +45,7 @@ def test_a_single_object_is_a_table_of_its_fields() -> None:
     assert "kill" not in page
 
 
+@pytest.mark.integration
 def test_each_plot_is_drawn_from_rows_as_its_benchmark_prints_them(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     recovered = {"p50": 1.0, "p99": 2.0}

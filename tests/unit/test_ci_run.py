@@ -50,6 +50,7 @@ def test_that_is_never_run():
 """
 
 
+@pytest.mark.integration
 def test_tests_that_were_not_all_run_are_not_run_once_more(tmp_path: Path) -> None:
     write_project(tmp_path, count=1, always=False)
     (tmp_path / "test_one.py").write_text(FAILS_ONCE.format(count=1, always=False) + ENDS_IN_THE_MIDDLE)
@@ -57,6 +58,7 @@ def test_tests_that_were_not_all_run_are_not_run_once_more(tmp_path: Path) -> No
     assert ended.returncode == 1 and "failed: tests\n" in ended.stdout, ended.stdout[-3000:]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("count", "always", "status"), [(2, False, 0), (2, True, 1), (4, False, 1)])
 def test_at_most_three_tests_are_run_once_more_and_named(count: int, always: bool, status: int, tmp_path: Path) -> None:
     write_project(tmp_path, count=count, always=always)

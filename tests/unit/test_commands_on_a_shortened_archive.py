@@ -49,6 +49,7 @@ def test_a_recording_of_it_says_where_it_begins_and_is_audited_so(begins: int, c
     assert "does not contain the beginning of the training" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 def test_the_store_and_the_folder_are_given_one_after_the_other(begins: int, capsys: pytest.CaptureFixture[str]) -> None:
     archive_log(Path("copy"), read_entries(build_run()))
     assert run_program(["audit", "run", "--archive", "archive", "--archive", Path("copy").absolute().as_uri()]) == 0

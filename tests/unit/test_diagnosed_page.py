@@ -32,6 +32,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosed_run, "TIMES_ITS_COST", 0.0)
 
 
+@pytest.mark.integration
 async def test_it_follows_the_log_and_says_what_the_command_says() -> None:
     async with MemoryServer().connect("run", worker="w") as bus:
         await bus.declare(plan_run("run", lanes=1))

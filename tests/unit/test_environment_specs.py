@@ -126,6 +126,7 @@ def test_a_mistake_gets_one_line(spec: str, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.integration
 def test_a_scripted_environment_needs_no_mcp_and_nothing_here_needs_torch() -> None:
     code = (
         "import sys; from fleetbus_workers.environment.specs import build_environment_factory as f; "

@@ -192,6 +192,7 @@ async def test_an_environment_that_fails_is_named_with_file_and_line():
         await play_guesses(Broken, TASKS, Configuration(), episodes=4, seed=0)
 
 
+@pytest.mark.integration
 @pytest.mark.anyio
 async def test_a_build_of_a_few_steps_is_a_model_that_loads_and_the_same_again(tmp_path: Path) -> None:
     torch.set_num_threads(1)
@@ -242,6 +243,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert {path.name for path in tmp_path.iterdir()} == {"tasks.json", "full"}
 
 
+@pytest.mark.integration
 def test_numbers_without_end_are_played_with_too():
     assert say(user(f"Guess between 1 and {'9' * 5000}, or {'7' * 5000}."))
     assert say(user(f"Find {'7' * 5000}."), tools=TOOLS)

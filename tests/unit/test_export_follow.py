@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import anyio
+import pytest
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
@@ -48,6 +49,7 @@ async def test_where_the_server_is_gone_it_ends_with_what_it_has(tmp_path: Path)
     assert anyio.current_time() - began <= 2 * END_SECONDS
 
 
+@pytest.mark.integration
 def test_a_busy_log_is_read_in_rounds_and_written_whole(tmp_path: Path) -> None:
     """Each entry once, in order; one that comes last does not wait for others."""
     file = tmp_path / "run.fbrec"

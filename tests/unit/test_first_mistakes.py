@@ -96,6 +96,7 @@ def test_a_finished_run_that_is_told_to_restart_is_not_just_reported(tmp_path: P
     assert not asks_to_restart(loaded.configuration, folder), "it was done, and is not done again"
 
 
+@pytest.mark.integration
 def test_a_call_that_never_returns_does_not_keep_a_stopped_worker() -> None:
     code = (
         "import threading, time\n"

@@ -66,6 +66,7 @@ def test_a_resumed_optimizer_counts_its_steps_where_its_kernel_reads_them(offloa
     assert optimizer.state[parameter]["step"].device.type == ("cpu" if offload else "meta")
 
 
+@pytest.mark.integration
 def test_engines_are_spawned_and_asking_for_a_gpu_does_not_begin_cuda() -> None:
     """A forked engine ends with "Cannot re-initialize CUDA in forked subprocess" once its parent has asked CUDA anything."""
     code = (

@@ -132,6 +132,7 @@ def test_the_chart_is_linted_and_has_the_version_of_the_package() -> None:
     assert f"## [{version[1]}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("values", [(), ("gpu=true",)])
 def test_kubernetes_schema_takes_what_is_rendered(values: tuple[str, ...]) -> None:
     validate = pytest.importorskip("kubernetes_validate")

@@ -68,6 +68,7 @@ def published(file: Path, manifest: Any) -> PolicyPublished:
     )
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_sampler_and_trainer_agree_over_turns_with_images(family: str, opened: Opened) -> None:
     folder, processor = opened(family)
@@ -81,6 +82,7 @@ async def test_sampler_and_trainer_agree_over_turns_with_images(family: str, ope
     assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-3)
 
 
+@pytest.mark.integration
 async def test_training_changes_the_vision_tower_and_the_engine_takes_it_over(opened: Opened, tmp_path: Path) -> None:
     folder, processor = opened("idefics3")
     sampler = TorchSampler(folder, slots=8, processor=processor)
@@ -102,6 +104,7 @@ async def test_training_changes_the_vision_tower_and_the_engine_takes_it_over(op
     assert trainer(tmp_path / "saved")._model.state_dict().keys() == before.keys()
 
 
+@pytest.mark.integration
 async def test_a_checkpoint_goes_on_where_it_was_stored(opened: Opened, tmp_path: Path) -> None:
     folder, processor = opened("llava")
     batch = await sequences(folder, processor)
@@ -209,6 +212,7 @@ def test_several_processes_are_refused_by_name(opened: Opened) -> None:
         TrainingImages(folder, None, processes=2)
 
 
+@pytest.mark.integration
 def test_a_model_that_sees_says_how_it_is_trained(opened: Opened) -> None:
     folder, _ = opened("llava")
     for open_text in (lambda: TorchTrainer(folder), lambda: TorchSampler(folder)):

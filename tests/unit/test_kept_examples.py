@@ -62,6 +62,7 @@ async def test_the_books_of_an_old_run_balance_from_its_recording_and_from_its_l
         assert (report.books.requested, report.books.trained) == (4, 4)
 
 
+@pytest.mark.integration
 @each_version
 def test_an_old_recording_replays_against_the_environment_and_the_learner_of_now(file: Path) -> None:
     assert replay_blocking(file).compared["EpisodeFinished"] == 4

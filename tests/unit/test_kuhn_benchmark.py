@@ -42,6 +42,7 @@ def test_a_queen_that_always_calls_gives_away_what_a_king_gets_of_it() -> None:
     assert measure_gains(play) == pytest.approx(((3 - 7 / 3) / 6, 0.0, VALUE))
 
 
+@pytest.mark.integration
 def test_the_play_of_a_model_is_that_of_its_tokens() -> None:
     folder = find_starter_folder()
     model = AutoModelForCausalLM.from_pretrained(folder).eval()

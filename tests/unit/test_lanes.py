@@ -198,6 +198,7 @@ class CountedCalls:
         return call if name in ("last", "publish") else getattr(self._bus, name)
 
 
+@pytest.mark.integration
 async def test_a_thousand_workers_that_start_at_the_same_moment_have_lanes_after_calls_in_proportion_to_them() -> None:
     """In virtual time, on 1,100 lanes; in the order of the lanes it took 500,500 reads and as many writes."""
     workers, counts = 1000, Counter[str]()

@@ -140,6 +140,7 @@ def test_libraries_log_in_the_same_format() -> None:
     )
 
 
+@pytest.mark.integration
 def test_records_of_threads_do_not_tear_each_other(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w", buffering=1) as stream:
         configure_logs(LogSettings(format="json"), stream=stream)

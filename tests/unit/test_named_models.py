@@ -77,6 +77,7 @@ def test_packages_that_are_missing_are_named_with_their_extra(tmp_path: Path, mo
         resolve_model(str(tmp_path / "some.gguf"))
 
 
+@pytest.mark.integration
 def test_a_file_cut_short_is_one_line(tiny: Path, cache: Path) -> None:
     os.truncate(tiny, 2000)
     with pytest.raises(UserError, match="cannot be converted") as refused:
@@ -85,6 +86,7 @@ def test_a_file_cut_short_is_one_line(tiny: Path, cache: Path) -> None:
     assert not [path for path in cache.rglob("*") if path.is_file()]
 
 
+@pytest.mark.integration
 def test_a_gguf_file_becomes_a_folder_that_is_trained_and_sampled(tiny: Path, cache: Path) -> None:
     import torch
     from safetensors.torch import load_file
@@ -105,6 +107,7 @@ def test_a_gguf_file_becomes_a_folder_that_is_trained_and_sampled(tiny: Path, ca
     assert template.decode(ids) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.integration
 def test_the_second_call_converts_nothing_and_a_broken_folder_is_made_anew(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = resolve_model(str(tiny))
     whole = (folder / "model.safetensors").read_bytes()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
+import pytest
+
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, RunSettings
@@ -32,6 +34,7 @@ def note(folder: Path, number: int) -> None:
     note_operation(folder, RUN, "UADMIN", describe_operation("rotate", [f"user-{number}"], "test", at_ns=number))
 
 
+@pytest.mark.integration
 async def test_notes_are_of_their_owner_alone_bounded_and_stored_once(tmp_path: Path) -> None:
     server = MemoryServer()
     for number in range(KEPT_NOTES + 2):

@@ -61,6 +61,7 @@ def test_sessions_that_would_end_at_once_are_refused(gateway: str, refused: Refu
     assert "--session-timeout" in refused("gateway", gateway, "--session-timeout", "0")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".org", "\udcff"])
 def test_what_can_be_no_host_is_refused(host: str, refused: Refused) -> None:
     with pytest.raises(UserError, match="not an address of this machine"):

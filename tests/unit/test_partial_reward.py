@@ -42,6 +42,7 @@ def test_the_share_that_was_done(output: str, share: float | None) -> None:
     assert partial_reward(output) == share
 
 
+@pytest.mark.integration
 @given(st.text())
 def test_any_output_gives_a_share_or_none(output: str) -> None:
     share = partial_reward(output)

@@ -108,6 +108,7 @@ def probe(capsys: pytest.CaptureFixture[str], *arguments: str, status: int) -> d
     return {(each["kind"], each["what"]): each for each in found}
 
 
+@pytest.mark.integration
 def test_a_sound_verifier_has_status_0_and_a_hole_status_1(
     verifier: Path, tasks: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +127,7 @@ def test_code_that_ends_the_tests_or_equals_all_is_tried_where_it_harms_nothing(
     assert not Path("conftest.py").exists()
 
 
+@pytest.mark.integration
 def test_a_verifier_that_hangs_is_ended_and_what_it_prints_is_not_shown(
     verifier: Path, tasks: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +136,7 @@ def test_a_verifier_that_hangs_is_ended_and_what_it_prints_is_not_shown(
     assert "no verdict within 0.5 s" in found["crash", "not a number"]["example"]["reason"]
 
 
+@pytest.mark.integration
 def test_a_verifier_that_always_hangs_is_given_up(
     verifier: Path, tasks: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +172,7 @@ def record(file: Path, answers: dict[str, list[tuple[str, float]]]) -> Path:
     return file
 
 
+@pytest.mark.integration
 def test_what_was_sampled_is_tried(verifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = [("1200", 1.0), ("1,200", 0.0), ("", 0.0), ("How many of these are there?", 0.0), ("Error: no such tool", 0.0)]
     file = record(tmp_path / "run.fbrec", {"a": said, "b": [("well", 1.0), ("1200", 1.0)]})

@@ -39,6 +39,7 @@ def test_a_process_that_ended_unreported_counts_as_it_was_seen_last() -> None:
     assert sum_usage({2: child, 3: grandchild}, ROOT, used(0, 2.0, 0.5)) == 8.5
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
 def test_seconds_of_real_children_are_found_once() -> None:
     spend = "import time\nwhile time.process_time() < 0.4: pass"

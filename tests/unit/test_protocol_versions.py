@@ -87,6 +87,7 @@ async def test_a_worker_that_fits_begins_without_a_word() -> None:
     assert await wait([OLD], OLD) == (True, [], [])
 
 
+@pytest.mark.integration
 async def test_a_worker_that_is_too_new_says_so_once_and_begins_when_the_run_was_declared_by_its_version() -> None:
     fits, lines, beats = await wait([OLD, OLD, RequestUnanswered("no answer"), OLD, WRITES], WRITES)
     assert fits
@@ -95,6 +96,7 @@ async def test_a_worker_that_is_too_new_says_so_once_and_begins_when_the_run_was
     assert len(beats) == 4 and beats[0].problem in lines[0] and beats[0].protocol == 2
 
 
+@pytest.mark.integration
 async def test_a_worker_that_is_too_old_takes_no_work_and_ends_when_it_is_drained() -> None:
     fits, lines, beats = await wait([WRITES, WRITES], OLD)
     assert (fits, len(lines), beats[0].slots) == (False, 1, 0) and "too old" in lines[0]

@@ -127,6 +127,7 @@ def test_a_later_format_is_refused_and_says_what_to_do(tmp_path: Path) -> None:
         load_recording(path)
 
 
+@pytest.mark.integration
 def test_a_frame_that_unpacks_to_too_much_is_damage(tmp_path: Path) -> None:
     path = tmp_path / "a.fbrec"
     bomb = b"E" + zlib.compress(bytes(80 << 20), 9)

@@ -68,6 +68,7 @@ async def test_a_request_that_found_no_room_is_sent_soon_after_there_is_some(res
     assert answers == [b"done"]
 
 
+@pytest.mark.integration
 async def test_a_request_that_is_made_once_is_sent_once_after_it_found_room() -> None:
     wire, mux = make_mux()
     began = anyio.current_time()

@@ -196,6 +196,7 @@ async def test_a_batch_is_read_once_however_many_of_its_episodes_name_what_is_no
     assert read.count(SUBJECTS.action("e0", "f")) == 2, "once, and once more in case that a replica lagged"
 
 
+@pytest.mark.integration
 async def test_an_action_that_was_trimmed_before_the_request_was_made_ends_no_learner() -> None:
     """No archive can have it: it is none of this episode."""
     async with MemoryServer().connect("checks") as bus:

@@ -59,6 +59,7 @@ def closed_form(plan: LossPlan, losses: list[list[list[float]]]) -> float:
     return sum(everything) / divisor
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("weight", ["episode", "token", "segment"])
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "sequence_sum", "constant_mean"])
 @given(episodes=leaf_counts, seed=st.integers(0, 99))

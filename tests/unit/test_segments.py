@@ -190,6 +190,7 @@ move = st.tuples(
 )
 
 
+@pytest.mark.integration
 @settings(deadline=None, max_examples=300)
 @given(st.lists(move, min_size=1, max_size=12))
 def test_whatever_the_tree_each_sampled_token_is_trained_once_after_what_it_was_sampled_after(

@@ -57,6 +57,7 @@ def test_the_shipped_folder_is_whole_and_small():
     assert config["head_dim"] == 64
 
 
+@pytest.mark.integration
 def test_the_shipped_policy_solves_about_a_third_of_unseen_tasks(model, tokenizer):
     warehouses = [draw_warehouse(task.seed) for task in build_held_out_tasks(128)]  # type: ignore[arg-type]
 
@@ -176,6 +177,7 @@ def test_copied_tokens_are_masked_exactly_where_they_can_be_predicted():
 TINY = StarterSettings(conversations=40, copy_steps=2, imitation_steps=2, test_episodes=2)
 
 
+@pytest.mark.integration
 def test_a_build_of_a_few_steps_reports_and_gives_the_same_files_twice(tmp_path):
     lines: list[str] = []
     for name in ("first", "second"):

@@ -141,6 +141,7 @@ def test_no_text_breaks_a_query(tmp_path: Path, text: str) -> None:
             assert "nothing to search for" in str(refused)
 
 
+@pytest.mark.integration
 def test_random_texts_break_neither_index_nor_query(tmp_path: Path) -> None:
     source = random.Random(7)
     letters = "ab\"*()^:-+{}\x00\x01\x02\x03\n'\\;é中\ud800\U0001f600 "

@@ -93,6 +93,7 @@ async def test_what_a_failed_removal_left_goes_with_the_next_trim(
     assert await left(bus) == {"open"}
 
 
+@pytest.mark.integration
 async def test_a_thousand_episodes_leave_within_a_minute_over_a_slow_line(
     bus: MemoryBus, trimmer: LogTrimmer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -366,6 +366,7 @@ def test_the_picture_is_a_png_of_a_readable_size(tmp_path: Path) -> None:
     assert not re.search("part", " ".join(path.name for path in tmp_path.iterdir()))
 
 
+@pytest.mark.integration
 def test_a_book_of_many_steps_does_not_remember_which_episodes_they_trained() -> None:
     book = Progress(1, keeps=is_summarized)
 

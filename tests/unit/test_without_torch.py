@@ -7,6 +7,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 HIDE = """
 import importlib.machinery, json, sys
 
@@ -64,5 +66,6 @@ def test_a_run_on_a_tinker_service_asks_for_tinker_and_not_for_torch() -> None:
     assert torch == served == "safetensors, torch not installed: pip install 'fleetbus[local]'"
 
 
+@pytest.mark.integration
 def test_every_role_of_such_a_run_is_imported_without_torch() -> None:
     assert run_without({"torch", "safetensors"}, LOAD) == [False]

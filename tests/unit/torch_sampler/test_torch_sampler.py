@@ -26,6 +26,7 @@ from tests.support.torch_engine import (
 )
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("slots", [1, 7, 32])
 @pytest.mark.parametrize("fast", [True, False])
 async def test_logprobs_are_those_of_the_plain_model(folder: Path, slots: int, fast: bool) -> None:
@@ -34,6 +35,7 @@ async def test_logprobs_are_those_of_the_plain_model(folder: Path, slots: int, f
     assert compute_largest_difference(folder, played) <= 1e-4
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_every_family_runs_and_agrees_with_its_plain_model(tmp_path: Path, family: str) -> None:
     folder = write_model(tmp_path, family)

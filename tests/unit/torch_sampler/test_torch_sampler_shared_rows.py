@@ -50,6 +50,7 @@ def build_group(size: int, *, tokens: int = 24, temperature: float = 0.3, ids: l
     return [ask(ids, seed=seed, tokens=tokens, key=f"e{seed}", temperature=temperature) for seed in range(size)]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("family", ["qwen3", "gpt_neox"])
 @pytest.mark.parametrize("slots", [5, 32])
 def test_a_group_says_what_its_turns_say_alone_and_computes_common_tokens_once(tmp_path: Path, family: str, slots: int) -> None:
@@ -77,6 +78,7 @@ def test_turns_that_end_earlier_leave_the_others_of_their_row_as_they_are(folder
     assert stepped.stats["computed_tokens"] == 9
 
 
+@pytest.mark.integration
 def test_a_second_turn_continues_from_the_history_of_a_shared_row(folder: Path) -> None:
     stepped = SteppedEngine(folder, 8)
     requests = build_group(4, tokens=6, temperature=0.0)

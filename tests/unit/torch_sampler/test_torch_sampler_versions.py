@@ -45,6 +45,7 @@ def publish(folder: Path, file: Path, version: int) -> PolicyPublished:
     )
 
 
+@pytest.mark.integration
 async def test_a_swap_between_tokens_shows_in_the_spans_and_drops_nobody(
     folder: Path, other_folder: Path, tmp_path: Path
 ) -> None:

@@ -161,6 +161,7 @@ def test_distillation_follows_the_reverse_kl_to_a_teacher_of_another_architectur
     assert metrics["teacher_kl"] == pytest.approx(-np.concatenate(gaps).mean(), abs=1e-4)
 
 
+@pytest.mark.integration
 def test_distillation_brings_the_policy_to_the_teacher(folder: Path, teacher: Path) -> None:
     """On one prompt, over all of the vocabulary: the policy samples anew before every step."""
     trainer = make_trainer(folder, teacher=str(teacher), learning_rate=3e-3, warmup_steps=1, micro_batch_size=64)

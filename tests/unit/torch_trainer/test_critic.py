@@ -49,6 +49,7 @@ def test_a_critic_that_knows_nothing_leaves_normalised_returns(folder: Path, bat
     assert compute_distance(found, expected) < 1e-5
 
 
+@pytest.mark.integration
 def test_it_learns_to_foresee_returns_and_the_policy_is_moved_by_what_it_did_not_foresee(
     folder: Path, batch: list[Any]
 ) -> None:
@@ -60,6 +61,7 @@ def test_it_learns_to_foresee_returns_and_the_policy_is_moved_by_what_it_did_not
     assert found[-1]["explained_variance"] > 0.9
 
 
+@pytest.mark.integration
 def test_a_checkpoint_holds_the_critic_and_a_version_does_not(folder: Path, batch: list[Any], tmp_path: Path) -> None:
     trainer = make_trainer(folder)
     for _ in range(3):

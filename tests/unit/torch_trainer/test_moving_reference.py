@@ -62,6 +62,7 @@ def test_one_that_is_the_policy_itself_pulls_nowhere_and_the_start_does(folder: 
     assert norms["start"] > 1e-2
 
 
+@pytest.mark.integration
 def test_a_resumed_run_is_pulled_to_the_same_model(folder: Path, tmp_path: Path) -> None:
     settings = MOVING | {"reference_sync_steps": 2, "reference_mixup_alpha": 0.5}
     whole, broken, resumed = (trainer(folder, **settings) for _ in range(3))
