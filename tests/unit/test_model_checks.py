@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import struct
 import time
 from collections.abc import Callable
@@ -25,10 +26,10 @@ from fleetbus.errors import UserError
 from fleetbus.tasks.files import check_verifiers, load_tasks
 from fleetbus_schemas import Task
 from fleetbus_workers.assembly.model import find_starter_folder
-from fleetbus_workers.up.checks import check_services
 from fleetbus_workers.up.command import check_run
 from fleetbus_workers.up.model_checks import check_model_contents
 from fleetbus_workers.up.model_limits import fit_evaluation, fit_limits
+from fleetbus_workers.up.service_checks import check_environment_servers, check_services
 
 
 @pytest.fixture
@@ -203,3 +204,18 @@ def test_services_that_nobody_answers_for_are_refused_before_the_start(monkeypat
     monkeypatch.setenv("TINKER_API_KEY", "tml-x")
     with pytest.raises(UserError, match=r"tinker.url: nothing answers"):
         check_services(tinker)
+
+
+@pytest.mark.parametrize("name", ["openenv", "nemo-gym", "http", "remote-gym"])
+def test_an_environment_whose_servers_all_listen_nowhere_is_refused_before_the_start(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = "http://127.0.0.1:1"
+    with pytest.raises(UserError, match=f"environment {name}: nothing answers at {dead}: Connection refused; start its server"):
+        check_environment_servers(f"{name}:{dead}")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        alive = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        check_environment_servers(f"{name}:{dead},{alive}" if name in ("http", "remote-gym") else f"{name}:{alive}")
+    check_environment_servers("warehouse")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:2")
+    check_environment_servers(f"{name}:http://elsewhere.example:1")  # a proxy may reach what this machine does not

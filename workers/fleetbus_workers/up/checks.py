@@ -35,9 +35,9 @@ from fleetbus_workers.judge.opening import check_judge
 from fleetbus_workers.up.model_checks import check_model_contents
 from fleetbus_workers.up.placement import find_gpus, place_roles
 from fleetbus_workers.up.seat_workers import check_seat_names
+from fleetbus_workers.up.service_checks import check_environment_servers, check_services
 
 CONNECT_SECONDS = 10.0
-SERVICE_SECONDS = 2.0
 """For an inference server or a Tinker service to take a connection."""
 
 PYTHON_SECONDS = 60.0
@@ -168,37 +168,6 @@ def check_engine(configuration: Configuration) -> None:
         raise UserError(f"{inference.python} lacks {missing}: install fleetbus and the extra {inference.engine} there")
 
 
-def check_services(configuration: Configuration) -> None:
-    """The key of a Tinker service, and something that listens where services and the servers of seats are to be."""
-    inference, tinker = configuration.inference, configuration.tinker
-    urls: list[tuple[str, str]] = []
-    if inference.engine == "openai":
-        urls = [("inference.urls", url.strip()) for url in inference.urls.split(",") if url.strip()]
-    elif inference.engine == "tinker":
-        if not os.environ.get("TINKER_API_KEY"):
-            raise UserError("the variable TINKER_API_KEY is not set: a Tinker service lets nobody in without a key")
-        urls = [("tinker.url", tinker.url)] if tinker.url else []
-    dead = [(setting, url, reason) for setting, url in urls if (reason := _probe_service(url))]
-    dead = dead if len(dead) == len(urls) else []
-    seats = [("run.seats", seat.url) for seat in parse_seats(configuration.run.seats) if seat.url]
-    dead += [(setting, url, reason) for setting, url in seats if (reason := _probe_service(url))]
-    if dead:
-        setting, url, reason = dead[0]
-        raise UserError(f"{setting}: nothing answers at {strip_credentials(url)}: {reason}")
-
-
-def _probe_service(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        with socket.create_connection((parts.hostname or "", port), timeout=SERVICE_SECONDS):
-            return ""
-    except TimeoutError:
-        return f"no connection within {SERVICE_SECONDS:g} s"
-    except (OSError, ValueError) as error:
-        return getattr(error, "strerror", None) or str(error)
-
-
 def check_writable(folder: Path, *, flag: str = "--run-folder") -> None:
     """The folder that ``flag`` names, or the nearest one above it that exists, takes new files."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -272,6 +241,7 @@ def check_environment(
             from fleetbus_workers.environment.adapters.ors.tasks import check_server
 
             check_server(spec)
+        check_environment_servers(spec)
     dataset = load_dataset(tasks) if tasks else [build_warehouse_task(0)]
     check_tasks_are_served(parse_keyed_specs(specs), [task for task in dataset if is_served(task)])
     if tasks:
