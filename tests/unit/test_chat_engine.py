@@ -169,7 +169,7 @@ async def test_a_model_that_wants_the_limit_by_its_new_name_is_given_it() -> Non
     ]
 
 
-DEEP = "[" * 5000 + "]" * 5000
+DEEP = "[" * 50_000 + "]" * 50_000
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from fleetbus_workers.command.exit_status import REFUSED
 from fleetbus_workers.learner.resume import select_lineage_settings
 from fleetbus_workers.up import command as up
 from fleetbus_workers.up.model_limits import fit_run
+from tests.support.model_configs import MODELS
 from tests.unit.test_helm_chart import containers, read_manifests, render
-from tests.unit.test_memory_plan import MODELS
 
 yaml = pytest.importorskip("yaml")
 

