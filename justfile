@@ -32,7 +32,7 @@ layers:
 test *arguments:
     .venv/bin/pytest -q {{arguments}}
 
-# Tests of whole deployments and of many processes: seconds each, minutes together; CI runs them beside the others
+# Tests of whole deployments, of many processes, and all that take more than a second: minutes together; CI runs them beside the others
 test-integration *arguments:
     .venv/bin/pytest -q -m 'integration and not slow and not docker' {{arguments}}
 
