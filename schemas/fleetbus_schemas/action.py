@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from fleetbus_schemas.chat import ToolCall
-from fleetbus_schemas.message import Message
+from fleetbus_schemas.message import Count, Message, Name, OptionalName
 from fleetbus_schemas.segment import SegmentOrigin
 
 FinishReason = Literal["stop", "length", "failed"]
@@ -46,9 +46,9 @@ class Action(Message, frozen=True, kw_only=True):
     own chat template described the tools.
     """
 
-    episode_id: str
-    attempt: int
-    turn: int
+    episode_id: Name
+    attempt: Count
+    turn: Count
     text: str
     tool_calls: tuple[ToolCall, ...] = ()
     prompt_delta: bytes = b""
@@ -57,8 +57,8 @@ class Action(Message, frozen=True, kw_only=True):
     finish_reason: FinishReason = "stop"
     versions: tuple[VersionSpan, ...] = ()
     history_hash: bytes = b""
-    worker: str = ""
-    lane: str = ""
+    worker: OptionalName = ""
+    lane: OptionalName = ""
     error_class: str = ""
     error: str = ""
     hop: int = 0
@@ -66,6 +66,6 @@ class Action(Message, frozen=True, kw_only=True):
     seconds_queued: float = 0.0
     seconds_generating: float = 0.0
     images: tuple[ShownImage, ...] = ()
-    segment: int = 0
+    segment: Count = 0
     origin: SegmentOrigin | None = None
     tool_call_errors: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from fleetbus_schemas.message import Message
+from fleetbus_schemas.message import Count, Message, Name, OptionalName
 from fleetbus_schemas.seat import EpisodeSeat, SeatLimit
 from fleetbus_schemas.segment import EpisodeSegment
 
@@ -90,12 +90,12 @@ class EpisodeRequested(Message, frozen=True, kw_only=True):
 
     grown: ClassVar[bool] = True
 
-    episode_id: str
+    episode_id: Name
     group_id: str
     sample_index: int
     split: Split
     task: Task
-    policy: str
+    policy: Name
     pinned_version: int | None = None
     sampling: SamplingSettings = SamplingSettings()
     max_turns: int = 50
@@ -135,11 +135,11 @@ class AttemptStarted(Message, frozen=True, kw_only=True):
     turn that this attempt plays itself; earlier turns were re-applied from the log (replayable environments).
     """
 
-    episode_id: str
-    attempt: int
-    worker: str
+    episode_id: Name
+    attempt: Count
+    worker: Name
     nonce: str
-    lane: str
+    lane: Name
     reason: ClaimReason = "fresh"
     resumed_at_turn: int = 0
     request_sequence: int = 0
@@ -150,9 +150,9 @@ class AttemptReleased(Message, frozen=True, kw_only=True):
     """Environment worker → ``episode.<episode>``, expecting its own claim: a release, so that the hand-back of a draining
     worker does not count as a take-over."""
 
-    episode_id: str
-    attempt: int
-    worker: str
+    episode_id: Name
+    attempt: Count
+    worker: Name
     next_turn: int = 0
 
 
@@ -160,8 +160,8 @@ class ActionReference(msgspec.Struct, frozen=True, kw_only=True, array_like=True
     """The position in the log of an Action of the trained history, and on which environment lane's subject."""
 
     sequence: int
-    lane: str
-    turn: int
+    lane: Name
+    turn: Count
 
 
 UntrainedReason = Literal["not_delivered", "side_call", "seat"]
@@ -196,11 +196,11 @@ class EpisodeFinished(Message, frozen=True, kw_only=True):
     ``opens`` is the secret of its claim's ``seal``.
     """
 
-    episode_id: str
+    episode_id: Name
     group_id: str
-    attempt: int
+    attempt: Count
     outcome: Outcome
-    worker: str
+    worker: OptionalName
     split: Split = "train"
     task_key: str = ""
     env: str = ""

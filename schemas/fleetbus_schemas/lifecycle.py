@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from fleetbus_schemas.message import Message
+from fleetbus_schemas.message import Message, Name, OptionalName
 
 WorkerRole = Literal["environment", "inference", "learner", "recorder", "gateway", "monitor"]
 
@@ -29,9 +29,9 @@ class WorkerStarted(Message, frozen=True, kw_only=True):
     run in a worker that serves several."""
 
     role: WorkerRole
-    worker: str
+    worker: Name
     slots: int = 0
-    lane: str = ""
+    lane: OptionalName = ""
     host: str = ""
     pid: int = 0
     version: str = ""
@@ -94,11 +94,11 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """
 
     role: WorkerRole
-    worker: str
+    worker: Name
     slots: int = 0
     in_flight: int = 0
     policy_version: int = -1
-    lane: str = ""
+    lane: OptionalName = ""
     draining: bool = False
     counters: dict[str, float] = msgspec.field(default_factory=dict)
     session_slots: int = 0
@@ -110,7 +110,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     version: str = ""
     protocol: int = 0
     share: SlotShare | None = None
-    policy: str = ""
+    policy: OptionalName = ""
 
 
 class LaneLease(Message, frozen=True, kw_only=True):
@@ -119,7 +119,7 @@ class LaneLease(Message, frozen=True, kw_only=True):
     An empty ``worker`` means free. Valid for `lease_seconds` of server time after it was stored.
     """
 
-    worker: str
+    worker: OptionalName
     nonce: str
     lease_seconds: float
 
@@ -138,7 +138,7 @@ class ControlAnswered(Message, frozen=True, kw_only=True):
     """The answer to `ControlRequested`: which worker did what. ``busy_with`` is what it holds: episodes and step-wise sessions
     in an environment worker, ``episode.attempt.turn`` in an inference worker."""
 
-    worker: str
+    worker: Name
     role: WorkerRole
     done: bool
     detail: str = ""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import or_
-from typing import ClassVar, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 MAX_MESSAGE_BYTES = (1 << 20) - 4096
 """Largest payload that is encoded or decoded, in bytes: nats-server's default ``max_payload``, which counts headers too."""
@@ -20,6 +21,16 @@ MAX_INLINE_BYTES = 256 << 10
 
 MAX_REASON_CHARACTERS = 300
 """Longest ``reason`` of a `MalformedMessage`."""
+
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}$(?!\n)")]
+"""One token of a subject: of names that come in messages subjects are made, and a wildcard among them would be everybody's. `$`
+alone would let a line end follow."""
+
+OptionalName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,128}$(?!\n)")]
+"""The same, or empty: none."""
+
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""Of turns, attempts and the like: it fits the columns and arrays that keep it."""
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """The errors of msgspec for bytes that are none of what is expected. Text that is no UTF-8, and values in values without end,

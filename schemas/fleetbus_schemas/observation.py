@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fleetbus_schemas.chat import ChatMessage, ToolSpec
 from fleetbus_schemas.episode import SamplingSettings
-from fleetbus_schemas.message import Message
+from fleetbus_schemas.message import Count, Message, Name
 from fleetbus_schemas.segment import SegmentOrigin
 
 
@@ -23,22 +23,22 @@ class Observation(Message, frozen=True, kw_only=True):
     log-probabilities.
     """
 
-    episode_id: str
-    attempt: int
-    turn: int
+    episode_id: Name
+    attempt: Count
+    turn: Count
     hop: int = 0
-    policy: str
+    policy: Name
     messages: tuple[ChatMessage, ...]
     tools: tuple[ToolSpec, ...] = ()
     sampling: SamplingSettings = SamplingSettings()
     tokens_left: int
     pinned_version: int | None = None
     history_hash: bytes = b""
-    environment_lane: str
+    environment_lane: Name
     action_sequence: int = 0
     request_sequence: int = 0
     deadline_ns: int
-    segment: int = 0
+    segment: Count = 0
     origin: SegmentOrigin | None = None
     segments: int = 1
     seat: str = ""

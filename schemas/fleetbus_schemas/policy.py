@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fleetbus_schemas.message import Message
+from fleetbus_schemas.message import Message, Name
 
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -24,7 +24,7 @@ class PolicyPublished(Message, frozen=True, kw_only=True):
     stands the run's first version with it, once.
     """
 
-    policy: str
+    policy: Name
     version: int
     lineage: str
     step: int

@@ -9,7 +9,7 @@ import msgspec
 
 from fleetbus_schemas.chat import ChatMessage, ToolCall, ToolOutput, ToolSpec
 from fleetbus_schemas.episode import Task
-from fleetbus_schemas.message import Message
+from fleetbus_schemas.message import Count, Message, Name, OptionalName
 from fleetbus_schemas.segment import ContextChange
 
 SessionCallKind = Literal["open", "reset", "step", "state", "verify", "close"]
@@ -30,7 +30,7 @@ class SessionCall(Message, frozen=True, kw_only=True):
     first log position at which a session that this call opens can stand, as its caller knew (0: unknown).
     """
 
-    session: str
+    session: Name
     call: SessionCallKind
     key: str
     number: int = -1
@@ -55,7 +55,7 @@ class SessionAnswer(Message, frozen=True, kw_only=True):
     (`fleetbus.client.contexts.PolicyContexts`) or not.
     """
 
-    session: str
+    session: Name
     key: str
     number: int = -1
     refusal: SessionRefusal = ""
@@ -71,7 +71,7 @@ class SessionAnswer(Message, frozen=True, kw_only=True):
     tool_calls: int = 0
     tool_errors: int = 0
     state: dict[str, Any] = msgspec.field(default_factory=dict)
-    worker: str = ""
+    worker: OptionalName = ""
     unpaid: float | None = None
     prompted: int = 0
     output: ToolOutput | None = None
@@ -81,9 +81,9 @@ class SessionAnswer(Message, frozen=True, kw_only=True):
 class SessionClaimed(Message, frozen=True, kw_only=True):
     """Environment worker → ``session.<session>``, expecting the last entry there: the claim, and the fencing token."""
 
-    session: str
-    attempt: int
-    worker: str
+    session: Name
+    attempt: Count
+    worker: Name
     nonce: str
     task: Task
 
@@ -94,7 +94,7 @@ class SessionRecorded(Message, frozen=True, kw_only=True):
     ``held`` is what the environment holds elsewhere by then, as it spells it: the successor of a dead worker releases it.
     """
 
-    session: str
+    session: Name
     call: SessionCall
     answer: SessionAnswer
     seconds: float = 0.0
@@ -105,9 +105,9 @@ class SessionEnded(Message, frozen=True, kw_only=True):
     """Environment worker → ``session.<session>``, expecting the last entry there: the tombstone. ``key`` names the call that
     ended it, if one did."""
 
-    session: str
+    session: Name
     end: SessionEnd
     key: str = ""
     error_class: str = ""
     error: str = ""
-    worker: str = ""
+    worker: OptionalName = ""
