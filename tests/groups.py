@@ -32,7 +32,8 @@ HEAD = """# Opt-in groups of tests
 
 Written by `just all-groups [GROUP ...]`. These need what the tests of every change do without: packages of others, a Docker
 engine, a browser, or minutes. Those of every change are run by `bash .ci/run`
-([decision 0238](decisions/0238-once-more-and-said.md)).
+([decisions 0238](decisions/0238-once-more-and-said.md) and
+[0262](decisions/0262-the-fast-suite-is-of-tests-of-under-a-second.md)).
 
 | group | passed | failed | skipped | result | seconds | commit |
 |---|---|---|---|---|---|---|

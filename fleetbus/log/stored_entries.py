@@ -4,7 +4,7 @@ Rights are by subject (`fleetbus.auth.permissions`): an environment worker may s
 must not count a message on a subject of another kind, or in the name of another episode or worker.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -17,6 +17,8 @@ from fleetbus_schemas.subjects import is_name
 
 log = structlog.get_logger()
 
+M = TypeVar("M", bound=Message)
+
 
 def read_stored(entry: StreamEntry) -> Message | None:
     """The message in an entry; None, and logged, if it is none that belongs on the entry's subject."""
@@ -27,11 +29,21 @@ def read_stored(entry: StreamEntry) -> Message | None:
         return None
 
 
+def decode_one(expected: type[M], entry: StreamEntry) -> M:
+    """`decode_stored` for an entry on subjects of which only messages of one type stand."""
+    message = decode_stored(entry)
+    if not isinstance(message, expected):
+        raise MalformedMessage(entry.subject, f"{type(message).__name__} instead of {expected.__name__}")
+    return message
+
+
 def decode_stored(entry: StreamEntry) -> Message:
     """The message in an entry; raises `MalformedMessage` if it is none that belongs on the entry's subject."""
     _, _, kind, *names = entry.subject.split(".")
     if kind not in STORED:
         raise MalformedMessage(entry.subject, f"this version stores nothing on subjects of the kind {kind[:64]!r}")
+    if not all(map(is_name, names)):  # a server stores wildcards as they stand; read back, they are everybody's
+        raise MalformedMessage(entry.subject, "its subject is not made of names")
     message: Any = decode_any(STORED[kind], entry.payload, subject=entry.subject)
     if kind == "episode":
         is_own = names == [message.episode_id]
@@ -43,6 +55,12 @@ def decode_stored(entry: StreamEntry) -> Message:
         is_own = is_operation(entry.subject.split("."))
     elif kind == "task":
         is_own = names[1:] == [message.episode_id]
+    elif kind == "obs":
+        is_own = (names[0], names[2:]) == (message.policy, [message.episode_id])
+    elif kind == "act":
+        is_own = names[1:] == [message.episode_id]
+    elif kind == "session":
+        is_own = names == [message.session]
     else:
         is_own = kind != "life" or names == [message.role, message.worker]
     if not is_own:

@@ -44,8 +44,10 @@ def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.sampled_from(allowed)
         case inspect.AnyType():
             return JSON_LIKE
-        case inspect.IntType(ge=int(least)):
-            return st.integers(least, 2**64 - 1)
+        case inspect.IntType(ge=int(least), le=most):
+            return st.integers(least, 2**64 - 1 if most is None else most)
+        case inspect.StrType(pattern=str(pattern)):
+            return st.from_regex(pattern)
         case inspect.StrType(min_length=int(least)):
             return st.text(min_size=least, max_size=12)
     return {

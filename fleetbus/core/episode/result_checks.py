@@ -9,10 +9,12 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from fleetbus.core.episode.history import Turn
+from fleetbus.core.episode.segments import SegmentError, fold_segments, hash_kept
 from fleetbus_schemas import GRADED, Action, EpisodeFinished, SegmentOrigin
 from fleetbus_schemas.seat import ELSEWHERE, MAX_SEATS
 from fleetbus_schemas.subjects import is_name
-from fleetbus_schemas.tokens import TOKEN_BYTES, count_tokens, unpack_ids, unpack_logprobs
+from fleetbus_schemas.tokens import TOKEN_BYTES, count_tokens, extend_history, unpack_ids, unpack_logprobs
 
 MAX_INT32 = 2**31 - 1
 """Trainers hold token ids and policy versions in 32 bits."""
@@ -32,6 +34,11 @@ def find_actions_problem(result: EpisodeFinished, actions: Sequence[Action], *, 
         if problem:
             return f"turn {turn}: {problem}"
     if result.seats and (problem := _find_seats_problem(result, actions)):
+        return problem
+    sampled = {span.version for turn, each in enumerate(actions) if turn not in unrewarded for span in each.versions}
+    if not sampled <= set(result.policy_versions):  # by these a learner tells how old the episode is
+        return f"the result names the versions {sorted(result.policy_versions)}, its Actions {sorted(sampled)}"
+    if problem := _find_history_problem(actions):
         return problem
     untrained = {each.turn for each in result.untrained}
     counts = [(count_tokens(action.prompt_delta), count_tokens(action.sampled)) for action in actions]
@@ -62,6 +69,23 @@ def _find_seats_problem(result: EpisodeFinished, actions: Sequence[Action]) -> s
     # else a sequence that is trained would begin with what another seat sampled, whose ids may be those of another model
     if (turn := find_shared_context([owners[turn] for turn in range(len(actions))], actions)) is not None:
         return f"turn {turn}: the seat {owners[turn]} plays in the context of another"
+    return ""
+
+
+def _find_history_problem(actions: Sequence[Action]) -> str:
+    """Actions of two attempts make no history: what was sampled after one answer is not trained after another."""
+    try:
+        segments = fold_segments(actions)
+    except SegmentError:
+        return ""  # those who build its sequences say so
+    turns = [Turn(sequence=0, lane="", action=action) for action in actions]
+    for segment in segments:
+        digest = hash_kept(segment.origin, segments, turns)
+        for turn in segment.turns:
+            images = [image.object for image in actions[turn].images]
+            digest = extend_history(digest, actions[turn].prompt_delta, actions[turn].sampled, images)
+            if actions[turn].history_hash not in (b"", digest):
+                return f"turn {turn}: it was sampled after another history"
     return ""
 
 

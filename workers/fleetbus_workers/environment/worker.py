@@ -22,7 +22,8 @@ from fleetbus.delivery.lanes import Lane, claim_lane
 from fleetbus.delivery.leases import Leases
 from fleetbus.delivery.slots import Slots
 from fleetbus.delivery.worker_lifecycle import WorkerLifecycle, run_lifecycle
-from fleetbus_schemas import Action, Heartbeat, MalformedMessage, Subjects, decode
+from fleetbus.log.stored_entries import decode_one
+from fleetbus_schemas import Action, Heartbeat, MalformedMessage, Subjects
 from fleetbus_workers.environment.base import Environment, TaskEnvironmentFactory
 from fleetbus_workers.environment.episode.attempts import Attempts
 from fleetbus_workers.environment.examples import read_examples
@@ -127,7 +128,7 @@ class EnvironmentWorker:
     def _deliver(self, delivery: Delivery) -> None:
         message = delivery.message
         try:
-            self._attempts.deliver(message.sequence, decode(Action, message.payload, subject=message.subject))
+            self._attempts.deliver(message.sequence, decode_one(Action, message))
         except MalformedMessage as malformed:
             self._counters["malformed"] += 1
             log.warning("action is malformed; ignoring it", reason=str(malformed))

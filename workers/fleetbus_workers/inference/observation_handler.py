@@ -21,6 +21,7 @@ from fleetbus.core.episode.history import shift_images
 from fleetbus.delivery.leases import Leases
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
 from fleetbus.log.episodes import RETRY_SECONDS, decode_entries
+from fleetbus.log.stored_entries import decode_one
 from fleetbus.logs.trace_context import name_episode
 from fleetbus_schemas import (
     NEW_ROOT,
@@ -31,7 +32,6 @@ from fleetbus_schemas import (
     SegmentOrigin,
     ShownImage,
     Subjects,
-    decode,
     encode,
 )
 from fleetbus_schemas.tokens import extend_history, pack_ids, pack_logprobs
@@ -126,7 +126,7 @@ class ObservationHandler:
         """Handle one delivery to its end. A repetition of what is in work only renews the lease."""
         message = delivery.message
         try:
-            observation = decode(Observation, message.payload, subject=message.subject)
+            observation = decode_one(Observation, message)
         except MalformedMessage as malformed:
             self._counters["malformed"] += 1
             log.error("observation is malformed; ignoring it", reason=str(malformed))

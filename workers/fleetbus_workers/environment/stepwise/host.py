@@ -33,6 +33,8 @@ from fleetbus_workers.environment.stepwise.session import StepwiseSession, relea
 from fleetbus_workers.environment.worker_context import WorkerContext
 
 EXPIRY_CHECK_SECONDS = 1.0
+MOST_WAIT_SECONDS = 600.0
+"""Longest wait of a call for a slot, whatever it asks for."""
 CALLS_PER_SLOT = 4
 """Concurrent calls per slot; further ones are refused as busy."""
 
@@ -316,10 +318,10 @@ class SessionHost:
             raise
 
     async def _acquire_slot(self, wait_seconds: float) -> bool:
-        """A slot within that time; those who wait are served in order of arrival."""
+        """A slot within that time; those who wait are served in order of arrival. What is no time is none."""
         if self._free is None:
             return False
-        with anyio.move_on_after(max(wait_seconds, 0.0)):
+        with anyio.move_on_after(min(wait_seconds, MOST_WAIT_SECONDS) if wait_seconds > 0.0 else 0.0):
             await self._free.acquire()
             return True
         try:
