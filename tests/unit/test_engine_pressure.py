@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleetbus.core.training.engine_pressure import ADJUST_SECONDS, EnginePressure
+from fleetbus.core.training.engine_pressure import ADJUST_SECONDS, MOST_ENGINES, EnginePressure
 from fleetbus_schemas import EngineLoad
 
 
@@ -57,3 +57,15 @@ def test_it_is_changed_no_more_often_than_a_change_can_show_and_lost_engines_do_
     engines.pressure.record("a", EngineLoad(kv_cache_use=0.99), engines.now + 1)
     assert not engines.pressure.adjust(256, engines.now + 1) and engines.pressure.limit == 230
     assert not engines.pressure.adjust(256, engines.now + 60)
+
+
+def test_of_engines_that_were_not_heard_of_lately_nothing_is_kept_and_of_the_others_only_so_many() -> None:
+    engines = Engines()
+    for start in range(3):
+        for number in range(MOST_ENGINES + 10):
+            engines.pressure.record(f"{start}-{number}", EngineLoad(kv_cache_use=0.7, preemptions=1), engines.now)
+        assert len(engines.pressure._heard) <= MOST_ENGINES
+        engines.look(0.7, preemptions=start)
+    assert len(engines.pressure._preemptions) <= MOST_ENGINES
+    assert not [worker for worker in engines.pressure._preemptions if worker.startswith("0-")]
+    assert engines.pressure.limit == int(256 * 0.8 * 0.8), "those that are heard of last are counted still"

@@ -12,6 +12,9 @@ ADJUST_SECONDS = 10.0
 LOST_SECONDS = 10.0
 """An engine that was not heard of for as long is not counted."""
 
+MOST_ENGINES = 4096
+"""Engines that are counted: those heard of last."""
+
 FULL_CACHE = 0.9
 ROOMY_CACHE = 0.6
 CUT_BY_PREEMPTIONS = 0.8
@@ -28,6 +31,7 @@ class EnginePressure:
         self._least, self._most = float(least), float(max(least, most))
         self._limit = self._most
         self._heard: dict[str, tuple[float, EngineLoad]] = {}
+        """By worker, in the order in which they were heard of."""
         self._preemptions: dict[str, int] = {}
         self._adjusted_at = 0.0
         self.reason = ""
@@ -39,8 +43,12 @@ class EnginePressure:
 
     def record(self, worker: str, load: EngineLoad | None, now: float) -> None:
         """Record what an inference worker reports of its engine."""
-        if load is not None and load.kv_cache_use is not None:
-            self._heard[worker] = now, load
+        if load is None or load.kv_cache_use is None:
+            return
+        self._heard.pop(worker, None)
+        self._heard[worker] = now, load
+        if len(self._heard) > MOST_ENGINES:
+            del self._heard[next(iter(self._heard))]
 
     def adjust(self, out: int, now: float) -> bool:
         """Set the number anew if it is time; ``out`` episodes are out. True if it changed."""
@@ -67,9 +75,5 @@ class EnginePressure:
 
     def _count_preemptions(self) -> int:
         """Since the last time; an engine that began again counts from 0, one that is new from what it says first."""
-        grown = 0
-        for worker, (_, load) in self._heard.items():
-            total = load.preemptions or 0
-            grown += max(total - self._preemptions.get(worker, total), 0)
-            self._preemptions[worker] = total
-        return grown
+        before, self._preemptions = self._preemptions, {name: load.preemptions or 0 for name, (_, load) in self._heard.items()}
+        return sum(max(total - before.get(worker, total), 0) for worker, total in self._preemptions.items())
