@@ -39,7 +39,7 @@ from fleetbus_workers.observe.metrics.numbers import build_numbers
 from fleetbus_workers.observe.metrics.run_view import RunView
 from fleetbus_workers.observe.monitor.timeline import timeline
 from fleetbus_workers.observe.monitor.token_decoder import load_token_decoder
-from fleetbus_workers.observe.run.state import KEPT_EPISODES, RunState
+from fleetbus_workers.observe.run.state import KEPT_EPISODES, MOST_ERROR_CLASSES, RunState
 from fleetbus_workers.observe.run.worker_registry import RETENTION_SECONDS, WorkerRegistry
 
 SUBJECTS = Subjects("r")
@@ -73,9 +73,10 @@ class Log:
         self.add(SUBJECTS.episode(episode), claim, seconds)
 
     def finish(self, episode: str, reward: float | None, outcome: str = "completed", seconds: float = 0.0, **more: Any) -> None:
+        more.setdefault("error_class", "" if reward is not None else "boom")
         finished = EpisodeFinished(
             episode_id=episode, group_id="g", attempt=1, outcome=outcome, worker="e", reward=reward, task_key="t-g",  # type: ignore[arg-type]
-            error_class="" if reward is not None else "boom", timings={"verify": 0.5, "close": 0.25}, **more,
+            timings={"verify": 0.5, "close": 0.25}, **more,
         )  # fmt: skip
         self.add(SUBJECTS.episode(episode), finished, seconds)
 
@@ -223,6 +224,26 @@ def test_only_so_many_episodes_are_kept() -> None:
     log.request("newest")
     assert len(log.state.episodes.rows) == KEPT_EPISODES
     assert "newest" in log.state.episodes.rows
+
+
+def test_only_so_many_episodes_are_kept_that_nobody_requested() -> None:
+    log = Log()
+    log.state = RunState(steps=10, kept_episodes=10)
+    for index in range(2_000):
+        log.claim(f"claimed{index}")
+        log.finish(f"finished{index}", 1.0)
+    assert len(log.state.episodes.rows) <= 1_010 and len(log.state._claimed) <= 1_010
+    assert {"claimed1999", "finished1999"} <= log.state.episodes.rows.keys()
+
+
+def test_of_error_classes_the_most_common_are_kept_by_their_beginnings() -> None:
+    log = Log()
+    for index in range(3 * MOST_ERROR_CLASSES):
+        log.finish(f"a{index}", None, "env_failed", error_class=f"{index}" + "x" * 1_000)
+        log.finish(f"b{index}", None, "env_failed", error_class="Timeout")
+        assert len(log.state.errors) <= MOST_ERROR_CLASSES
+    assert max(map(len, log.state.errors)) == 64
+    assert log.state.errors.most_common(1) == [("Timeout", 3 * MOST_ERROR_CLASSES)]
 
 
 def test_a_copy_of_the_page_forgets_no_episode(tmp_path: Path) -> None:

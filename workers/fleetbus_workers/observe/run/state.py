@@ -43,6 +43,12 @@ KEPT_EPISODES = 50_000
 RECENT_EPISODES = 500
 """Outcomes and errors are counted over all episodes, means over this many."""
 
+MOST_ERROR_CLASSES = 1_024
+"""With more, the rarer half is forgotten: results name what they like."""
+
+ERROR_CLASS_CHARACTERS = 64
+"""A longer one is counted by its beginning."""
+
 
 class OpenEpisodes(NamedTuple):
     """Episodes without a result, and when the oldest of them was requested; 0 if there is none."""
@@ -148,9 +154,8 @@ class RunState:
                 self.history += 1
             case CheckpointStored():
                 self.checkpoint = message.step
-        if kind == "task":
-            self.requested += 1
-            self._prune_settled()
+        self.requested += kind == "task"
+        self._prune_settled()
 
     def take_over(self, recent: RunState) -> None:
         """Take the place of a fold of the newest entries, which alone was shown so far: heartbeats went to that one."""
@@ -170,7 +175,9 @@ class RunState:
             if self.lineage_ns and len(self.groups_since_step) < KEPT_EPISODES:
                 self.groups_since_step.add(message.group_id)
         if message.error_class:
-            self.errors[message.error_class] += 1
+            self.errors[message.error_class[:ERROR_CLASS_CHARACTERS]] += 1
+            if len(self.errors) > MOST_ERROR_CLASSES:
+                self.errors = Counter(dict(self.errors.most_common(MOST_ERROR_CLASSES // 2)))
         self.segments.update(segment.origin.reason for segment in message.segments if segment.origin is not None)
         self.league.apply(message)
         self.turns += message.turns
