@@ -19,7 +19,7 @@ from fleetbus.core.algorithms.objectives import OBJECTIVES, Clip, find_clipped
 from fleetbus.errors import UserError
 from fleetbus_workers.learner.base import TrainingSequence
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
-from tests.support.trainable_model import VOCABULARY, make_sequence
+from tests.support.trainable_model import VOCABULARY, compute_distance, compute_gradient, make_sequence
 from tests.support.trainer_settings import trainer_settings
 
 CLIP = Clip(low=0.2, high=0.28)
@@ -87,6 +87,42 @@ def test_one_sequence_with_a_nan_leaves_the_update_of_the_others_as_it_is(folder
     assert filecmp.cmp(tmp_path / "one", tmp_path / "other", shallow=False)
     with pytest.raises(ValueError, match="e2"):
         one.train([spoilt[2]], version=0, progress=0.0)
+
+
+def untrained(count: int, length: int) -> list[TrainingSequence]:
+    ids, nothing = np.full(length, 3, np.int32), np.zeros(length, np.bool_)
+    return [
+        make_sequence(100 + index, ids, nothing, logprobs=np.zeros(length), advantage=0.0, group="u") for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize("length", [1, 8])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {},
+        {"share_prefix": False},
+        {"packing": True, "token_budget": 64},
+        {"advantage_estimator": "gae"},
+        {"teacher": "FOLDER", "teacher_coefficient": 0.5},
+    ],
+    ids=["branches", "padded", "packed", "critic", "teacher"],
+)
+def test_a_batch_without_a_trained_token_is_trained_with_finite_metrics(
+    folder: Path, choice: dict[str, Any], length: int
+) -> None:
+    choice = {name: str(folder) if value == "FOLDER" else value for name, value in choice.items()}
+    measured = TorchTrainer(folder, settings=trainer_settings(**choice)).train(untrained(3, length), version=3, progress=0.0)
+    assert all(map(math.isfinite, measured.values())) and measured["tokens"] == measured["grad_norm"] == 0.0
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["branches", "padded"])
+def test_sequences_of_one_token_leave_the_gradient_of_the_others_as_it_is(folder: Path, share: bool) -> None:
+    begin = sequences(1)[0].ids[:12]
+    batch = [msgspec.structs.replace(each, ids=np.concatenate([begin, each.ids[12:]])) for each in sequences(4)]
+    trainer = TorchTrainer(folder, settings=trainer_settings(micro_batch_size=1, share_prefix=share, max_grad_norm=1e9))
+    together = compute_gradient(trainer, [*untrained(2, 1), *batch])
+    assert compute_distance(together, compute_gradient(trainer, batch)) <= 1e-5
 
 
 @pytest.mark.parametrize("objective", ["gspo", "cispo"])

@@ -67,8 +67,8 @@ class Trainer(Protocol):
     def train(self, batch: Sequence[TrainingSequence], *, version: int, progress: float) -> dict[str, float]:
         """Update on the whole batch (one or more optimizer steps as configured) and return metrics, at least ``loss``,
         ``grad_norm``, ``entropy``, ``clip_fraction``, ``ratio_max``, ``logprob_difference_max`` and ``_mean`` (over tokens
-        that were sampled by ``version``, the weights before this update; NaN if none) and ``tokens``. ``progress`` is in
-        [0, 1)."""
+        that were sampled by ``version``, the weights before this update; NaN if none, and they may be missing where the batch
+        has no sampled token) and ``tokens``. ``progress`` is in [0, 1)."""
 
     def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
         """Write the weights as safetensors (atomically: temporary file, fsync, rename) and return the manifest."""

@@ -52,7 +52,8 @@ def add_teacher(
         np.clip(found - own, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         for found, own in zip(_to_rows(teacher), _take(batch, "logprobs"), strict=True)
     ]
-    return _add(batch, [coefficient * gap for gap in gaps]), -float(np.concatenate(gaps).mean())
+    found = np.concatenate(gaps)
+    return _add(batch, [coefficient * gap for gap in gaps]), -float(found.mean()) if len(found) else 0.0
 
 
 def _add(batch: Sequence[TrainingSequence], rows: Rows) -> list[TrainingSequence]:

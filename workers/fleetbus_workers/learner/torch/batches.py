@@ -135,8 +135,8 @@ def group_packed(lengths: dict[int, int], budget: int) -> Iterator[tuple[int, ..
 
 
 def _build_padded_batch(indices: tuple[int, ...], ids: list[NDArray[Any]], masks: list[NDArray[np.bool_]]) -> MicroBatch:
-    # The last token predicts nothing, so it is not run.
-    rows = np.zeros((len(ids), max(len(sequence) for sequence in ids) - 1), np.int64)
+    # The last token predicts nothing, so it is not run; of sequences of one token a model is run on padding alone.
+    rows = np.zeros((len(ids), max(max(len(sequence) for sequence in ids) - 1, 1)), np.int64)
     for row, sequence in enumerate(ids):
         rows[row, : len(sequence) - 1] = sequence[:-1]
     columns = [np.nonzero(mask[1:])[0] for mask in masks]
@@ -146,10 +146,12 @@ def _build_padded_batch(indices: tuple[int, ...], ids: list[NDArray[Any]], masks
 
 
 def _build_packed_batch(indices: tuple[int, ...], ids: list[NDArray[Any]], masks: list[NDArray[np.bool_]]) -> MicroBatch:
-    row = np.concatenate([sequence[:-1] for sequence in ids]).astype(np.int64)
+    run = [sequence[:-1] for sequence in ids]
+    run += [] if any(map(len, run)) else [np.zeros(1, np.int64)]
+    row = np.concatenate(run).astype(np.int64)
     starts = np.cumsum([0] + [len(sequence) - 1 for sequence in ids[:-1]])
     columns = [start + np.nonzero(mask[1:])[0] for start, mask in zip(starts, masks, strict=True)]
-    positions = np.concatenate([np.arange(len(sequence) - 1) for sequence in ids])
+    positions = np.concatenate([np.arange(len(part)) for part in run])
     batch = _build_micro_batch(indices, row[None], np.zeros(sum(map(len, columns)), np.int64), columns, ids, masks)
     return msgspec.structs.replace(batch, positions=torch.from_numpy(positions[None]))
 

@@ -133,7 +133,7 @@ def _plan_rows(ids: Sequence[NDArray[Any]], groups: Mapping[int, str], prefix: i
 def _build_batch(
     rows: Sequence[Row], ids: Sequence[NDArray[Any]], masks: Sequence[NDArray[np.bool_]], prefix: int
 ) -> MicroBatch:
-    width = max(row.tokens for row in rows)
+    width = max(*(row.tokens for row in rows), 1)
     tokens = np.zeros((len(rows), width), np.int64)
     positions = np.zeros_like(tokens)
     visible = np.zeros((len(rows), 1, width, prefix + width), bool)

@@ -75,7 +75,7 @@ class Critic:
         self._losses = []
         expected, wanted = np.concatenate([values.numpy() for values in found]), np.concatenate(targets)
         measured = {
-            "explained_variance": explain_variance(expected.astype(np.float64), wanted),
+            "explained_variance": explain_variance(expected.astype(np.float64), wanted) if len(wanted) else 0.0,
             "value_mean": float(expected.mean()) if len(expected) else 0.0,
             "return_mean": float(wanted.mean()) if len(wanted) else 0.0,
         }

@@ -146,13 +146,18 @@ class LossMetrics:
         self._difference_max = largest if largest >= 0 else math.nan
 
     def metrics(self, updates: int, epochs: int) -> dict[str, float]:
-        """Means per token; ``loss`` is the mean over updates, ``tokens`` counts each sampled token once."""
+        """Means per token; ``loss`` is the mean over updates, ``tokens`` counts each sampled token once. Differences to the
+        sampler are left out where no token was trained."""
         tokens = max(self._sums["tokens"], 1.0)
         means = {name: total / tokens for name, total in self._sums.items() if name not in ("tokens", "loss")}
-        return means | {
+        measured = means | {
             "loss": self._sums["loss"] / updates,
             "tokens": self._sums["tokens"] / epochs,
             "ratio_max": self._ratio_max,
+        }
+        if not self._sums["tokens"]:
+            return measured
+        return measured | {
             "logprob_difference_max": self._difference_max,
             "logprob_difference_mean": self._difference_sum / self._differences if self._differences else math.nan,
             "logprob_slope": self._compute_slope(),
