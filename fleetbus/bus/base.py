@@ -15,9 +15,16 @@ import msgspec
 
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import RunPlan
+from fleetbus.errors import BusError
 
 STORES_NOTHING = "the NATS server answers and stores nothing: its disk may be full, see its log or /healthz"
 """What a publisher can say of a server that leaves it without acks; the server does not say so itself."""
+
+
+def check_literal(subject: str) -> None:
+    """Raise `BusError` for a subject that nothing is published on: a server stores a wildcard as it stands."""
+    if {"", "*", ">"} & set(subject.split(".")):
+        raise BusError(f"subject {subject!r} has a wildcard or an empty token: nothing is published there")
 
 
 class StreamEntry(msgspec.Struct, frozen=True, kw_only=True):

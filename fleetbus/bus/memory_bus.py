@@ -13,7 +13,17 @@ from typing import Protocol, TypeVar
 import anyio
 import anyio.lowlevel
 
-from fleetbus.bus.base import ConsumerFloor, Listener, LogState, PublishAck, Reader, RequestServer, StreamEntry, Subscription
+from fleetbus.bus.base import (
+    ConsumerFloor,
+    Listener,
+    LogState,
+    PublishAck,
+    Reader,
+    RequestServer,
+    StreamEntry,
+    Subscription,
+    check_literal,
+)
 from fleetbus.bus.memory_calls import MemoryListener, MemoryRequestServer, PendingAnswer
 from fleetbus.bus.memory_connection import MemoryConnection
 from fleetbus.bus.memory_consumer import MemoryConsumer
@@ -87,6 +97,7 @@ class MemoryBus:
         expected_last: int | None = None,
         timeout: float = 30.0,
     ) -> PublishAck:
+        check_literal(subject)
         if len(payload) + HEADER_BYTES > MAX_PAYLOAD_BYTES:
             raise BusError(f"{subject}: {len(payload)} bytes and headers exceed the server's limit of {MAX_PAYLOAD_BYTES}")
         give_up_at = anyio.current_time() + timeout

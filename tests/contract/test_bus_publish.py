@@ -234,3 +234,11 @@ async def test_the_clock_never_steps_back(world: Any) -> None:
             assert now >= last
             last = now
             await anyio.lowlevel.checkpoint()
+
+
+@pytest.mark.parametrize("name", ["*", ">", "", "a."])
+async def test_nothing_is_published_on_a_subject_that_is_everybodys(world: Any, name: str) -> None:
+    async with world.ready() as bus:
+        with pytest.raises(BusError, match="wildcard or an empty token"):
+            await bus.publish(f"{world.subjects.session('x')[:-1]}{name}", b"x")
+        assert (await bus.log_state()).last_sequence == 0

@@ -32,7 +32,7 @@ from fleetbus_schemas import (
     VersionSpan,
     encode,
 )
-from fleetbus_schemas.tokens import pack_ids, pack_logprobs, pack_mask
+from fleetbus_schemas.tokens import EMPTY_HISTORY, extend_history, pack_ids, pack_logprobs, pack_mask
 from fleetbus_workers.images.placed_image import PlacedImage
 from fleetbus_workers.images.reader import ImageMismatch, ImageReader
 from fleetbus_workers.learner.batches import CreditPlan, read_sequences
@@ -75,6 +75,7 @@ def finished(episode: str = "e", **changed: Any) -> EpisodeFinished:
             turns=2,
             tokens=10,
             loss_mask=pack_mask([False, False, False, True, True] * 2),
+            policy_versions=(3,),
             actions=tuple(ActionReference(sequence=turn + 1, lane="e0", turn=turn) for turn in range(2)),
         ),
         **changed,
@@ -117,6 +118,33 @@ def test_an_action_that_cannot_be_trained_is_named_with_its_turn(named: str) -> 
     problem = find_actions_problem(finished(), [action(0), action(1, **BROKEN_ACTIONS[named])])
     assert problem.startswith("turn 1: ")
     assert named in problem
+
+
+@pytest.mark.parametrize("versions", [(), (100,)])
+def test_a_result_that_names_other_versions_than_its_actions_have_is_a_problem(versions: tuple[int, ...]) -> None:
+    problem = find_actions_problem(finished(policy_versions=versions), [action(0), action(1)])
+    assert problem == f"the result names the versions {list(versions)}, its Actions [3]"
+    assert not find_actions_problem(finished(policy_versions=(2, 3)), [action(0), action(1)])
+
+
+def test_turns_that_were_sampled_after_another_answer_are_no_history() -> None:
+    def follow(history: bytes, one: Action) -> Action:
+        return msgspec.structs.replace(one, history_hash=extend_history(history, one.prompt_delta, one.sampled))
+
+    first, other = follow(EMPTY_HISTORY, action(0)), follow(EMPTY_HISTORY, action(0, sampled=pack_ids([1, 2])))
+    assert not find_actions_problem(finished(), [first, follow(first.history_hash, action(1))])
+    problem = find_actions_problem(finished(), [first, follow(other.history_hash, action(1))])
+    assert problem == "turn 1: it was sampled after another history"
+
+
+def test_a_segment_that_keeps_another_attempts_tokens_is_no_history() -> None:
+    def keep(kept: list[int]) -> Action:
+        start = extend_history(EMPTY_HISTORY, pack_ids(kept), b"")
+        one = action(1, segment=1, origin=SegmentOrigin(parent=0, kept=4, reason="history_edited"))
+        return msgspec.structs.replace(one, history_hash=extend_history(start, one.prompt_delta, one.sampled))
+
+    assert not find_actions_problem(finished(), [action(0), keep([5, 6, 7, 8])])
+    assert "sampled after another history" in find_actions_problem(finished(), [action(0), keep([5, 6, 7, 1])])
 
 
 def test_a_seat_that_names_other_versions_than_its_actions_have_is_a_problem() -> None:

@@ -26,13 +26,6 @@ def check_subject(subject: str) -> str:
     return subject
 
 
-def check_published_subject(subject: str) -> str:
-    """The same for one that is published on: a server would store a wildcard as it stands."""
-    if any(token in ("", "*", ">") for token in check_subject(subject).split(".")):
-        raise BusError(f"subject {subject!r} has a wildcard or an empty token: nothing is published there")
-    return subject
-
-
 def publish_command(subject: str, reply: str, payload: bytes) -> bytes:
     """PUB: a core message; ``reply`` may be empty."""
     return f"PUB {subject} {reply} {len(payload)}\r\n".encode() + payload + b"\r\n"

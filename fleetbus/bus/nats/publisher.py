@@ -15,16 +15,10 @@ from collections.abc import Iterable
 import anyio
 import msgspec
 
-from fleetbus.bus.base import STORES_NOTHING, PublishAck, StreamEntry
+from fleetbus.bus.base import STORES_NOTHING, PublishAck, StreamEntry, check_literal
 from fleetbus.bus.nats.api import build_publish_error
 from fleetbus.bus.nats.connection import Connection
-from fleetbus.bus.nats.protocol import (
-    NO_RESPONDERS,
-    check_published_subject,
-    header_block,
-    publish_with_headers_command,
-    status_of,
-)
+from fleetbus.bus.nats.protocol import NO_RESPONDERS, check_subject, header_block, publish_with_headers_command, status_of
 from fleetbus.bus.nats.request_mux import RESEND_SECONDS, Answer
 from fleetbus.errors import BusError, PublishUnanswered
 
@@ -187,7 +181,7 @@ class Publisher:
         self, subject: str, payload: bytes, *, message_id: str | None, expected_last: int | None, timeout: float
     ) -> PublishAck:
         """See `fleetbus.bus.base.Bus.publish`."""
-        check_published_subject(subject)
+        check_literal(check_subject(subject))
         headers = header_block(message_id or self._new_id(), expected_last)
         before = self.get_last_stored(subject)
         size = len(headers) + len(payload)
