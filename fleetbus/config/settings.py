@@ -153,6 +153,14 @@ class LimitSettings(Settings, frozen=True, kw_only=True):
         float,
         Meta(ge=0, description="Seconds without anything sampled, graded or trained until `up` ends the run; 0: never"),
     ] = 600.0
+    silent_worker: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds without a heartbeat, while others are heard, after which `up` kills a worker of its own and "
+            "starts it again; 0: never",
+        ),
+    ] = 120.0
 
 
 class InferenceSettings(Settings, frozen=True, kw_only=True):

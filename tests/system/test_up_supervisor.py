@@ -142,6 +142,21 @@ async def test_they_stop_stage_by_stage_and_nothing_is_left(tmp_path: Path) -> N
     assert stage.running() == [] and stage.reports == []
 
 
+async def test_a_process_that_hangs_is_replaced_and_no_other(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    fleet = stage.fleet(
+        stage.plan("environment", "serve"), stage.plan("environment-1", "serve"), stage.plan("learner", "serve")
+    )
+    async with stage.supervised(fleet):
+        await stage.until("started", 3)
+        fleet.replace_hung("elsewhere")
+        fleet.replace_hung("environment-1")
+        await stage.until("started", 4)
+    assert stage.names("started").count("environment-1.1") == 1
+    assert stage.reports[0] == "environment-1 hangs, and is killed: what it was at is done again"
+    assert "environment-1 ended with status -9" in stage.reports[1] and len(stage.reports) == 2
+
+
 async def test_a_stop_waits_while_a_checkpoint_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "WRITING_SECONDS", 5.0)
     stage = Stage(tmp_path)

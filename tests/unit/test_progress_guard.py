@@ -121,6 +121,18 @@ def test_a_worker_that_falls_silent_is_said_once_and_one_that_said_goodbye_is_no
     assert guard.take_lines(20.0) == []
 
 
+def test_a_worker_that_hangs_while_others_are_heard_is_named_once() -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    for worker in ("e", "f"):
+        guard.record_heartbeat(Heartbeat(role="environment", worker=worker), 0.0)
+    assert guard.take_hung(LIMITS.silent_worker + 1) == [], "a server that is away silences all"
+    guard.record_heartbeat(Heartbeat(role="environment", worker="f"), LIMITS.silent_worker - 1)
+    assert guard.take_hung(LIMITS.silent_worker - 1) == []
+    assert guard.take_hung(LIMITS.silent_worker) == ["e"]
+    guard.record_heartbeat(Heartbeat(role="environment", worker="f"), LIMITS.silent_worker + 2)
+    assert guard.take_hung(LIMITS.silent_worker + 3) == []
+
+
 def test_episodes_that_end_in_their_first_turn_for_want_of_tokens_are_said_once_with_the_remedy() -> None:
     guard = ProgressGuard(LIMITS, 0.0)
     note = "its tokens were used up in turn 1 of 5: the first prompt took 937 of 1,024 (episode.max_episode_tokens)"

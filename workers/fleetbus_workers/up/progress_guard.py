@@ -57,6 +57,7 @@ class ProgressGuard:
         self._unfinished = learners
         self._ungraded_limit = limits.ungraded_episodes
         self._no_progress_seconds = limits.no_progress
+        self._hung_seconds = limits.silent_worker
         self._failures = FailureKinds()
         self._said: dict[int, int] = {}
         """How many there were of a kind when it was said last, by its index."""
@@ -122,6 +123,16 @@ class ProgressGuard:
                 self._said[index] = kind.count
                 lines += [kind.line, *format_traceback_lines(kind.traceback)]
         return lines
+
+    def take_hung(self, now: float) -> list[str]:
+        """Take the names of workers that have been silent for too long while others are heard: if nobody is, the server or
+        the way to it is what is silent."""
+        silent = [key for key, worker in self._workers.items() if now - worker.heard_at >= self._hung_seconds]
+        if not self._hung_seconds or all(now - worker.heard_at > SILENT_SECONDS for worker in self._workers.values()):
+            return []
+        for key in silent:
+            del self._workers[key]
+        return [name for _, name in silent]
 
     def take_final_lines(self) -> list[str]:
         """The kinds of failure that have not been said, or whose count has grown since."""

@@ -8,7 +8,6 @@ Nothing is started before `fleetbus_workers.up.checks` has passed, and nothing i
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -39,7 +38,7 @@ from fleetbus_workers.up.restarts import Achievements
 from fleetbus_workers.up.seat_workers import name_learner
 from fleetbus_workers.up.server import end_stray_server
 from fleetbus_workers.up.summary_builder import Summary, build_summary, is_summarized
-from fleetbus_workers.up.supervisor import Supervisor
+from fleetbus_workers.up.supervisor import Supervisor, is_start_of
 
 SUMMARY_SECONDS = 8.0
 SHORT_SUMMARY_SECONDS = 1.5
@@ -54,9 +53,6 @@ STRAY_SECONDS = 6.0
 
 PAGE_STOP_SECONDS = 2.0
 """For answers that the run's page is in the middle of."""
-
-STARTS = r"(-\d+)?"
-"""After the name of a learner that is started here what says that it was started again."""
 
 ServePage = Callable[[Configuration, Callable[[str], None], anyio.Event], Coroutine[Any, Any, None]]
 """Serves a page about the run until the event is set, and shows its address."""
@@ -222,7 +218,7 @@ class Run:
         stalled = anyio.Event()
         async with self._serve_page(), anyio.create_task_group() as tasks:
             tasks.start_soon(self._follow_progress, follower)
-            tasks.start_soon(self._guard_progress, guard, stalled)
+            tasks.start_soon(self._guard_progress, guard, roles, stalled)
             tasks.start_soon(roles.run)
             await _wait_for_first(roles.over, self._server.over, self._stop_requested, stalled)
             await roles.stop()
@@ -247,13 +243,15 @@ class Run:
             stop.set()
             tasks.cancel_scope.deadline = anyio.current_time() + PAGE_STOP_SECONDS
 
-    async def _guard_progress(self, guard: ProgressGuard, stalled: anyio.Event) -> None:
-        """Say what fails, and set ``stalled`` when the run cannot progress."""
+    async def _guard_progress(self, guard: ProgressGuard, roles: Supervisor, stalled: anyio.Event) -> None:
+        """Say what fails, replace what hangs, and set ``stalled`` when the run cannot progress."""
         while not stalled.is_set():
             await anyio.sleep(GUARD_SECONDS)
             now = anyio.current_time()
             for line in guard.take_lines(now):
                 self._display.line(line)
+            for worker in guard.take_hung(now):
+                roles.replace_hung(worker)
             self._result.failure = guard.find_stall(now)
             if self._result.failure is not None:
                 stalled.set()
@@ -264,7 +262,7 @@ class Run:
         by_name = {"learner": progress} | {name_learner(policy): other for policy, other in progress.others.items()}
         for name, followed in by_name.items():
             learner = followed.training.newest_learner
-            is_own = not learner or re.fullmatch(re.escape(name) + STARTS, learner)
+            is_own = not learner or is_start_of(name, learner)
             if not (self._stop_requested.is_set() or is_own or followed.training.is_finished):
                 return RunFailed(
                     f"{learner} has taken over the training at step {followed.step} of {steps}, and goes on with it"

@@ -6,6 +6,7 @@ status 2 of one that never worked means that trying again is of no use.
 """
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from itertools import groupby
@@ -93,6 +94,11 @@ def _measure_output(folders: Sequence[Path]) -> dict[str, int]:
     return found
 
 
+def is_start_of(name: str, worker: str) -> bool:
+    """True if a worker is a process called ``name``, or that started again."""
+    return re.fullmatch(rf"{re.escape(name)}(-\d+)?", worker) is not None
+
+
 class Supervisor:
     """Runs plans. ``report`` gets one line per event that a person should know of."""
 
@@ -137,6 +143,13 @@ class Supervisor:
         self._stopping = True
         for child in self._children.values():
             child.kill()
+
+    def replace_hung(self, worker: str) -> None:
+        """Kill the process of a worker that is silent, so that it is started again; nothing if it is none of these."""
+        names = [name for name, child in self._children.items() if is_start_of(name, worker) and not child.has_exited]
+        if names and not self._stopping:
+            self._report(f"{worker} hangs, and is killed: what it was at is done again")
+            self._children[max(names, key=len)].kill()
 
     def _terminate(self, name: str) -> None:
         if name in self._children:
