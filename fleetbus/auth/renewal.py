@@ -31,7 +31,7 @@ class RenewalStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Renewal(Certificates, frozen=True, kw_only=True):
-    """What is next; ``told`` is the last step that somebody was told of."""
+    """The next certificates; ``told`` is the last step that somebody was told of."""
 
     told: Literal["", "trust", "show", "forget"] = ""
 

@@ -10,7 +10,7 @@ from typing import cast, get_args
 import msgspec
 
 from fleetbus.bus.base import StreamEntry
-from fleetbus.core.episode.history import Turn, loss_mask
+from fleetbus.core.episode.history import Turn, list_versions, loss_mask
 from fleetbus.core.episode.result_checks import find_actions_problem
 from fleetbus.core.episode.segments import SegmentError, describe_segments, fold_segments
 from fleetbus.errors import UserError
@@ -197,6 +197,7 @@ def build_result(
         episode_id=request.episode_id,
         attempt=1,
         request_sequence=request_sequence,
+        policy_versions=result.policy_versions or list_versions(history),
         turns=len(history),
         actions=tuple(turn.reference for turn in history),
         tokens=tokens,

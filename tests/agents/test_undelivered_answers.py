@@ -181,6 +181,7 @@ def finished(untrained: tuple[UntrainedTurn, ...], mask: list[bool]) -> EpisodeF
         turns=2,
         tokens=10,
         loss_mask=pack_mask(mask),
+        policy_versions=(7,),
         untrained=untrained,
     )
 

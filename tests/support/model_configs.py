@@ -1,4 +1,4 @@
-"""What `config.json` of models on the Hub says of their size."""
+"""The sizes of models on the Hub, as their `config.json` says them."""
 
 from typing import Any
 

@@ -73,3 +73,8 @@ def loss_mask(turns: Iterable[Turn], untrained: Container[int] = ()) -> list[boo
         mask += [False] * count_tokens(turn.action.prompt_delta)
         mask += [number not in untrained] * count_tokens(turn.action.sampled)
     return mask
+
+
+def list_versions(turns: Iterable[Turn]) -> tuple[int, ...]:
+    """Those that sampled these turns, each once, ascending."""
+    return tuple(sorted({span.version for turn in turns for span in turn.action.versions}))

@@ -241,9 +241,10 @@ def check_environment(
             from fleetbus_workers.environment.adapters.ors.tasks import check_server
 
             check_server(spec)
-        check_environment_servers(spec)
     dataset = load_dataset(tasks) if tasks else [build_warehouse_task(0)]
     check_tasks_are_served(parse_keyed_specs(specs), [task for task in dataset if is_served(task)])
+    for spec in parse_keyed_specs(specs).values():
+        check_environment_servers(spec)
     if tasks:
         if problems := check_verifiers(dataset):
             raise UserError(f"{problems[0]}{f' (and {len(problems) - 1} other problems)' if problems[1:] else ''}")

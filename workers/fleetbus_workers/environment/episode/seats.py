@@ -7,12 +7,12 @@ played. All follows from what the environment says, so that an attempt that take
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
 
-from fleetbus.core.episode.history import Turn
+from fleetbus.core.episode.history import Turn, list_versions
 from fleetbus_schemas import ContextChange, EpisodeSeat, SeatLimit, SeatPolicy, UntrainedTurn
 from fleetbus_schemas.seat import MAX_SEATS, SHARED
 from fleetbus_workers.environment.base import Step
@@ -208,8 +208,3 @@ def add_versions(seats: tuple[EpisodeSeat, ...], turns: Sequence[Turn]) -> tuple
         msgspec.structs.replace(seat, versions=list_versions(turns[turn] for turn in seat.turns)) if seat.policy else seat
         for seat in seats
     )
-
-
-def list_versions(turns: Iterable[Turn]) -> tuple[int, ...]:
-    """Those that sampled these turns, each once, ascending."""
-    return tuple(sorted({span.version for turn in turns for span in turn.action.versions}))
