@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,20 @@ def test_a_tool_is_described_by_position_as_well() -> None:
 def test_what_a_class_prints_does_not_stand_between_the_lines_of_up(capsys: pytest.CaptureFixture[str]) -> None:
     check_quickly(Factory(Loud), "own:Loud", TASK, Configuration())  # type: ignore[arg-type]
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_class_that_changes_its_folder_does_not_move_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    class Moving(Loud):
+        verdict = None if fails else Loud.verdict
+
+        async def open(self, task: Task) -> None:
+            os.chdir("/")
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) if fails else nullcontext():
+        check_quickly(Factory(Moving), "own:Moving", TASK, Configuration())  # type: ignore[arg-type]
+    assert Path.cwd() == tmp_path
 
 
 @pytest.mark.parametrize(("kind", "words"), [(Forgetful, "verify returned None"), (Unsure, "gave no verdict and no reason")])

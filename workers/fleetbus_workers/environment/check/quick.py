@@ -1,6 +1,7 @@
 """The part of the check that `up` runs first: one short episode of a class of the user's own, given up after a second."""
 
 import io
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -29,10 +30,12 @@ def check_quickly(factory: Any, spec: str, task: Task, configuration: Configurat
     thread = threading.Thread(
         target=partial(_play, factory, task, configuration, found.append), name="environment-check", daemon=True
     )
+    folder = os.getcwd()
     # What a class prints would stand between the lines of `up`; in the run its worker's log has it.
     with redirect_stdout(io.StringIO()):
         thread.start()
         thread.join(QUICK_SECONDS)
+    os.chdir(folder)  # `up` and its workers go on where they were started, wherever the class went
     if not found:
         return
     for problem in found[0].problems:
