@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
-from fleetbus_schemas import ChatMessage, ContextChange, Image, Text, ToolSpec
-from fleetbus_workers.environment.base import Step
+from fleetbus.concurrency.deadlines import Deadlines
+from fleetbus.config.settings import Configuration, EnvironmentSettings, LimitSettings
+from fleetbus_schemas import Action, AttemptStarted, ChatMessage, ContextChange, EpisodeRequested, Image, Task, Text, ToolSpec
+from fleetbus_workers.environment.base import Start, Step, Verdict
+from fleetbus_workers.environment.check.episode import play_episode
+from fleetbus_workers.environment.check.policies import build_scripted_policy
+from fleetbus_workers.environment.episode.runner import EpisodeRunner
+from fleetbus_workers.environment.episode.stages import EpisodeEnded
 from fleetbus_workers.environment.normalization import clip_messages, to_plain_number, to_plain_values
 from fleetbus_workers.environment.validation import InvalidReturn, check_messages, validate_return
 
@@ -43,6 +50,63 @@ def test_text_beside_images_is_cut_as_text_alone_is() -> None:
     image = Image(object="0" * 64)
     (cut,) = clip_messages([ChatMessage(role="user", content=(Text(text="abc"), image, Text(text="defgh"), image))], 5)
     assert cut.content == (Text(text="abc"), image, Text(text="de\n[cut: 3 more bytes]"), image)
+
+
+def test_messages_that_describe_tools_are_not_cut() -> None:
+    described, asked = (ChatMessage(role=role, content="abcdefgh") for role in ("system", "user"))  # type: ignore[arg-type]
+    assert clip_messages((described, asked), 5, whole=1)[0] == described
+
+
+class Wordy:
+    replayable = True
+
+    async def open(self, task: Task) -> None: ...
+
+    async def reset(self) -> Start:
+        return Start(messages=(ChatMessage(role="user", content="long " * 20_000),))
+
+    async def step(self, action: Action) -> Step:
+        return Step(terminated=True, messages=(ChatMessage(role="user", content="long " * 20_000),))
+
+    async def state(self) -> dict[str, Any]:
+        return {}
+
+    async def verify(self) -> Verdict:
+        return Verdict(reward=1.0)
+
+    async def close(self) -> None: ...
+
+
+async def test_a_long_first_prompt_is_cut_before_the_policy_is_asked() -> None:
+    asked: list[ChatMessage] = []
+
+    class Refusing:
+        async def ask(self, turn: int, messages: tuple[ChatMessage, ...], *_: object, **__: object) -> None:
+            asked.extend(messages)
+            raise EpisodeEnded("lost", "asked", "no answer")
+
+    runner = EpisodeRunner(
+        request=EpisodeRequested(
+            episode_id="e", group_id="g", sample_index=0, split="train", task=Task(key="t"), policy="p", deadline_ns=0
+        ),
+        claim=AttemptStarted(episode_id="e", attempt=1, worker="w", nonce="n", lane="l"),
+        environment=Wordy(),
+        policy_client=Refusing(),  # type: ignore[arg-type]
+        recorded=(),
+        observed={},
+        deadline=Deadlines().open(),
+        settings=EnvironmentSettings(observation_bytes=1000),
+        limits=LimitSettings(),
+    )
+    await runner.play()
+    assert [str(message.content)[-24:] for message in asked] == ["\n[cut: 99000 more bytes]"]
+
+
+async def test_a_check_plays_long_texts_cut_as_a_run_does() -> None:
+    configuration = Configuration(environment=EnvironmentSettings(observation_bytes=1000))
+    played = await play_episode(Wordy, Task(key="t"), build_scripted_policy([]), configuration, turns=2)
+    for message in (*played.exchanges[0].messages, *played.last):
+        assert str(message.content).endswith("[cut: 99000 more bytes]")
 
 
 SHOWN = (ChatMessage(role="user", content="go on"),)

@@ -84,9 +84,9 @@ def clip_text(text: str, limit: int) -> str:
     return head + CLIP_NOTICE.format(left=len(data) - len(head.encode()))
 
 
-def clip_messages(messages: Sequence[ChatMessage], limit: int) -> tuple[ChatMessage, ...]:
-    """Text beyond ``limit`` bytes per message is cut, with a notice."""
-    return tuple(_clip(message, limit) for message in messages)
+def clip_messages(messages: Sequence[ChatMessage], limit: int, whole: int = 0) -> tuple[ChatMessage, ...]:
+    """Text beyond ``limit`` bytes per message is cut, with a notice; not that of the first ``whole`` messages."""
+    return (*messages[:whole], *(_clip(message, limit) for message in messages[whole:]))
 
 
 def _clip(message: ChatMessage, limit: int) -> ChatMessage:

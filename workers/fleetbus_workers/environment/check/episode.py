@@ -19,11 +19,12 @@ from fleetbus.core.algorithms.reward_components import find_reward_problem
 from fleetbus.core.text.tool_calls import parse_tool_calls
 from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
 from fleetbus_schemas.seat import map_by_seat
-from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
+from fleetbus_workers.environment.base import Environment, ShowsWhole, Start, Step, Verdict
 from fleetbus_workers.environment.check.policies import Policy
 from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats, SeatError
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages
 from fleetbus_workers.environment.failure_location import format_traceback, locate_error, locate_method
+from fleetbus_workers.environment.normalization import clip_messages
 from fleetbus_workers.environment.validation import check_messages, validate_return
 
 TICK_SECONDS = 0.02
@@ -93,6 +94,7 @@ class _Player:
         self._task = task
         self._policy = policy
         self._limits = configuration.limits
+        self._observation_bytes = configuration.environment.observation_bytes
         self._max_abs_reward = configuration.environment.max_abs_reward
         self._turns = turns
         self._stages = Stages()
@@ -131,13 +133,12 @@ class _Player:
         with self._stages.time_limit("reset", self._limits.reset):
             start = validate_return(Start, await self._call(environment, "reset", environment.reset()), "reset", environment)
         self._check_start(start, environment)
-        shown = start.messages
+        shown = self._clip(start.messages, environment, whole=start.prompted)
         self._seats = EpisodeSeats(start.seat, self._others, self._seat_limits)
         self._tools[start.seat] = self.episode.tools
         for turn in range(self._turns):
             step = await self._step(environment, turn, shown)
-            shown = step.messages
-            self.episode.last = shown
+            self.episode.last = shown = self._clip(step.messages, environment)
             if step.terminated or step.truncated:
                 self.episode.ending = "terminated" if step.terminated else "truncated by the environment"
                 break
@@ -152,6 +153,12 @@ class _Player:
             verdict = await self._call(environment, "verify", environment.verify())
             self.episode.verdict = validate_return(Verdict, verdict, "verify", environment)
         self._check_verdict(self.episode.verdict, environment)
+
+    def _clip(self, messages: tuple[ChatMessage, ...], environment: Environment, whole: int = 0) -> tuple[ChatMessage, ...]:
+        """The messages as a policy is shown them in a run."""
+        if isinstance(environment, ShowsWhole) and environment.shows_whole:
+            return messages
+        return clip_messages(messages, self._observation_bytes, whole)
 
     async def _step(self, environment: Environment, turn: int, shown: tuple[ChatMessage, ...]) -> Step:
         said = self._said[self._seats.current]

@@ -203,7 +203,10 @@ class EpisodeRunner:
         if start.seat:
             others, limits = map_by_seat(self._request.seats), map_by_seat(self._request.seat_limits)
             self._seats = EpisodeSeats(start.seat, others, limits)
-        return insert_examples(start.messages, () if self._seats.frozen else self._examples), start.tools
+        messages = start.messages
+        if self._clips:  # tools are described whole
+            messages = clip_messages(messages, self._settings.observation_bytes, whole=start.prompted)
+        return insert_examples(messages, () if self._seats.frozen else self._examples), start.tools
 
     def _append_status(self, messages: tuple[ChatMessage, ...], placement: Placement) -> tuple[ChatMessage, ...]:
         """The policy's budget at the end of what it sees next, if that is wanted."""
