@@ -129,6 +129,20 @@ def test_environments_with_tools_are_checked_with_random_calls(tmp_path: Path) -
     assert found.returncode in (0, 1) and "tools: find_item, get_field" in found.stdout, found
 
 
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def verify(env, final_anser): return 1", "verifier has the parameter 'final_anser'"),
+        ("def verify(env): return {'score': 1}", "the verifier returned dict, not a number"),
+    ],
+)
+def test_a_verifier_that_gives_no_number_is_a_failure(tmp_path: Path, code: str, words: str) -> None:
+    (tmp_path / "tasks.json").write_text(json.dumps([{"key": "a", "prompt": "", "verifier_code": code}]))
+    found = fleetbus(tmp_path, "check", "warehouse", "--tasks", "tasks.json", "--policy", "no-op")
+    assert found.returncode == 1, found
+    assert any(line.startswith("FAILED  verify gave no verdict: ") and words in line for line in found.stdout.splitlines())
+
+
 @pytest.mark.timeout(180)
 def test_up_refuses_an_environment_that_fails_its_first_episode(tmp_path: Path) -> None:
     make(tmp_path, "step", "return None")

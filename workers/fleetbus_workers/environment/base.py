@@ -92,6 +92,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     seats: Mapping[str, float | None] = msgspec.field(default_factory=dict)
 
 
+class FailedVerdict(Verdict, frozen=True, kw_only=True):
+    """No verdict because of a mistake in the verifier's code: it raised, or returned no finite number."""
+
+
 class EnvironmentFailed(Exception):
     """The outside system failed, not the policy: the episode ends ``env_failed`` and trains nothing.
 

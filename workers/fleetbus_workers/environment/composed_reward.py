@@ -137,7 +137,8 @@ class ComposedRewardEnvironment:
                 return Verdict(reward=None, reason=str(error), components=components)
         if missing := find_missing(components, weights):
             why = f": {reason}" if reason else ""
-            return Verdict(reward=None, reason=f"no value of {', '.join(missing)}{why}", components=components)
+            reason = f"no value of {', '.join(missing)}{why}"
+            return msgspec.structs.replace(verdict, reward=None, reason=reason, components=components)
         transcript = self._format_transcript() if self._factory.judges_groups else ""
         return msgspec.structs.replace(
             verdict, reward=combine(components, weights), components=components, transcript=transcript

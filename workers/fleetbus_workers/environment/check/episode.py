@@ -19,7 +19,7 @@ from fleetbus.core.algorithms.reward_components import find_reward_problem
 from fleetbus.core.text.tool_calls import parse_tool_calls
 from fleetbus_schemas import Action, ChatMessage, Task, ToolSpec
 from fleetbus_schemas.seat import map_by_seat
-from fleetbus_workers.environment.base import Environment, ShowsWhole, Start, Step, Verdict
+from fleetbus_workers.environment.base import Environment, FailedVerdict, ShowsWhole, Start, Step, Verdict
 from fleetbus_workers.environment.check.policies import Policy
 from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats, SeatError
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages
@@ -230,7 +230,9 @@ class _Player:
     def _check_verdict(self, verdict: Verdict, environment: Environment) -> None:
         if verdict.reward is None:
             location = locate_method(environment, "verify")
-            if verdict.reason:
+            if isinstance(verdict, FailedVerdict):
+                self._fail(f"verify gave no verdict: {verdict.reason}", location)
+            elif verdict.reason:
                 self._warn(f"verify gave no verdict: {verdict.reason}", location)
             else:
                 self._fail("verify gave no verdict and no reason: an episode without one is never trained", location)

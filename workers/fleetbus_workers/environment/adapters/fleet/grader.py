@@ -15,7 +15,7 @@ from fleetbus_workers.environment.adapters.fleet.api import FleetError, FleetRef
 from fleetbus_workers.environment.adapters.fleet.bundle import VerifierCode, build_execution_request, read_verifier
 from fleetbus_workers.environment.adapters.fleet.connection import FleetConnection
 from fleetbus_workers.environment.adapters.fleet.host import FleetHost
-from fleetbus_workers.environment.base import Verdict
+from fleetbus_workers.environment.base import FailedVerdict, Verdict
 from fleetbus_workers.environment.isolation.verifier.base import VerifierTools
 
 TRIES = 4
@@ -110,7 +110,7 @@ def read_verdict(answer: dict[str, object], *, partial: bool, printed: bool = Fa
     result = answer.get("result")
     value = 1.0 if result is None else result.get("score") if isinstance(result, dict) else result
     if not isinstance(value, int | float) or not math.isfinite(value):
-        return Verdict(reward=None, reason=f"the verifier returned {result!r}, no finite number"[:500])
+        return FailedVerdict(reward=None, reason=f"the verifier returned {result!r}, no finite number"[:500])
     if value == 0:
         share = _read_returned_share(result) if partial else None
         if share is None and printed:

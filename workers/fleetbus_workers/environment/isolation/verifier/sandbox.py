@@ -28,7 +28,7 @@ import msgspec
 import structlog
 from anyio.abc import Process
 
-from fleetbus_workers.environment.base import Verdict
+from fleetbus_workers.environment.base import FailedVerdict, Verdict
 from fleetbus_workers.environment.isolation.sandbox.backends import (
     INSIDE,
     KINDS,
@@ -330,12 +330,12 @@ async def _make_call(message: dict[str, object], tools: VerifierTools) -> dict[s
 def _verdict(message: dict[str, object]) -> Verdict:
     output = str(message.get("output") or "").strip()
     if "error" in message:
-        return Verdict(reward=None, reason=f"{message['error']}{f' (output: {output})' if output else ''}")
+        return FailedVerdict(reward=None, reason=f"{message['error']}{f' (output: {output})' if output else ''}")
     if "died" in message:
         return Verdict(reward=None, reason=f"the verifier's process died ({_exit_reason(message['died'])})")
     reward = message.get("reward")
     if not isinstance(reward, int | float) or not math.isfinite(reward):
-        return Verdict(reward=None, reason=f"the verifier returned {reward!r}, not a finite number")
+        return FailedVerdict(reward=None, reason=f"the verifier returned {reward!r}, not a finite number")
     return Verdict(reward=float(reward), reason=output)
 
 
