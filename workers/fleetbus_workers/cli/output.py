@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -43,7 +44,10 @@ def json_option(what: str = "") -> Callable[[F], F]:
 
 def print_json(value: object) -> None:
     """Print structs and collections as indented JSON."""
-    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    try:
+        print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    except UnicodeEncodeError:  # a lone surrogate in somebody's text
+        print(json.dumps(msgspec.to_builtins(value), indent=2))
 
 
 def build_table(columns: str, right: str = "") -> Table:

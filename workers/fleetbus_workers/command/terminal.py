@@ -6,6 +6,7 @@ Rich writes a terminal's commands of its own: its consoles are made by `open_con
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,13 +45,18 @@ class EscapingStream:
 
 @contextmanager
 def escape_output() -> Iterator[None]:
-    """Escape what is printed inside the block."""
+    """Escape what is printed inside the block, also what standard output cannot encode, as lone surrogates."""
     output, errors = sys.stdout, sys.stderr
+    handler = output.errors if isinstance(output, io.TextIOWrapper) else None
+    if isinstance(output, io.TextIOWrapper):
+        output.reconfigure(errors="backslashreplace")
     sys.stdout, sys.stderr = EscapingStream(output), EscapingStream(errors, keep_carriage_return=True)
     try:
         yield
     finally:
         sys.stdout, sys.stderr = output, errors
+        if isinstance(output, io.TextIOWrapper):
+            output.reconfigure(errors=handler)
 
 
 def get_unescaped(stream: TextIO) -> TextIO:
