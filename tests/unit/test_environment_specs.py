@@ -24,6 +24,9 @@ from fleetbus_workers.environment.adapters.warehouse.server import make_server
 class Mine(ScriptedEnvironment):
     pass
 
+class Sized(ScriptedEnvironment):
+    def __init__(self, size): ...
+
 class Half:
     replayable = False
     async def open(self, task): ...
@@ -115,6 +118,11 @@ async def test_a_scripted_environment_has_the_turns_that_it_was_told() -> None:
         ("mcp:no_such_module:serve", "cannot import no_such_module: ModuleNotFoundError"),
         ("spec_broken:Class", "cannot import spec_broken: ModuleNotFoundError"),
         ("spec_module:Half", "lacks reset, step, state, verify, close"),
+        (
+            "spec_module:Sized",
+            "is called without arguments: missing a required argument: 'size' (spec_module.py:9 in Sized.__init__): "
+            "read values from task.config in open, or name a subclass that passes them",
+        ),
         ("../x.py:Class", "cannot import ../x.py: FileNotFoundError"),
         ("x/y:Class", "must name a module"),
     ],

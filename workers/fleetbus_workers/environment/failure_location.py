@@ -47,7 +47,11 @@ def locate_frame(frame: FrameType | None) -> str:
 
 def locate_method(environment: object, call: str) -> str:
     """The place at which ``call`` of an environment's class is defined; empty for the adapters that ship."""
-    kind = type(getattr(environment, "implementation", environment))
+    return locate_class_method(type(getattr(environment, "implementation", environment)), call)
+
+
+def locate_class_method(kind: type, call: str) -> str:
+    """The same for a class."""
     function = inspect.unwrap(getattr(kind, call, None) or locate_method)
     code = getattr(function, "__code__", None)
     return _choose([(code, code.co_firstlineno)]) if isinstance(code, CodeType) else ""

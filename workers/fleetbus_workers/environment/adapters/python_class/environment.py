@@ -21,6 +21,7 @@ from fleetbus.user_code import load_callable
 from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
+from fleetbus_workers.environment.failure_location import locate_class_method
 from fleetbus_workers.environment.own_images import ImageStoringFactory
 from fleetbus_workers.environment.validation import validate_return
 
@@ -36,6 +37,18 @@ def check_class(spec: str, kind: object) -> None:
         is_gym = any(base.__module__.startswith("gymnasium.") for base in getattr(kind, "__mro__", ()))
         hint = "register it with Gymnasium, and write gym:FILE.py:ID" if is_gym else "see fleetbus.Environment"
         raise UserError(f"environment {spec!r} is not an environment: it lacks {', '.join(missing)} ({hint})")
+    if not isinstance(kind, type):
+        return
+    try:
+        inspect.signature(kind).bind()
+    except TypeError as error:
+        where = locate_class_method(kind, "__init__")
+        raise UserError(
+            f"environment {spec!r} is called without arguments: {error}{f' ({where})' if where else ''}: read values from "
+            "task.config in open, or name a subclass that passes them"
+        ) from None
+    except ValueError:  # no signature is known
+        return
 
 
 def parse_device_names(text: str) -> tuple[str, ...]:
