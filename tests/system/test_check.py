@@ -80,6 +80,12 @@ def test_a_mistake_is_named_with_its_file_and_line(tmp_path: Path, case: str) ->
         assert f"in MyGame.{call}" in line and "my_game.py:" in line
 
 
+def test_the_last_line_names_a_wrong_return_with_its_file_and_line(tmp_path: Path) -> None:
+    line = make(tmp_path, "step", "return None")
+    last = fleetbus(tmp_path, *CHECK).stdout.splitlines()[-1]
+    assert last.startswith("FAILED") and f"(my_game.py:{line} in MyGame.step)" in last
+
+
 @pytest.mark.parametrize("options", [(), ("--sync",)])
 def test_the_template_passes_and_its_transcript_is_shown(tmp_path: Path, options: tuple[str, ...]) -> None:
     make(tmp_path, "", "", *options)

@@ -32,8 +32,7 @@ def locate_error(error: BaseException) -> str:
     known = getattr(error, "location", "")
     if known:
         return str(known)
-    frames = [(step.tb_frame.f_code, step.tb_lineno) for step in _walk(error.__traceback__)]
-    return _choose(frames)
+    return _choose(_list_frames(error))
 
 
 def locate_frame(frame: FrameType | None) -> str:
@@ -66,6 +65,11 @@ def format_traceback(error: BaseException) -> str:
     return clean_traceback("".join(lines))
 
 
+def shows_other_code(error: BaseException) -> bool:
+    """True if the traceback leads through code that is not the worker's own: else it says nothing to those who wrote that."""
+    return bool(getattr(error, "remote_traceback", "") or _choose(_list_frames(error)))
+
+
 def clean_error(text: str) -> str:
     """An error's text as a result may carry it: without secrets, which a server may quote, encodable, not longer than a reader
     wants."""
@@ -82,6 +86,10 @@ def clean_traceback(text: str) -> str:
         left = len(cleaned) - TRACEBACK_CHARS
         cleaned = f"{cleaned[:_HEAD_CHARS]}\n[{left} characters left out]\n{cleaned[_HEAD_CHARS + left :]}"
     return cleaned.encode("utf-8", "replace").decode()
+
+
+def _list_frames(error: BaseException) -> list[tuple[CodeType, int]]:
+    return [(step.tb_frame.f_code, step.tb_lineno) for step in _walk(error.__traceback__)]
 
 
 def _walk(step: TracebackType | None) -> list[TracebackType]:

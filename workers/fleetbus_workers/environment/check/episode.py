@@ -23,7 +23,7 @@ from fleetbus_workers.environment.base import Environment, FailedVerdict, ShowsW
 from fleetbus_workers.environment.check.policies import Policy
 from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats, SeatError
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages
-from fleetbus_workers.environment.failure_location import format_traceback, locate_error, locate_method
+from fleetbus_workers.environment.failure_location import format_traceback, locate_error, locate_method, shows_other_code
 from fleetbus_workers.environment.normalization import clip_messages
 from fleetbus_workers.environment.validation import check_messages, validate_return
 
@@ -290,7 +290,7 @@ class _Player:
 
     def _fail(self, text: str, location: str, error: BaseException | None = None) -> None:
         cause = error.__cause__ if isinstance(error, EpisodeEnded) and error.__cause__ else error
-        traceback = format_traceback(cause) if cause is not None and cause.__traceback__ is not None else ""
+        traceback = format_traceback(cause) if cause is not None and shows_other_code(cause) else ""
         self._add(Problem(text=text, location=location, traceback=traceback))
 
     def _warn(self, text: str, location: str) -> None:
