@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from fleetbus_schemas import Action
+from fleetbus_workers.environment.base import Step
+
 pytestmark = pytest.mark.integration
 
 CASES = {
@@ -171,6 +174,26 @@ def test_a_call_that_never_returns_ends_the_process_with_its_place(
     assert ended == []
     check.end_if_blocked(sys._getframe(), check.BLOCKED_LIMIT_SECONDS)
     assert ended == [1] and "test_check.py:" in capsys.readouterr().err
+
+
+async def test_the_time_of_the_policy_is_not_blamed_on_the_environment() -> None:
+    from fleetbus.config.settings import Configuration
+    from fleetbus_schemas import Task
+    from fleetbus_workers.environment.adapters.python_class.environment import ClassEnvironment
+    from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
+    from fleetbus_workers.environment.check.episode import BLOCKED_SECONDS, play_episode
+
+    class InThreads(ScriptedEnvironment):
+        def step(self, action: Action) -> Step:  # type: ignore[override]
+            time.sleep(0.1)
+            return Step(terminated=True)
+
+    def think(*_: object) -> str:
+        time.sleep(BLOCKED_SECONDS + 0.1)
+        return "hm"
+
+    played = await play_episode(lambda: ClassEnvironment(InThreads, None), Task(key="t"), think, Configuration(), turns=1)
+    assert played.longest_step > 0.1 and not played.problems
 
 
 def test_the_quick_part_is_given_up_after_a_second() -> None:

@@ -100,7 +100,7 @@ class _Player:
         self._stages = Stages()
         self._said: defaultdict[str, list[ChatMessage]] = defaultdict(list)
         self._tools: dict[str, tuple[ToolSpec, ...]] = {}
-        self._longest_gap = 0.0
+        self._longest_gap = self._call_began = 0.0
         self._seats = UNSEATED
         self._is_cut_short = False
         self._others = map_by_seat(build_seats(configuration))
@@ -198,10 +198,9 @@ class _Player:
 
     async def _call(self, environment: Environment, call: str, work: Awaitable[T]) -> T:
         """The result of a call; that it blocked the event loop is a problem."""
-        self._longest_gap = 0.0
-        began = time.perf_counter()
+        self._longest_gap, self._call_began = 0.0, time.perf_counter()
         result = await work
-        if time.perf_counter() - began > BLOCKED_SECONDS:
+        if time.perf_counter() - self._call_began > BLOCKED_SECONDS:
             await anyio.sleep(2 * TICK_SECONDS)
         if (seconds := self._longest_gap) > BLOCKED_SECONDS:
             self._warn(
@@ -214,7 +213,8 @@ class _Player:
         while True:
             began = time.perf_counter()
             await anyio.sleep(TICK_SECONDS)
-            self._longest_gap = max(self._longest_gap, time.perf_counter() - began)
+            # what the policy took before the call is not the environment's doing
+            self._longest_gap = max(self._longest_gap, time.perf_counter() - max(began, self._call_began))
 
     def _check_start(self, start: Start, environment: Environment) -> None:
         check_messages(start.messages)
