@@ -2,7 +2,7 @@
 
 Where the files are is the matter of `datasets`. A file is a list of objects, or an object whose ``tasks`` is such a
 list. Names as Fleet exports them are understood (see `Task`); every field that has no meaning here goes into the task's
-``config``, where its environment finds it.
+``config``, where its environment finds it, unless it looks like a mistyped one or stands in ``config`` already.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ast
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ MODALITIES = ("tool_use", "computer_use", "browser_use")
 """What a task is for: tools, or the screen of a computer or of a browser."""
 
 _KNOWN = frozenset(name for names in _NAMES.values() for name in names)
+_WORDS = frozenset({"speed"})
+"""Names of their own that one letter tells from a field."""
 
 
 def load_tasks(path: str | os.PathLike[str]) -> list[Task]:
@@ -172,11 +175,24 @@ def _read_json(name: str, data: bytes) -> Any:
     if not text.strip():
         raise UserError(f'{name}: is empty; it must hold {{"tasks": [...]}}')
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_build_object)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{name}: is not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
     except (RecursionError, ValueError) as error:
         raise UserError(f"{name}: cannot be read as JSON: {str(error) or 'nested too deeply'}") from None
+
+
+def _build_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of JSON. Raises `UserError` for a member that it has twice, of which the first would be lost."""
+    built = dict(pairs)
+    if len(built) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        place = f" (its key is {built['key']!r})" if "key" in built else ""
+        raise UserError(f"an object{place} has {twice!r} twice; keep one of them")
+    return built
 
 
 def _parse_entries(file: str, content: object) -> Sequence[object]:
@@ -195,9 +211,16 @@ def _parse_task(file: str, position: int, entry: object) -> Task:
     if not isinstance(entry, dict):
         raise UserError(f'{file}: task {position} is {_describe_type(entry)}; it must be an object with "key" and "prompt"')
     key = _find_value(entry, "key")
+    place = f"{file}: task {position}" + (f" ({key})" if isinstance(key, str) else "")
+    for name in entry:
+        if near := _find_mistyped(name):
+            raise UserError(f'{place}: {name!r} is no field of a task; did you mean {near}? If not, write it inside "config"')
     if not isinstance(key, str) or not key:
         raise UserError(f'{file}: task {position} has no key; add "key": a text that is unique in the file')
-    place = f"{file}: task {position} ({key})"
+    config = _parse_object(place, entry, "config")
+    others = {name: value for name, value in entry.items() if name not in _KNOWN}
+    if twice := next((name for name in others if name in config), None):
+        raise UserError(f"{place}: {twice!r} stands in config and beside it; keep one of them")
     task = Task(
         key=key,
         prompt=_parse_prompt(place, entry.get("prompt")),
@@ -207,10 +230,33 @@ def _parse_task(file: str, position: int, entry: object) -> Task:
         env_variables=_parse_object(place, entry, "env_variables"),
         verifier=_parse_text(place, entry, "verifier") or None,
         seed=_parse_seed(place, entry.get("seed")),
-        config=_parse_object(place, entry, "config") | {name: value for name, value in entry.items() if name not in _KNOWN},
+        config=config | others,
     )
     _check_size(place, task)
     return task
+
+
+@lru_cache(maxsize=4096)
+def _find_mistyped(name: str) -> str | None:
+    """The field that a name must be meant for: the same but for case, a letter or two that are swapped. A letter before or
+    after it makes a name of its own, such as ``seeds``, and so does another letter in a short one."""
+    if name in _KNOWN or name.casefold() in _WORDS:
+        return None
+    return next((known for known in sorted(_KNOWN) if _is_mistyped(name.strip().casefold(), known)), None)
+
+
+def _is_mistyped(name: str, known: str) -> bool:
+    if abs(len(name) - len(known)) > 1:
+        return False
+    size = len(known)
+    ends = 0 if size > 5 else 1
+    return (
+        name == known
+        or (size > 3 and any(known[:at] + known[at + 1 :] == name for at in range(ends, size - ends)))
+        or any(name[:at] + name[at + 1 :] == known for at in range(1, len(name) - 1))
+        or any(known[:at] + known[at + 1] + known[at] + known[at + 2 :] == name for at in range(size - 1))
+        or (size > 6 and size == len(name) and sum(map(str.__ne__, name, known)) == 1)
+    )
 
 
 def _find_value(entry: dict[str, object], field: str) -> object:
@@ -291,7 +337,7 @@ def _describe_type(value: object) -> str:
 
 def build_task_entry(task: Task) -> dict[str, object]:
     """A task as an entry of a tasks file."""
-    clashing = {name: value for name, value in task.config.items() if name in _KNOWN}
+    clashing = {name: value for name, value in task.config.items() if name in _KNOWN or _find_mistyped(name)}
     entry = {
         "env_key": task.env,
         "version": task.version,
@@ -305,5 +351,5 @@ def build_task_entry(task: Task) -> dict[str, object]:
     return (
         {"key": task.key, "prompt": task.prompt}
         | given
-        | {name: value for name, value in task.config.items() if name not in _KNOWN}
+        | {name: value for name, value in task.config.items() if name not in clashing}
     )

@@ -117,9 +117,58 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ("variables that are no JSON", [ENTRY | {"env_variables": "{"}], "task 1 (t1): env_variables is text that is not JSON"),
     ("variables that are a list", [ENTRY | {"env_variables": [1]}], "task 1 (t1): env_variables is a list"),
     ("seed that is no number", [ENTRY | {"seed": "1"}], "task 1 (t1): seed is text"),
+    (
+        "name in config and beside it",
+        [ENTRY | {"config": {"tries": 3}, "tries": 9}],
+        "task 1 (t1): 'tries' stands in config and",
+    ),
+    (
+        "member twice",
+        '[{"key": "t1", "prompt": "x", "prompt": "y"}]',
+        "an object (its key is 't1') has 'prompt' twice; keep one",
+    ),
+    (
+        "field of another case",
+        [ENTRY | {"Config": {"a": 1}}],
+        "'Config' is no field of a task; did you mean config?",
+    ),
+    ("key of another case", [{"Key": "t1", "prompt": "p"}], "task 1: 'Key' is no field of a task; did you mean key?"),
     ("number that no message carries", [ENTRY | {"limit": 1 << 70}], "task 1 (t1) cannot be sent"),
     ("task that is too large", [ENTRY | {"document": "x" * 300_000}], "262144 at most"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("sed", "seed"),
+        ("sede", "seed"),
+        ("seedd", "seed"),
+        ("SEED", "seed"),
+        ("evn", "env"),
+        ("promt", "prompt"),
+        ("env_vesion", "env_version"),
+        ("verifer_code", "verifier_code"),
+        ("verifier_codd", "verifier_code"),
+    ],
+)
+def test_a_mistyped_field_is_refused_and_stays_writable_inside_config(name: str, meant: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"task 1 .t1.: '{name}' is no field of a task; did you mean {meant}.*inside"):
+        load_tasks(write(tmp_path, [ENTRY | {name: 1}]))
+    task = Task(key="t1", prompt="Do it.", config={name: 1})
+    assert load_tasks(write(tmp_path, [ENTRY | {"config": {name: 1}}])) == [task]
+    dump_tasks([task], tmp_path / "again.json")
+    assert load_tasks(tmp_path / "again.json") == [task]
+
+
+@pytest.mark.parametrize(
+    "name",
+    "seeds keys envs configs prompts versions prompt2 env_ids speed seen see need end en data_key data_version dev_version "
+    "task_type verifier metadata".split(),
+)
+def test_a_name_like_a_field_that_is_one_of_its_own_becomes_config(name: str, tmp_path: Path) -> None:
+    (task,) = load_tasks(write(tmp_path, [ENTRY | {name: 1}]))
+    assert task.config == {name: 1}
 
 
 def test_a_prompt_is_left_to_the_environment_by_saying_so(tmp_path: Path) -> None:
