@@ -21,6 +21,8 @@ import msgspec
 from fleetbus.errors import UserError
 
 SUFFIXES = (".json", ".parquet")
+"""Ends of the names of tasks files in a folder. A ``.jsonl`` must be named itself: those in a folder may be anything."""
+
 NESTED = "openenv"
 """A folder that may stand between a version and its files, as in Fleet's buckets."""
 
@@ -126,7 +128,7 @@ class _Store:
                 return [str(path)] if path.exists() else []
             folder = path / NESTED if not _select_task_files(map(str, path.glob("*"))) and (path / NESTED).is_dir() else path
             return _select_task_files(str(file) for file in folder.iterdir())
-        if urlsplit(self._place).path.endswith(SUFFIXES):
+        if urlsplit(self._place).path.endswith((*SUFFIXES, ".jsonl")):
             return [self._place]
         return self._remote_folder(self._place) or self._remote_folder(posixpath.join(self._place, NESTED))
 

@@ -1,8 +1,9 @@
 """Tasks files: the JSON format of Fleet, read with errors that a person can act on, and written.
 
 Where the files are is the matter of `datasets`. A file is a list of objects, or an object whose ``tasks`` is such a
-list. Names as Fleet exports them are understood (see `Task`); every field that has no meaning here goes into the task's
-``config``, where its environment finds it, unless it looks like a mistyped one or stands in ``config`` already.
+list; one that ends in ``.jsonl`` has an object per line. Names as Fleet exports them are understood (see `Task`); every field
+that has no meaning here goes into the task's ``config``, where its environment finds it, unless it looks like a mistyped one or
+stands in ``config`` already.
 """
 
 from __future__ import annotations
@@ -174,12 +175,21 @@ def _read_json(name: str, data: bytes) -> Any:
         raise UserError(f"{name}: is not UTF-8 (byte {error.start}); save it as UTF-8") from None
     if not text.strip():
         raise UserError(f'{name}: is empty; it must hold {{"tasks": [...]}}')
+    if not name.endswith(".jsonl"):
+        return _decode(name, text, 1)
+    return [_decode(name, line, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+
+
+def _decode(name: str, text: str, first_line: int) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_build_object)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
     except json.JSONDecodeError as error:
-        raise UserError(f"{name}: is not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+        line = first_line + error.lineno - 1
+        is_other_form = error.msg == "Extra data" or not name.endswith((".json", ".jsonl"))
+        hint = "; tasks are read as JSON (.json), JSON lines (.jsonl) or Parquet (.parquet)" if is_other_form else ""
+        raise UserError(f"{name}: is not JSON: line {line}, column {error.colno}: {error.msg}{hint}") from None
     except (RecursionError, ValueError) as error:
         raise UserError(f"{name}: cannot be read as JSON: {str(error) or 'nested too deeply'}") from None
 
@@ -216,6 +226,9 @@ def _parse_task(file: str, position: int, entry: object) -> Task:
         if near := _find_mistyped(name):
             raise UserError(f'{place}: {name!r} is no field of a task; did you mean {near}? If not, write it inside "config"')
     if not isinstance(key, str) or not key:
+        for name in _NAMES["key"]:
+            if entry.get(name) not in (None, ""):
+                raise UserError(f"{place}: {name} is {_describe_type(entry[name])}; it must be text that is unique in the file")
         raise UserError(f'{file}: task {position} has no key; add "key": a text that is unique in the file')
     config = _parse_object(place, entry, "config")
     others = {name: value for name, value in entry.items() if name not in _KNOWN}
@@ -264,7 +277,9 @@ def _find_value(entry: dict[str, object], field: str) -> object:
 
 
 def _parse_prompt(place: str, prompt: object) -> str:
-    if not isinstance(prompt, str) or (prompt and not prompt.strip()):
+    if prompt is not None and not isinstance(prompt, str):
+        raise UserError(f"{place}: prompt is {_describe_type(prompt)}; it must be text")
+    if prompt is None or (prompt and not prompt.strip()):
         raise UserError(f'{place} has no prompt; add "prompt": the instruction of the policy, "" if the environment gives it')
     return prompt
 

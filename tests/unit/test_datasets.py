@@ -132,6 +132,12 @@ def test_a_file_is_read_over_http_in_a_version(web: str) -> None:
         load_dataset(f"http://{web}/{{version}}/openenv/all_tool_use.json@v7")
 
 
+def test_a_file_of_lines_is_read_over_http(web: str, store: Path) -> None:
+    pytest.importorskip("aiohttp")
+    (store / "lines.jsonl").write_text('{"key": "a", "prompt": "x"}\n{"key": "b", "prompt": "x"}\n')
+    assert keys(f"http://{web}/lines.jsonl") == ["a", "b"]
+
+
 def test_credentials_of_a_url_are_in_no_error(web: str) -> None:
     pytest.importorskip("aiohttp")
     with pytest.raises(UserError) as caught:

@@ -108,9 +108,13 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ("no tasks", {"tasks": []}, "contains no tasks"),
     ("task that is no object", [ENTRY, "t2"], "task 2 is text"),
     ("no key", [ENTRY, {"prompt": "p"}], "task 2 has no key"),
-    ("key that is no text", [{"key": 5, "prompt": "p"}], "task 1 has no key"),
+    ("key that is no text", [{"key": 5, "prompt": "p"}], "task 1: key is a number; it must be text"),
+    ("key that is zero", [{"task_key": 0, "prompt": "p"}], "task 1: task_key is a number; it must be text"),
+    ("key that is empty", [{"key": "", "prompt": "p"}], "task 1 has no key"),
     ("same key twice", [ENTRY, {"key": "t2", "prompt": "p"}, ENTRY], "tasks 1 and 3 have the same key (t1)"),
     ("no prompt", [{"key": "t1"}], "task 1 (t1) has no prompt"),
+    ("prompt that is a list", [{"key": "t1", "prompt": []}], "task 1 (t1): prompt is a list; it must be text"),
+    ("JSON lines", '{"key": "t1"}\n{"key": "t2"}', "line 2, column 1: Extra data; tasks are read as JSON"),
     ("blank prompt", [{"key": "t1", "prompt": " "}], "task 1 (t1) has no prompt"),
     ("prompt that is null", [{"key": "t1", "prompt": None}], '"" if the environment gives it'),
     ("environment that is no text", [ENTRY | {"env_id": 3}], "task 1 (t1): env_id is a number"),
@@ -185,6 +189,21 @@ def test_a_mistake_gets_one_line_with_file_and_place(tmp_path: Path, content: An
     assert message.startswith(f"{file}: ")
     assert words in message
     assert "\n" not in message
+
+
+def test_a_file_of_lines_has_a_task_on_each_and_its_mistakes_are_placed(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"key": "a", "prompt": "x\u2028y"}\r\n\n{"key": "b", "prompt": "x"}\n')
+    assert [task.key for task in load_tasks(file)] == ["a", "b"]
+    file.write_text('{"key": "a", "prompt": "x"}\n{"key": }\n')
+    with pytest.raises(UserError, match=r"is not JSON: line 2, column 9: Expecting value$"):
+        load_tasks(file)
+
+
+def test_a_file_of_another_form_is_told_what_is_read(tmp_path: Path) -> None:
+    (tmp_path / "tasks.csv").write_text("key,prompt\na,x\n")
+    with pytest.raises(UserError, match=r"tasks are read as JSON \(.json\), JSON lines \(.jsonl\) or Parquet"):
+        load_tasks(tmp_path / "tasks.csv")
 
 
 def test_a_missing_file_and_a_folder_are_told_apart(tmp_path: Path) -> None:
