@@ -31,14 +31,15 @@ def load_callable(what: str, path: str) -> Callable[..., Any]:
 
 
 def load_module(what: str, name: str) -> ModuleType:
-    """The module of that name, or of the file if it ends in ``.py``, also from the current folder. Raises `UserError`, which
-    begins with ``what``."""
+    """The module of that name, or of the file if it ends in ``.py``, also from the current folder; a file imports what is
+    beside it. Raises `UserError`, which begins with ``what``."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         return _import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way while it is imported
-        raise UserError(f"{what}: cannot import {name}: {describe_error(error)}") from error
+        hint = _name_in_package(Path(name)) if "no known parent package" in str(error) and name.endswith(".py") else ""
+        raise UserError(f"{what}: cannot import {name}: {describe_error(error)}{hint}") from error
 
 
 def _import_file(file: Path) -> ModuleType:
@@ -50,6 +51,8 @@ def _import_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is no file of Python")
+    folder = str(file.resolve().parent)  # first on the import path, as `python FILE.py` has it
+    sys.path[:] = [folder, *(place for place in sys.path if place != folder)]
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -57,6 +60,16 @@ def _import_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _name_in_package(file: Path) -> str:
+    """Says how to name a file that imports others of its package by relative names."""
+    file = file.expanduser().resolve()
+    root = file.parent.parent
+    while (root / "__init__.py").exists():
+        root = root.parent
+    module = ".".join(file.relative_to(root).with_suffix("").parts)
+    return f"; use {module}:NAME{'' if root == Path.cwd() else f' in the folder {root}'}"
 
 
 def describe_error(error: BaseException) -> str:

@@ -145,10 +145,52 @@ def test_a_scripted_environment_needs_no_mcp_and_nothing_here_needs_torch() -> N
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=30)
 
 
+OWN = "class Own:\n    replayable = True\n" + "".join(f"    async def {call}(self, *given): ...\n" for call in CALLS)
+
+
+def test_a_file_elsewhere_imports_what_is_beside_it_even_by_a_name_that_is_also_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, code in (("here", "number = 1"), ("there", OWN)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "spec_beside.py").write_text(code)
+    (tmp_path / "there" / "own.py").write_text("from spec_beside import Own")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.delitem(sys.modules, "spec_beside", raising=False)
+    for _ in range(2):
+        assert is_own_class("../there/own.py:Own") and build_environment_factory("../there/own.py:Own", verifier=NoGrader())
+    assert sys.path.count(str(tmp_path / "there")) == 1 and sys.path[0] == str(tmp_path / "there")
+
+
+@pytest.mark.integration
+async def test_a_pool_s_processes_import_what_is_beside_a_file_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "pool_beside.py").write_text(OWN)
+    (tmp_path / "own.py").write_text("from pool_beside import Own")
+    monkeypatch.chdir(tmp_path / "here")
+    factory = build_environment_factory("pool:../own.py:Own", verifier=NoGrader())
+    async with factory.run():
+        environment = factory()
+        await environment.open(Task(key="t", prompt="p"))
+        await environment.close()
+
+
+def test_a_file_of_a_package_is_told_the_name_of_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pkg" / "sub").mkdir(parents=True)
+    for name in ("pkg/__init__.py", "pkg/sub/__init__.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "pkg" / "sub" / "env.py").write_text("from . import helper")
+    with pytest.raises(UserError, match=r"no known parent package; use pkg\.sub\.env:NAME$"):
+        build_environment_factory("pkg/sub/env.py:Own", verifier=NoGrader())
+    monkeypatch.chdir(tmp_path / "pkg")
+    with pytest.raises(UserError, match=f"; use pkg.sub.env:NAME in the folder {tmp_path}$"):
+        build_environment_factory("sub/env.py:Own", verifier=NoGrader())
+
+
 def test_a_class_is_found_in_a_file_by_its_path_and_imported_once(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "class Own:\n    replayable = True\n" + "".join(f"    async def {call}(self, *given): ...\n" for call in CALLS)
-    )
+    (tmp_path / "own.py").write_text(OWN)
     spec = f"{tmp_path / 'own.py'}:Own"
     assert build_environment_factory(spec, verifier=NoGrader())().replayable and is_own_class(spec)
     assert load_callable("environment", spec) is load_callable("environment", spec)

@@ -120,7 +120,7 @@ ADAPTERS = (
     ),
     Adapter(
         "MODULE:CLASS", "python_class.environment:build", "",
-        "a class of your own in this process, also of a file (`FILE.py:CLASS`)",
+        "a class of your own in this process, also of a file, beside what it imports (`FILE.py:CLASS`)",
     ),
     Adapter("pool:MODULE:CLASS", "python_class.process_pool:build", "", "a class of your own, in several processes"),
     Adapter("process:KIND:COMMAND", "providers.factory:build", "", "a server that is started for each episode", True),
