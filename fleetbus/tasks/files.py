@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from fleetbus.core.text.verifier_parameters import GIVEN, find_unknown_parameter
 from fleetbus.core.text.verifier_warnings import find_forgeable
 from fleetbus.errors import UserError
 from fleetbus.tasks import harbor
@@ -94,17 +95,22 @@ def build_tasks(entries: Iterable[Task | Mapping[str, object]], name: str = "tas
 
 
 def check_verifiers(tasks: Iterable[Task]) -> list[str]:
-    """One line for each task whose verifier does not compile, or has no function to call."""
+    """One line for each task whose verifier does not compile, or has no function that can be called."""
     problems = []
     for task in tasks:
         if task.verifier is None:
             continue
         try:
             compile(task.verifier, "<verifier>", "exec", dont_inherit=True)
-            functions = _find_functions(ast.parse(task.verifier))
+            tree = ast.parse(task.verifier)
+            functions = _find_functions(tree)
             if "verify" not in functions and len(functions) != 1:
                 defined = ", ".join(functions) or "no function"
                 problems.append(f"task {task.key}: its verifier must define verify(); it defines {defined}")
+            elif unknown := find_unknown_parameter(tree, "verify" if "verify" in functions else functions[0]):
+                problems.append(
+                    f"task {task.key}: its verifier has the parameter {unknown!r}; what it gets is named {', '.join(GIVEN)}"
+                )
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             place = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
             reason = error.msg if isinstance(error, SyntaxError) else str(error)

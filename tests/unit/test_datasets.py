@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import http.server
+import importlib
 import json
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from fleetbus.tasks.datasets import read_dataset_files, redact_location, split_v
 from fleetbus.tasks.files import build_task_entry, check_dataset, check_verifiers, dump_tasks, load_dataset, load_tasks
 from fleetbus.tasks.output import write_split
 from fleetbus_schemas import Task
+from fleetbus_workers.environment.isolation.sandbox import inside
 
 
 def tasks(*keys: str, env: str = "") -> list[Task]:
@@ -106,6 +109,54 @@ def test_verifiers_that_are_no_python_are_named() -> None:
     assert check_verifiers([Task(key="t", prompt="p", verifier="def verify(): return 1"), wrong]) == [
         "task w: its verifier is no Python: '(' was never closed (line 2)"
     ]
+
+
+@pytest.mark.parametrize(
+    ("code", "parameter"),
+    [
+        ("def verify(env, answer): return 1", "answer"),
+        ("async def grade(env, *, gold): return 1", "gold"),
+        ("def verify(environment, **rest): return 1", "environment"),
+        ("import re\nif re:\n    def verify(env, final_answer, a, b=1): return 1", "a"),
+    ],
+)
+def test_a_verifier_that_asks_for_what_it_will_not_get_is_refused(code: str, parameter: str) -> None:
+    with pytest.raises(TypeError):
+        call(code)
+    assert check_verifiers([Task(key="t", verifier=code)]) == [
+        f"task t: its verifier has the parameter '{parameter}'; what it gets is named env, final_answer, conversation"
+    ]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def verify(e, conversation, final_answer, x=1, *more, y=2): return 1",
+        "def verify(answer): return 1",
+        "def verify(conversation, env, **rest): return 1",
+        "def verify(*, env): return 1",
+        "def verify(*rest): return 1",
+        "import functools\ndef verify(env, gold): return gold\nverify = (lambda f: lambda env: f(env, 1))(verify)",
+        "def fill(f): return lambda env: f(env, 1)\n@fill\ndef verify(env, gold): return gold",
+        "def verify(env, gold): return gold\nverify.__defaults__ = (1,)",
+        "def verify(a, b): return b\ndef verify(env): return 1",
+        "class Case:\n    def verify(self, a): return a\ndef verify(env): return Case().verify(1)",
+        "def helper(a, b): return a\ndef verify(env): return helper(1, 2)",
+    ],
+)
+def test_a_verifier_that_can_be_called_with_what_it_gets_is_accepted(code: str) -> None:
+    assert call(code) == 1
+    assert check_verifiers([Task(key="t", verifier=code)]) == []
+
+
+def call(code: str) -> object:
+    """The verdict of a verifier, called as its process does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(inside.__file__).parent)
+        call_verifier = importlib.import_module("verifier_call").call_verifier
+    return call_verifier(
+        compile(code, "<verifier>", "exec"), {"final_answer": "", "conversation": []}, SimpleNamespace(ask=None)
+    )
 
 
 class Silent(http.server.SimpleHTTPRequestHandler):

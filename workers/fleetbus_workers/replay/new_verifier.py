@@ -13,11 +13,10 @@ from typing import Protocol
 
 import msgspec
 
+from fleetbus.core.text.verifier_parameters import GIVEN
 from fleetbus.errors import UserError
 from fleetbus.tasks.files import check_verifiers, load_tasks
 from fleetbus_schemas import Task
-
-_GIVEN = ("env", "final_answer", "conversation")
 
 
 class NewVerifier(Protocol):
@@ -52,7 +51,7 @@ class FunctionVerifier:
         if "task" not in self._parameters:
             return self._source if self._name == "verify" else f"{self._source}\nverify = {self._name}\n"
         facts = json.dumps(msgspec.to_builtins(task or Task(key=key), str_keys=True) | {"key": key})
-        given = ", ".join(f"{name}={name}" for name in _GIVEN if name in self._parameters)
+        given = ", ".join(f"{name}={name}" for name in GIVEN if name in self._parameters)
         is_async = isinstance(self._function, ast.AsyncFunctionDef)
         call = f"{'await ' if is_async else ''}_regraded(task=_task, {given})"
         define = "async def" if is_async else "def"
