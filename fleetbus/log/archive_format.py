@@ -7,9 +7,11 @@ deflate stream that begins or goes on with it: an entry resembles those before i
 """
 
 import os
+import re
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,16 @@ SUFFIX = ".fbarchive"
 LOCK = "lock"
 """File beside the segments that their one writer holds: an archive that has it is one, though nothing stands in it yet."""
 
+GUARD_FILE = "trimmed.json"
+"""File beside the segments with their `Guard`."""
+
 MAX_RECORD_BYTES = 8 << 20
 """A length beyond this is damage: a message has 1 MiB at most."""
 
 _PREFIX = struct.Struct("<II")
+
+_FRAME_OF_ENTRY = re.compile(rb"(?s)(?=(?!\0\0\0)..[\0-\x7f]\0....[\0\1\x94])")
+"""Where a length can stand that an entry of either format follows."""
 
 
 class ArchiveDamaged(UserError):
@@ -47,6 +55,12 @@ class TornRecord(Exception):
     def __init__(self, offset: int) -> None:
         super().__init__(f"no whole record at byte {offset}")
         self.offset = offset
+
+
+class Guard(msgspec.Struct, frozen=True, kw_only=True):
+    """The sequence up to which the log may have been trimmed: an archive that ends before this sequence has lost something."""
+
+    trimmed: int = 0
 
 
 class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,6 +196,43 @@ def read_frame(file: BufferedReader) -> bytes:
     if len(payload) < length or not payload or zlib.crc32(payload) != check:
         raise TornRecord(offset)
     return payload
+
+
+def is_damage(segment: Path, offset: int) -> bool:
+    """True if whole records follow the one at ``offset`` that is not: a crash tears off the end and no more. A record that is
+    whole by now was being written when it was read."""
+    with segment.open("rb") as file:
+        file.seek(offset)
+        rest = memoryview(file.read())
+    if rest[: len(MAGIC)] == MAGIC or _is_frame(rest, 0):
+        return False
+    return any(_is_frame(rest, found.start()) for found in _FRAME_OF_ENTRY.finditer(rest, 1))
+
+
+def _is_frame(data: memoryview, offset: int) -> bool:
+    if len(data) - offset < _PREFIX.size:
+        return False
+    length, check = _PREFIX.unpack_from(data, offset)
+    payload = data[offset + _PREFIX.size :][:length]
+    return bool(payload) and len(payload) == length and bool(zlib.crc32(payload) == check)
+
+
+def read_guard(folder: Path) -> int:
+    """The sequence up to which the log may have been trimmed, by the note beside the segments. Raises `ArchiveDamaged`."""
+    with suppress(FileNotFoundError):
+        try:
+            return msgspec.json.decode((folder / GUARD_FILE).read_bytes(), type=Guard).trimmed
+        except UNREADABLE as error:
+            raise ArchiveDamaged(f"{folder / GUARD_FILE} cannot be read: restore it from a copy") from error
+    return 0
+
+
+def check_guard(folder: Path, last: int, guarded: int) -> None:
+    """Raise `ArchiveDamaged` for an archive whose ``last`` entry is before what the log was trimmed up to."""
+    if last < guarded:
+        raise ArchiveDamaged(
+            f"{folder} ends at entry {last}, but the log was trimmed up to {guarded}: restore its newest segments from a copy"
+        )
 
 
 def replace_synced(file: Path, content: bytes) -> None:

@@ -7,14 +7,24 @@ may continue while the recorder writes: what is not whole yet at the end of the 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 
 from fleetbus.bus.base import LogBus, StreamEntry
 from fleetbus.concurrency.runtime import run_in_thread
 from fleetbus.core.episode.claims import EpisodeEntry, fold_episode
 from fleetbus.errors import UserError
-from fleetbus.log.archive_format import LOCK, ArchiveDamaged, TornRecord, parse_first_sequence, read_entries, read_header
+from fleetbus.log.archive_format import (
+    LOCK,
+    ArchiveDamaged,
+    TornRecord,
+    check_guard,
+    is_damage,
+    parse_first_sequence,
+    read_entries,
+    read_guard,
+    read_header,
+)
 from fleetbus.log.archive_retention import ArchiveShortened, list_kept_segments, read_removed
 from fleetbus.log.episodes import decode_episode_entry
 from fleetbus_schemas import EpisodeFinished, Subjects
@@ -27,15 +37,17 @@ def read_archive(folder: Path, *, run: str | None = None, start: int = 1) -> Ite
     """The archived entries from sequence ``start`` on; blocking.
 
     An archive in which nothing stands yet has no entries, and one from which the oldest were removed begins behind them. Raises
-    `UserError` when there is no archive or it is of another run, `ArchiveDamaged` when a segment is not whole, and
-    `ArchiveShortened` when segments are removed meanwhile.
+    `UserError` when there is no archive or it is of another run, `ArchiveDamaged` when a segment is not whole or the
+    newest entries that the log was trimmed of are gone, and `ArchiveShortened` when segments are removed meanwhile.
     """
+    guarded = read_guard(folder)  # before the segments are listed: the recorder goes on
     segments = list_kept_segments(folder)
     if not segments and not (folder / LOCK).exists():
         raise UserError(f"{folder} contains no archive: give the folder that `fleetbus recorder --archive` writes to")
     following, last = [parse_first_sequence(segment) for segment in segments[1:]], 0
     for index, segment in enumerate(segments):
         if index < len(following) and following[index] <= start:
+            last = following[index] - 1
             continue
         try:
             for entry in _read_segment(segment, run, newest=index == len(following)):
@@ -48,6 +60,16 @@ def read_archive(folder: Path, *, run: str | None = None, start: int = 1) -> Ite
             if parse_first_sequence(segment) >= (below := read_removed(folder).below):
                 raise
             raise ArchiveShortened(f"{folder} was shortened to begin at entry {below} while it was read: repeat this") from None
+    check_guard(folder, last, guarded)
+
+
+def measure_segment(segment: Path) -> tuple[int, int]:
+    """The last entry up to which a segment can be read, and how many bytes that takes; blocking."""
+    last = whole = 0
+    with segment.open("rb") as file, suppress(TornRecord, UserError):
+        for entry in read_entries(file, read_header(file, segment, None)):
+            last, whole = entry.sequence, file.tell()
+    return last, whole
 
 
 def read_archived_entries(folder: Path, sequences: Collection[int], *, run: str | None = None) -> dict[int, StreamEntry]:
@@ -162,5 +184,5 @@ def _read_segment(segment: Path, run: str | None, *, newest: bool) -> Iterator[S
         try:
             yield from read_entries(file, read_header(file, segment, run))
         except TornRecord as torn:
-            if not newest:
+            if not newest or is_damage(segment, torn.offset):
                 raise ArchiveDamaged(f"{segment} is damaged at byte {torn.offset}: restore it from a copy") from torn

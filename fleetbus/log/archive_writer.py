@@ -8,7 +8,7 @@ import fcntl
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import IO
@@ -20,31 +20,26 @@ from fleetbus.bus.base import StreamEntry
 from fleetbus.errors import UserError
 from fleetbus.log.archive_format import (
     FORMAT,
+    GUARD_FILE,
     LOCK,
-    ArchiveDamaged,
     EntryEncoder,
+    Guard,
     TornRecord,
     build_segment_path,
+    check_guard,
     encode_segment_start,
     list_segments,
     parse_first_sequence,
     read_entries,
+    read_guard,
     read_header,
     replace_synced,
     sync_folder,
 )
-from fleetbus_schemas.message import UNREADABLE
 
 SEGMENT_BYTES = 64 << 20
-GUARD = "trimmed.json"
 
 log = structlog.get_logger()
-
-
-class Guard(msgspec.Struct, frozen=True, kw_only=True):
-    """The sequence up to which the log may have been trimmed: an archive that ends before this sequence has lost something."""
-
-    trimmed: int = 0
 
 
 class ArchiveWriter:
@@ -64,7 +59,7 @@ class ArchiveWriter:
         """Of the segment that was looked at last."""
         self.last: StreamEntry | None = None
         """The newest entry that is synced."""
-        self.guarded = _read_guard(folder)
+        self.guarded = read_guard(folder)
 
     @property
     def last_sequence(self) -> int:
@@ -102,7 +97,7 @@ class ArchiveWriter:
     def guard(self, sequence: int) -> None:
         """Note durably that the log is trimmed up to ``sequence`` from now on."""
         if sequence > self.guarded:
-            replace_synced(self._folder / GUARD, msgspec.json.encode(Guard(trimmed=sequence)))
+            replace_synced(self._folder / GUARD_FILE, msgspec.json.encode(Guard(trimmed=sequence)))
             self.guarded = sequence
 
     def close(self) -> None:
@@ -159,11 +154,7 @@ class ArchiveWriter:
         return file.tell()
 
     def _check_guard(self) -> None:
-        if self.last_sequence < self.guarded:
-            raise ArchiveDamaged(
-                f"{self._folder} ends at entry {self.last_sequence}, but the log was trimmed up to {self.guarded}: "
-                "restore its newest segments from a copy"
-            )
+        check_guard(self._folder, self.last_sequence, self.guarded)
 
 
 @contextmanager
@@ -191,12 +182,3 @@ def _open_lock(folder: Path) -> IO[str]:
         return (folder / LOCK).open("a")
     except OSError as error:
         raise UserError(f"{folder} cannot hold an archive ({error.strerror}): give another --archive") from error
-
-
-def _read_guard(folder: Path) -> int:
-    with suppress(FileNotFoundError):
-        try:
-            return msgspec.json.decode((folder / GUARD).read_bytes(), type=Guard).trimmed
-        except UNREADABLE as error:
-            raise ArchiveDamaged(f"{folder / GUARD} cannot be read: restore it from a copy") from error
-    return 0

@@ -13,7 +13,7 @@ import pytest
 
 from fleetbus.config.settings import ArchiveSettings
 from fleetbus.errors import UserError
-from fleetbus.log.archive_format import list_segments, parse_first_sequence
+from fleetbus.log.archive_format import ArchiveDamaged, list_segments, parse_first_sequence
 from fleetbus.log.archive_reader import read_archive
 from fleetbus.log.archive_retention import NOTE, read_removed
 from fleetbus.log.archive_writer import open_archive
@@ -143,3 +143,43 @@ def test_what_a_killed_removal_left_in_the_store_does_not_count_and_leaves_with_
     assert ArchiveStore(store.as_uri()).describe_segments()[0].first == begins
     keeper.keep(now_ns=0, needed=1 << 40, is_end=True)
     assert parse_first_sequence(list_segments(store)[0]) == begins
+
+
+def rot(segment: Path) -> None:
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 1
+    segment.write_bytes(data)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_two_segments_of_one_size_the_one_that_reads_further_is_taken(archive: Path, tmp_path: Path, is_first: bool) -> None:
+    rotten = shutil.copytree(archive, tmp_path / "rotten")
+    for segment in list_segments(rotten)[1:]:
+        rot(segment)
+    places = (str(rotten), str(archive))
+    with open_archive_places(places if is_first else places[::-1]) as folder:
+        assert list(read_archive(folder)) == read_entries(build_run())
+
+
+def test_a_store_replaces_what_is_rotten_in_the_folder_and_the_folder_what_is_rotten_in_the_store(
+    archive: Path, store: Path
+) -> None:
+    ArchiveKeeper(archive, keep_in(store)).keep(now_ns=0, needed=0, is_end=True)
+    rot(list_segments(archive)[1])
+    rot(list_segments(store)[2])
+    with open_archive_places((str(archive), store.as_uri())) as folder:
+        assert list(read_archive(folder)) == read_entries(build_run())
+
+
+def test_what_the_log_was_trimmed_of_is_known_where_several_places_are_read(archive: Path, tmp_path: Path) -> None:
+    older = shutil.copytree(archive, tmp_path / "older")
+    last = len(build_run().entries)
+    with open_archive(archive, "run") as writer:
+        writer.guard(last)
+    for folder in (archive, older):
+        list_segments(folder)[-1].unlink()
+    with (
+        open_archive_places((str(archive), str(older))) as folder,
+        pytest.raises(ArchiveDamaged, match=f"the log was trimmed up to {last}"),
+    ):
+        list(read_archive(folder))

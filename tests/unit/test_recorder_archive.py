@@ -18,7 +18,9 @@ from fleetbus.log.archive_format import (
     ArchivedEntry,
     build_segment_path,
     encode_frame,
+    is_damage,
     list_segments,
+    read_header,
 )
 from fleetbus.log.archive_reader import read_archive, read_archived_entries
 from fleetbus.log.archive_writer import open_archive
@@ -180,6 +182,52 @@ def test_damage_before_the_newest_segment_is_an_error_and_not_an_end(tmp_path: P
     first.write_bytes(bytes(data))
     with pytest.raises(ArchiveDamaged, match="is damaged at byte"):
         list(read_archive(tmp_path))
+
+
+def test_an_archive_that_ends_before_what_the_log_was_trimmed_of_is_read_as_damaged(tmp_path: Path) -> None:
+    written(tmp_path, 1, 100, segment_bytes=1000)
+    with open_archive(tmp_path, "run") as archive:
+        archive.guard(98)
+        archive.append(entries(101, 102))
+    list_segments(tmp_path)[-1].unlink()
+    for start in (1, 97, 200):
+        with pytest.raises(ArchiveDamaged, match=r"ends at entry \d\d, but the log was trimmed up to 98: restore"):
+            list(read_archive(tmp_path, start=start))
+    for segment in list_segments(tmp_path):
+        segment.unlink()
+    with pytest.raises(ArchiveDamaged, match="ends at entry 0"):
+        list(read_archive(tmp_path))
+
+
+def test_a_segment_that_was_only_begun_behind_what_was_trimmed_is_no_damage(tmp_path: Path) -> None:
+    written(tmp_path, 1, 10, segment_bytes=1)
+    with open_archive(tmp_path, "run") as archive:
+        archive.guard(9)
+    list_segments(tmp_path)[-1].write_bytes(b"")
+    assert list(read_archive(tmp_path)) == entries(1, 9)
+    assert list(read_archive(tmp_path, start=10)) == []
+
+
+@pytest.mark.parametrize("offset", [3, 11, 60, 200, 500])
+def test_a_flipped_byte_in_the_newest_segment_that_whole_records_follow_is_damage_and_no_torn_tail(
+    tmp_path: Path, offset: int
+) -> None:
+    written(tmp_path, 1, 100)
+    (segment,) = list_segments(tmp_path)
+    data = bytearray(segment.read_bytes())
+    data[offset] ^= 0x10
+    segment.write_bytes(bytes(data))
+    with pytest.raises(ArchiveDamaged, match="is damaged at byte"):
+        list(read_archive(tmp_path))
+
+
+def test_a_record_that_is_written_while_it_is_read_is_no_damage(tmp_path: Path) -> None:
+    written(tmp_path, 1, 100)
+    (segment,) = list_segments(tmp_path)
+    assert not is_damage(segment, 0)
+    with segment.open("rb") as file:
+        read_header(file, segment, "run")
+        assert not is_damage(segment, file.tell())
 
 
 def test_an_archive_is_of_one_run(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """An archive from where it lies: its folder, the recorder's store, or both together as one folder of links. Blocking.
 
-Readers know folders only. What a store has is copied here first, whole; a segment that both have is taken from where more of it
-is.
+Readers know folders only. What a store has is copied here first, whole; a segment that several have is taken from where it can
+be read further.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from pathlib import Path
 import msgspec
 
 from fleetbus.errors import UserError
-from fleetbus.log.archive_format import LOCK, replace_synced
+from fleetbus.log.archive_format import GUARD_FILE, LOCK, Guard, read_guard, replace_synced
+from fleetbus.log.archive_reader import measure_segment
 from fleetbus.log.archive_retention import NOTE, list_kept_segments, read_removed
 from fleetbus_workers.recorder.archive_store import ArchiveStore
+
+FETCHED = "fetched"
+"""Folder for what comes from a store until it is known to be better than what is there."""
 
 
 @contextmanager
@@ -41,18 +45,21 @@ def open_archive_places(places: Sequence[str]) -> Iterator[Path]:
 def _collect(target: Path, folders: Sequence[Path], stores: Sequence[ArchiveStore]) -> None:
     """Noted as removed is what none of them has any more by its own word; another gap is a loss."""
     (target / LOCK).touch()
-    sizes: dict[str, int] = {}
     for folder in folders:
         for segment in list_kept_segments(folder):
-            if segment.stat().st_size > sizes.get(segment.name, -1):
-                sizes[segment.name] = segment.stat().st_size
-                (target / segment.name).unlink(missing_ok=True)
-                (target / segment.name).symlink_to(segment.absolute())
+            taken = target / segment.name
+            if not taken.exists() or measure_segment(segment) > measure_segment(taken):
+                taken.unlink(missing_ok=True)
+                taken.symlink_to(segment.absolute())
+    (target / FETCHED).mkdir()
     for store in stores:
         for name, size in store.list_sizes().items():
-            if size > sizes.get(name, -1):
-                sizes[name] = size
-                (target / name).unlink(missing_ok=True)
-                store.fetch(name, size, target)
+            found = measure_segment(target / name) if (target / name).exists() else (0, -1)
+            if size > found[1]:
+                store.fetch(name, size, target / FETCHED)
+                if found[1] < 0 or measure_segment(target / FETCHED / name) > found:
+                    (target / FETCHED / name).replace(target / name)
+    guarded = max((read_guard(folder) for folder in folders), default=0)
+    replace_synced(target / GUARD_FILE, msgspec.json.encode(Guard(trimmed=guarded)))
     removed = [read_removed(folder) for folder in folders] + [store.read_removed() for store in stores]
     replace_synced(target / NOTE, msgspec.json.encode(min(removed, key=lambda each: each.below)))
