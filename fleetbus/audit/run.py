@@ -6,11 +6,13 @@ Used by the command line and by tests; it only reads.
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
+
 from fleetbus.audit.state import LogPosition, read_audit_state, write_audit_state
 from fleetbus.bus.base import LogBus, StreamEntry
 from fleetbus.concurrency.runtime import run_in_thread
 from fleetbus.core.audit.books import Audit
-from fleetbus.core.audit.findings import Report
+from fleetbus.core.audit.findings import Findings, Report
 from fleetbus.errors import UserError
 from fleetbus.log.archive_reader import find_lost_entries, read_archived_entries, scan_archive, scan_archive_and_log
 from fleetbus.log.archive_retention import NOTE, Removed, read_removed
@@ -108,7 +110,7 @@ def begin_audit(removed: Removed) -> Audit:
 
 
 async def audit_recording(reader: RecordingReader) -> Report:
-    """The books of a recorded run as far as the recording goes; ``reader.torn`` says what is missing at its end. Raises
+    """The books of a recorded run as far as the recording goes; that one has no end, or is damaged, is a finding. Raises
     `UserError` for a recording of part of a log."""
     header, path = reader.header, reader.path
     if header.selected:
@@ -122,7 +124,10 @@ async def audit_recording(reader: RecordingReader) -> Report:
         raise UserError(
             f"{path} lacks {audit.missing} entries that were trimmed before the recording: record the run with --archive"
         )
-    return audit.report()
+    report, findings = audit.report(), Findings()
+    if reader.torn:
+        findings.add("torn", reader.torn, report.last_sequence)
+    return msgspec.structs.replace(report, findings=(*findings.list_found(), *report.findings))
 
 
 async def _audit_entries(audit: Audit, entries: AsyncIterator[StreamEntry]) -> Audit:

@@ -13,6 +13,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from fleetbus.bus.nats.server import NatsServerProcess
 from fleetbus.bus.streams import plan_run
+from fleetbus.recording.format import RecordingEnd, encode_part
 from fleetbus_schemas import EpisodeRequested, Exclusion, LineageStarted, Message, StepTrained, Subjects, Task, encode
 from fleetbus_workers.cli.program import run_program
 from tests.support.servers import connect, needs_only_copy, run_server
@@ -180,14 +181,18 @@ def test_a_recording_of_a_whole_run_is_audited_as_the_run_is(
     assert said.startswith("run books, ") and "NOT BALANCED" in said
 
 
-def test_a_recording_whose_end_is_torn_off_is_audited_up_to_there_and_says_so(
-    recorded: Any, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("deep", [(), ("--deep",)], ids=["", "deep"])
+@pytest.mark.parametrize("how", ["is damaged at byte", "has no end"])
+def test_a_recording_whose_end_is_torn_off_is_audited_up_to_there_and_does_not_balance(
+    recorded: Any, capsys: pytest.CaptureFixture[str], how: str, deep: tuple[str, ...]
 ) -> None:
     file = Path(recorded(LINEAGE, requested("a")))
-    file.write_bytes(file.read_bytes()[:-3])
-    assert run_program(["audit", str(file)]) == 0
-    said = capsys.readouterr()
-    assert "the audit balances" in said.out and "is damaged at byte" in said.err
+    cut = len(encode_part(RecordingEnd(2, 2))) if how == "has no end" else 3
+    file.write_bytes(file.read_bytes()[:-cut])
+    assert run_program(["audit", str(file), "--json", *deep]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["balanced"], facts["books"]["requested"]) == (False, 1)
+    assert [each["kind"] for each in facts["findings"]] == ["torn"] and how in facts["findings"][0]["ids"][0]
 
 
 def test_a_recording_of_part_of_a_run_is_refused_in_one_line(

@@ -380,7 +380,7 @@ async def test_a_forged_imbalance_is_named_with_its_id(forge: Callable[[LogBuild
 
 
 def test_every_kind_of_imbalance_is_forged() -> None:
-    needs_a_hole = {"entries_missing", "entries_lost", "nothing_read", "log_erases", "checkpoints_ahead"}
+    needs_a_hole = {"entries_missing", "entries_lost", "nothing_read", "torn", "log_erases", "checkpoints_ahead"}
     needs_a_deep_audit = {"digest_missing", "digest_wrong"}
     follows_from_another = {"books_open"}
     assert {kind for _, kind, _ in FORGERIES} | needs_a_hole | needs_a_deep_audit | follows_from_another == set(KINDS)

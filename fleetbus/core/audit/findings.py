@@ -9,6 +9,7 @@ MAX_IDS = 100
 
 KINDS: dict[str, str] = {
     "nothing_read": "logs of which nothing was read: an empty log proves nothing",
+    "torn": "recordings that are damaged or have no end: what the log had behind it was not read",
     "log_erases": "limits of the stream by which the server removes entries that nobody has settled",
     "checkpoints_ahead": "checkpoints in the run's folder with steps that the log does not have: it lost them",
     "entries_missing": "positions of the log without an entry in the log or the archive",

@@ -166,8 +166,6 @@ async def _audit_file(file: Path, archive: Path | None, deep: bool, trusted: tup
         raise UserError(f"--archive belongs to a run and not to a recording: leave it out to audit {file}")
     reader = RecordingReader(file)
     report = _hold_against_checkpoints(await audit_recording(reader), {})
-    if reader.torn:
-        click.echo(f"fleetbus: {reader.torn}", err=True)
     if deep:
         removed = Removed(below=report.begins)
         report = await _add_proof(report, lambda: scan_recording(RecordingReader(file)), trusted, removed)
