@@ -31,6 +31,8 @@ class RecordingWriter:
         self.entries = 0
         self.last_sequence = 0
         self.size_bytes = 0
+        self.is_torn = False
+        """True for what lacks entries at its end: then it gets none that says that all is there."""
         self.place: tuple[Path, Path] | None = None
         """The file that is written, and the one that it will replace."""
 
@@ -79,9 +81,10 @@ class RecordingWriter:
         self.place = None
 
     def finish(self) -> None:
-        """Write the end; nothing follows it."""
+        """Write the end, unless it is torn; nothing follows it."""
         self._close_frame()
-        self._write(encode_part(RecordingEnd(self.entries, self.last_sequence)))
+        if not self.is_torn:
+            self._write(encode_part(RecordingEnd(self.entries, self.last_sequence)))
         self._file.flush()
 
     def write_header(self, header: RecordingHeader) -> None:

@@ -17,11 +17,14 @@ import pytest
 
 from fleetbus.bus.streams import plan_run
 from fleetbus.recording import load_recording
+from fleetbus.recording.format import RecordingHeader
 from fleetbus.recording.writer import create_recording
 from fleetbus_schemas import PolicyPublished, Subjects, encode
 from fleetbus_workers.cli.program import run_program
+from tests.support.log_builder import read_entries
 from tests.support.processes import wait_for_output
 from tests.support.servers import connect
+from tests.unit.test_archive_retention import build_run
 
 HERE = Path(__file__).parents[1] / "replay"
 GUESSING = HERE / "recordings" / "guessing.fbrec"
@@ -266,6 +269,29 @@ def test_a_torn_recording_is_shown_as_far_as_it_goes(tmp_path: Path, capsys: Any
     assert run_program(["episodes", str(file), "--json"]) == 0
     captured = capsys.readouterr()
     assert len(json.loads(captured.out)) == 33 and "torn.fbrec" in captured.err
+
+
+def test_a_torn_recording_is_copied_as_far_as_it_goes_and_the_copy_is_torn_too(tmp_path: Path, capsys: Any) -> None:
+    file, copy = tmp_path / "torn.fbrec", tmp_path / "copy.fbrec"
+    file.write_bytes(GUESSING.read_bytes()[:-40])
+    facts = json.loads(read_stdout(capsys, "record", str(file), "-o", str(copy), "--json", code=1))
+    assert "torn.fbrec is damaged" in facts["problems"][0]
+    assert "has no end" in load_recording(copy).torn
+    assert load_recording(copy).entries == load_recording(file).entries
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("options", [(), ("--json", "--only-needed")], ids=["", "needed"])
+def test_a_torn_recording_is_restored_as_far_as_it_goes_and_that_is_said(
+    server: str, tmp_path: Path, capsys: Any, options: tuple[str, ...]
+) -> None:
+    file = tmp_path / "torn.fbrec"
+    with create_recording(file, RecordingHeader(run="run", redacted=False)) as recording:
+        recording.add(read_entries(build_run()))
+    file.write_bytes(file.read_bytes()[:-1])
+    run = f"torn{len(options)}"
+    assert run_program(["restore", str(file), "--run", run, "--nats", server, *options]) == 1
+    assert "torn.fbrec is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["episodes"], ["audit"], ["replay", "--role", "learner"]])

@@ -135,6 +135,9 @@ async def _record(
             log_state = await entries_of.bus.log_state() if entries_of.bus is not None else None
             await export.copy(last.track(entries_of.entries()), progress=_build_progress_callback(writer))
             problems = _find_problems(log_state, last.sequence)
+            if entries_of.torn:
+                problems.append(entries_of.torn)
+                writer.is_torn = True
             if header.begins > 1:
                 problems.append(f"entries 1 to {header.begins - 1} were removed by the archive's retention")
             if follow:
@@ -299,8 +302,6 @@ def _print(facts: dict[str, Any], output: Path, as_json: bool) -> None:
     _report_objects(facts["objects"], redacted=facts["redacted"])
     said = f"{facts['entries']:,} entries of run {facts['run']}{redacted}{files}{_format_objects(facts['objects'])}"
     print(f"{said}: {output} ({facts['bytes'] / 1e6:.2f} MB)")
-    if facts["torn_source"]:
-        click.echo(f"fleetbus: {facts['torn_source']}", err=True)
 
 
 def _format_objects(found: dict[str, int]) -> str:
