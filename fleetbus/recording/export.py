@@ -93,23 +93,27 @@ class Export:
     ) -> None:
         """Write what is stored from ``start`` on until ``stop`` is set, flushing once a second; then what is there by then, if
         the server still is. Of a busy log nothing is read meanwhile: the server sends many entries at once for a third of what
-        it takes to send each as it comes."""
+        it takes to send each as it comes. Raises a group with a `BusError` once what came before it is written."""
         batch: list[StreamEntry] = []
-        async with bus.read([subjects.log], start=start) as reader, anyio.create_task_group() as group:
-            group.start_soon(_cancel_when_set, stop, group.cancel_scope)
-            end = 0
-            while True:
-                batch.append(await reader.receive())
-                limit = FRAME_ENTRIES if start < end else BUSY_ENTRIES
-                with anyio.move_on_after(FLUSH_SECONDS) as waited:
-                    while len(batch) < limit and batch[-1].sequence != end:
-                        batch.append(await reader.receive())
-                await self._write_and_flush(batch)
-                start, batch = batch[-1].sequence + 1, []
-                progress(self.seen)
-                if start > end and not waited.cancelled_caught:
-                    await anyio.sleep(FLUSH_SECONDS)
-                    end = await _find_end(bus)
+        try:
+            async with bus.read([subjects.log], start=start) as reader, anyio.create_task_group() as group:
+                group.start_soon(_cancel_when_set, stop, group.cancel_scope)
+                end = 0
+                while True:
+                    batch.append(await reader.receive())
+                    limit = FRAME_ENTRIES if start < end else BUSY_ENTRIES
+                    with anyio.move_on_after(FLUSH_SECONDS) as waited:
+                        while len(batch) < limit and batch[-1].sequence != end:
+                            batch.append(await reader.receive())
+                    await self._write_and_flush(batch)
+                    start, batch = batch[-1].sequence + 1, []
+                    progress(self.seen)
+                    if start > end and not waited.cancelled_caught:
+                        await anyio.sleep(FLUSH_SECONDS)
+                        end = await _find_end(bus)
+        except* BusError:
+            await self._write_and_flush(batch)
+            raise
         await self._write_and_flush(batch)
         start = batch[-1].sequence + 1 if batch else start
         if start <= await _find_end(bus):

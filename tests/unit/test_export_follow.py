@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import anyio
 import pytest
 
+from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
+from fleetbus.errors import BusError
 from fleetbus.recording import load_recording
 from fleetbus.recording.export import BUSY_ENTRIES, END_SECONDS, Export
 from fleetbus.recording.format import RecordingHeader, compute_message_schema
 from fleetbus.recording.writer import create_recording
 from fleetbus_schemas import Subjects
+from fleetbus_workers.cli.replay import record
+from fleetbus_workers.run_access.sources import Source
 from tests.support.virtual_time import virtual_time
 
 RUN = "followed"
@@ -83,3 +90,29 @@ def test_a_busy_log_is_read_in_rounds_and_written_whole(tmp_path: Path) -> None:
 
     anyio.run(follow)
     assert [entry.sequence for entry in load_recording(file).entries] == list(range(1, ENTRIES + 2))
+
+
+class Removed:
+    """A log that is removed behind its second entry."""
+
+    def __init__(self) -> None:
+        self._left = [StreamEntry(sequence=each, time_ns=each, subject=SUBJECTS.episode("e"), payload=b"x") for each in (2, 1)]
+
+    @asynccontextmanager
+    async def read(self, subjects: list[str], *, start: int) -> AsyncIterator[Removed]:
+        yield self
+
+    async def receive(self) -> StreamEntry:
+        await anyio.lowlevel.checkpoint()
+        if not self._left:
+            raise BusError("stream fb_followed does not exist")
+        return self._left.pop()
+
+
+async def test_a_log_that_is_removed_leaves_a_closed_file_with_what_was_read_and_one_line(tmp_path: Path) -> None:
+    source = Source(RUN, bus=cast(Bus, Removed()))
+    with create_recording(tmp_path / "run.fbrec", RecordingHeader(run=RUN)) as writer:
+        problems = await record._follow(Export(writer, redactor=None), source, writer, 1)
+    assert problems == ["the log could not be followed behind entry 2: stream fb_followed does not exist"]
+    recording = load_recording(tmp_path / "run.fbrec")
+    assert [entry.sequence for entry in recording.entries] == [1, 2] and recording.torn == ""

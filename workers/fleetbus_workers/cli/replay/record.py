@@ -17,7 +17,7 @@ import msgspec
 from fleetbus.bus.objects import ObjectMissing, get_content
 from fleetbus.config.load import dump_configuration
 from fleetbus.config.run_folder import RunFolder, policy_folder_below, run_folder
-from fleetbus.errors import BusError, UserError
+from fleetbus.errors import BusError, UserError, iterate_leaves
 from fleetbus.logs.secret_formats import redact_command
 from fleetbus.package_version import read_fleetbus_version
 from fleetbus.recording.format import RecordingHeader, compute_message_schema
@@ -143,7 +143,7 @@ async def _record(
             if follow:
                 writer.flush()
                 writer.take_place()
-                await _follow(export, entries_of, writer, last.sequence + 1)
+                problems += await _follow(export, entries_of, writer, last.sequence + 1)
             folder = run_folder(configuration.run)
             recorded = entries_of.files if entries_of.file is not None else None
             files = await anyio.to_thread.run_sync(_add_weights, writer, export.published, folder, recorded) if weights else 0
@@ -245,14 +245,19 @@ def _strip_local_settings(tables: dict[str, Any]) -> dict[str, object]:
     return cleaned
 
 
-async def _follow(export: Export, source: Source, writer: RecordingWriter, start: int) -> None:
+async def _follow(export: Export, source: Source, writer: RecordingWriter, start: int) -> list[str]:
+    """Follow the log until a signal comes, or until it is gone: then with a line that says so."""
     assert source.bus is not None
-    stop = anyio.Event()
-    async with anyio.create_task_group() as group:
-        await group.start(call_on_signal, stop.set)
-        click.echo("recording new entries; Ctrl-C stops", err=True)
-        await export.follow(source.bus, source.subjects, stop, start=start, progress=_build_progress_callback(writer))
-        group.cancel_scope.cancel()
+    stop, problems = anyio.Event(), list[str]()
+    try:
+        async with anyio.create_task_group() as group:
+            await group.start(call_on_signal, stop.set)
+            click.echo("recording new entries; Ctrl-C stops", err=True)
+            await export.follow(source.bus, source.subjects, stop, start=start, progress=_build_progress_callback(writer))
+            group.cancel_scope.cancel()
+    except* BusError as errors:
+        problems.append(f"the log could not be followed behind entry {writer.last_sequence}: {next(iterate_leaves(errors))}")
+    return problems
 
 
 def _build_progress_callback(writer: RecordingWriter) -> Callable[[int], None]:
