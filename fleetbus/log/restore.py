@@ -28,14 +28,17 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
     stored: int
 
 
-async def restore_log(bus: Bus, plan: RunPlan, entries: AsyncGenerator[StreamEntry], *, begins: int) -> Restored:
-    """Declare the run and store the entries from position ``begins`` on, without a gap, under the name of the plan's run.
+async def restore_log(
+    bus: Bus, plan: RunPlan, entries: AsyncGenerator[StreamEntry], *, begins: int, only_needed: bool = False
+) -> Restored:
+    """Declare the run and store the entries from position ``begins`` on, without a gap, under the name of the plan's run;
+    ``only_needed`` says that those before are left out.
 
     Raises `UserError` where the run has another log already, the entries have a gap or do not fit, or another process writes to
     the log at the same time; and `BusError`. What was stored by then stays, and a repetition goes on behind it.
     """
     await bus.declare(msgspec.structs.replace(plan, log=msgspec.structs.replace(plan.log, first_sequence=begins)))
-    writer = _Writer(bus, plan.run, begins, (await bus.log_state()).last_sequence)
+    writer = _Writer(bus, plan.run, begins, (await bus.log_state()).last_sequence, only_needed)
     async with aclosing(entries):
         async for entry in entries:
             if entry.sequence >= begins:
@@ -44,13 +47,14 @@ async def restore_log(bus: Bus, plan: RunPlan, entries: AsyncGenerator[StreamEnt
 
 
 class _Writer:
-    def __init__(self, bus: Bus, run: str, begins: int, found: int) -> None:
+    def __init__(self, bus: Bus, run: str, begins: int, found: int, only_needed: bool) -> None:
         self._bus = bus
         self._run = run
         self._begins = begins
         self._found = found
         """The last entry that was there before."""
         self._next = begins
+        self._other_way = "" if only_needed else ", or begin behind them with --only-needed"
         self._source = ""
         self._stored = 0
 
@@ -58,7 +62,7 @@ class _Writer:
         if entry.sequence != self._next:
             raise UserError(
                 f"entries {self._next} to {entry.sequence - 1} are missing in what is to be restored: add the folder or store "
-                "that has them, or begin behind them with --only-needed"
+                f"that has them{self._other_way}"
             )
         _, self._source, rest = entry.subject.split(".", 2)
         subject = f"{Subjects(self._run).log.removesuffix('>')}{rest}"

@@ -33,6 +33,8 @@ class RecordingWriter:
         self.size_bytes = 0
         self.is_torn = False
         """True for what lacks entries at its end: then it gets none that says that all is there."""
+        self.is_kept = False
+        """True for what stays after any error, readable up to there."""
         self.place: tuple[Path, Path] | None = None
         """The file that is written, and the one that it will replace."""
 
@@ -70,7 +72,8 @@ class RecordingWriter:
                     return
 
     def take_place(self) -> None:
-        """Replace the file that is overwritten, if one is. Raises `UserError`."""
+        """Replace the file that is overwritten, if one is, and stay whatever happens then. Raises `UserError`."""
+        self.is_kept = True
         if self.place is None:
             return
         written, replaced = self.place
@@ -109,7 +112,8 @@ def create_recording(path: Path, header: RecordingHeader, *, overwrite: bool = F
     """A recording at ``path`` for the length of the block; raises `UserError` if there is a file, or none can be made.
 
     It gets its end when the block ends by itself. An error leaves it torn, and readable up to there; bad input (`UserError`)
-    leaves no file. A file that is overwritten stays until the block has ended, or `RecordingWriter.take_place` is called.
+    and a full disk (`OSError`) leave no file, unless `RecordingWriter.take_place` was called before. A file that is overwritten
+    stays until the block has ended, or until that call.
     """
     if not (overwrite and path.is_file()):
         with _open_recording(path, header, overwrite=overwrite) as writer:
@@ -135,11 +139,11 @@ def _open_recording(path: Path, header: RecordingHeader, *, overwrite: bool) -> 
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
     with file:
         writer = RecordingWriter(file)
-        writer.write_header(header)
         try:
+            writer.write_header(header)
             yield writer
-        except UserError:
-            if path.is_file():  # a pipe or a device was there before
+            writer.finish()
+        except (UserError, OSError):
+            if path.is_file() and not writer.is_kept:  # a pipe or a device was there before
                 path.unlink()
             raise
-        writer.finish()

@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from fleetbus.audit.run import audit_run
 from fleetbus.config.settings import EvaluationSettings, LearnerSettings, LimitSettings, RunSettings
 from fleetbus_schemas import Task, TensorEntry
+from fleetbus_workers.cli.program import run_program
 from fleetbus_workers.learner.checkpoints import Checkpoint, write_checkpoint
 from fleetbus_workers.learner.curriculum import Curriculum
 from fleetbus_workers.learner.scripted import ScriptedTrainer
@@ -22,6 +24,7 @@ from fleetbus_workers.weights.file import write_weights
 from tests.support.small_deployment import RUN, build_configuration, small_deployment
 from tests.support.virtual_time import virtual_time
 
+GUESSING = Path(__file__).parents[1] / "replay" / "recordings" / "guessing.fbrec"
 TASKS = [Task(key=f"task-{index}", prompt="play", config={"turns": 2}) for index in range(40)]
 
 anyio_backend = virtual_time
@@ -108,4 +111,29 @@ def test_weights_that_do_not_fit_raise_an_error_of_the_disk(tmp_path: Path) -> N
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         signal.signal(signal.SIGXFSZ, ignored)
     assert raised.value.errno == errno.EFBIG
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize(
+    "arguments",
+    [("episodes", "--format", "atif", "--output", "e.jsonl"), ("record", "-o", "x.fbrec")],
+    ids=["episodes", "record"],
+)
+def test_a_file_that_does_not_fit_leaves_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command, *options = arguments
+    opened = Path.open
+
+    def open_on_full_disk(path: Path, mode: str = "r", **options: Any) -> Any:
+        if mode not in ("wb", "xb"):
+            return opened(path, mode, **options)
+        path.touch()
+        return opened(Path("/dev/full"), "wb")
+
+    monkeypatch.setattr(Path, "open", open_on_full_disk)
+    assert run_program([command, str(GUESSING), *options]) != 0
+    assert "No space left" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import zlib
 from pathlib import Path
@@ -97,6 +98,22 @@ def test_a_writer_that_is_killed_leaves_what_it_flushed(tmp_path: Path) -> None:
     recording = load_recording(path)
     assert [entry.sequence for entry in recording.entries] == [1, 2, 3]
     assert "its writer was cut off after 3 entries" in recording.torn
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_full_disk_leaves_no_part_of_a_recording_unless_it_had_its_place_already(tmp_path: Path, overwrite: bool) -> None:
+    path = tmp_path / "a.fbrec"
+    if overwrite:
+        written(path, entries(2))
+    with pytest.raises(OSError, match="No space"), create_recording(path, HEADER, overwrite=overwrite) as writer:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert [each.name for each in tmp_path.iterdir()] == (["a.fbrec"] if overwrite else [])
+    with pytest.raises(OSError, match="No space"), create_recording(path, HEADER, overwrite=overwrite) as writer:
+        writer.add(entries(3))
+        writer.flush()
+        writer.take_place()
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert load_recording(path).entries == entries(3)
 
 
 def test_a_flipped_bit_ends_the_recording_before_it(tmp_path: Path) -> None:

@@ -78,12 +78,19 @@ async def test_another_log_of_the_run_is_left_as_it_is() -> None:
 
 async def test_a_gap_is_not_closed_and_nothing_is_no_backup() -> None:
     async with MemoryServer().connect("run") as bus:
-        with pytest.raises(UserError, match="entries 31 to 33 are missing in what is to be restored"):
+        with pytest.raises(UserError, match=r"entries 31 to 33 are missing in what is to be restored: .*, or begin .*--only"):
             await restored(bus, entries=[*ENTRIES[:30], *ENTRIES[33:]])
         assert (await bus.log_state()).last_sequence == 30
     async with MemoryServer().connect("run") as bus:
         with pytest.raises(UserError, match="there is no entry to restore"):
             await restored(bus, entries=[])
+
+
+async def test_a_gap_behind_the_first_entry_that_is_needed_is_not_to_be_left_out_by_what_was_given() -> None:
+    async with MemoryServer().connect("run") as bus:
+        entries = replayed([*ENTRIES[:30], *ENTRIES[33:]])
+        with pytest.raises(UserError, match=r"add the folder or store that has them$"):
+            await restore_log(cast(Bus, bus), plan_run("run", lanes=1), entries, begins=21, only_needed=True)
 
 
 async def test_who_writes_meanwhile_ends_it() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import AsyncGenerator, Collection
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,7 +91,8 @@ async def _write_atif(
             part.replace(output)
     finally:
         if file is not None and part is not None:
-            file.close()
+            with suppress(OSError):  # on a full disk that writes once more
+                file.close()
             part.unlink(missing_ok=True)
     return written, left_out, torn
 

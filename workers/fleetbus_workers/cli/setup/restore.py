@@ -94,4 +94,4 @@ async def _restore(configuration: Configuration, scan: Scan, begins: int, only_n
     url, run = resolve_server_url(configuration), configuration.run.name
     access = build_access("restore", configuration.nats.auth, run)
     async with connect(url, run=run, role="init", worker=generate_worker_name("restore"), **access) as bus:
-        return await restore_log(bus, build_stream_plan(configuration), scan(), begins=begins)
+        return await restore_log(bus, build_stream_plan(configuration), scan(), begins=begins, only_needed=only_needed)
