@@ -71,6 +71,7 @@ def add_checkpoint(run: Path, step: int) -> None:
 
 def add_summary(run: Path, steps: int, end: float | None) -> None:
     content = {
+        "run": run.name,
         "optimizer_steps": steps,
         "success_start": 0.25,
         "success_end": end,
@@ -90,6 +91,14 @@ def test_a_result_that_training_went_past_is_not_shown_as_the_present_one(said: 
     (row,) = json.loads(said("list", "--json"))
     assert (row["finished"], row["steps"], row["success_after"], row["signal"]) == (False, 30, None, "")
     assert "stopped" in said("list") and "75%" not in said("list")
+
+
+def test_the_result_of_the_run_that_a_folder_was_copied_from_is_not_that_of_the_copy(said: Said, tmp_path: Path) -> None:
+    run = make_run(tmp_path / ".fleetbus" / "runs", "a")
+    add_summary(run, 20, 0.75)
+    run.rename(run.with_name("b"))
+    (row,) = json.loads(said("list", "--json"))
+    assert (row["finished"], row["steps"], row["success_before"], row["success_after"]) == (False, None, None, None)
 
 
 def test_a_file_that_changes_deep_in_a_run_changes_the_run(said: Said, tmp_path: Path) -> None:

@@ -24,6 +24,20 @@ def test_a_run_goes_on_as_it_was_begun(tmp_path: Path) -> None:
         check_store(tmp_path, "b", keys=False)
 
 
+def test_a_folder_with_the_log_of_another_run_alone_is_not_gone_on_with(tmp_path: Path) -> None:
+    store = tmp_path / "copy" / "nats"
+    for stream in ("fb_origin", "fblane_origin"):
+        (store / "jetstream" / "$G" / "streams" / stream).mkdir(parents=True)
+    for keys in (True, False):
+        with pytest.raises(
+            UserError, match=r"copy holds the log of run origin: rename it back .*fleetbus fork copy --run NAME"
+        ):
+            check_store(store, "copy", keys=keys)
+    check_store(store, "origin", keys=False)
+    (store / "jetstream" / "$G" / "streams" / "fb_copy").mkdir()
+    check_store(store, "copy", keys=False)
+
+
 def test_a_log_of_keys_is_in_the_account_of_its_run(tmp_path: Path) -> None:
     assert find_account(tmp_path, "b") == ""
     (tmp_path / "jetstream" / "fb_b" / "streams" / "fb_b").mkdir(parents=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 from matplotlib.axes import Axes
 
@@ -101,6 +102,9 @@ async def test_a_run_is_finished_once_all_of_its_learners_are(tmp_path: Path) ->
     assert load_finished_summary(configuration, folder) is None
     write_summary(whole.summary, folder.summary)
     assert load_finished_summary(configuration, folder) == whole.summary
+    write_summary(msgspec.structs.replace(whole.summary, run="origin"), folder.summary)
+    assert load_finished_summary(configuration, folder) is None, "of the run that the folder is a copy of"
+    write_summary(whole.summary, folder.summary)
     run = RunSettings(name="r", folder=str(tmp_path), seats="solver=train\njudge=train")
     assert load_finished_summary(Configuration(run=run, learner=LearnerSettings(steps=2)), folder) is None
 

@@ -165,12 +165,12 @@ def format_path(path: Path) -> str:
 
 
 def load_finished_summary(configuration: Configuration, folder: RunFolder) -> Summary | None:
-    """The summary of a run that has all the steps that are asked for, else None."""
+    """The summary of a run that has all the steps that are asked for, else None; that of another run is in a copied folder."""
     summary = load_summary(folder)
     trained = list_joined_policies(configuration.run)
-    if summary is None or not summary.finished or not summary.policies.keys() >= set(trained):
+    if summary is None or summary.run != configuration.run.name or not summary.finished:
         return None
-    if max(summary.steps, default=0) < configuration.learner.steps:
+    if not summary.policies.keys() >= set(trained) or max(summary.steps, default=0) < configuration.learner.steps:
         return None
     return summary
 

@@ -150,6 +150,8 @@ def _describe_run(path: Path) -> dict[str, Any]:
     run = RunFolder(path)
     running, checkpoints = _is_running(path), list_checkpoints(run.checkpoints)
     summary = _read_json(run.summary)
+    if summary.get("run", path.name) != path.name:
+        summary = {}  # of the run whose folder this is a copy of
     reached = max((step for _, step, is_whole in checkpoints if is_whole), default=0)
     is_current = not running and (summary.get("optimizer_steps") or 0) >= reached
     result = summary if is_current else {}  # an `up` that was killed, or runs now, leaves that of the one before
