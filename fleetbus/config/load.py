@@ -27,6 +27,9 @@ DEFAULT_FILE = "fleetbus.toml"
 NOT_SETTINGS = frozenset({"FLEETBUS_NATS_SERVER"})
 """Variables with our prefix that configure something else: here, which nats-server program is started."""
 
+_PLACE = ("name", "folder")
+"""Of `RunSettings`: where the run's files are."""
+
 _CREDENTIALS = re.compile(
     r"(?<=://)[^/?#,\s]*@"  # the last @ of the authority ends it: a password may hold others
     r"|(?<=://)[^/?#,\s:@]*:(?!\d+(?:[^\w]|$))[^,\s]*@"  # a password with a slash, after what is no port
@@ -66,7 +69,10 @@ def load_configuration(
     given.update(_from_flags(flags or {}, typed or {}))
     configuration = _assemble({**proposed, **given})
     if earlier and (tables_before := earlier(configuration.run)):
-        configuration = _assemble({**_from_tables(tables_before, "the run's config.json"), **given})
+        before = _from_tables(tables_before, "the run's config.json")
+        for key in _PLACE:  # the file may be in a folder that was copied, renamed or moved
+            before[f"run.{key}"] = _SourcedValue(getattr(configuration.run, key), "the run's folder")
+        configuration = _assemble({**before, **given})
     check_configuration(configuration)
     origins = {name: item.origin for name, item in {**proposed, **given}.items()}
     return LoadedConfiguration(configuration=configuration, given=origins)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetbus.config.fields import list_settings, tables
 from fleetbus.config.load import dump_configuration, find_default_file, load_configuration, read_tables, strip_credentials
+from fleetbus.config.run_folder import read_earlier_configuration
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 
@@ -48,6 +50,20 @@ def test_flags_beat_variables_beat_the_file_beat_the_runs_earlier_configuration(
         "learner.groups": "FLEETBUS_LEARNER_GROUPS",
         "learner.group_size": "fleetbus.toml: learner.group_size",
     }
+
+
+def test_an_earlier_configuration_is_of_the_run_in_whose_folder_it_is(tmp_path: Path) -> None:
+    for name in ("copy", "default"):
+        (tmp_path / name).mkdir()
+        tables = {"run": {"name": "origin", "folder": "/elsewhere", "seed": 7}}
+        (tmp_path / name / "config.json").write_bytes(msgspec.json.encode(tables))
+    for name, named in (("copy", {"run.name": "copy"}), ("default", {})):
+        flags = {**named, "run.folder": str(tmp_path)}
+        run = load_configuration(flags=flags, earlier=read_earlier_configuration).configuration.run
+        assert (run.name, run.folder, run.seed) == (name, str(tmp_path), 7)
+    recipe = {"run": {"name": "copy", "folder": str(tmp_path)}}
+    run = load_configuration(recipe=recipe, earlier=read_earlier_configuration).configuration.run
+    assert (run.name, run.folder, run.seed) == ("copy", str(tmp_path), 7)
 
 
 @pytest.mark.parametrize(
