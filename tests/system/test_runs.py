@@ -101,6 +101,21 @@ def test_the_result_of_the_run_that_a_folder_was_copied_from_is_not_that_of_the_
     assert (row["finished"], row["steps"], row["success_before"], row["success_after"]) == (False, None, None, None)
 
 
+@pytest.mark.parametrize(
+    "content",
+    ['{"optimizer_steps": "three"}', '{"signal": 7}', '{"success_start": "0.5"}', '{"run": []}', "[1]", "7", '"', "\xff"],
+)
+def test_a_run_whose_summary_cannot_be_read_is_listed_with_what_is_known(content: str, said: Said, tmp_path: Path) -> None:
+    run = make_run(tmp_path / ".fleetbus" / "runs", "a")
+    make_run(tmp_path / ".fleetbus" / "runs", "b")
+    add_checkpoint(run, 20)
+    (run / "summary.json").write_bytes(content.encode("latin-1"))
+    row, other = json.loads(said("list", "--json"))
+    assert (row["run"], row["finished"], row["steps"], row["success_before"], row["signal"]) == ("a", False, 20, None, "")
+    assert other["run"] == "b"
+    assert "stopped" in said("list")
+
+
 def test_a_file_that_changes_deep_in_a_run_changes_the_run(said: Said, tmp_path: Path) -> None:
     run = make_run(tmp_path / ".fleetbus" / "runs", "a")
     os.utime(run / "nats" / "log", (4e9, 4e9))

@@ -33,6 +33,17 @@ STEP_SECONDS = 3.0
 """For asking the server of a run that is running for its last step."""
 
 
+class _Result(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a summary that is listed; other releases may have left out some of it."""
+
+    run: str = ""
+    finished: bool = False
+    optimizer_steps: int | None = None
+    success_start: float | None = None
+    success_end: float | None = None
+    signal: str = ""
+
+
 def server_options(function: Callable[..., object]) -> Callable[..., Any]:
     """Decorator: a server whose runs are meant, and not those of a folder."""
     url = click.option("--nats", "nats__url", metavar="URL", help="Use the runs on this server instead of a folder")
@@ -149,13 +160,11 @@ def _describe_run(path: Path) -> dict[str, Any]:
 
     run = RunFolder(path)
     running, checkpoints = _is_running(path), list_checkpoints(run.checkpoints)
-    summary = _read_json(run.summary)
-    if summary.get("run", path.name) != path.name:
-        summary = {}  # of the run whose folder this is a copy of
+    summary = _read_result(run)
     reached = max((step for _, step, is_whole in checkpoints if is_whole), default=0)
-    is_current = not running and (summary.get("optimizer_steps") or 0) >= reached
-    result = summary if is_current else {}  # an `up` that was killed, or runs now, leaves that of the one before
-    steps = _read_step(path) if running else result.get("optimizer_steps")
+    is_current = not running and (summary.optimizer_steps or 0) >= reached
+    result = summary if is_current else _Result()  # an `up` that was killed, or runs now, leaves that of the one before
+    steps = _read_step(path) if running else result.optimizer_steps
     changed = [_read_stat(folder, name, "st_mtime") for folder, _, names in os.walk(path) for name in names]
     return {
         "run": path.name,
@@ -163,12 +172,12 @@ def _describe_run(path: Path) -> dict[str, Any]:
         "changed": max(changed, default=0.0),
         "bytes": _measure_bytes(path),
         "model": run.model.is_dir(),
-        "finished": bool(result.get("finished")),
+        "finished": result.finished,
         "checkpoints": len(checkpoints),
         "steps": reached or None if steps is None else steps,
-        "success_before": summary.get("success_start"),
-        "success_after": result.get("success_end"),
-        "signal": result.get("signal", ""),
+        "success_before": summary.success_start,
+        "success_after": result.success_end,
+        "signal": result.signal,
     }
 
 
@@ -193,12 +202,13 @@ async def _ask_for_step(configuration: Configuration) -> int | None:
             return entry.parent_step if isinstance(entry, LineageStarted) else int(getattr(entry, "step", 0))
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_result(run: RunFolder) -> _Result:
+    """Nothing is known of a run whose summary cannot be read, or is of the run that its folder is a copy of."""
     try:
-        content = msgspec.json.decode(file.read_bytes())
+        result = msgspec.json.decode(run.summary.read_bytes(), type=_Result)
     except (OSError, *UNREADABLE):
-        return {}
-    return content if isinstance(content, dict) else {}
+        return _Result()
+    return result if result.run in ("", run.path.name) else _Result()
 
 
 def _measure_bytes(path: Path) -> int:
