@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from fleetbus_workers.up import server
-from fleetbus_workers.up.server import FULL, Address, hold_server
+from fleetbus_workers.up.address import Address
+from fleetbus_workers.up.server import FULL, hold_server
 
 
 def address(file: Path) -> Address:

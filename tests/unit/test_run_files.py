@@ -8,10 +8,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.errors import UserError
 from fleetbus.log.archive_writer import open_archive
+from fleetbus_workers.cli.program import run_program
+from fleetbus_workers.run_access.server_address import find_local_server_url
+from fleetbus_workers.run_access.sources import find_monitor_address
+from fleetbus_workers.up import run as up_run
+from fleetbus_workers.up import viewer_server
 from fleetbus_workers.up.identity import build_identity, check_identity, write_identity
+from fleetbus_workers.up.lock import lock_run
 
 
 def test_a_run_whose_identity_cannot_be_read_is_refused_and_says_what_to_do(tmp_path: Path) -> None:
@@ -67,3 +74,25 @@ def test_an_archive_where_none_can_be_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path / "file" / "archive", Path("/proc/nowhere")):
         with pytest.raises(UserError, match="--archive"), open_archive(folder, "run"):
             pass
+
+
+@pytest.mark.parametrize("content", ['"x"', "[]", "7", '{"url": 7}', "{}", '{"url": "nats://', "", "\xff"])
+def test_a_damaged_address_is_that_of_no_server(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configuration = Configuration(run=RunSettings(name="r", folder=str(tmp_path)))
+    folder = run_folder(configuration.run)
+    folder.path.mkdir()
+    for file in (folder.server, viewer_server.address_file(folder)):
+        file.write_bytes(content.encode("latin-1"))
+    assert find_local_server_url(folder) == "" and find_monitor_address(configuration) == ""
+    with lock_run(viewer_server.server_lock(folder), "r"):
+        assert viewer_server.read_address(folder) == ""
+    assert run_program(["top", "r", "--once", "--run-folder", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no server for run r" in line
+
+
+@pytest.mark.parametrize("content", ['"x"', '{"url": "nats://', '{"url": "nats://127.0.0.1"}'])
+def test_up_refuses_a_damaged_address_of_its_own_server(content: str, tmp_path: Path) -> None:
+    (tmp_path / "server.json").write_text(content)
+    with pytest.raises(UserError, match=r"server\.json holds no address of a server"):
+        up_run._read_address(tmp_path / "server.json")

@@ -5,11 +5,10 @@ import re
 import secrets
 import socket
 
-import msgspec
-
 from fleetbus.config.run_folder import RunFolder, run_folder
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
+from fleetbus_workers.up.address import Address, read_address
 from fleetbus_workers.up.lock import is_held
 
 
@@ -31,15 +30,12 @@ def resolve_server_url(configuration: Configuration) -> str:
 
 def find_local_server_url(folder: RunFolder) -> str:
     """The URL of the server that a running `up` started, else empty."""
-    return read_server_address(folder).get("url", "")
+    address = read_server_address(folder)
+    return address.url if address else ""
 
 
-def read_server_address(folder: RunFolder) -> dict[str, str]:
-    """Server address written by a running `up`, else empty: an `up` that was killed leaves a stale file."""
+def read_server_address(folder: RunFolder) -> Address | None:
+    """Server address written by a running `up`, else None: an `up` that was killed leaves a stale file."""
     if not folder.server.is_file() or (folder.lock.is_file() and not is_held(folder.lock)):
-        return {}
-    try:
-        written = msgspec.json.decode(folder.server.read_bytes())
-    except FileNotFoundError:  # it ended just now
-        return {}
-    return {name: str(written.get(name, "")) for name in ("url", "monitor")}
+        return None
+    return read_address(folder.server)

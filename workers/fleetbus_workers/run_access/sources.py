@@ -92,7 +92,8 @@ class Source:
 
 def find_monitor_address(configuration: Configuration) -> str:
     """Monitoring address of the server that `up` started on this machine, empty if unknown."""
-    return "" if configuration.nats.url else read_server_address(run_folder(configuration.run)).get("monitor", "")
+    address = None if configuration.nats.url else read_server_address(run_folder(configuration.run))
+    return address.monitor if address else ""
 
 
 def resolve_nats_http(configuration: Configuration, given: str) -> str | None:

@@ -25,10 +25,11 @@ from fleetbus.bus.nats import connect
 from fleetbus.config.run_folder import RunFolder
 from fleetbus.config.seats import list_joined_policies
 from fleetbus.config.settings import Configuration
-from fleetbus.errors import BusError, FleetbusError, RunFailed
+from fleetbus.errors import BusError, FleetbusError, RunFailed, UserError
 from fleetbus_schemas import Subjects
 from fleetbus_workers.command.noted_operations import store_notes
 from fleetbus_workers.observe.run.progress import Progress
+from fleetbus_workers.up.address import read_address
 from fleetbus_workers.up.display import Display
 from fleetbus_workers.up.log_follower import Follower
 from fleetbus_workers.up.placement import find_gpus, place_roles
@@ -318,6 +319,9 @@ def find_free_port(file: Path) -> int:
 
 
 def _read_address(file: Path) -> tuple[str, int]:
-    """URL and port of the run's own server."""
-    url = str(msgspec.json.decode(file.read_bytes())["url"])
-    return url, int(url.rpartition(":")[2])
+    """URL and port of the run's own server. Raises `UserError`."""
+    address = read_address(file)
+    port = address.url.rpartition(":")[2] if address else ""
+    if address is None or not port.isdecimal():
+        raise UserError(f"{file} holds no address of a server: remove it, then repeat the command")
+    return address.url, int(port)

@@ -20,6 +20,7 @@ from fleetbus.errors import UserError
 from fleetbus.files import replace_file
 from fleetbus_workers.command.event_loop import run_async
 from fleetbus_workers.command.exit_status import CRASHED, FINISHED, REFUSED
+from fleetbus_workers.up.address import Address
 from fleetbus_workers.up.parent_death import exit_with_parent
 from fleetbus_workers.up.restarts import RestartBudget
 
@@ -28,14 +29,6 @@ RESTART_PAUSE_SECONDS = 60.0
 FULL = b"no space left on device"
 ROOM_BYTES = 64 << 20
 READ_BYTES = 1 << 20
-
-
-class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of FILE while the server runs. ``monitor`` is where ``/varz`` and its like are, empty without monitoring."""
-
-    url: str
-    pid: int
-    monitor: str = ""
 
 
 async def hold_server(

@@ -23,6 +23,7 @@ from fleetbus.errors import UserError
 from fleetbus.files import replace_file
 from fleetbus_workers.command.event_loop import run_async
 from fleetbus_workers.command.exit_status import FINISHED, REFUSED
+from fleetbus_workers.up import address
 from fleetbus_workers.up.lock import is_held, lock_run
 from fleetbus_workers.up.run import find_free_port
 
@@ -68,10 +69,8 @@ def read_address(folder: RunFolder) -> str:
     """The URL of the server of the viewers, empty if there is none. Who asks is a viewer already, so that it stays."""
     if not is_held(server_lock(folder)):
         return ""
-    try:
-        return str(msgspec.json.decode(address_file(folder).read_bytes())["url"])
-    except FileNotFoundError:
-        return ""
+    written = address.read_address(address_file(folder))
+    return written.url if written else ""
 
 
 def evict_viewers(folder: RunFolder) -> None:
@@ -90,8 +89,8 @@ async def serve_viewers(folder: RunFolder) -> None:
         config = write_local_config(folder.store, find_account(folder.store, folder.path.name))
         port = find_free_port(folder.port)
         async with run_server(folder.store, port=port, config=config, ends_with_parent=True) as server:
-            address = {"url": server.url, "monitor": server.monitor_url or ""}
-            replace_file(address_file(folder), msgspec.json.encode(address))
+            written = address.Address(url=server.url, pid=server.pid, monitor=server.monitor_url or "")
+            replace_file(address_file(folder), msgspec.json.encode(written))
             try:
                 while not is_held(folder.lock) and not _is_unwatched(folder):  # noqa: ASYNC110  # locks tell nobody
                     await anyio.sleep(CHECK_SECONDS)
