@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ from fleetbus.errors import UserError
 from fleetbus.files import create_folder
 from fleetbus_workers.cli import program
 from fleetbus_workers.cli.look import audit
+from fleetbus_workers.up.lock import is_held
 
 
 @pytest.mark.parametrize("error", [PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError])
@@ -93,3 +97,47 @@ def test_a_crash_is_shown_whatever_became_of_the_working_folder(
     gone.rmdir()
     assert program.run_program(["audit"]) == 1
     assert "RuntimeError: broken" in capsys.readouterr().err
+
+
+@pytest.fixture
+def read_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder with the run ``r``, as if it were on a mount that nobody can write."""
+    (tmp_path / "r" / "nats").mkdir(parents=True)
+    (tmp_path / "r" / "lock").write_text("1")
+    access, opens = os.access, Path.open
+
+    def open_path(path: Path, mode: str = "r", *more: Any, **options: Any) -> Any:
+        if path.is_relative_to(tmp_path) and set(mode) & set("wax+"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return opens(path, mode, *more, **options)
+
+    monkeypatch.setattr(Path, "open", open_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and access(path, mode))
+    return tmp_path
+
+
+def test_a_run_on_a_read_only_mount_is_listed(read_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.run_program(["runs", "list", "--json", "--run-folder", str(read_only)]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["run"], row["running"]) == ("r", False)
+    with (read_only / "r" / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert is_held(read_only / "r" / "lock")
+
+
+def test_the_log_of_a_run_on_a_read_only_mount_is_refused_in_one_line(
+    read_only: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program.run_program(["audit", "r", "--run-folder", str(read_only)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"the log in {read_only / 'r'} cannot be served (Read-only file system): copy the run's folder" in line
+
+
+def test_an_archive_is_read_alone_where_the_log_is_on_a_read_only_mount(
+    read_only: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (read_only / "archive").mkdir()
+    options = ["--run-folder", str(read_only), "--archive", str(read_only / "archive")]
+    for command in ("audit", "episodes"):
+        assert program.run_program([command, "r", *options]) == 2
+        assert "contains no archive" in capsys.readouterr().err

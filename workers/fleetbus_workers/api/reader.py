@@ -228,9 +228,12 @@ def open_run(
         file=find_default_file(Path.cwd()), variables=os.environ, flags=flags, earlier=read_earlier_configuration
     )
     reader = RunReader(text, loaded.configuration, Path(archive) if archive is not None else None)
-    if not is_recording(text) and archive is None and not is_reachable(loaded.configuration):
-        name, runs = loaded.configuration.run.name, run_folder(loaded.configuration.run).path.parent
-        raise UserError(f"there is no run {name} in {runs}: `fleetbus runs list` shows them, or give nats_url")
+    run = run_folder(loaded.configuration.run)
+    is_there = is_recording(text) or archive is not None or run.store.is_dir() or is_reachable(loaded.configuration)
+    if not is_there:
+        raise UserError(
+            f"there is no run {run.path.name} in {run.path.parent}: `fleetbus runs list` shows them, or give nats_url"
+        )
     return reader
 
 

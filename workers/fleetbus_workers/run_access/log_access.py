@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING
@@ -75,9 +76,10 @@ async def _check_run(bus: NatsBus, run: str) -> None:
 
 
 def is_reachable(configuration: Configuration) -> bool:
-    """True if there is anything to connect to, or files to serve."""
+    """True if there is anything to connect to, or files to serve, which a server has to be able to write."""
     try:
         resolve_server_url(configuration)
     except UserError:
-        return run_folder(configuration.run).store.is_dir()
+        store = run_folder(configuration.run).store
+        return store.is_dir() and os.access(store, os.W_OK)
     return True

@@ -26,10 +26,11 @@ def lock_run(file: Path, run: str) -> Iterator[None]:
 
 
 def is_held(file: Path) -> bool:
-    """True while a process holds the lock, false where there is none. Checking does not block other checkers."""
+    """True while a process holds the lock, false where there is none. Checking does not block other checkers, and writes
+    nothing: the file may be on a read-only mount."""
     if not file.is_file():
         return False
-    with file.open("a") as holder:
+    with file.open("r") as holder:
         try:
             fcntl.flock(holder, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -4,6 +4,7 @@ Viewers hold a lock together; the server ends when none holds it any more, or wh
 that the run's own server had, so that a viewer's connection outlives both the run and its resumption.
 """
 
+import errno
 import fcntl
 import sys
 import time
@@ -49,8 +50,17 @@ def address_file(folder: RunFolder) -> Path:
 
 @contextmanager
 def join_viewers(folder: RunFolder) -> Iterator[IO[str]]:
-    """Be one of the viewers for the length of the block."""
-    with viewers_lock(folder).open("a") as holder:
+    """Be one of the viewers for the length of the block. Raises `UserError` where no server can write its files."""
+    try:
+        opened = viewers_lock(folder).open("a")
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES):
+            raise
+        raise UserError(
+            f"the log in {folder.path} cannot be served ({error.strerror}): copy the run's folder to where it can be written, "
+            "or name a server (--nats) or an archive (--archive)"
+        ) from error
+    with opened as holder:
         fcntl.flock(holder, fcntl.LOCK_SH)
         yield holder
 
