@@ -37,10 +37,12 @@ log = structlog.get_logger()
 
 
 class Noted(msgspec.Struct, frozen=True, kw_only=True):
-    """An operation that waits to be stored: the public key that did it, and the entry."""
+    """An operation that waits to be stored: the public key that did it, the entry, and the server whose log it is for: empty
+    for the run's own, None for any."""
 
     key: str
     entry: bytes
+    server: str | None = None
 
 
 def describe_operation(operation: str, targets: Sequence[str], author: str, *, at_ns: int = 0) -> OperationRecorded:
@@ -74,19 +76,19 @@ async def _store(bus: LogBus, subject: str, message: OperationRecorded) -> bool:
     return True
 
 
-def note_operation(folder: Path, run: str, key: str, message: OperationRecorded) -> None:
-    """Keep an operation in a folder until an admin connects (`store_noted`). ``key`` is the public one, may be empty. Raises
-    `UserError`."""
+def note_operation(folder: Path, run: str, key: str, message: OperationRecorded, server: str | None = None) -> None:
+    """Keep an operation in a folder until an admin connects (`store_noted`). ``key`` is the public one, may be empty;
+    ``server`` as in `Noted`. Raises `UserError`."""
     with _locked(folder, run) as file:
-        noted = [*_read_notes(file), Noted(key=key or NO_KEY, entry=encode(message))]
+        noted = [*_read_notes(file), Noted(key=key or NO_KEY, entry=encode(message), server=server)]
         _write_notes(file, noted[-KEPT_NOTES:])
 
 
-async def store_noted(bus: LogBus, subjects: Subjects, folder: Path) -> int:
-    """Store what is noted in a folder about this run, as its admin; returns how many. What the log does not take stays noted;
-    who dies between storing and forgetting leaves it to be stored twice, with the same ``at_ns``."""
+async def store_noted(bus: LogBus, subjects: Subjects, folder: Path, server: str = "") -> int:
+    """Store what is noted in a folder about this run on this server, as its admin; returns how many. What the log does not take
+    stays noted; who dies between storing and forgetting leaves it to be stored twice, with the same ``at_ns``."""
     stored = 0
-    noted = await run_in_thread(_read_noted, folder, subjects.run)
+    noted = await run_in_thread(_read_noted, folder, subjects.run, server)
     for each in noted:
         subject = subjects.operation("admin", each.key)
         try:
@@ -102,8 +104,9 @@ async def store_noted(bus: LogBus, subjects: Subjects, folder: Path) -> int:
     return stored
 
 
-def _read_noted(folder: Path, run: str) -> list[Noted]:
-    return [each for each in _read_notes(folder / f"{run}{ENDING}") if is_name(each.key)]
+def _read_noted(folder: Path, run: str, server: str) -> list[Noted]:
+    noted = _read_notes(folder / f"{run}{ENDING}")
+    return [each for each in noted if is_name(each.key) and each.server in (None, server)]
 
 
 def _forget(folder: Path, run: str, stored: Sequence[Noted]) -> None:

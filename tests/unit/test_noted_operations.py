@@ -9,13 +9,13 @@ import pytest
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
-from fleetbus.config.settings import Configuration, RunSettings
+from fleetbus.config.settings import Configuration, NatsSettings, RunSettings
 from fleetbus.core.audit.operations import Operations
 from fleetbus.log.operations import ENDING, KEPT_NOTES, describe_operation, note_operation, store_noted
 from fleetbus.log.stored_entries import read_stored
 from fleetbus_schemas import OperationRecorded, Subjects
 from fleetbus_workers.cli.program import run_program
-from fleetbus_workers.command.noted_operations import store_notes
+from fleetbus_workers.command.noted_operations import note_purge, store_notes
 
 RUN = "noted"
 SUBJECTS = Subjects(RUN)
@@ -75,3 +75,19 @@ async def test_a_run_that_was_removed_stands_in_the_log_of_the_next_one(tmp_path
     (removed,) = (await read_operations(server)).newest
     assert (removed.operation, removed.targets, removed.key) == ("purge", (RUN,), "none")
     assert " admin without a key purge noted (says runs-" in removed.line
+
+
+async def test_a_removal_on_another_server_is_not_told_of_the_run_here(tmp_path: Path) -> None:
+    run = RunSettings(name=RUN, folder=str(tmp_path))
+    here, there = (Configuration(run=run, nats=NatsSettings(url=url)) for url in ("", "nats://me:secret@there:4222"))
+    note_purge(there, RUN, author="test")
+    assert "secret" not in (tmp_path / f"{RUN}{ENDING}").read_text()
+    note(tmp_path, 1)
+    server = MemoryServer()
+    async with server.connect(RUN, worker="up") as bus:
+        await bus.declare(plan_run(RUN, lanes=1))
+        assert await store_notes(bus, here) == 1
+        assert (await read_operations(server)).newest[-1].operation == "rotate"
+        assert await store_notes(bus, there) == 1
+    assert (await read_operations(server)).newest[-1].operation == "purge"
+    assert not (tmp_path / f"{RUN}{ENDING}").exists()

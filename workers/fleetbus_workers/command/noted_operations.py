@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from fleetbus.auth.access import is_credentials
 from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.keys import public_key
+from fleetbus.config.load import strip_credentials
 from fleetbus_schemas import Subjects
 
 if TYPE_CHECKING:
@@ -28,11 +29,12 @@ def note_rights(folder: Path, run: str, operation: str, targets: Sequence[str], 
 
 
 def note_purge(configuration: Configuration, run: str, *, author: str) -> None:
-    """Note that a run is removed, for the next one of that name. Raises `UserError`."""
+    """Note that a run is removed, for the next one of that name on the same server. Raises `UserError`."""
     from fleetbus.log.operations import describe_operation, note_operation, now_ns
 
     folder, key = _find_folder(configuration, run)
-    note_operation(folder, run, key, describe_operation("purge", [run], author, at_ns=now_ns()))
+    message = describe_operation("purge", [run], author, at_ns=now_ns())
+    note_operation(folder, run, key, message, strip_credentials(configuration.nats.url))
 
 
 def find_admin_key(folder: AuthFolder, run: str) -> str:
@@ -47,7 +49,7 @@ async def store_notes(bus: LogBus, configuration: Configuration) -> int:
 
     run, stored = configuration.run.name, 0
     for folder in dict.fromkeys((_find_folder(configuration, run)[0], _runs_folder(configuration))):
-        stored += await store_noted(bus, Subjects(run), folder)
+        stored += await store_noted(bus, Subjects(run), folder, strip_credentials(configuration.nats.url))
     return stored
 
 
