@@ -150,7 +150,6 @@ MISTAKES: list[tuple[str, Any, str]] = [
         ("seedd", "seed"),
         ("SEED", "seed"),
         ("evn", "env"),
-        ("promt", "prompt"),
         ("env_vesion", "env_version"),
         ("verifer_code", "verifier_code"),
         ("verifier_codd", "verifier_code"),
