@@ -1,7 +1,7 @@
 """The message in an entry of the log, if its subject says it: who may write one kind of entry is not believed about others.
 
 Rights are by subject (`fleetbus.auth.permissions`): an environment worker may store results, and no end of a training. A fold
-must not count a message on a subject of another kind, or in the name of another episode or worker.
+must not count a message on a subject of another kind, or in the name of another episode or worker (docs/decisions/0263).
 """
 
 from typing import Any, TypeVar

@@ -126,7 +126,7 @@ class ProgressGuard:
 
     def take_hung(self, now: float) -> list[str]:
         """Take the names of workers that have been silent for too long while others are heard: if nobody is, the server or
-        the way to it is what is silent."""
+        the way to it is what is silent (docs/decisions/0264)."""
         silent = [key for key, worker in self._workers.items() if now - worker.heard_at >= self._hung_seconds]
         if not self._hung_seconds or all(now - worker.heard_at > SILENT_SECONDS for worker in self._workers.values()):
             return []
