@@ -97,7 +97,7 @@ def test_the_list_of_runs_says_which_of_them_learned_nothing_at_the_end(
         folder = RunFolder(tmp_path / name)
         folder.path.mkdir()
         (folder.path / "run.json").write_text("{}")
-        write_summary(summary(signal or ""), folder.summary)
+        write_summary(msgspec.structs.replace(summary(signal or ""), run=name), folder.summary)
         if signal is None:
             older = msgspec.json.decode(folder.summary.read_bytes())
             del older["signal"]
