@@ -127,6 +127,20 @@ def test_a_result_that_names_other_versions_than_its_actions_have_is_a_problem(v
     assert not find_actions_problem(finished(policy_versions=(2, 3)), [action(0), action(1)])
 
 
+def test_a_seat_of_another_policy_names_its_versions_itself() -> None:
+    seats = (
+        EpisodeSeat(name="mine", turns=(0,), reward=1.0),
+        EpisodeSeat(name="other", turns=(1,), reward=0.0, policy="other", versions=(7,)),
+    )
+    other = action(
+        1,
+        segment=1,
+        origin=SegmentOrigin(parent=NEW_ROOT, kept=0, reason="sub_agent"),
+        versions=(VersionSpan(version=7, start=0, stop=2),),
+    )
+    assert not find_actions_problem(finished(seats=seats), [action(0), other])
+
+
 def test_turns_that_were_sampled_after_another_answer_are_no_history() -> None:
     def follow(history: bytes, one: Action) -> Action:
         return msgspec.structs.replace(one, history_hash=extend_history(history, one.prompt_delta, one.sampled))

@@ -35,7 +35,8 @@ def find_actions_problem(result: EpisodeFinished, actions: Sequence[Action], *, 
             return f"turn {turn}: {problem}"
     if result.seats and (problem := _find_seats_problem(result, actions)):
         return problem
-    sampled = {span.version for turn, each in enumerate(actions) if turn not in unrewarded for span in each.versions}
+    apart = unrewarded.union(*(seat.turns for seat in result.seats if seat.policy))  # these name versions of their own
+    sampled = {span.version for turn, each in enumerate(actions) if turn not in apart for span in each.versions}
     if not sampled <= set(result.policy_versions):  # by these a learner tells how old the episode is
         return f"the result names the versions {sorted(result.policy_versions)}, its Actions {sorted(sampled)}"
     if problem := _find_history_problem(actions):
