@@ -58,6 +58,8 @@ class ProgressGuard:
         self._ungraded_limit = limits.ungraded_episodes
         self._no_progress_seconds = limits.no_progress
         self._hung_seconds = limits.silent_worker
+        self._heard_since = self._heard_at = now
+        """Since when, without a gap, and when last any worker was heard."""
         self._failures = FailureKinds()
         self._said: dict[int, int] = {}
         """How many there were of a kind when it was said last, by its index."""
@@ -96,6 +98,9 @@ class ProgressGuard:
 
         Each role says its own: a gateway samples no actions, pauses nothing and keeps no learner from its work.
         """
+        if now - self._heard_at > SILENT_SECONDS:
+            self._heard_since = now
+        self._heard_at = now
         seen = self._workers.setdefault((beat.role, beat.worker), _HeardWorker(heard_at=now))
         seen.heard_at, seen.problem, seen.is_silence_said = now, beat.problem, False
         seen.episodes = beat.in_flight if beat.role == "environment" else 0
@@ -125,11 +130,13 @@ class ProgressGuard:
         return lines
 
     def take_hung(self, now: float) -> list[str]:
-        """Take the names of workers that have been silent for too long while others are heard: if nobody is, the server or
-        the way to it is what is silent (docs/decisions/0264)."""
-        silent = [key for key, worker in self._workers.items() if now - worker.heard_at >= self._hung_seconds]
-        if not self._hung_seconds or all(now - worker.heard_at > SILENT_SECONDS for worker in self._workers.values()):
+        """Take the names of workers that have been silent for too long while others were heard: if nobody is, the server or
+        the way to it is what is silent, and all have the same time again once it is back (docs/decisions/0264)."""
+        if not self._hung_seconds or now - self._heard_at > SILENT_SECONDS:
             return []
+        silent = [
+            key for key, worker in self._workers.items() if now - max(worker.heard_at, self._heard_since) >= self._hung_seconds
+        ]
         for key in silent:
             del self._workers[key]
         return [name for _, name in silent]
