@@ -12,6 +12,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import anyio
 import httpx
@@ -30,6 +31,8 @@ from tests.agents.tried.policy import ANSWER, MARK
 from tests.agents.tried.stage import SUBJECTS, Stage, Switch
 
 INFERENCE_WORKERS = 3
+TAKE_SECONDS = 300.0
+"""For a session once no more are asked for: longer than an episode whose agent never calls is waited for (`limits.reset`)."""
 LATER = ("nice", "-n", "5")
 """Agents after what serves them: 64 that start at once would keep a worker from ever being ready again."""
 
@@ -56,6 +59,7 @@ class Crowd:
     def __init__(self, stage: Stage[Listening], environments: Path, scratch: Path) -> None:
         self._stage, self._environments, self._scratch = stage, environments, scratch
         self._open = True
+        self._closed = anyio.Event()
         self.asked: set[str] = set()
         self.ended: Counter[tuple[str, str]] = Counter()
         self.complaints: dict[str, str] = {}
@@ -63,6 +67,21 @@ class Crowd:
     def close(self) -> None:
         """Agents that play end by themselves."""
         self._open = False
+        self._closed.set()
+
+    async def _take(self) -> dict[str, Any] | None:
+        """The next session; None if there is none any more: one that was given in an answer that nobody got ends by itself."""
+        session: dict[str, Any] | None = None
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._end_after_close, group.cancel_scope)
+            session = await self._stage.take()
+            group.cancel_scope.cancel()
+        return session
+
+    async def _end_after_close(self, scope: anyio.CancelScope) -> None:
+        await self._closed.wait()
+        await anyio.sleep(TAKE_SECONDS)
+        scope.cancel()
 
     async def _request(self, episode: str) -> None:
         """Asked for again while the server is too busy to say that it has it."""
@@ -81,7 +100,8 @@ class Crowd:
             episode = f"{agent.name}-{len(self.asked)}"
             self.asked.add(episode)
             await self._request(episode)
-            session = await self._stage.take()
+            if (session := await self._take()) is None:
+                return
             home = self._scratch / f"{agent.name}-{number}"
             shutil.rmtree(home, ignore_errors=True)
             place = Place(self._environments / agent.place, home, session, PROMPT)
