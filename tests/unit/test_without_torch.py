@@ -69,3 +69,13 @@ def test_a_run_on_a_tinker_service_asks_for_tinker_and_not_for_torch() -> None:
 @pytest.mark.integration
 def test_every_role_of_such_a_run_is_imported_without_torch() -> None:
     assert run_without({"torch", "safetensors"}, LOAD) == [False]
+
+
+def test_views_and_an_audit_are_imported_without_numpy() -> None:
+    """Their images have none."""
+    code = """
+import fleetbus_workers.observe.monitor.app, fleetbus_workers.cli.look.monitor, fleetbus_workers.observe.metrics.run_view
+import fleetbus_workers.cli.look.top, fleetbus.audit.run
+print(json.dumps(["numpy" in sys.modules]))
+"""
+    assert run_without({"torch", "numpy"}, code) == [False]

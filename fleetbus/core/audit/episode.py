@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Container, Sequence
 
 import msgspec
-import numpy as np
 
 from fleetbus.core.audit.findings import Findings
 from fleetbus.core.audit.seat_limits import fit_their_limits
@@ -34,7 +33,7 @@ from fleetbus_schemas import (
     Split,
 )
 from fleetbus_schemas.seat import map_by_seat
-from fleetbus_schemas.tokens import EMPTY_HISTORY, TOKEN_BYTES, count_tokens, extend_history
+from fleetbus_schemas.tokens import EMPTY_HISTORY, TOKEN_BYTES, count_tokens, extend_history, unpack_logprobs
 
 MAX_TURNS = 1 << 16
 """Turn numbers beyond this are invalid."""
@@ -295,11 +294,11 @@ def _summarize_action(action: Action, before: bytes, seat: str, *, is_frozen: bo
     start = before if action.origin is None else EMPTY_HISTORY
     after = extend_history(start, action.prompt_delta, action.sampled, [image.object for image in action.images])
     is_known = action.origin is None or action.origin.kept == 0
-    logprobs = np.frombuffer(action.logprobs, "<f4") if len(action.logprobs) == TOKEN_BYTES * sampled else None
+    logprobs = unpack_logprobs(action.logprobs) if len(action.logprobs) == TOKEN_BYTES * sampled else None
     stops = [0, *(span.stop for span in action.versions)]
     faults = {
         "history_hash_wrong": is_known and action.history_hash != after,
-        "logprobs_missing": logprobs is None or not (is_frozen or np.isfinite(logprobs).all()),
+        "logprobs_missing": logprobs is None or not (is_frozen or math.isfinite(sum(logprobs))),
         "versions_missing": [span.start for span in action.versions] != stops[:-1] or stops[-1] != sampled,
     }
     return ActionFacts(

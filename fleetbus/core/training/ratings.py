@@ -13,20 +13,23 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from fleetbus.core.training.standings import Standings
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
 
 ELO = 400 / math.log(10)
 """Points of rating for each natural unit of log-odds."""
 
 MAX_ROUNDS = 100
 TOLERANCE = 1e-10
-
-Floats = npt.NDArray[np.float64]
 
 
 class Rating(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +54,8 @@ def fit_ratings(standings: Standings) -> list[Rating]:
     for (version, opponent), score in met.items():
         if version != opponent and version in place:
             rows.append((place[version], place[opponent], score.points, score.games))
+    import numpy as np  # views of runs without a league do without it
+
     own, other = (np.array([row[side] for row in rows]) for side in (0, 1))
     points, games = (np.array([row[number] for row in rows], dtype=np.float64) for number in (2, 3))
     strengths, curvature = _maximise(own, other, points + 0.5, games + 1.0, len(versions))
@@ -89,6 +94,8 @@ def _maximise(
     """Newton's method, halving steps that would not climb. ``points`` are those of ``own`` in ``games`` against ``other``, by
     the places of ``count`` versions. The strengths in natural units, the first of them 0, and behind them what the own side is
     worth; and the curvature of all but the first."""
+    import numpy as np
+
     strengths = np.zeros(count + 1)
 
     def likelihood(at: Floats) -> float:
