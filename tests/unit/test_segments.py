@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleetbus.core.episode import segments as segments_module
 from fleetbus.core.episode.history import Turn, collect_token_ids, loss_mask
 from fleetbus.core.episode.segments import (
     SegmentError,
@@ -16,6 +18,7 @@ from fleetbus.core.episode.segments import (
     find_leaves,
     fold_segments,
     hash_segments,
+    join_ids,
     place_in_segment,
     split_first,
 )
@@ -226,3 +229,12 @@ def sampled_after(context: Context, token: int) -> tuple[int, ...]:
             if one == token and number is not None:
                 return tuple(before for before, _ in sequence[:index])
     raise AssertionError(token)
+
+
+def test_the_ids_of_all_turns_are_joined_once_for_all_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an episode of a thousand segments that keep a part of their parent holds its reader's loop for seconds."""
+    join = Mock(side_effect=join_ids)
+    monkeypatch.setattr(segments_module, "join_ids", join)
+    turns = [turn(0, [1, 2], [3]), *(turn(number, [4], [5], segment=number, origin=leave(0, 2)) for number in range(1, 9))]
+    assert len(set(hash_segments(turns, fold_segments(turns)))) == 2
+    join.assert_called_once()

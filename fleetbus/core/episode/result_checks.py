@@ -80,8 +80,7 @@ def _find_history_problem(actions: Sequence[Action]) -> str:
     except SegmentError:
         return ""  # those who build its sequences say so
     turns = [Turn(sequence=0, lane="", action=action) for action in actions]
-    for segment in segments:
-        digest = hash_kept(segment.origin, segments, turns)
+    for segment, digest in zip(segments, hash_kept(segments, turns), strict=True):
         for turn in segment.turns:
             images = [image.object for image in actions[turn].images]
             digest = extend_history(digest, actions[turn].prompt_delta, actions[turn].sampled, images)

@@ -182,8 +182,16 @@ def cut_spans(spans: Iterable[Span], length: int) -> list[Span]:
 
 def pack_segment_ids(segment: Segment, actions: Iterable[Action]) -> bytes:
     """The packed ids of a segment's whole sequence."""
-    flat = b"".join(chain.from_iterable((action.prompt_delta, action.sampled) for action in actions))
-    return b"".join(flat[TOKEN_BYTES * start : TOKEN_BYTES * stop] for start, stop in segment.spans)
+    return _cut_ids(segment, join_ids(actions))
+
+
+def join_ids(actions: Iterable[Action]) -> bytes:
+    """The packed ids of all turns, one after another, as the spans of segments count them."""
+    return b"".join(chain.from_iterable((action.prompt_delta, action.sampled) for action in actions))
+
+
+def _cut_ids(segment: Segment, joined: bytes) -> bytes:
+    return b"".join(joined[TOKEN_BYTES * start : TOKEN_BYTES * stop] for start, stop in segment.spans)
 
 
 def collect_segment_ids(segment: Segment, turns: Sequence[Turn]) -> list[int]:
@@ -219,23 +227,37 @@ def place_in_segment(segment: Segment, placed: Iterable[P]) -> list[P]:
 
 def hash_segments(turns: Sequence[Turn], segments: Sequence[Segment]) -> tuple[bytes, ...]:
     """The history hash of each segment after its last turn. Each is a chain of its own, which begins with what it keeps."""
-    return tuple(hash_segment(segment, segments, turns) for segment in segments)
+    kept = hash_kept(segments, turns)
+    return tuple(_extend_by_turns(digest, segment, turns) for digest, segment in zip(kept, segments, strict=True))
 
 
 def hash_segment(segment: Segment, segments: Sequence[Segment], turns: Sequence[Turn]) -> bytes:
-    digest = hash_kept(segment.origin, segments, turns)
+    """That of one segment."""
+    (digest,) = hash_kept(segments, turns, [segment])
+    return _extend_by_turns(digest, segment, turns)
+
+
+def _extend_by_turns(digest: bytes, segment: Segment, turns: Sequence[Turn]) -> bytes:
     for turn in segment.turns:
         action = turns[turn].action
         digest = extend_history(digest, action.prompt_delta, action.sampled, [image.object for image in action.images])
     return digest
 
 
-def hash_kept(origin: SegmentOrigin | None, segments: Sequence[Segment], turns: Sequence[Turn]) -> bytes:
-    """The hash that the chain of a segment with this origin begins with."""
-    if origin is None or not origin.kept:
-        return start_history(b"")
-    parent = segments[origin.parent]
-    kept = Segment(number=-1)
-    kept.extend(cut_spans(parent.spans, origin.kept))
-    images = place_in_segment(kept, collect_images(turns))
-    return start_history(pack_segment_ids(kept, [turn.action for turn in turns]), [image.object for image in images])
+def hash_kept(segments: Sequence[Segment], turns: Sequence[Turn], of: Sequence[Segment] | None = None) -> list[bytes]:
+    """The hashes that the chains of these segments, else of all, begin with. The ids of all turns are joined once for all."""
+    of = segments if of is None else of
+    joined: bytes | None = None
+    digests = []
+    for segment in of:
+        origin = segment.origin
+        if origin is None or not origin.kept:
+            digests.append(start_history(b""))
+            continue
+        if joined is None:
+            joined, shown = join_ids(turn.action for turn in turns), collect_images(turns)
+        kept = Segment(number=-1)
+        kept.extend(cut_spans(segments[origin.parent].spans, origin.kept))
+        images = [image.object for image in place_in_segment(kept, shown)]
+        digests.append(start_history(_cut_ids(kept, joined), images))
+    return digests
