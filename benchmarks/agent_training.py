@@ -26,7 +26,7 @@ from fleetbus_workers.serving.listeners import bind
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIENT = ROOT / "tests" / "agents" / "gateway_clients.py"
-CLIENTS = ("pydantic_ai", "openai_agents", "anthropic", "google_genai")
+CLIENTS = ("langgraph", "openai_agents", "anthropic", "google_genai")
 """Chat Completions, Responses, Messages, Gemini."""
 RUN = "agents"
 READY_SECONDS = 60
@@ -64,7 +64,7 @@ def train(client: str, python: str, folder: Path, *, steps: int, held_out: int, 
         wait_for(folder / ".fleetbus" / "runs" / RUN / "server.json")
         with started(gateway, folder, "gateway"), started(player, folder, "client", PYTHONPATH=paths):
             if learner.wait() != 0:
-                raise SystemExit((folder / "up.log").read_text())
+                raise SystemExit((folder / "up.log").read_text() + (folder / "client.log").read_text()[-2000:])
     seconds = time.monotonic() - begun
     audit = subprocess.run([*fleetbus, "audit", RUN, "--deep"], cwd=folder, capture_output=True, text=True)
     if audit.returncode != 0:
@@ -100,7 +100,8 @@ def main() -> None:
     parser.add_argument("--clients", nargs="+", choices=CLIENTS, default=CLIENTS)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    python = os.environ.get("AGENTS_PYTHON") or sys.exit("AGENTS_PYTHON names no Python with the clients: `just test-agents`")
+    named = os.environ.get("AGENTS_PYTHON") or sys.exit("AGENTS_PYTHON names no Python with the clients: `just test-agents`")
+    python = str(Path(named).absolute())
     sizes = {"steps": given.steps, "held_out": given.held_out, "groups": given.groups, "sessions": given.sessions}
     for client in given.clients:
         with tempfile.TemporaryDirectory(prefix="fleetbus-agent-training-") as folder:

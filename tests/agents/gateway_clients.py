@@ -1,15 +1,15 @@
 """Agents of the warehouse that a gateway gives their episodes to: SDKs' own loops, unmodified, over the warehouse's MCP server.
 
-``python gateway_clients.py NAME URL SESSIONS`` plays so many sessions at a time until it is ended. NAME is ``openai_agents``
-(the Runner of the OpenAI Agents SDK, Responses), ``anthropic`` (the tool runner of Anthropic's SDK, Messages), ``pydantic_ai``
-(Chat Completions) or ``google_genai`` (Gemini, functions called by Google's SDK). The right answer is worth 1.
+``python gateway_clients.py NAME URL SESSIONS`` plays so many sessions at a time until it is ended. NAME is ``langgraph`` (its
+prebuilt agent, Chat Completions), ``openai_agents`` (the Runner of the OpenAI Agents SDK, Responses), ``anthropic`` (the tool
+runner of Anthropic's SDK, Messages) or ``google_genai`` (Gemini, functions called by Google's SDK). A right answer is worth 1.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import httpx
@@ -77,26 +77,32 @@ async def anthropic(session: dict[str, Any], tools: Client) -> str:
     return "".join(block.text for block in message.content if block.type == "text")
 
 
-async def pydantic_ai(session: dict[str, Any], tools: Client) -> str:
-    from openai import AsyncOpenAI
-    from pydantic_ai import Agent, Tool, UsageLimits
-    from pydantic_ai.exceptions import AgentRunError
-    from pydantic_ai.models.openai import OpenAIChatModel
-    from pydantic_ai.profiles.openai import OpenAIModelProfile
-    from pydantic_ai.providers.openai import OpenAIProvider
+async def langgraph(session: dict[str, Any], tools: Client) -> str:
+    from langchain_core.tools import StructuredTool
+    from langchain_openai import ChatOpenAI
+    from langgraph.errors import GraphRecursionError
+    from langgraph.prebuilt import create_react_agent
 
-    client = connect(AsyncOpenAI, session["openai_base_url"]).with_options(api_key=session["key"])
-    functions = [
-        Tool.from_schema(partial(call_tool, tools, tool.name), tool.name, tool.description, tool.input_schema)
-        for tool in (await tools.list_tools()).tools
-    ]
-    profile = OpenAIModelProfile(json_schema_transformer=None, openai_supports_strict_tool_definition=False)
-    model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client), profile=profile)
-    agent = Agent(model, tools=functions)
+    def build_tool(tool: Any) -> StructuredTool:
+        async def call(**arguments: Any) -> str:
+            return await call_tool(tools, tool.name, **arguments)
+
+        return StructuredTool(name=tool.name, description=tool.description, args_schema=tool.input_schema, coroutine=call)
+
+    functions = [build_tool(tool) for tool in (await tools.list_tools()).tools]
+    model = ChatOpenAI(
+        model="policy",
+        base_url=session["openai_base_url"],
+        api_key=session["key"],
+        max_retries=RETRIES,
+        timeout=CALL_SECONDS,
+    )
+    steps = {"recursion_limit": 2 * MAX_TURNS}  # a turn of the model and one of its tools
     try:
-        return str((await agent.run(session["task"]["prompt"], usage_limits=UsageLimits(request_limit=MAX_TURNS))).output)
-    except AgentRunError:  # an unknown tool, too many turns: the policy's doing
+        state = await create_react_agent(model, functions).ainvoke({"messages": [("user", session["task"]["prompt"])]}, steps)
+    except GraphRecursionError:  # too many turns: the policy's doing
         return ""
+    return str(state["messages"][-1].content)
 
 
 async def google_genai(session: dict[str, Any], tools: Client) -> str:
@@ -126,7 +132,7 @@ async def call_tool(tools: Client, tool_name: str, /, **arguments: Any) -> str:
     return "".join(part.text for part in result.content if part.type == "text")
 
 
-AGENTS = {agent.__name__: agent for agent in (openai_agents, anthropic, pydantic_ai, google_genai)}
+AGENTS = {agent.__name__: agent for agent in (langgraph, openai_agents, anthropic, google_genai)}
 
 
 async def play(name: str, session: dict[str, Any], http: httpx.AsyncClient) -> None:
