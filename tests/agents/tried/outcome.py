@@ -24,10 +24,12 @@ ELSEWHERE = ("sub_agents", "images", "repairs")
 
 
 class Played(msgspec.Struct, kw_only=True):
-    """One episode: ``turns`` as the trajectory shows them, ``said`` is what the agent printed, ``paths`` what it asked,
-    ``answered`` statuses and whether as a stream, ``probes`` how often it only asked for a head."""
+    """One episode: ``turns`` as the trajectory shows them, ``trained`` of them by a learner, ``said`` is what the agent
+    printed, ``paths`` what it asked, ``answered`` statuses and whether as a stream, ``probes`` how often it only asked
+    for a head."""
 
     result: EpisodeFinished | None
+    trained: int
     turns: list[dict[str, Any]]
     said: str
     status: int
@@ -75,6 +77,7 @@ def describe(agent: Shipped, version: str, calm: Played, disturbed: Played | Non
         parallel=any(len([each for each in results if "-10" in each or "-20" in each]) > 1 for results in calm.results),
         streams=any(stream for _, stream in calm.answered),
         calls=len(calm.turns),
+        trained=calm.trained,
         side_calls=sides,
         extending=int(info.get("calls_extending", 0)),
         following=follow,

@@ -42,8 +42,10 @@ async def play(stage: Stage[Balancer], agent: Shipped, folder: Path, scratch: Pa
         reward = {"reward": 1.0 if ANSWER in said and status == 0 else 0.0}
         await post_reward(client, session, reward)
         shown = (await client.get(session["url"] + "/trajectory")).json()
+    result = await stage.result(episode)
     return Played(
-        result=await stage.result(episode),
+        result=result,
+        trained=await stage.count_trained(result) if result is not None else 0,
         turns=shown["turns"],
         said=said,
         status=status,

@@ -22,7 +22,19 @@ import httpx
 from fleetbus.bus.base import Bus
 from fleetbus.bus.streams import plan_run
 from fleetbus.log.episodes import decode_episode_entry
-from fleetbus_schemas import EpisodeFinished, EpisodeRequested, Observation, PolicyPublished, Subjects, Task, decode, encode
+from fleetbus_schemas import (
+    Action,
+    EpisodeFinished,
+    EpisodeRequested,
+    Observation,
+    PolicyPublished,
+    Subjects,
+    Task,
+    decode,
+    encode,
+)
+from fleetbus_workers.learner.batches import count_trained
+from fleetbus_workers.learner.rejection_sampling import build_sequences
 from tests.agents.gateway_support import find_port, wait_for
 from tests.support.relay import Relay
 from tests.support.servers import connect, run_server
@@ -32,6 +44,7 @@ SUBJECTS = Subjects(RUN)
 ROOT = Path(__file__).resolve().parents[3]
 SAMPLING_SECONDS = {"calm": 0.0, "disturbed": 1.5}
 EPISODE_SECONDS = 400
+ANY_VOCABULARY = 1 << 31
 REQUEST = re.compile(rb"(POST|GET|HEAD) (/[^ ]*) HTTP/1\.1\r\n")
 HEAD = re.compile(rb"HTTP/1\.1 (\d\d\d) [^\r]*\r\n(.*?)\r\n\r\n", re.DOTALL)
 
@@ -168,6 +181,15 @@ class Stage(Generic[B]):
             if isinstance(decoded, EpisodeFinished) and decoded.episode_id == episode:
                 return decoded
         return None
+
+    async def count_trained(self, result: EpisodeFinished) -> int:
+        """The turns whose every token stands under the masks of the sequences that a learner builds of this episode."""
+        actions = {entry.sequence: decode(Action, entry.payload) async for entry in self.bus.scan([SUBJECTS.actions()])}
+        sequences = build_sequences(result, actions, ANY_VOCABULARY)
+        assert not isinstance(sequences, str), sequences
+        of_turns = count_trained(result, [actions[reference.sequence] for reference in result.actions])
+        assert sum(int(sequence.loss_mask.sum()) for sequence in sequences) == sum(of_turns)
+        return sum(tokens > 0 for tokens in of_turns)
 
 
 @asynccontextmanager

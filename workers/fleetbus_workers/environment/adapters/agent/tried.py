@@ -24,10 +24,11 @@ REPAIRS = 5
 
 
 class TriedAgent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The things that one agent showed. ``following`` are its calls but the first and those beside its task, ``extending``
-    those of them that continued the token path; ``refused`` are statuses of calls that were refused; ``kills`` what became
-    of the disturbed episode. ``reason``: why it did not play to its end. ``images``: it goes on after one that its own tool
-    gave. ``repairs``: how many repositories it repaired as `agent:SPEC` in the default sandbox, of five."""
+    """The things that one agent showed. ``trained`` are the calls whose tokens a learner trains, all but those beside its task;
+    ``following`` its calls but the first and those beside its task, ``extending`` those of them that continued the token
+    path; ``refused`` are statuses of calls that were refused; ``kills`` what became of the disturbed episode. ``reason``: why
+    it did not play to its end. ``images``: it goes on after one that its own tool gave. ``repairs``: how many repositories
+    it repaired as `agent:SPEC` in the default sandbox, of five."""
 
     name: str
     install: str
@@ -43,6 +44,7 @@ class TriedAgent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     images: bool = False
     repairs: int = 0
     calls: int = 0
+    trained: int = 0
     side_calls: int = 0
     extending: int = 0
     following: int = 0
@@ -67,6 +69,7 @@ def format_tried_rows() -> list[str]:
         "speaks",
         *SHOWN,
         "on one path",
+        "trained",
         "kills in mid-answer",
         "repairs in the sandbox",
         "what was needed",
@@ -93,6 +96,7 @@ def _list_cells(agent: TriedAgent) -> tuple[str, ...]:
         ", ".join(agent.dialects),
         *("yes" if getattr(agent, field) else "not shown" for field in SHOWN.values()),
         f"{agent.extending} of {agent.following}" + (f", {agent.side_calls} beside" if agent.side_calls else ""),
+        f"{agent.trained} of {agent.calls}",
         agent.kills,
         f"{agent.repairs} of {REPAIRS}" if agent.repairs else "not tried",
         agent.needed or "nothing",
