@@ -23,7 +23,7 @@ _READ_CHARS = 1 << 16
 
 _LIBRARY = str(Path(os.__file__).resolve().parent) + os.sep
 """The standard library: not asked of `sysconfig`, which a thread must not do while another one imports."""
-_RUNTIME = frozenset({"anyio", "trio", "outcome", "uvloop", "msgspec", "pytest", "_pytest", "pluggy"})
+_RUNTIME = frozenset({"anyio", "click", "trio", "outcome", "uvloop", "msgspec", "pytest", "_pytest", "pluggy"})
 """What workers and tests run on: installed packages that hold no environment."""
 
 
