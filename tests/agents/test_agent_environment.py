@@ -16,7 +16,9 @@ import pytest
 from fleetbus.config.settings import Configuration, EnvironmentSettings, InferenceSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, Task, ToolCall
+from fleetbus_workers.environment.adapters.agent import host as host_module
 from fleetbus_workers.environment.adapters.agent.environment import AgentEnvironment, FolderTools
+from fleetbus_workers.environment.adapters.agent.host import AgentHost
 from fleetbus_workers.environment.adapters.agent.sessions import SESSION_OVER
 from fleetbus_workers.environment.adapters.common.fresh_python import FreshPython
 from fleetbus_workers.environment.base import EnvironmentFailed, Verdict
@@ -230,3 +232,46 @@ async def test_a_verifier_calls_what_the_agent_wrote_in_a_sandbox_and_has_no_oth
         with pytest.raises(LookupError, match="read_file, python_fresh and python_call"):
             await tools.call_tool("python", {"code": "1"})
         await environment.step(act("one"))
+
+
+@pytest.fixture
+async def host(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AgentHost]:
+    """One that lets two agents start at a time."""
+    monkeypatch.setattr(host_module, "count_processors", lambda: 1)
+    host = AgentHost(["true"], policy="off", passed=())
+    async with host.run():
+        yield host
+
+
+async def test_an_agent_starts_when_one_of_those_that_start_has_called(host: AgentHost) -> None:
+    first, second, third = (anyio.Event() for _ in range(3))
+    await host.take_place(first)
+    await host.take_place(second)
+    with anyio.move_on_after(0) as early:
+        await host.take_place(third)
+    assert early.cancelled_caught
+    first.set()
+    with anyio.fail_after(20):
+        await host.take_place(third)
+
+
+async def test_agents_that_load_for_long_keep_no_others_from_starting(host: AgentHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "START_SECONDS", 0.0)
+    with anyio.fail_after(20):
+        for _ in range(5):
+            await host.take_place(anyio.Event())
+
+
+async def test_an_agent_that_has_called_or_ended_is_no_longer_starting() -> None:
+    async with playing(calls=1) as (called, _):
+        assert called._started.is_set()
+    grader: Any = ScriptedGrader(0.0)
+    factory = build_environment_factory(f"agent:{sys.executable} -c 1", verifier=grader, configuration=Configuration())
+    async with factory.run():
+        environment: Any = factory()
+        await environment.open(Task(key="t", prompt="Say", verifier="graded"))
+        await environment.wait_to_start()
+        with pytest.raises(EnvironmentFailed, match="ended before it called"):
+            await environment.reset()
+        await environment.close()
+        assert environment._started.is_set()

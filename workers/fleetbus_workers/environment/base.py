@@ -198,6 +198,14 @@ class ShowsWhole(Protocol):
 
 
 @runtime_checkable
+class StartsInTurn(Protocol):
+    """An environment whose start loads this machine, as that of an agent's program: few start at a time."""
+
+    async def wait_to_start(self) -> None:
+        """Wait between ``open`` and ``reset`` until others have started. No limit of a stage counts this time."""
+
+
+@runtime_checkable
 class ReportsUntrained(Protocol):
     """An environment in which not every turn counts as the policy's doing."""
 

@@ -23,6 +23,7 @@ from fleetbus_workers.environment.base import (
     ReportsUntrained,
     ShowsWhole,
     Start,
+    StartsInTurn,
     Step,
     TaskEnvironmentFactory,
     TurnLimits,
@@ -95,6 +96,11 @@ class ComposedRewardEnvironment:
     def turn_limits(self) -> TurnLimits:
         """See `LimitsTurns`."""
         return self._inner.turn_limits if isinstance(self._inner, LimitsTurns) else NO_LIMITS
+
+    async def wait_to_start(self) -> None:
+        """See `StartsInTurn`."""
+        if isinstance(self._inner, StartsInTurn):
+            await self._inner.wait_to_start()
 
     def list_untrained(self) -> tuple[UntrainedTurn, ...]:
         """See `ReportsUntrained`."""

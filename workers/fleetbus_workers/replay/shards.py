@@ -21,6 +21,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.errors import UserError
+from fleetbus.processors import count_processors
 from fleetbus.python_process import build_module_command
 from fleetbus.recording import Recording, RecordingReader, read_header
 from fleetbus_workers.command.event_loop import run_async
@@ -56,11 +57,7 @@ def count_jobs(file: Path, replay: Replay) -> int:
     is_whole = replay.role == "learner" or callable(replay.environment)
     if is_whole or replay.speed is not None or file.stat().st_size < WORTH_SHARING_BYTES:
         return 1
-    return min(count_cpus(), MAX_JOBS)
-
-
-def count_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(count_processors(), MAX_JOBS)
 
 
 async def replay_shared(file: Path, replay: Replay, jobs: int, progress: Progress) -> Report:

@@ -7,12 +7,13 @@ Infinity and NaN are those floating point numbers whose exponent is all ones, so
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
+
+from fleetbus.processors import count_processors
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -81,8 +82,3 @@ def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
         return [function(item) for item in items]
     with ThreadPoolExecutor(count, thread_name_prefix="weights-check") as pool:
         return list(pool.map(function, items))
-
-
-def count_processors() -> int:
-    """The processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import shutil
 import ssl
@@ -24,6 +23,7 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import BusError, UserError
+from fleetbus.processors import count_processors
 from fleetbus_schemas import Heartbeat, Subjects
 from fleetbus_schemas.protocol import NEEDED, OWN, PROTOCOL, ProtocolVersion, find_misfit
 from fleetbus_workers.command.event_loop import run_async
@@ -145,7 +145,7 @@ def check_sandbox() -> Finding:
 
 
 def check_cores() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = count_processors()
     state: State = "ok" if cores >= 2 else "warning"
     advice = "" if cores >= 2 else ": sampling and training take turns"
     return Finding(name="cores", state=state, detail=f"{cores}{advice}")

@@ -31,7 +31,7 @@ from fleetbus_schemas import (
 )
 from fleetbus_schemas.seat import map_by_seat
 from fleetbus_schemas.tokens import count_tokens, pack_mask
-from fleetbus_workers.environment.base import Environment, ReportsUntrained, ShowsWhole, Start, Step, Verdict
+from fleetbus_workers.environment.base import Environment, ReportsUntrained, ShowsWhole, Start, StartsInTurn, Step, Verdict
 from fleetbus_workers.environment.episode.conclusion import (
     TIMED_OUT,
     Conclusion,
@@ -198,6 +198,8 @@ class EpisodeRunner:
         """The messages that the policy sees first."""
         with self._stages.time_limit("open", self._limits.open):
             await self._environment.open(self._request.task)
+        if isinstance(self._environment, StartsInTurn):
+            await self._environment.wait_to_start()
         with self._stages.time_limit("reset", self._limits.reset):
             start = validate_return(Start, await self._environment.reset(), "reset", self._environment)
         if start.seat:

@@ -70,6 +70,7 @@ class AgentEnvironment:
         self._folder = Path()
         self._conversations: Conversations | None = None
         self._fault_reward: float | None = None
+        self._started = anyio.Event()
 
     async def open(self, task: Task) -> None:
         """Make the session and the working folder, with the task as ``task.json``."""
@@ -87,11 +88,16 @@ class AgentEnvironment:
             shown["reward_url"] = self._build_reward_url()
         (self._folder / "task.json").write_bytes(msgspec.json.encode(shown))
 
+    async def wait_to_start(self) -> None:
+        """See `AgentHost.take_place`."""
+        await self._host.take_place(self._started)
+
     async def reset(self) -> Start:
         """Start the agent and wait for its first call. Raises `EnvironmentFailed` if it ends without one."""
         assert self._session is not None and self._conversations is not None
         self._process = await self._host.start(self._folder, self._build_variables(), ended=self._session.conclude)
         attached = await self._conversations.receive_call()
+        self._started.set()
         if attached is None:
             raise EnvironmentFailed(f"the agent ended before it called a model{self._process.read_last_line()}")
         return Start(messages=attached.messages, tools=attached.tools, seat=self._conversations.seat)
@@ -176,6 +182,7 @@ class AgentEnvironment:
 
     async def close(self) -> None:
         process, self._process = self._process, None
+        self._started.set()
         try:
             if process is not None:
                 await process.stop()

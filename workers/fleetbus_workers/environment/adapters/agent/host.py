@@ -15,8 +15,9 @@ from typing import Literal
 import anyio
 import anyio.to_thread
 import structlog
-from anyio.abc import TaskGroup
+from anyio.abc import TaskGroup, TaskStatus
 
+from fleetbus.processors import count_processors
 from fleetbus_workers.environment.adapters.agent.endpoint import AgentEndpoint
 from fleetbus_workers.environment.adapters.agent.process import (
     AgentLimits,
@@ -51,6 +52,10 @@ NO_PROC = (
     "permit it (--security-opt systempaths=unconfined), or set environment.agent_isolation = off"
 )
 
+STARTS_FOR_EACH_PROCESSOR = 2
+START_SECONDS = 10.0
+"""An agent that loads for longer, as one that fetches something, lets the next ones start."""
+
 FOLDER_SECONDS = 1.0
 """How often the folder of an agent is measured: no limit of a process bounds how many files it writes."""
 
@@ -79,6 +84,7 @@ class AgentHost:
         self._watch = MemoryWatch()
         self._root = Path()
         self._group: TaskGroup | None = None
+        self._places = anyio.CapacityLimiter(STARTS_FOR_EACH_PROCESSOR * count_processors())
         self.limits = limits or AgentLimits()
         self.code_limits = code_limits or SandboxLimits()
         self.endpoint = AgentEndpoint()
@@ -112,6 +118,18 @@ class AgentHost:
     async def remove_folder(self, folder: Path) -> None:
         """Nothing may run in it any more."""
         await anyio.to_thread.run_sync(remove_tree, folder)
+
+    async def take_place(self, started: anyio.Event) -> None:
+        """Wait until an agent may start: two at a time for each processor, each until ``started``, for `START_SECONDS` at
+        most. Where all load at once, all are late for their first call."""
+        assert self._group is not None, "used outside of `run`"
+        await self._group.start(self._hold_place, started)
+
+    async def _hold_place(self, started: anyio.Event, *, task_status: TaskStatus[None]) -> None:
+        async with self._places:
+            task_status.started()
+            with anyio.move_on_after(START_SECONDS):
+                await started.wait()
 
     async def start(self, folder: Path, variables: Mapping[str, str], *, ended: Callable[[], None]) -> AgentProcess:
         """Start the agent in its folder; ``ended`` is called when it has ended. Raises `EnvironmentFailed`."""
