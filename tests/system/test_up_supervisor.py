@@ -149,12 +149,28 @@ async def test_a_process_that_hangs_is_replaced_and_no_other(tmp_path: Path) -> 
     )
     async with stage.supervised(fleet):
         await stage.until("started", 3)
-        fleet.replace_hung("elsewhere")
-        fleet.replace_hung("environment-1")
+        fleet.replace_hung("environment", "elsewhere")
+        fleet.replace_hung("environment", "environment-1")
         await stage.until("started", 4)
     assert stage.names("started").count("environment-1.1") == 1
     assert stage.reports[0] == "environment-1 hangs, and is killed: what it was at is done again"
     assert "environment-1 ended with status -9" in stage.reports[1] and len(stage.reports) == 2
+
+
+async def test_what_took_the_place_of_a_worker_that_crashed_is_not_killed_for_its_silence(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    fleet = stage.fleet(stage.plan("environment", "serve"), stage.plan("learner", "serve"))
+    async with stage.supervised(fleet):
+        await stage.until("started", 2)
+        fleet.replace_hung("environment", "environment")
+        await stage.until("started", 3)
+        fleet.replace_hung("environment", "environment")
+        fleet.replace_hung("environment", "environment-7")
+        fleet.replace_hung("gateway", "environment-1")
+        fleet.replace_hung("gateway", "learner")
+    assert stage.names("started").count("environment.1") == 1 and len(stage.names("started")) == 3
+    assert [report for report in stage.reports if "hangs" in report] == [stage.reports[0]]
+    assert sorted(stage.names("drained")) == ["environment.1", "learner.0"]
 
 
 async def test_a_stop_waits_while_a_checkpoint_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_a_worker_that_hangs_while_others_are_heard_is_named_once() -> None:
     hear(guard, "f", 0, 118)
     assert guard.take_hung(119.0) == []
     hear(guard, "f", 120, 130)
-    assert guard.take_hung(130.0) == ["e"]
+    assert guard.take_hung(130.0) == [("environment", "e")]
     assert guard.take_hung(131.0) == []
 
 
@@ -144,7 +144,7 @@ def test_a_server_that_was_away_makes_no_worker_hang() -> None:
     hear(guard, "f", 600, 602)
     assert guard.take_hung(603.0) == [], "the other one connects again a moment later"
     hear(guard, "f", 604, 722)
-    assert guard.take_hung(723.0) == ["e"]
+    assert guard.take_hung(723.0) == [("environment", "e")]
 
 
 def test_episodes_that_end_in_their_first_turn_for_want_of_tokens_are_said_once_with_the_remedy() -> None:

@@ -23,6 +23,7 @@ from fleetbus_workers.assembly.work import serve_role
 from fleetbus_workers.command.exit_status import CRASHED, FINISHED, REFUSED
 from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.up.process_plans import DRAIN_SECONDS, STOP_LIMITS_SECONDS
+from fleetbus_workers.up.restarts import name_start
 
 log = structlog.get_logger()
 
@@ -40,7 +41,7 @@ class LocalWorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     output: Sequence[Path] = ()
 
     def start(self, number: int) -> AbstractAsyncContextManager[LocalWorker]:
-        return _start(self, self.name if number == 0 else f"{self.name}-{number}")
+        return _start(self, name_start(self.name, number))
 
 
 class LocalWorker:

@@ -15,6 +15,7 @@ from fleetbus.python_process import build_module_command
 from fleetbus.tasks.datasets import is_remote
 from fleetbus_workers.up.placement import Placement
 from fleetbus_workers.up.process import ProcessPlan
+from fleetbus_workers.up.restarts import name_start
 from fleetbus_workers.up.seat_workers import list_seat_workers
 from fleetbus_workers.up.supervisor import Plan
 
@@ -176,5 +177,4 @@ def _format_worker_name(role: str, index: int, count: int) -> str:
 
 
 def _number_starts(command: RoleCommand, role: str, name: str) -> Callable[[int], Sequence[str]]:
-    """A restarted worker gets a new name: it does not own the leases of its predecessor."""
-    return lambda start: command(role, name if start == 0 else f"{name}-{start}")
+    return lambda start: command(role, name_start(name, start))

@@ -129,9 +129,9 @@ class ProgressGuard:
                 lines += [kind.line, *format_traceback_lines(kind.traceback)]
         return lines
 
-    def take_hung(self, now: float) -> list[str]:
-        """Take the names of workers that have been silent for too long while others were heard: if nobody is, the server or
-        the way to it is what is silent, and all have the same time again once it is back (docs/decisions/0264)."""
+    def take_hung(self, now: float) -> list[tuple[WorkerRole, str]]:
+        """Take the workers, by role and name, that have been silent for too long while others were heard: if nobody is, the
+        server or the way to it is what is silent, and all have the same time again once it is back (docs/decisions/0264)."""
         if not self._hung_seconds or now - self._heard_at > SILENT_SECONDS:
             return []
         silent = [
@@ -139,7 +139,7 @@ class ProgressGuard:
         ]
         for key in silent:
             del self._workers[key]
-        return [name for _, name in silent]
+        return silent
 
     def take_final_lines(self) -> list[str]:
         """The kinds of failure that have not been said, or whose count has grown since."""

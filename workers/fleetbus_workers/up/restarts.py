@@ -55,7 +55,7 @@ class Achievements:
             return learned.get(name, 0.0)
         if role not in GOALS:
             return sum(learned.values()) + sum(self._by_worker.values())
-        return sum(count for worker, count in self._by_worker.items() if _is_start_of(worker, name))
+        return sum(count for worker, count in self._by_worker.items() if is_start_of(name, worker))
 
 
 def describe_failure(name: str) -> str:
@@ -63,7 +63,13 @@ def describe_failure(name: str) -> str:
     return f"{CRASHES_ALLOWED} crashes in a row without {GOALS.get(name.partition('-')[0], 'any progress of the run')}"
 
 
-def _is_start_of(worker: str, name: str) -> bool:
+def name_start(name: str, start: int) -> str:
+    """The name of a plan's worker in its ``start``-th start, 0 first: it does not own the leases of its predecessor."""
+    return f"{name}-{start}" if start else name
+
+
+def is_start_of(name: str, worker: str) -> bool:
+    """True if a worker is a start of the plan called ``name``."""
     return worker == name or (worker.startswith(f"{name}-") and worker.removeprefix(f"{name}-").isdecimal())
 
 

@@ -35,11 +35,11 @@ from fleetbus_workers.up.log_follower import Follower
 from fleetbus_workers.up.placement import find_gpus, place_roles
 from fleetbus_workers.up.process_plans import LocalRoles, RoleCommand, build_role_plans, build_server_plan, build_stream_plan
 from fleetbus_workers.up.progress_guard import ProgressGuard
-from fleetbus_workers.up.restarts import Achievements
+from fleetbus_workers.up.restarts import Achievements, is_start_of
 from fleetbus_workers.up.seat_workers import name_learner
 from fleetbus_workers.up.server import end_stray_server
 from fleetbus_workers.up.summary_builder import Summary, build_summary, is_summarized
-from fleetbus_workers.up.supervisor import Supervisor, is_start_of
+from fleetbus_workers.up.supervisor import Supervisor
 
 SUMMARY_SECONDS = 8.0
 SHORT_SUMMARY_SECONDS = 1.5
@@ -251,8 +251,8 @@ class Run:
             now = anyio.current_time()
             for line in guard.take_lines(now):
                 self._display.line(line)
-            for worker in guard.take_hung(now):
-                roles.replace_hung(worker)
+            for role, worker in guard.take_hung(now):
+                roles.replace_hung(role, worker)
             self._result.failure = guard.find_stall(now)
             if self._result.failure is not None:
                 stalled.set()

@@ -6,7 +6,6 @@ status 2 of one that never worked means that trying again is of no use.
 """
 
 import os
-import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from itertools import groupby
@@ -18,7 +17,7 @@ import anyio
 from fleetbus.errors import FleetbusError
 from fleetbus_workers.command.exit_status import FINISHED, REFUSED
 from fleetbus_workers.up.process import tail
-from fleetbus_workers.up.restarts import RestartBudget, describe_failure
+from fleetbus_workers.up.restarts import RestartBudget, describe_failure, name_start
 
 
 class WorkerUnrecoverable(FleetbusError):
@@ -94,11 +93,6 @@ def _measure_output(folders: Sequence[Path]) -> dict[str, int]:
     return found
 
 
-def is_start_of(name: str, worker: str) -> bool:
-    """True if a worker is a process called ``name``, or that started again."""
-    return re.fullmatch(rf"{re.escape(name)}(-\d+)?", worker) is not None
-
-
 class Supervisor:
     """Runs plans. ``report`` gets one line per event that a person should know of."""
 
@@ -109,6 +103,8 @@ class Supervisor:
         self._finished: set[str] = set()
         self._report = report
         self._children: dict[str, Child] = {}
+        self._starts: dict[str, str] = {}
+        """The names of the plans by those of the workers that run: each start of a plan has a name of its own."""
         self._ended = {plan.name: anyio.Event() for plan in plans}
         self._stopping = False
         self.over = anyio.Event()
@@ -144,12 +140,13 @@ class Supervisor:
         for child in self._children.values():
             child.kill()
 
-    def replace_hung(self, worker: str) -> None:
-        """Kill the process of a worker that is silent, so that it is started again; nothing if it is none of these."""
-        names = [name for name, child in self._children.items() if is_start_of(name, worker) and not child.has_exited]
-        if names and not self._stopping:
+    def replace_hung(self, role: str, worker: str) -> None:
+        """Kill the process of a worker that is silent, so that it is started again; nothing if it is none of these, as one that
+        crashed, or one that only has the name of a worker of another role."""
+        name = self._starts.get(worker, "")
+        if name.partition("-")[0] == role and not self._stopping and not self._children[name].has_exited:
             self._report(f"{worker} hangs, and is killed: what it was at is done again")
-            self._children[max(names, key=len)].kill()
+            self._children[name].kill()
 
     def _terminate(self, name: str) -> None:
         if name in self._children:
@@ -200,12 +197,14 @@ class Supervisor:
     async def _run_once(self, plan: Plan, start: int) -> int:
         async with plan.start(start) as child:
             self._children[plan.name] = child
+            worker = name_start(plan.name, start)
+            self._starts[worker] = plan.name
             try:
                 if self._stopping:  # `stop` did not know it, and will not wait for it: it has nothing to hand back yet
                     child.kill()
                 return await child.wait()
             finally:
-                del self._children[plan.name]
+                del self._children[plan.name], self._starts[worker]
 
     def _is_finished(self, plan: Plan, status: int) -> bool:
         if plan.name not in self._final or status != FINISHED:
