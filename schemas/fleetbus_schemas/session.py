@@ -9,7 +9,7 @@ import msgspec
 
 from fleetbus_schemas.chat import ChatMessage, ToolCall, ToolOutput, ToolSpec
 from fleetbus_schemas.episode import Task
-from fleetbus_schemas.message import Count, Message, Name, OptionalName
+from fleetbus_schemas.message import Count, Key, Message, Name, OptionalName
 from fleetbus_schemas.segment import ContextChange
 
 SessionCallKind = Literal["open", "reset", "step", "state", "verify", "close"]
@@ -32,7 +32,7 @@ class SessionCall(Message, frozen=True, kw_only=True):
 
     session: Name
     call: SessionCallKind
-    key: str
+    key: Key
     number: int = -1
     task: Task | None = None
     seed: int | None = None

@@ -13,6 +13,7 @@ from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration, EnvironmentSettings, InferenceSettings, NatsSettings, RunSettings
 from fleetbus.errors import BusError
 from fleetbus_schemas import ChatMessage, Observation, PolicyPublished, SessionAnswer, SessionCall, Task, decode, encode
+from fleetbus_schemas.message import MAX_MESSAGE_BYTES
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.worker import run_environment
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
@@ -58,9 +59,9 @@ async def run_beside(secured: SecuredServer, role: str, attack: Callable[[], Awa
         drain.set()
 
 
-async def call(bus: Bus, session: str, *, kind: Any = "open", wait: float = 0.0) -> str:
+async def call(bus: Bus, session: str, *, kind: Any = "open", wait: float = 0.0, key: str = "") -> str:
     """The refusal of a call; empty if it was carried out, "silence" if nobody answered."""
-    asked = SessionCall(session=session, call=kind, key=kind, task=Task(key="t", prompt="p"), wait_seconds=wait)
+    asked = SessionCall(session=session, call=kind, key=key or kind, task=Task(key="t", prompt="p"), wait_seconds=wait)
     try:
         answer = decode(SessionAnswer, await bus.request(SUBJECTS.rpc("environment-0", "any"), encode(asked), timeout=2.0))
     except (BusError, TimeoutError):
@@ -83,6 +84,9 @@ async def test_calls_of_a_gateways_key_neither_end_a_worker_nor_touch_other_sess
             for wait in (math.nan, -1.0):
                 await call_until_carried_out(thief, f"waits-{'nan' if math.isnan(wait) else 'less'}", wait=wait)
                 await call_until_carried_out(thief, f"waits-{'nan' if math.isnan(wait) else 'less'}", kind="close")
+            for kind in ("close", "step", "open"):  # as long as a call may have, so that no answer has room for it
+                assert await call(thief, "honest", kind=kind, key="k" * (MAX_MESSAGE_BYTES - 150)) == "silence"
+            await call_until_carried_out(thief, "honest", kind="state")
             subjects = {entry.subject async for entry in monitor.scan([SUBJECTS.session("*")])}
             assert subjects == {SUBJECTS.session(name) for name in ("honest", "waits-nan", "waits-less")}
 

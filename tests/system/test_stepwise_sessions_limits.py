@@ -5,10 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 import anyio
+import msgspec
 import pytest
 
 from fleetbus.client.sessions import SessionFailed, SessionUnavailable
+from fleetbus.errors import RequestUnanswered
 from fleetbus_schemas import SessionAnswer, SessionCall, decode, encode
+from fleetbus_schemas.message import MAX_MESSAGE_BYTES
 from tests.support.stepwise_fixtures import TASK, World, read_text, session_fixture
 from tests.support.virtual_time import virtual_time
 
@@ -109,3 +112,18 @@ async def test_a_step_that_takes_too_long_ends_its_session() -> None:
             with pytest.raises(SessionFailed) as failed:
                 await session.step("slow")
             assert (failed.value.answer.end, failed.value.answer.error_class) == ("timeout", "step_timeout")
+
+
+async def test_a_key_that_leaves_no_room_for_an_answer_ends_neither_worker_nor_session() -> None:
+    world = World()
+    async with session_fixture() as here:
+        worker = here.worker("e1", world)
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            for name in (session.name, "unknown"):
+                call = SessionCall(session=name, call="close", key="")
+                call = msgspec.structs.replace(call, key="k" * (MAX_MESSAGE_BYTES - len(encode(call)) - 8))
+                with pytest.raises(RequestUnanswered):
+                    await here.fleet.bus.request(here.fleet.subjects.rpc("e1", name), encode(call), timeout=5)
+            assert read_text(await session.step("on")) == "1: on"
+        await here.empty(worker)
