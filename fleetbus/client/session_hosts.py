@@ -11,6 +11,9 @@ from fleetbus.concurrency.notifier import Notifier
 from fleetbus.delivery.heartbeats import LOST_AFTER_SECONDS, follow_heartbeats
 from fleetbus_schemas import Heartbeat, Subjects
 
+MOST_HOSTS = 4096
+"""Hosts that are known at a time: those heard of last."""
+
 
 class SessionHosts:
     """The hosts of sessions, from the moment `run` began. `choose` prefers the one with the largest share of free slots."""
@@ -19,6 +22,7 @@ class SessionHosts:
         self._bus = bus
         self._subject = subjects.heartbeat("environment", "*")
         self._hosts: dict[str, tuple[float, Heartbeat]] = {}
+        """With when they were heard of last, in that order."""
         self._sent: dict[str, int] = {}
         self._heard = Notifier()
 
@@ -41,12 +45,11 @@ class SessionHosts:
         self._sent.pop(worker, None)
 
     def _on_heartbeat(self, beat: Heartbeat) -> None:
-        self._forget_silent()
-        self._sent.pop(beat.worker, None)
-        if beat.session_slots and not beat.draining:
+        self.remove(beat.worker)
+        if beat.session_slots > 0 and not beat.draining:
             self._hosts[beat.worker] = (anyio.current_time(), beat)
-        else:
-            self.remove(beat.worker)
+            if len(self._hosts) > MOST_HOSTS:
+                self.remove(next(iter(self._hosts)))
         self._heard.notify()
 
     def _forget_silent(self) -> None:
@@ -62,4 +65,4 @@ class SessionHosts:
         return min(known, key=self._compute_load).worker
 
     def _compute_load(self, beat: Heartbeat) -> tuple[float, str]:
-        return (beat.sessions + self._sent.get(beat.worker, 0)) / beat.session_slots, beat.worker
+        return (max(beat.sessions, 0) + self._sent.get(beat.worker, 0)) / beat.session_slots, beat.worker

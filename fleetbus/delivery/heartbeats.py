@@ -18,10 +18,15 @@ SILENT_AFTER_SECONDS = 2 * HEARTBEAT_SECONDS
 LOST_AFTER_SECONDS = 5 * HEARTBEAT_SECONDS
 """Who is not heard of for this long is replaced: its lane is free, and its sessions are asked of others."""
 
+MOST_BYTES = 16 << 10
+"""Of a heartbeat: it has some tens of counters, and whoever listens keeps the newest of thousands of workers."""
+
 
 def decode_heartbeat(subject: str, payload: bytes) -> Heartbeat:
     """The heartbeat that was said on ``subject``; raises `MalformedMessage` also if its role and worker are not those of the
     subject: rights are by subject, so an environment worker's key cannot say that the learner is paused."""
+    if len(payload) > MOST_BYTES:
+        raise MalformedMessage(subject, f"a heartbeat of {len(payload)} bytes exceeds {MOST_BYTES}")
     beat = decode(Heartbeat, payload, subject=subject)
     if subject.split(".")[2:] != [beat.role, beat.worker]:
         raise MalformedMessage(subject, f"the heartbeat names {beat.role} {beat.worker[:64]!r}")

@@ -8,10 +8,11 @@ import anyio
 import pytest
 
 from fleetbus.config.settings import LimitSettings
-from fleetbus.delivery.heartbeats import SILENT_AFTER_SECONDS, follow_heartbeats
-from fleetbus_schemas import Heartbeat, WorkerFailed, WorkerStarted, WorkerStopped, encode
+from fleetbus.delivery.heartbeats import MOST_BYTES, SILENT_AFTER_SECONDS, decode_heartbeat, follow_heartbeats
+from fleetbus_schemas import Heartbeat, MalformedMessage, WorkerFailed, WorkerStarted, WorkerStopped, encode
+from fleetbus_workers.observe.run.recent_workers import MOST_WORKERS
 from fleetbus_workers.observe.run.worker_registry import WorkerRegistry
-from fleetbus_workers.up.progress_guard import SILENT_SECONDS, ProgressGuard
+from fleetbus_workers.up.progress_guard import MOST_PROBLEMS, SILENT_SECONDS, ProgressGuard
 from tests.support.backends import asyncio_alone
 from tests.support.bare_client import bare_client
 from tests.support.secured_server import SUBJECTS, TRUST, SecuredServer, secured_server
@@ -86,3 +87,32 @@ def test_a_gateways_problem_does_not_end_a_run_whose_learner_trains() -> None:
     guard.record_heartbeat(Heartbeat(role="gateway", worker="g0", problem="forged"), 0.0)
     guard.record_heartbeat(LEARNER, 59.0)
     assert guard.find_stall(100.0) is None
+
+
+def test_names_without_end_push_out_no_worker_of_another_role_and_are_forgotten_themselves() -> None:
+    registry, guard = WorkerRegistry(), ProgressGuard(LIMITS, 0.0)
+    for told in (registry, guard):
+        told.record_heartbeat(LEARNER, 0.0)
+        for number in range(2 * MOST_WORKERS):
+            told.record_heartbeat(Heartbeat(role="gateway", worker=f"g{number}", problem=f"forged {number}" * 1000), 0.0)
+    rows = registry.rows(1.0)
+    assert [row.worker for row in rows if row.role == "learner"] == ["learner-1"]
+    assert len([row for row in rows if row.role == "gateway"]) == MOST_WORKERS
+    lines = guard.take_lines(1.0) + guard.take_lines(SILENT_SECONDS + 1)
+    assert len(lines) == 2 * MOST_PROBLEMS + 1 and max(map(len, lines)) < 600
+    assert "learner-1: no heartbeat for 8 s: it is blocked, suspended or dead" in lines
+    assert len(str(guard.find_stall(61.0))) < 10_000
+
+
+def test_a_gateways_beat_in_the_name_of_a_silent_learner_makes_no_learner_hang() -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    guard.record_heartbeat(FORGED, 0.0)
+    for now in range(0, 200, 2):
+        guard.record_heartbeat(LEARNER, float(now))
+    assert guard.take_hung(199.0) == [("gateway", "learner-1")], "of which `up` has started none"
+
+
+def test_a_heartbeat_of_a_megabyte_is_none() -> None:
+    huge = Heartbeat(role="gateway", worker="g", problem="x" * MOST_BYTES)
+    with pytest.raises(MalformedMessage, match="exceeds"):
+        decode_heartbeat(SUBJECTS.heartbeat("gateway", "g"), encode(huge))

@@ -9,7 +9,7 @@ import anyio
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
-from fleetbus.client.session_hosts import SessionHosts
+from fleetbus.client.session_hosts import MOST_HOSTS, SessionHosts
 from fleetbus.delivery.heartbeats import LOST_AFTER_SECONDS
 from fleetbus_schemas import Heartbeat, Subjects, encode
 from tests.support.virtual_time import virtual_time
@@ -29,8 +29,8 @@ async def listening() -> AsyncIterator[tuple[MemoryBus, SessionHosts]]:
         group.cancel_scope.cancel()
 
 
-async def beat(bus: MemoryBus, worker: str, *, sessions: int = 0, draining: bool = False) -> None:
-    heartbeat = Heartbeat(role="environment", worker=worker, session_slots=8, sessions=sessions, draining=draining)
+async def beat(bus: MemoryBus, worker: str, *, sessions: int = 0, draining: bool = False, slots: int = 8) -> None:
+    heartbeat = Heartbeat(role="environment", worker=worker, session_slots=slots, sessions=sessions, draining=draining)
     await bus.broadcast(SUBJECTS.heartbeat("environment", worker), encode(heartbeat))
     await anyio.wait_all_tasks_blocked()
 
@@ -72,3 +72,14 @@ async def test_one_heartbeat_wakes_all_who_wait_for_a_worker() -> None:
         await beat(bus, "first")
         assert chosen == ["first"] * 32
         group.cancel_scope.cancel()
+
+
+async def test_a_worker_with_less_than_no_slots_or_sessions_is_not_preferred_and_names_without_end_are_forgotten() -> None:
+    async with listening() as (bus, hosts):
+        await beat(bus, "a-worker")
+        await beat(bus, "odd", slots=-8)
+        await beat(bus, "odder", sessions=-8)
+        assert await hosts.choose() == "a-worker"
+        for number in range(MOST_HOSTS + 9):
+            hosts._on_heartbeat(Heartbeat(role="environment", worker=f"w{number}", session_slots=1))
+        assert len(hosts._hosts) == MOST_HOSTS

@@ -3,6 +3,7 @@
 Every kind of failure and every problem of a worker is said once, with count and cause; nothing of runs before this one.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import msgspec
@@ -25,6 +26,7 @@ from fleetbus_schemas import (
     WorkerStopped,
 )
 from fleetbus_workers.environment.episode.conclusion import FEW_TURNS
+from fleetbus_workers.observe.run.recent_workers import RecentWorkers
 
 GATHER_SECONDS = 1.0
 """Between the first failure of a kind and its line: the count says whether it is one episode or all of them."""
@@ -33,6 +35,11 @@ SILENT_SECONDS = 8.0
 """Without a heartbeat for this long (four are due) a worker's silence is said."""
 
 TRACEBACK_LINES = 24
+PROBLEM_CHARACTERS = 500
+MOST_PROBLEMS = 256
+"""Problems of the workers of one role that are said, and as many silences: heartbeats name what they like."""
+
+MOST_CAUSES = 16
 MANY_SHORT = 8
 """Graded episodes whose tokens were used up in their first turns, and most of all: no accident any more."""
 
@@ -65,8 +72,9 @@ class ProgressGuard:
         """How many there were of a kind when it was said last, by its index."""
         self._first_seen: dict[int, float] = {}
         self._problems: list[str] = []
-        self._said_problems: set[str] = set()
-        self._workers: dict[tuple[WorkerRole, str], _HeardWorker] = {}
+        self._said_problems: defaultdict[WorkerRole, set[str]] = defaultdict(set)
+        self._silences: Counter[WorkerRole] = Counter()
+        self._workers: RecentWorkers[_HeardWorker] = RecentWorkers()
         self._ungraded = 0
         self._has_graded = False
         self._progressed_at = now
@@ -91,7 +99,7 @@ class ProgressGuard:
                 self._unfinished -= 1
                 self._progressed_at = now
         if isinstance(message, (WorkerStopped, WorkerFailed)):
-            self._workers.pop((message.role, message.worker), None)
+            self._workers.remove(message.role, message.worker)
 
     def record_heartbeat(self, beat: Heartbeat, now: float) -> None:
         """Take in a heartbeat: actions that were sampled are progress, a learner that has its batch, and one that is paused.
@@ -101,8 +109,9 @@ class ProgressGuard:
         if now - self._heard_at > SILENT_SECONDS:
             self._heard_since = now
         self._heard_at = now
-        seen = self._workers.setdefault((beat.role, beat.worker), _HeardWorker(heard_at=now))
-        seen.heard_at, seen.problem, seen.is_silence_said = now, beat.problem, False
+        seen = self._workers.get(beat.role, beat.worker) or _HeardWorker(heard_at=now)
+        self._workers.put(beat.role, beat.worker, seen)
+        seen.heard_at, seen.problem, seen.is_silence_said = now, beat.problem[:PROBLEM_CHARACTERS], False
         seen.episodes = beat.in_flight if beat.role == "environment" else 0
         actions = beat.counters.get("actions", 0.0) if beat.role == "inference" else 0.0
         is_paused = beat.paused and beat.role == "learner"
@@ -112,15 +121,17 @@ class ProgressGuard:
             seen.paused = is_paused
             self._problems.append("admission is paused by request" if is_paused else "admission is resumed")
         seen.actions = max(actions, seen.actions)
-        if beat.problem:
-            self._add_problem(f"{beat.worker}: {beat.problem}")
+        if seen.problem:
+            self._add_problem(beat.role, f"{beat.worker}: {seen.problem}")
 
     def take_lines(self, now: float) -> list[str]:
         """Take the lines that are to be printed now and have not been."""
-        for (_, name), worker in self._workers.items():
+        for role, name, worker in self._workers.list_all():
             if now - worker.heard_at > SILENT_SECONDS and not worker.is_silence_said:
                 worker.is_silence_said = True
-                self._problems.append(f"{name}: no heartbeat for {SILENT_SECONDS:g} s: it is blocked, suspended or dead")
+                self._silences[role] += 1
+                if self._silences[role] <= MOST_PROBLEMS:
+                    self._problems.append(f"{name}: no heartbeat for {SILENT_SECONDS:g} s: it is blocked, suspended or dead")
         lines, self._problems = self._problems, []
         for index, kind in enumerate(self._failures.kinds):
             first = self._first_seen.setdefault(index, now)
@@ -135,10 +146,12 @@ class ProgressGuard:
         if not self._hung_seconds or now - self._heard_at > SILENT_SECONDS:
             return []
         silent = [
-            key for key, worker in self._workers.items() if now - max(worker.heard_at, self._heard_since) >= self._hung_seconds
+            (role, name)
+            for role, name, worker in self._workers.list_all()
+            if now - max(worker.heard_at, self._heard_since) >= self._hung_seconds
         ]
-        for key in silent:
-            del self._workers[key]
+        for role, name in silent:
+            self._workers.remove(role, name)
         return silent
 
     def take_final_lines(self) -> list[str]:
@@ -197,20 +210,25 @@ class ProgressGuard:
 
     def _is_training(self, beat: Heartbeat) -> bool:
         """A learner that has a batch of groups while nothing is played trains, publishes or stores a checkpoint."""
-        is_idle = not any(seen.episodes or seen.problem for (role, _), seen in self._workers.items() if role != "gateway")
-        return beat.role == "learner" and beat.in_flight >= beat.slots > 0 and is_idle
+        if beat.role != "learner" or not beat.in_flight >= beat.slots > 0:
+            return False
+        return not any(seen.episodes or seen.problem for role, _, seen in self._workers.list_all() if role != "gateway")
 
-    def _add_problem(self, line: str) -> None:
-        if line not in self._said_problems:
-            self._said_problems.add(line)
+    def _add_problem(self, role: WorkerRole, line: str) -> None:
+        said = self._said_problems[role]
+        if line not in said and len(said) < MOST_PROBLEMS:
+            said.add(line)
             self._problems.append(line)
 
     def _describe_cause(self) -> str:
-        problems = [f"{name}: {worker.problem}" for (_, name), worker in sorted(self._workers.items()) if worker.problem]
-        silent = [f"{name} is silent" for (_, name), worker in sorted(self._workers.items()) if worker.is_silence_said]
+        workers = sorted(self._workers.list_all(), key=lambda each: each[:2])
+        problems = [f"{name}: {worker.problem}" for _, name, worker in workers if worker.problem]
+        silent = [f"{name} is silent" for _, name, worker in workers if worker.is_silence_said]
         failures = [kind.reason for kind in self._failures.kinds[-1:]]
         causes = [*failures, *problems, *silent] if self._ungraded else [*problems, *silent, *failures]
-        return "; ".join(causes) or "no episode ended and no action was sampled; `fleetbus top` says where it waits"
+        return (
+            "; ".join(causes[:MOST_CAUSES]) or "no episode ended and no action was sampled; `fleetbus top` says where it waits"
+        )
 
 
 def format_traceback_lines(text: str) -> Iterable[str]:

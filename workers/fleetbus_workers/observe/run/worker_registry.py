@@ -21,6 +21,7 @@ from fleetbus_schemas import (
     WorkerStarted,
     WorkerStopped,
 )
+from fleetbus_workers.observe.run.recent_workers import RecentWorkers
 
 RETENTION_SECONDS = 600.0
 """Silent, stopped and failed workers are shown for this long."""
@@ -73,12 +74,13 @@ class WorkerRegistry:
     """
 
     def __init__(self) -> None:
-        self._records: dict[tuple[WorkerRole, str], _WorkerRecord] = {}
+        self._records: RecentWorkers[_WorkerRecord] = RecentWorkers()
 
     def record_heartbeat(self, beat: Heartbeat, now: float) -> None:
-        seen = self._records.get((beat.role, beat.worker))
+        seen = self._records.get(beat.role, beat.worker)
         if seen is None or seen.ended:
-            seen = self._records[beat.role, beat.worker] = _WorkerRecord(role=beat.role, at=now)
+            seen = _WorkerRecord(role=beat.role, at=now)
+        self._records.put(beat.role, beat.worker, seen)
         seen.beat = merge_heartbeat(seen.beat, beat)
         seen.at, seen.draining = now, seen.beat.draining
 
@@ -90,9 +92,10 @@ class WorkerRegistry:
         ):
             return
         at = now - max(age_seconds, 0.0)
-        seen = self._records.get((message.role, message.worker))
+        seen = self._records.get(message.role, message.worker)
         if seen is None or isinstance(message, WorkerStarted):
-            seen = self._records[message.role, message.worker] = _WorkerRecord(role=message.role, at=at)
+            seen = _WorkerRecord(role=message.role, at=at)
+        self._records.put(message.role, message.worker, seen)
         seen.at = max(seen.at, at)
         match message:
             case WorkerDraining():
@@ -104,16 +107,17 @@ class WorkerRegistry:
 
     def take_over(self, other: WorkerRegistry) -> None:
         """Take in what another registry of the same workers knows: of each worker the newer of both records."""
-        for key, seen in other._records.items():
-            known = self._records.get(key)
+        for role, worker, seen in other._records.list_all():
+            known = self._records.get(role, worker)
             if known is None or seen.at > known.at:
-                self._records[key] = seen
+                self._records.put(role, worker, seen)
             elif known.beat is None:
                 known.beat = seen.beat
 
     def list_heartbeats(self) -> list[Heartbeat]:
         """The newest heartbeat of every worker that has not ended, by role and name."""
-        return [seen.beat for _, seen in sorted(self._records.items()) if seen.beat is not None and not seen.ended]
+        beats = [seen.beat for _, _, seen in self._records.list_all() if seen.beat is not None and not seen.ended]
+        return sorted(beats, key=lambda beat: (beat.role, beat.worker))
 
     @property
     def is_paused(self) -> bool:
@@ -122,13 +126,15 @@ class WorkerRegistry:
 
     def list_live(self, now: float) -> list[Heartbeat]:
         """The newest heartbeat of every worker that is neither silent nor at its end, by role and name."""
-        heard = [seen for seen in self._records.values() if not seen.ended and now - seen.at <= SILENT_AFTER_SECONDS]
+        heard = [seen for _, _, seen in self._records.list_all() if not seen.ended and now - seen.at <= SILENT_AFTER_SECONDS]
         return sorted((seen.beat for seen in heard if seen.beat is not None), key=lambda beat: (beat.role, beat.worker))
 
     def rows(self, now: float) -> list[WorkerRow]:
         """The workers of now and of late, by role and name; the others are forgotten."""
-        self._records = {key: seen for key, seen in self._records.items() if now - seen.at <= RETENTION_SECONDS}
-        rows = [_build_row(name, seen, now) for (_, name), seen in self._records.items()]
+        for role, worker, seen in self._records.list_all():
+            if now - seen.at > RETENTION_SECONDS:
+                self._records.remove(role, worker)
+        rows = [_build_row(worker, seen, now) for _, worker, seen in self._records.list_all()]
         return sorted(rows, key=lambda row: (row.role, row.worker))
 
 

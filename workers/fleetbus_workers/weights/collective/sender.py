@@ -6,7 +6,6 @@ newest version; a version that is still on its way when the next one is begun is
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
@@ -18,6 +17,7 @@ from anyio.abc import TaskGroup
 
 from fleetbus.bus.base import CallBus
 from fleetbus.concurrency.runtime import Runtime
+from fleetbus.core.training.engine_pressure import MOST_ENGINES
 from fleetbus.delivery.heartbeats import SILENT_AFTER_SECONDS, follow_heartbeats
 from fleetbus.errors import UserError
 from fleetbus_schemas import Heartbeat, Subjects, WeightsOffered, encode
@@ -130,6 +130,9 @@ class CollectiveSender:
     def _hear(self, beat: Heartbeat) -> None:
         """Only engines that take transfers count."""
         if ENGINE_COUNTER in beat.counters and not beat.draining:
+            self._heard.pop(beat.worker, None)
             self._heard[beat.worker] = anyio.current_time()
+            if len(self._heard) > MOST_ENGINES:
+                del self._heard[next(iter(self._heard))]
         else:
-            self._heard[beat.worker] = -math.inf
+            self._heard.pop(beat.worker, None)
