@@ -154,26 +154,26 @@ class VllmSampler:
 
         sampling = request.sampling
         name = f"{request.cache_key}.{next(self._numbers)}"
-        parameters = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            repetition_penalty=sampling.repetition_penalty,
-            max_tokens=limit,
-            seed=request.seed & SEED_MASK,
-            stop_token_ids=sorted(request.stop_ids),
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
         final = None
         adapter, version, folder = self._adapter, self.version, self._folder
         if adapter is not None:
             self._adapters_in_use[folder] += 1
         try:
+            parameters = SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                repetition_penalty=sampling.repetition_penalty,
+                max_tokens=limit,
+                seed=request.seed & SEED_MASK,
+                stop_token_ids=sorted(request.stop_ids),
+                logprobs=0,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
             prompt: object = TokensPrompt(prompt_token_ids=list(request.ids), cache_salt=self._salt)
             if request.images:
                 prompt = await self._build_image_prompt(engine, request)
