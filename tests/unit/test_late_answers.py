@@ -264,3 +264,10 @@ async def test_a_lane_without_a_named_worker_is_not_waited_for_without_end() -> 
     async with waiting(1, lane="i000", worker="") as group:
         await group.check(3)
         assert await group.bus.last(SUBJECTS.observation("default", ANY_LANE, "e0")) is not None
+
+
+@pytest.mark.parametrize(("lane", "worker"), [("", "i"), ("i000", ""), ("", "")])
+async def test_after_an_action_that_does_not_say_who_sampled_it_the_next_turn_goes_to_any(lane: str, worker: str) -> None:
+    async with waiting(1, lane=lane, worker=worker) as group:
+        assert await group.bus.last(SUBJECTS.observation("default", ANY_LANE, "e0")) is not None
+        assert group.clients["e0"].asked_worker == ""

@@ -96,8 +96,9 @@ class PolicyClient:
         self._history_hashes = {turn.action.segment: turn.action.history_hash for turn in history}
         self.policy = request.policy
         """Who is asked for the turn."""
-        last = history[-1].action if history and not request.seats else None
-        self._lane, self._worker = (last.lane, last.worker) if last is not None else (ANY_LANE, "")
+        self._lane, self._worker = ANY_LANE, ""
+        if history and not request.seats:
+            self._stick_to(history[-1].action)
         self._elsewhere: dict[str, tuple[str, str]] | None = None
         """Lane and worker of the last answers of the other policies, where an episode has several."""
         self._expected = -1
@@ -313,6 +314,10 @@ class PolicyClient:
         self._check_at = math.inf
         self._action_sequence = answer.sequence
         self._history_hashes[action.segment] = action.history_hash
-        if action.lane:
-            self._lane, self._worker = action.lane, action.worker
+        self._stick_to(action)
         return answer
+
+    def _stick_to(self, action: Action) -> None:
+        """Go on with the worker that sampled an Action, if the Action says who that was."""
+        if action.lane and action.worker:
+            self._lane, self._worker = action.lane, action.worker
