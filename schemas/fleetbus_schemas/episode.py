@@ -71,7 +71,7 @@ class SeatPolicy(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     policy plays, as its opponent: who serves ``policy`` answers from it alone."""
 
     seat: str
-    policy: str
+    policy: Name
     sampling: SamplingSettings = SamplingSettings()
     trained: bool = False
     version: int | None = None

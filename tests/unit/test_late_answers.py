@@ -271,3 +271,11 @@ async def test_after_an_action_that_does_not_say_who_sampled_it_the_next_turn_go
     async with waiting(1, lane=lane, worker=worker) as group:
         assert await group.bus.last(SUBJECTS.observation("default", ANY_LANE, "e0")) is not None
         assert group.clients["e0"].asked_worker == ""
+
+
+async def test_nobody_drains_the_lane_of_all_workers() -> None:
+    told: list[str] = []
+    lane_status = LaneStatus(None, SUBJECTS, told.append)  # type: ignore[arg-type]
+    for lane in (ANY_LANE, "i000"):
+        lane_status._apply_heartbeat(Heartbeat(role="inference", worker=f"of-{lane}", slots=1, lane=lane, draining=True))
+    assert told == ["i000"] and lane_status.is_usable(ANY_LANE)

@@ -11,9 +11,11 @@ from fleetbus.bus.base import StreamEntry
 from fleetbus.log.stored_entries import decode_one, decode_stored
 from fleetbus_schemas import (
     Action,
+    EpisodeRequested,
     MalformedMessage,
     Message,
     Observation,
+    SeatPolicy,
     SessionClaimed,
     SessionEnded,
     Subjects,
@@ -78,3 +80,14 @@ def test_a_name_that_is_no_token_of_a_subject_is_malformed(message: Message, fie
 def test_numbers_that_no_column_holds_are_malformed(field: str, bad: int) -> None:
     with pytest.raises(MalformedMessage):
         decode_stored(store(SUBJECTS.action("e0", "e1"), encode(msgspec.structs.replace(ACTION, **{field: bad}))))
+
+
+@pytest.mark.parametrize("bad", ["x.y", "*", ">", ""])
+def test_a_request_whose_seat_is_played_by_what_is_no_policys_name_is_malformed(bad: str) -> None:
+    """Its worker would ask for turns on a subject of that name, where nothing is published."""
+    seats = (SeatPolicy(seat="user", policy=bad),)
+    request = EpisodeRequested(
+        episode_id="e1", group_id="g", sample_index=0, split="train", task=Task(key="t"), policy="p", deadline_ns=1, seats=seats
+    )
+    with pytest.raises(MalformedMessage):
+        decode_stored(store(SUBJECTS.task("default", "e1"), encode(request)))

@@ -11,7 +11,7 @@ import anyio
 from fleetbus.bus.base import CallBus
 from fleetbus.delivery.heartbeats import LOST_AFTER_SECONDS, decode_heartbeat
 from fleetbus.errors import NoResponders, RequestUnanswered
-from fleetbus_schemas import ControlAnswered, ControlRequested, Heartbeat, MalformedMessage, Subjects, decode, encode
+from fleetbus_schemas import ANY_LANE, ControlAnswered, ControlRequested, Heartbeat, MalformedMessage, Subjects, decode, encode
 from fleetbus_schemas.subjects import is_name
 
 ANSWER_SECONDS = 0.5
@@ -66,7 +66,7 @@ class LaneStatus:
 
     def _apply_heartbeat(self, heartbeat: Heartbeat) -> None:
         lane, worker = heartbeat.lane, heartbeat.worker
-        if not is_name(lane):
+        if not is_name(lane) or lane == ANY_LANE:  # it is nobody's, and whoever waits there waits for all
             return
         was_usable = self.is_usable(lane)
         self._forget(worker)
