@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fleetbus.core.episode import segments as segments_module
 from fleetbus.core.episode.history import Turn, collect_token_ids, loss_mask
 from fleetbus.core.episode.segments import (
+    Segment,
     SegmentError,
     collect_segment_ids,
     describe_segments,
@@ -126,6 +127,26 @@ def test_images_stand_where_the_segment_has_their_tokens() -> None:
     segments = fold_segments(turns)
     assert [image.start for image in place_in_segment(segments[0], flat)] == [1, 4]
     assert [image.start for image in place_in_segment(segments[1], flat)] == [1, 3]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=9),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 5)), max_size=9),
+)
+def test_an_image_is_found_in_each_span_that_holds_the_whole_of_it_and_in_no_other(
+    spans: list[tuple[int, int]], images: list[tuple[int, int]]
+) -> None:
+    segment = Segment(number=0, spans=[(start, start + length) for start, length in spans])
+    shown = [ShownImage(start=start, stop=start + length, object=str(number)) for number, (start, length) in enumerate(images)]
+    begins = [sum(length for _, length in spans[:number]) for number in range(len(spans))]
+    expected = [
+        (each.object, begin + each.start - start)
+        for begin, (start, length) in zip(begins, spans, strict=True)
+        for each in sorted(shown, key=lambda each: each.start)
+        if start <= each.start and each.stop <= start + length
+    ]
+    assert [(each.object, each.start) for each in place_in_segment(segment, shown)] == expected
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ what is known of tokens (mask, log-probabilities, versions, advantages) is taken
 once: in the first leaf that holds it.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Protocol, TypeVar
@@ -211,14 +212,19 @@ class Placed(Protocol):
 P = TypeVar("P", bound=Placed)
 
 
+def _get_start(placed: Placed) -> int:
+    return placed.start
+
+
 def place_in_segment(segment: Segment, placed: Iterable[P]) -> list[P]:
     """Move places among the tokens of all turns to those of this segment's sequence, as far as it holds them."""
     found: list[P] = []
-    everything = list(placed)
+    everything = sorted(placed, key=_get_start)
+    starts = list(map(_get_start, everything))
     length = 0
     for start, stop in segment.spans if everything else ():
-        for each in everything:
-            if start <= each.start and each.stop <= stop:
+        for each in everything[bisect_left(starts, start) : bisect_right(starts, stop)]:
+            if each.stop <= stop:
                 by = length - start
                 found.append(msgspec.structs.replace(each, start=each.start + by, stop=each.stop + by))  # type: ignore[type-var]
         length += stop - start
