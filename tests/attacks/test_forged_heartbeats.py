@@ -11,7 +11,7 @@ from fleetbus.config.settings import LimitSettings
 from fleetbus.delivery.heartbeats import MOST_BYTES, SILENT_AFTER_SECONDS, decode_heartbeat, follow_heartbeats
 from fleetbus_schemas import Heartbeat, MalformedMessage, WorkerFailed, WorkerStarted, WorkerStopped, encode
 from fleetbus_workers.observe.run.recent_workers import MOST_WORKERS
-from fleetbus_workers.observe.run.worker_registry import WorkerRegistry
+from fleetbus_workers.observe.run.worker_registry import NOTE_CHARACTERS, WorkerRegistry
 from fleetbus_workers.up.progress_guard import MOST_PROBLEMS, SILENT_SECONDS, ProgressGuard
 from tests.support.backends import asyncio_alone
 from tests.support.bare_client import bare_client
@@ -110,6 +110,13 @@ def test_a_gateways_beat_in_the_name_of_a_silent_learner_makes_no_learner_hang()
     for now in range(0, 200, 2):
         guard.record_heartbeat(LEARNER, float(now))
     assert guard.take_hung(199.0) == [("gateway", "learner-1")], "of which `up` has started none"
+
+
+def test_of_a_failure_of_a_megabyte_only_its_beginning_is_kept() -> None:
+    registry = WorkerRegistry()
+    failed = WorkerFailed(role="inference", worker="i", error_class="x" * 1000, error="y" * 1_000_000)
+    registry.record_life_event(failed, 0.0, 0.0)
+    assert [(row.state, len(row.note)) for row in registry.rows(0.0)] == [("failed", NOTE_CHARACTERS)]
 
 
 def test_a_heartbeat_of_a_megabyte_is_none() -> None:

@@ -26,6 +26,9 @@ from fleetbus_workers.observe.run.recent_workers import RecentWorkers
 RETENTION_SECONDS = 600.0
 """Silent, stopped and failed workers are shown for this long."""
 
+NOTE_CHARACTERS = 600
+"""Of what a worker failed of: it cuts the text itself, and somebody else with its key may not."""
+
 State = Literal["working", "draining", "starting", "silent", "stopped", "failed"]
 
 
@@ -103,7 +106,7 @@ class WorkerRegistry:
             case WorkerStopped():
                 seen.ended = "stopped"
             case WorkerFailed():
-                seen.ended, seen.note = "failed", f"{message.error_class}: {message.error}"
+                seen.ended, seen.note = "failed", f"{message.error_class}: {message.error}"[:NOTE_CHARACTERS]
 
     def take_over(self, other: WorkerRegistry) -> None:
         """Take in what another registry of the same workers knows: of each worker the newer of both records."""
