@@ -9,7 +9,7 @@ import pytest
 
 from fleetbus.config.settings import LimitSettings
 from fleetbus.delivery.heartbeats import MOST_BYTES, SILENT_AFTER_SECONDS, decode_heartbeat, follow_heartbeats
-from fleetbus_schemas import Heartbeat, MalformedMessage, WorkerFailed, WorkerStarted, WorkerStopped, encode
+from fleetbus_schemas import Heartbeat, MalformedMessage, WorkerFailed, WorkerRole, WorkerStarted, WorkerStopped, encode
 from fleetbus_workers.observe.run.recent_workers import MOST_WORKERS
 from fleetbus_workers.observe.run.worker_registry import NOTE_CHARACTERS, WorkerRegistry
 from fleetbus_workers.up.progress_guard import MOST_PROBLEMS, SILENT_SECONDS, ProgressGuard
@@ -82,9 +82,10 @@ def test_a_life_entry_ends_no_worker_of_another_role() -> None:
     assert [line for line in guard.take_lines(SILENT_SECONDS + 1) if line.startswith("learner-1: no heartbeat")]
 
 
-def test_a_gateways_problem_does_not_end_a_run_whose_learner_trains() -> None:
+@pytest.mark.parametrize("role", ["gateway", "recorder"])
+def test_the_problem_of_a_role_beside_it_does_not_end_a_run_whose_learner_trains(role: WorkerRole) -> None:
     guard = ProgressGuard(LIMITS, 0.0)
-    guard.record_heartbeat(Heartbeat(role="gateway", worker="g0", problem="forged"), 0.0)
+    guard.record_heartbeat(Heartbeat(role=role, worker="b0", problem="forged"), 0.0)
     guard.record_heartbeat(LEARNER, 59.0)
     assert guard.find_stall(100.0) is None
 

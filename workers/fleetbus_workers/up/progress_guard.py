@@ -44,6 +44,10 @@ MANY_SHORT = 8
 """Graded episodes whose tokens were used up in their first turns, and most of all: no accident any more."""
 
 
+BESIDE = ("gateway", "recorder")
+"""Roles whose problems keep no learner from its work."""
+
+
 class RunStalled(FleetbusError):
     """The run cannot progress as it is configured; the message is the cause."""
 
@@ -104,7 +108,7 @@ class ProgressGuard:
     def record_heartbeat(self, beat: Heartbeat, now: float) -> None:
         """Take in a heartbeat: actions that were sampled are progress, a learner that has its batch, and one that is paused.
 
-        Each role says its own: a gateway samples no actions, pauses nothing and keeps no learner from its work.
+        Each role says its own: a gateway samples no actions and pauses nothing.
         """
         if now - self._heard_at > SILENT_SECONDS:
             self._heard_since = now
@@ -212,7 +216,7 @@ class ProgressGuard:
         """A learner that has a batch of groups while nothing is played trains, publishes or stores a checkpoint."""
         if beat.role != "learner" or not beat.in_flight >= beat.slots > 0:
             return False
-        return not any(seen.episodes or seen.problem for role, _, seen in self._workers.list_all() if role != "gateway")
+        return not any(seen.episodes or seen.problem for role, _, seen in self._workers.list_all() if role not in BESIDE)
 
     def _add_problem(self, role: WorkerRole, line: str) -> None:
         said = self._said_problems[role]
