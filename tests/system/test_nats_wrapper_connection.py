@@ -335,7 +335,7 @@ async def test_an_answer_that_never_comes_is_asked_for_again(
         assert (await bus.log_state()).last_sequence == 1
 
 
-def test_the_clock_trusts_the_shortest_round_trip_and_never_steps_back() -> None:
+def test_the_clock_trusts_the_shortest_round_trip_and_never_steps_back_by_little() -> None:
     clock = ServerClock()
     far = clock.now_ns() + 10**12
     clock.learn(1000, 5000, 3000 + far)
@@ -343,5 +343,5 @@ def test_the_clock_trusts_the_shortest_round_trip_and_never_steps_back() -> None
     assert clock._offset_ns == far + 700
     later = clock.now_ns()
     clock.forget()
-    clock.learn(0, 2, 1)
+    clock.learn(0, 2, 1 + far - 10**8)
     assert clock.now_ns() == later
