@@ -50,9 +50,9 @@ def recorder(bus: MemoryBus, tmp_path: Path) -> Iterator[Recorder]:
 class Recorder:
     """What decides about the floor, fed by hand with what it would have archived."""
 
-    def __init__(self, bus: MemoryBus, archive: ArchiveWriter) -> None:
+    def __init__(self, bus: MemoryBus, archive: ArchiveWriter, settle_seconds: float = 0.0) -> None:
         self._bus = bus
-        self._trimmer = LogTrimmer(bus, S, archive, window_seconds=0.0, runtime=RUNTIME, settle_seconds=0.0)
+        self._trimmer = LogTrimmer(bus, S, archive, window_seconds=0.0, runtime=RUNTIME, settle_seconds=settle_seconds)
 
     async def read(self) -> None:
         async for entry in self._bus.scan([S.log], start=self._trimmer.last_entered + 1):
@@ -106,6 +106,27 @@ async def test_a_floor_is_not_raised_over_what_a_learner_stored_when_it_began(bu
     assert await recorder.trim() == raised, "the learner counts with this floor, and with no other"
     await recorder.read()
     assert (await recorder.trim()).sequence > raised.sequence
+
+
+@pytest.mark.parametrize("hours", [-5, 5])
+async def test_a_busy_log_is_trimmed_after_the_servers_clock_was_set(
+    server: MemoryServer, bus: MemoryBus, tmp_path: Path, hours: int
+) -> None:
+    """Set back, it was not for as many hours, and filled."""
+    with open_archive(tmp_path / "archive", "run") as archive:
+        recorder = Recorder(bus, archive, settle_seconds=10.0)
+        await play(bus, "a")
+        await recorder.read()
+        await recorder.trim()
+        server.step_clock(hours * 3600)
+        played = [await request(bus, "b")]
+        await finish(bus, "b")
+        for episode in range(20):
+            played.append(await request(bus, f"c{episode}"))
+            await finish(bus, f"c{episode}")
+            await recorder.read()
+            raised = await recorder.trim()
+    assert played[0] < raised.sequence <= played[-8], "what was settled for ten seconds, and nothing younger"
 
 
 async def test_the_floor_does_not_pass_an_episode_whose_result_stands_on_the_subject_of_another(

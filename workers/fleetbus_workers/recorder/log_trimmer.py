@@ -66,6 +66,8 @@ class _Ages:
 
     def enter(self, entry: StreamEntry) -> None:
         self._newest = (entry.sequence, entry.time_ns)
+        while self._samples and self._samples[-1][1] > entry.time_ns:  # the server's clock was set back: they are as old at least
+            self._samples.pop()
         if not self._samples or entry.time_ns - self._samples[-1][1] >= self._window_ns // SAMPLES_PER_WINDOW:
             self._samples.append((entry.sequence, entry.time_ns))
 
@@ -98,7 +100,6 @@ class LogTrimmer:
         self._sessions = SessionRetention()
         self._content_ages = _Ages(window_seconds)
         self._settled_ages = _Ages(max(window_seconds, settle_seconds))
-        self._unread_ns = int(max(window_seconds, settle_seconds) * 1e9)
         self._unread: deque[tuple[StreamEntry, Message]] = deque()
         """Results of the last window: the client that requested an episode outside of training may be about to read its
         Actions."""
@@ -310,8 +311,8 @@ class LogTrimmer:
         await _remove_each(remove, islice((each for each, last in over.items() if last >= prefix), MAX_JOURNALS_PER_TRIM))
 
     def _enter_read(self) -> None:
-        latest_ns = self._bus.now_ns() - self._unread_ns
-        while self._unread and self._unread[0][0].time_ns < latest_ns:
+        read = self._settled_ages.find_position(self._bus.now_ns())
+        while self._unread and self._unread[0][0].sequence <= read:
             entry, message = self._unread.popleft()
             self._retention.enter(entry.sequence, entry.subject, message)
 
