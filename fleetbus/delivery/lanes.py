@@ -81,12 +81,13 @@ class Lane(msgspec.Struct, kw_only=True):
             return
 
 
-def _is_free(payload: bytes, time_ns: int, now_ns: int, subject: str) -> bool:
+def _read_held_seconds(payload: bytes, subject: str) -> float:
+    """For how long after it was stored an entry holds its lane."""
     try:
         lease = decode(LaneLease, payload, subject=subject)
     except MalformedMessage:
-        return True
-    return not lease.worker or not now_ns - time_ns <= min(lease.lease_seconds, MAX_LEASE_SECONDS) * 1e9  # free also if NaN
+        return 0.0
+    return min(lease.lease_seconds, MAX_LEASE_SECONDS) if lease.worker and lease.lease_seconds > 0 else 0.0  # none if NaN
 
 
 async def claim_lane(
@@ -100,12 +101,13 @@ async def claim_lane(
     if len(names) > MAX_LANES_IN_ORDER:
         names = random.Random(nonce).sample(names, len(names))
     lease = LaneLease(worker=worker, nonce=nonce, lease_seconds=LEASE_SECONDS)
+    seen: dict[int, float] = {}
     asked_at, seen_at = math.inf, -math.inf
     with anyio.move_on_after(wait_seconds):
         while True:
             for name in names:
                 asked_at = anyio.current_time()
-                lane = await _try_claim(bus, subjects.lane(role, name), name, lease)
+                lane = await _try_claim(bus, subjects.lane(role, name), name, lease, seen)
                 if lane is not None:
                     return lane
             asked_at, seen_at = math.inf, anyio.current_time()
@@ -116,12 +118,16 @@ async def claim_lane(
     raise NoLaneFree(f"all {len(names)} {role} lanes are held: raise nats.lanes, or stop a worker")
 
 
-async def _try_claim(bus: LogBus, subject: str, name: str, lease: LaneLease) -> Lane | None:
+async def _try_claim(bus: LogBus, subject: str, name: str, lease: LaneLease, seen: dict[int, float]) -> Lane | None:
+    """``seen`` has since when an entry was seen to be the last: one from before the server's clock was set back has no age."""
     stored = await bus.last(subject)
     if stored is not None and stored.payload == encode(lease):  # one's own try, whose answer was lost
         return Lane(name=name, subject=subject, lease=lease, sequence=stored.sequence)
-    if stored is not None and not _is_free(stored.payload, stored.time_ns, bus.now_ns(), subject):
-        return None
+    if stored is not None:
+        held_seconds, watched_at = _read_held_seconds(stored.payload, subject), anyio.current_time()
+        watched_seconds = watched_at - seen.setdefault(stored.sequence, watched_at)
+        if held_seconds and max((bus.now_ns() - stored.time_ns) / 1e9, watched_seconds) <= held_seconds:
+            return None
     try:
         published = await bus.publish(subject, encode(lease), expected_last=stored.sequence if stored else 0, timeout=5.0)
     except (SequenceConflict, PublishUnanswered):

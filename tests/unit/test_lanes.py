@@ -14,7 +14,7 @@ from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
 from fleetbus.bus.streams import environment_lanes, plan_run
 from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS
-from fleetbus.delivery.lanes import LEASE_SECONDS, Lane, LaneLost, LanesUnread, claim_lane
+from fleetbus.delivery.lanes import LEASE_SECONDS, Lane, LaneLost, LanesUnread, NoLaneFree, claim_lane
 from fleetbus.delivery.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus_schemas import Heartbeat, LaneLease, Subjects, encode
 from tests.support.virtual_time import virtual_time
@@ -67,6 +67,37 @@ async def test_a_renewal_whose_answer_was_lost_and_then_the_server_too_ends_nobo
         server.restart()
         await lane.renew(bus)
         await lane.renew(bus)
+
+
+async def test_the_lane_of_a_worker_that_died_before_the_servers_clock_was_set_back_is_free_after_its_lease() -> None:
+    """It was held for as many hours as the clock was ahead."""
+    server = MemoryServer()
+    async with server.connect("r") as bus:
+        await bus.declare(plan_run("r", lanes=1))
+        await claimed(bus, "dead")
+        server.step_clock(-5 * 3600)
+        began = anyio.current_time()
+        lane = await claimed(bus, "next")
+        assert LEASE_SECONDS < anyio.current_time() - began < LEASE_SECONDS + 2.5
+        await lane.renew(bus)
+
+
+async def test_the_lane_of_a_living_worker_stays_its_own_after_the_servers_clock_was_set_back() -> None:
+    server = MemoryServer()
+    async with server.connect("r") as bus, anyio.create_task_group() as tasks:
+        await bus.declare(plan_run("r", lanes=1))
+        lane = await claimed(bus, "living")
+        server.step_clock(-5 * 3600)
+
+        async def keep() -> None:
+            while True:
+                await anyio.sleep(HEARTBEAT_SECONDS)
+                await lane.renew(bus)
+
+        tasks.start_soon(keep)
+        with pytest.raises(NoLaneFree):
+            await claimed(bus, "next")
+        tasks.cancel_scope.cancel()
 
 
 async def test_a_lane_that_another_worker_has_is_lost() -> None:
