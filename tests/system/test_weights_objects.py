@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from fleetbus.bus.base import PublishAck
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.bus import NatsBus
 from fleetbus.bus.nats.objects import CHUNK_BYTES
 from fleetbus.bus.nats.server import NatsServerProcess, run_server
 from fleetbus.bus.objects import ObjectMissing
+from fleetbus.errors import PublishUnanswered
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +108,26 @@ async def test_a_cancelled_put_makes_nothing_visible(bus: NatsBus, tmp_path: Pat
         await store.get("half", tmp_path / "out")
     await store.put("half", tmp_path / "in")
     await store.get("half", tmp_path / "out")
+
+
+async def test_an_object_whose_last_answer_was_lost_is_whole_for_who_finds_it(
+    bus: NatsBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image has the name of its content: others may have stored it, and name it in their messages."""
+    content = os.urandom(CHUNK_BYTES + 1)
+    await bus.objects("unanswered").put_bytes("image", content)
+    publish = bus._publisher.publish
+
+    async def lose_answer(subject: str, payload: bytes, **options: Any) -> PublishAck:
+        ack = await publish(subject, payload, **options)
+        if ".M." in subject:
+            raise PublishUnanswered(f"{subject}: no ack")
+        return ack
+
+    monkeypatch.setattr(bus._publisher, "publish", lose_answer)
+    with pytest.raises(PublishUnanswered):
+        await bus.objects("unanswered").put_bytes("image", content)
+    assert await bus.objects("unanswered").get_bytes("image", max_bytes=len(content)) == content
 
 
 async def _messages(bus: NatsBus) -> int:

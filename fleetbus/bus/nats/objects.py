@@ -79,15 +79,17 @@ class NatsObjectStore:
         check_object_name(name)
         await declare_bucket(self._connection.api, self._bucket)
         for _ in range(PUT_TRIES):
-            nuid = secrets.token_hex(11)
+            nuid, may_be_named = secrets.token_hex(11), False
             try:
                 meta, in_order = await self._put_chunks(name, read, nuid)
                 if in_order:
+                    may_be_named = True
                     await self._publish(self._meta_subject(name), msgspec.json.encode(meta))
                     return
-            except BaseException:
-                with anyio.move_on_after(CLEAR_LIMIT_SECONDS, shield=True):
-                    await self._clear_chunks(nuid)
+            except BaseException as error:
+                if not may_be_named or isinstance(error, LogFull):  # unanswered, the entry that names them may be stored
+                    with anyio.move_on_after(CLEAR_LIMIT_SECONDS, shield=True):
+                        await self._clear_chunks(nuid)
                 raise
             await self._clear_chunks(nuid)
         raise BusError(f"object {name}: its chunks were not stored in order, {PUT_TRIES} times; is the connection being cut?")
