@@ -5,6 +5,7 @@ One line is one `ExportTraceServiceRequest`; ids are hexadecimal and 64-bit inte
 """
 
 import math
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,14 +24,16 @@ _NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
 class FileSink:
-    """Appends; a line is whole or absent. Closing it waits for a write under way, as a cancelled export leaves its thread
-    writing; nothing is written after."""
+    """Appends; what a kill left of a line gets an end, so that it spoils no other. Closing it waits for a write under way, as a
+    cancelled export leaves its thread writing; nothing is written after."""
 
     def __init__(self, path: Path, *, run: str) -> None:
         self._run = run
         self._lock = threading.Lock()
         try:
             self._file = path.open("ab")
+            if _is_torn(path):
+                self._file.write(b"\n")
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}") from error
 
@@ -48,6 +51,15 @@ class FileSink:
     def close(self) -> None:
         with self._lock:
             self._file.close()
+
+
+def _is_torn(path: Path) -> bool:
+    """True for a file whose last line has no end."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def request(spans: Sequence[Span], run: str) -> dict[str, Any]:
