@@ -248,7 +248,12 @@ def replace_synced(file: Path, content: bytes) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Make durable which files a folder has."""
-    handle = os.open(folder, os.O_RDONLY)
+    sync_file(folder)
+
+
+def sync_file(file: Path) -> None:
+    """Make durable what is in a file."""
+    handle = os.open(file, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

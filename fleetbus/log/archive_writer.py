@@ -34,6 +34,7 @@ from fleetbus.log.archive_format import (
     read_guard,
     read_header,
     replace_synced,
+    sync_file,
     sync_folder,
 )
 
@@ -66,7 +67,10 @@ class ArchiveWriter:
         return self.last.sequence if self.last is not None else 0
 
     def recover(self) -> None:
-        """Find the end, and cut what is torn there; raises `ArchiveDamaged` when more is gone than a crash can tear."""
+        """Find the end, also after an append that failed, and cut what is torn there; raises `ArchiveDamaged` when more is gone
+        than a crash can tear. What is whole there may have been written and not synced."""
+        self.close()
+        self.last, self._encoder = None, EntryEncoder()
         for segment in reversed(list_segments(self._folder)):
             size = self._find_end(segment)
             if self.last is None and parse_first_sequence(segment) > self.guarded:
@@ -78,6 +82,8 @@ class ArchiveWriter:
                     "archive has a torn tail; truncating it", segment=segment.name, cut_bytes=segment.stat().st_size - size
                 )
                 os.truncate(segment, size)
+            sync_file(segment)
+            sync_folder(self._folder)
             if self._format == FORMAT:  # one of before is read, and not continued
                 self._file = os.open(segment, os.O_WRONLY | os.O_APPEND)
                 self._size = size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import zlib
 from pathlib import Path
 
@@ -126,6 +128,49 @@ def test_a_record_that_grows_without_end_is_damage(tmp_path: Path) -> None:
         file.write(encode_frame(BEGUN + bomb))
     written(tmp_path, 4, 6)
     assert list(read_archive(tmp_path)) == entries(1, 6)
+
+
+def test_what_a_killed_recorder_had_not_synced_is_synced_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may leave the log as soon as it counts, and a loss of power would take the only copy."""
+    written(tmp_path, 1, 9)
+    (segment,) = list_segments(tmp_path)
+    synced, sync = set(), os.fsync
+
+    def note_and_sync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note_and_sync)
+    with open_archive(tmp_path, "run") as archive:
+        assert archive.last_sequence == 9
+        assert synced == {segment.stat().st_ino, tmp_path.stat().st_ino}
+
+
+@pytest.mark.parametrize("room", [0, 5, 300, 700])
+@pytest.mark.parametrize("segment_bytes", [1, 1 << 20])
+def test_an_append_that_found_no_room_is_repeated_after_its_remains_were_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, segment_bytes: int
+) -> None:
+    write = os.write
+    with open_archive(tmp_path, "run", segment_bytes=segment_bytes) as archive:
+        archive.append(entries(1, 9))
+
+        def write_while_there_is_room(descriptor: int, data: bytes) -> int:
+            nonlocal room
+            if not room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            count = write(descriptor, data[:room])
+            room -= count
+            return count
+
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+            patch.setattr(os, "write", write_while_there_is_room)
+            archive.append(entries(10, 60))
+        archive.recover()
+        archive.append(entries(archive.last_sequence + 1, 70))
+    assert list(read_archive(tmp_path)) == entries(1, 70)
 
 
 def test_garbage_after_the_last_record_is_cut(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Above it is the command line; below are the bus and the archive's files. One rec
 where the archive ends; of what is archived it reads again only what decides about trimming, which is kept as long as it does.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from fleetbus.config.settings import Configuration
 from fleetbus.delivery.control import Control
 from fleetbus.delivery.lanes import LEASE_SECONDS, Lane, NoLaneFree, claim_lane
 from fleetbus.delivery.worker_lifecycle import WorkerLifecycle, run_lifecycle
-from fleetbus.errors import BusClosed, BusError, UserError
+from fleetbus.errors import BusClosed, BusError, UserError, is_disk_full
 from fleetbus.log.archive_format import ArchiveDamaged
 from fleetbus.log.archive_reader import find_first_lost
 from fleetbus.log.archive_retention import remove_segments
@@ -27,6 +28,9 @@ from fleetbus_workers.recorder.archive_keeper import SEGMENT_BYTES, ArchiveKeepe
 from fleetbus_workers.recorder.log_trimmer import SETTLE_SECONDS, LogTrimmer
 
 LANE = "recorder"
+
+FULL_DISK_SECONDS = 10.0
+"""Between two tries to write on a disk without room."""
 
 log = structlog.get_logger()
 
@@ -108,13 +112,27 @@ class Recorder:
     async def _archive_entries(self, reader: Reader) -> None:
         while True:
             batch = await self._collect(reader)
-            await self._runtime.offload(self._archive.append, batch)
+            await self._append(batch)
             for entry in batch:
                 self._trimmer.enter(entry)
             self._archived += len(batch)
             self._archived_bytes += sum(len(entry.payload) for entry in batch)
             self._advanced.set()
             self._advanced = anyio.Event()
+
+    async def _append(self, batch: Sequence[StreamEntry]) -> None:
+        """Archive a batch; a full disk is waited for, as the log waits for the archive."""
+        while True:
+            try:
+                left = [entry for entry in batch if entry.sequence > self._archive.last_sequence]
+                await self._runtime.offload(self._archive.append, left)
+                return
+            except OSError as error:
+                if not is_disk_full(error):
+                    raise
+                log.error("disk is full; waiting for free space", reason=str(error))
+            await anyio.sleep(FULL_DISK_SECONDS)
+            await self._runtime.offload(self._archive.recover)
 
     async def _collect(self, reader: Reader) -> list[StreamEntry]:
         """The next entries: at least one, as many as come in a batch's time, up to a batch's bytes."""
@@ -133,7 +151,9 @@ class Recorder:
                 await self._trimmer.trim()
             except BusClosed:
                 raise
-            except BusError as error:
+            except (BusError, OSError) as error:
+                if isinstance(error, OSError) and not is_disk_full(error):
+                    raise
                 log.warning("log trim failed; retrying", reason=str(error))
 
     async def _keep_periodically(self) -> None:
