@@ -18,6 +18,9 @@ import anyio.abc
 import psutil
 import pytest
 
+from fleetbus.bus.nats import connect
+from fleetbus.bus.streams import log_stream, tasks_consumer
+
 SCRIPT = Path(__file__).with_name("scripted_roles.py")
 pytestmark = [pytest.mark.timeout(300), pytest.mark.integration]
 
@@ -246,6 +249,17 @@ async def test_a_killed_server_comes_back_at_the_same_address_and_workers_go_on(
         running.process.send_signal(signal.SIGTERM)
         assert await running.ended(within=60) == 0
         assert running.descendants() == []
+
+
+async def test_a_consumer_that_somebody_removed_is_there_again_for_the_worker_that_ended_because_of_it(tmp_path: Path) -> None:
+    name = f"{log_stream('default')}.{tasks_consumer('default')}"
+    async with up(tmp_path, script="wait") as running:
+        await running.everything_runs()
+        async with connect(read_summary(running.run / "server.json")["url"], run="default") as bus:
+            await bus._connection.api.ask(f"CONSUMER.DELETE.{name}")
+            running.named("environment").kill()
+            await running.output_has("environment-1 is ready")
+            assert (await bus._connection.api.ask(f"CONSUMER.INFO.{name}"))["name"] == tasks_consumer("default")
 
 
 async def test_a_resumed_run_has_the_address_that_it_had_unless_somebody_took_it(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,9 @@ GUARD_SECONDS = 0.5
 
 STRAY_SECONDS = 6.0
 """Time limit for stopping an orphaned server; rarely needed."""
+
+DECLARE_SECONDS = 5.0
+"""For declaring the run's streams again; while the server is away that fails."""
 
 PAGE_STOP_SECONDS = 2.0
 """For answers that the run's page is in the middle of."""
@@ -194,11 +198,11 @@ class Run:
                 await bus.declare(build_stream_plan(self._configuration))
                 await store_notes(bus, self._configuration)
                 self._record_start()
-                self._roles = self._build_supervisor(url)
+                self._roles = self._build_supervisor(url, bus)
             if self._roles is not None and not self._starting.cancelled_caught:
                 await self._watch(bus, self._roles, progress, began)
 
-    def _build_supervisor(self, url: str) -> Supervisor:
+    def _build_supervisor(self, url: str, bus: Bus) -> Supervisor:
         placement = place_roles(self._configuration, find_gpus(os.environ))
         if described := placement.describe():
             self._display.line(described)
@@ -208,6 +212,7 @@ class Run:
             final=("learner", *map(name_learner, self._list_others())),
             report=self._display.line,
             achieved=self._achievements.count,
+            prepare=partial(declare_again, bus, self._configuration),
         )
 
     async def _watch(self, bus: Bus, roles: Supervisor, progress: Progress, began: float) -> None:
@@ -292,6 +297,16 @@ class Run:
                 "summary is incomplete; continuing without the last entries",
                 reason=str(error) or f"no answer within {seconds:g} s",
             )
+
+
+async def declare_again(bus: Bus, configuration: Configuration) -> None:
+    """A worker may have ended because somebody removed the consumer that it works from. A log that is gone stays gone."""
+    try:
+        with anyio.fail_after(DECLARE_SECONDS):
+            await bus.log_state()
+            await bus.declare(build_stream_plan(configuration))
+    except (TimeoutError, BusError, UserError) as error:
+        log.warning("streams could not be declared again; continuing without it", reason=str(error))
 
 
 async def _wait_for_first(*events: anyio.Event) -> None:

@@ -6,13 +6,14 @@ status 2 of one that never worked means that trying again is of no use.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
 import anyio
+import anyio.lowlevel
 
 from fleetbus.errors import FleetbusError
 from fleetbus_workers.command.exit_status import FINISHED, REFUSED
@@ -73,6 +74,9 @@ Report = Callable[[str], None]
 Achieved = Callable[[str], float]
 """How much a worker, by the name of its plan, has achieved in all its starts (`fleetbus_workers.up.restarts`)."""
 
+Prepare = Callable[[], Awaitable[object]]
+"""Called before a plan is started again; it raises nothing and takes seconds at most."""
+
 WRITING_SECONDS = 10.0
 """Whoever was writing when the stop limit ended continues until nothing has grown for this long: a checkpoint of some gigabytes
 takes longer than any fixed limit, and is synced and hashed at its end."""
@@ -96,8 +100,17 @@ def _measure_output(folders: Sequence[Path]) -> dict[str, int]:
 class Supervisor:
     """Runs plans. ``report`` gets one line per event that a person should know of."""
 
-    def __init__(self, plans: Sequence[Plan], *, final: Sequence[str], report: Report, achieved: Achieved) -> None:
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        *,
+        final: Sequence[str],
+        report: Report,
+        achieved: Achieved,
+        prepare: Prepare = anyio.lowlevel.checkpoint,
+    ) -> None:
         self._achieved = achieved
+        self._prepare = prepare
         self._plans = plans
         self._final = frozenset(final)
         self._finished: set[str] = set()
@@ -191,6 +204,7 @@ class Supervisor:
                 break
             self._report(f"{plan.name} ended with status {status}; starting it again in {delay:g} s (see {plan.log})")
             await anyio.sleep(delay)
+            await self._prepare()
             starts += 1
         self._ended[plan.name].set()
 
