@@ -73,7 +73,8 @@ class Requests:
         self._configuration = configuration
         self._worker = worker
         self._runtime = runtime or Runtime()
-        self._open: dict[str, tuple[EpisodeRequested, int]] = {}
+        self._open: dict[str, tuple[EpisodeRequested, int, float]] = {}
+        """With its position, and when it is closed by this process's clock: the server's may be set while it is played."""
         self._next_sequence = 0
         """The first log position at which what is made now can stand, as far as is known."""
         self._room = LogRoom(configuration.nats.admission)
@@ -226,7 +227,10 @@ class Requests:
 
     def track(self, request: EpisodeRequested, sequence: int) -> None:
         """Watch a request until `mark_answered`."""
-        self._open[request.episode_id] = (request, sequence)
+        left_seconds = (request.deadline_ns - self._bus.now_ns()) / 1e9 + self._configuration.limits.grace
+        tracked = self._open.get(request.episode_id)
+        closes_at = tracked[2] if tracked is not None else anyio.current_time() + left_seconds
+        self._open[request.episode_id] = (request, sequence, closes_at)
 
     def mark_answered(self, episode_id: str) -> None:
         self._open.pop(episode_id, None)
@@ -245,10 +249,9 @@ class Requests:
         """
         while True:
             await anyio.sleep(EXPIRY_CHECK_SECONDS)
-            latest_ns = self._bus.now_ns() - int(self._configuration.limits.grace * 1e9)
             settled = await self._find_floor() if self._open else 0
-            for request, sequence in tuple(self._open.values()):
-                if sequence != _UNKNOWN and (request.deadline_ns < latest_ns or sequence < settled):
+            for request, sequence, closes_at in tuple(self._open.values()):
+                if sequence != _UNKNOWN and (closes_at < anyio.current_time() or sequence < settled):
                     with structlog.contextvars.bound_contextvars(**name_episode(request)):
                         try:
                             await self._close(request, sequence, found)

@@ -157,6 +157,23 @@ async def test_a_result_that_is_read_back_has_no_verdict_unless_it_opens_the_sea
         assert told == [expected]
 
 
+@pytest.mark.parametrize("hours", [-5, 5])
+async def test_a_request_expires_after_its_time_whatever_the_servers_clock_is_set_to_meanwhile(hours: int) -> None:
+    """Set forward, it ended all that were being played; set back, none that nobody played for as many hours."""
+    async with world() as here:
+        await here.requests.publish(here.request())
+        async with anyio.create_task_group() as group:
+            group.start_soon(here.requests.close_expired)
+            here.server.step_clock(hours * 3600)
+            await anyio.sleep(LIMITS.episode + LIMITS.grace - 1)
+            assert (await read_episode_state(here.bus, SUBJECTS, "e")).result is None
+            await anyio.sleep(10)
+            group.cancel_scope.cancel()
+        episode_state = await read_episode_state(here.bus, SUBJECTS, "e")
+        assert episode_state.result is not None
+        assert episode_state.result.outcome == "timeout"
+
+
 async def test_a_server_that_is_away_when_requests_expire_ends_nobody() -> None:
     async with world() as here:
         await here.requests.publish(here.request())
