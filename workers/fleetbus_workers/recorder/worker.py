@@ -72,6 +72,8 @@ class Recorder:
         self._drain = drain
         self._drain_seconds = drain_seconds
         self._runtime = runtime
+        self._clock_ahead_ns = bus.now_ns() - int(anyio.current_time() * 1e9)
+        """By how much the server's clock is ahead of this process's, as of the beginning."""
         self._archived = 0
         self._archived_bytes = 0
         self._advanced = anyio.Event()
@@ -162,9 +164,11 @@ class Recorder:
             await self._keep()
 
     async def _keep(self, *, is_end: bool = False) -> None:
-        """A store that is away for an hour costs nothing but room: until it is back nothing leaves the folder."""
+        """A store that is away for an hour costs nothing but room: until it is back nothing leaves the folder. Nor does
+        anything leave for good because the server's clock was set forward."""
         needed = self._trimmer.find_archive_floor()
-        keep = partial(self._keeper.keep, now_ns=self._bus.now_ns(), needed=needed, is_end=is_end)
+        now_ns = min(self._bus.now_ns(), self._clock_ahead_ns + int(anyio.current_time() * 1e9))
+        keep = partial(self._keeper.keep, now_ns=now_ns, needed=needed, is_end=is_end)
         try:
             await self._runtime.offload(keep)
         except (OSError, ArchiveDamaged) as error:
