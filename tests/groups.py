@@ -88,7 +88,7 @@ GROUPS = {
     "api": Group("test-api", 30),
     "games": Group("test-games", 20),
     "fleet-sdk": Group("test-fleet-sdk", 10),
-    "agents": Group("test-agents", 40),
+    "agents": Group("test-agents", 90),
     "clients": Group("test-clients", 40, lacks_vagen),
     "vllm": Group("test-vllm", 60),
     "vllm-cuda": Group("test-vllm-cuda", 60),

@@ -66,7 +66,7 @@ class _Ages:
 
     def enter(self, entry: StreamEntry) -> None:
         self._newest = (entry.sequence, entry.time_ns)
-        while self._samples and self._samples[-1][1] > entry.time_ns:  # the server's clock was set back: they are as old at least
+        while self._samples and self._samples[-1][1] > entry.time_ns:  # its clock was set back: they are as old at least
             self._samples.pop()
         if not self._samples or entry.time_ns - self._samples[-1][1] >= self._window_ns // SAMPLES_PER_WINDOW:
             self._samples.append((entry.sequence, entry.time_ns))
