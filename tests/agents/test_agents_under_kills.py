@@ -235,7 +235,10 @@ async def test_agents_outside_get_on_while_gateways_are_killed(
     wrong = [results[each] for each in played if (results[each].outcome, results[each].turns) != ("completed", 4)]
     assert not wrong and not any(result.segments for result in results.values())
     lost = [results[each] for each in results if each not in played]
-    assert all((result.outcome, result.turns) == ("timeout", 0) for result in lost), "the answer that gave them died on its way"
+    odd = [
+        (each.outcome, each.turns, each.error, each.attempt) for each in lost if (each.outcome, each.turns) != ("timeout", 0)
+    ]
+    assert not odd, "of others the answer that gave them died on its way"
     taken_over = sum(result.attempt > 1 for result in results.values())
     print(f"{asked} episodes, {taken_over} taken over, {len(lost)} never reached an agent, {sum(seen.values())} calls played")
     assert taken_over and len(lost) < asked // 2
