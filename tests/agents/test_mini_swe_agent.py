@@ -91,6 +91,7 @@ async def test_fifty_episodes_of_a_run_leave_nothing_behind(tmp_path: Path) -> N
     variables = os.environ | {"PYTHONPATH": PATHS, "CANNED_TEXTS": str(tmp_path / "texts.json"), "PYTHONFAULTHANDLER": "1"}
     port = find_port()
     options = ["--run", "fifty", "--tasks", f"harbor:{TASKS}", "--no-monitor", "--environment-workers", "0", "--steps", "2"]
+    options += ["--no-evaluation-greedy-start"]  # 6 + 32 + 6 + 6 episodes
     sizes = {"learner-groups": 4, "learner-group-size": 4, "evaluation-episodes": 6, "episode-max-turns": 20}
     sizes |= {"episode-max-episode-tokens": 1 << 17, "episode-max-tokens": 1 << 14, "inference-max-model-len": 1 << 17}
     options += [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
