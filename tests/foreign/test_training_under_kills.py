@@ -35,7 +35,6 @@ CASES = {
     "tool_test": (V0, "verifiers:tool_test"),
     "kuhn_poker": (V1, "verifiers:kuhn_poker player0.harness.id=null player1.harness.id=null"),
     "scratchpad": (V1, "verifiers:scratchpad agent.harness.id=null"),
-    "proposer_solver": (V1, "verifiers:proposer_solver role=solver proposer.harness.id=null solver.harness.id=null n=2"),
     "inspect_sums": (INSPECT, f"inspect:{HERE}/inspect_tasks/small.py@sums"),
     "inspect_sums_with_a_tool": (INSPECT, f"inspect:{HERE}/inspect_tasks/small.py@sums_with_a_tool"),
     "bfcl": (BFCL, "bfcl:multi_turn_base"),
