@@ -121,6 +121,30 @@ def test_a_worker_that_falls_silent_is_said_once_and_one_that_said_goodbye_is_no
     assert guard.take_lines(20.0) == []
 
 
+def test_a_heartbeat_that_is_read_after_its_workers_goodbye_makes_no_silent_worker_of_it() -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    guard.apply(WorkerStopped(role="environment", worker="e"), 1.0)
+    guard.record_heartbeat(Heartbeat(role="environment", worker="e", problem="x"), 1.5)
+    hear(guard, "f", 2, 200)
+    assert guard.take_lines(200.0) == [] == guard.take_hung(200.0)
+
+
+def test_a_worker_that_starts_again_under_its_name_is_watched_again() -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    guard.apply(WorkerStopped(role="environment", worker="e"), 1.0)
+    guard.apply(WorkerStarted(role="environment", worker="e"), 2.0)
+    guard.record_heartbeat(Heartbeat(role="environment", worker="e"), 3.0)
+    assert guard.take_lines(12.0) == ["e: no heartbeat for 8 s: it is blocked, suspended or dead"]
+
+
+def test_a_goodbye_in_the_name_of_a_worker_that_beats_on_is_forgotten() -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    guard.apply(WorkerStopped(role="environment", worker="e"), 1.0)
+    assert guard.take_lines(10.0) == []
+    guard.record_heartbeat(Heartbeat(role="environment", worker="e"), 11.0)
+    assert guard.take_lines(20.0) == ["e: no heartbeat for 8 s: it is blocked, suspended or dead"]
+
+
 def hear(guard: ProgressGuard, worker: str, since: float, until: float) -> None:
     for now in range(int(since), int(until) + 1, 2):
         guard.record_heartbeat(Heartbeat(role="environment", worker=worker), float(now))

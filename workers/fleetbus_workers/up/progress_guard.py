@@ -59,6 +59,8 @@ class _HeardWorker(msgspec.Struct, kw_only=True):
     problem: str = ""
     is_silence_said: bool = False
     paused: bool = False
+    has_ended: bool = False
+    """It said so; it is kept for as long as a heartbeat from before may be read."""
 
 
 class ProgressGuard:
@@ -99,11 +101,13 @@ class ProgressGuard:
                 self._note_beginning("version", now)
             case WorkerStarted():
                 self._note_beginning(message.role, now)
+                if (seen := self._workers.get(message.role, message.worker)) is not None and seen.has_ended:
+                    self._workers.remove(message.role, message.worker)
+            case WorkerStopped() | WorkerFailed():
+                self._workers.put(message.role, message.worker, _HeardWorker(heard_at=now, has_ended=True))
             case TrainingFinished(more=False):
                 self._unfinished -= 1
                 self._progressed_at = now
-        if isinstance(message, (WorkerStopped, WorkerFailed)):
-            self._workers.remove(message.role, message.worker)
 
     def record_heartbeat(self, beat: Heartbeat, now: float) -> None:
         """Take in a heartbeat: actions that were sampled are progress, a learner that has its batch, and one that is paused.
@@ -114,6 +118,8 @@ class ProgressGuard:
             self._heard_since = now
         self._heard_at = now
         seen = self._workers.get(beat.role, beat.worker) or _HeardWorker(heard_at=now)
+        if seen.has_ended:
+            return
         self._workers.put(beat.role, beat.worker, seen)
         seen.heard_at, seen.problem, seen.is_silence_said = now, beat.problem[:PROBLEM_CHARACTERS], False
         seen.episodes = beat.in_flight if beat.role == "environment" else 0
@@ -131,7 +137,11 @@ class ProgressGuard:
     def take_lines(self, now: float) -> list[str]:
         """Take the lines that are to be printed now and have not been."""
         for role, name, worker in self._workers.list_all():
-            if now - worker.heard_at > SILENT_SECONDS and not worker.is_silence_said:
+            if now - worker.heard_at <= SILENT_SECONDS or worker.is_silence_said:
+                continue
+            if worker.has_ended:
+                self._workers.remove(role, name)
+            else:
                 worker.is_silence_said = True
                 self._silences[role] += 1
                 if self._silences[role] <= MOST_PROBLEMS:
@@ -152,7 +162,7 @@ class ProgressGuard:
         silent = [
             (role, name)
             for role, name, worker in self._workers.list_all()
-            if now - max(worker.heard_at, self._heard_since) >= self._hung_seconds
+            if not worker.has_ended and now - max(worker.heard_at, self._heard_since) >= self._hung_seconds
         ]
         for role, name in silent:
             self._workers.remove(role, name)
