@@ -33,6 +33,9 @@ BATCH_BYTES = 8 << 20
 LAST_BYTES = 1 << 20
 """The same of an answer with the last entries of many subjects, which nobody is in a hurry for."""
 
+HISTORIES_AT_ONCE = 64
+"""Of several subjects: an episode that was claimed on thousands of lanes asks no thousands of questions at once."""
+
 _TRIES = 8
 _TRY_SECONDS = 4.0
 _MISSING_PAUSE_SECONDS = 0.25
@@ -176,11 +179,13 @@ class _Collector:
 
 
 async def get_histories(connection: Connection, stream: str, subjects: Sequence[str]) -> list[StreamEntry]:
-    """All entries on several literal subjects, merged by sequence; the subjects are asked for at the same time."""
+    """All entries on several literal subjects, merged by sequence; many subjects are asked for at the same time."""
     found: list[StreamEntry] = []
+    room = anyio.Semaphore(HISTORIES_AT_ONCE)
 
     async def collect(subject: str) -> None:
-        found.extend(await get_history(connection, stream, subject))
+        async with room:
+            found.extend(await get_history(connection, stream, subject))
 
     distinct = list(dict.fromkeys(subjects))
     if len(distinct) == 1:
