@@ -101,7 +101,7 @@ class Waiting:
 
 
 @asynccontextmanager
-async def waiting(count: int, *, lane: str = ANY_LANE, worker: str = "i") -> AsyncIterator[Waiting]:
+async def waiting(count: int, *, lane: str = ANY_LANE, worker: str = "i", policy: str = "default") -> AsyncIterator[Waiting]:
     async with MemoryServer().connect("run", worker="w") as memory, anyio.create_task_group() as tasks:
         await memory.declare(plan_run("run", lanes=2))
         group = Waiting(CountedBus(memory))
@@ -123,7 +123,7 @@ async def waiting(count: int, *, lane: str = ANY_LANE, worker: str = "i") -> Asy
                 sample_index=0,
                 split="train",
                 task=Task(key="t", prompt="p"),
-                policy="default",
+                policy=policy,
                 deadline_ns=2**62,
             )
             claim = claim_of(episode, 1)
@@ -250,6 +250,17 @@ async def test_an_action_is_found_though_nobody_says_how_far_the_queue_is_acked(
         await group.bus.publish(SUBJECTS.action("e000", "e0"), encode(Action(episode_id="e0", attempt=1, turn=0, text="here")))
         await group.check()
         assert list(group.answers) == ["e0"] and group.bus.own == [SUBJECTS.episode("e0")]
+
+
+async def test_an_attempt_whose_policy_has_no_consumer_waits_on_and_takes_an_action_nevertheless() -> None:
+    async with waiting(1, policy="undeclared") as group:
+        await group.check(CHECKS_OF_QUEUE)
+        group.clients["e0"].recheck()
+        await anyio.wait_all_tasks_blocked()
+        assert group.answers == {}
+        await group.bus.publish(SUBJECTS.action("e000", "e0"), encode(Action(episode_id="e0", attempt=1, turn=0, text="here")))
+        await group.check()
+        assert list(group.answers) == ["e0"]
 
 
 async def test_an_attempt_that_waits_for_hours_is_still_checked() -> None:

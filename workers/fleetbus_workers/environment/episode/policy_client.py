@@ -18,7 +18,7 @@ from fleetbus.concurrency.wakeup import Wakeup
 from fleetbus.core.episode.history import Turn
 from fleetbus.core.episode.late_action import AskedTurn, LateDecision, LateFacts, decide_late_action
 from fleetbus.core.episode.result_checks import MAX_INT32
-from fleetbus.errors import RequestUnanswered
+from fleetbus.errors import BusClosed, BusError
 from fleetbus.log.episodes import decode_entries, read_episode_state, store_message
 from fleetbus_schemas import ANY_LANE, Action, AttemptStarted, ChatMessage, EpisodeRequested, Observation, ToolSpec
 from fleetbus_schemas.tokens import EMPTY_HISTORY
@@ -239,8 +239,10 @@ class PolicyClient:
             self._wakeup.clear()
             try:
                 decision = await self._check_log()
-            except RequestUnanswered as unanswered:
-                log.warning("log read failed; retrying", turn=observation.turn, reason=str(unanswered))
+            except BusClosed:
+                raise
+            except BusError as error:  # also that the policy, which the request names, has no consumer
+                log.warning("log read failed; retrying", turn=observation.turn, reason=str(error))
                 continue
             if decision == "superseded":
                 raise Superseded(f"attempt {self._claim.attempt} of {observation.episode_id} no longer holds the episode")
