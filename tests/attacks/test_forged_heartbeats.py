@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(60)
 
 anyio_backend = asyncio_alone
 
-LEARNER = Heartbeat(role="learner", worker="learner-1", slots=2, in_flight=2)
+LEARNER = Heartbeat(role="learner", worker="learner-1", slots=2, in_flight=2, counters={"begun_work": 1.0})
 FORGED = Heartbeat(
     role="gateway",
     worker="learner-1",
@@ -82,10 +82,10 @@ def test_a_life_entry_ends_no_worker_of_another_role() -> None:
     assert [line for line in guard.take_lines(SILENT_SECONDS + 1) if line.startswith("learner-1: no heartbeat")]
 
 
-@pytest.mark.parametrize("role", ["gateway", "recorder"])
-def test_the_problem_of_a_role_beside_it_does_not_end_a_run_whose_learner_trains(role: WorkerRole) -> None:
+@pytest.mark.parametrize("role", ["environment", "inference", "gateway", "recorder"])
+def test_no_invented_worker_ends_a_run_whose_learner_trains(role: WorkerRole) -> None:
     guard = ProgressGuard(LIMITS, 0.0)
-    guard.record_heartbeat(Heartbeat(role=role, worker="b0", problem="forged"), 0.0)
+    guard.record_heartbeat(Heartbeat(role=role, worker="ghost", slots=1, in_flight=1, problem="forged"), 0.0)
     guard.record_heartbeat(LEARNER, 59.0)
     assert guard.find_stall(100.0) is None
 

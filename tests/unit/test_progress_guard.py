@@ -79,13 +79,13 @@ def test_a_problem_of_a_worker_is_said_once_and_is_the_cause_when_nothing_progre
     assert "nothing progressed for 100 s (limits.no_progress): inference: weights rejected" in str(guard.find_stall(100.0))
 
 
-def test_sampled_actions_trained_steps_and_a_learner_with_its_batch_are_progress() -> None:
+def test_sampled_actions_trained_steps_and_a_learner_that_trains_are_progress() -> None:
     guard = ProgressGuard(LIMITS, 0.0)
     guard.record_heartbeat(Heartbeat(role="inference", worker="i", counters={"actions": 3.0}), 90.0)
     assert guard.find_stall(180.0) is None
     guard.apply(StepTrained(lineage="l", step=1, version=1, episodes=()), 180.0)
     assert guard.find_stall(270.0) is None
-    guard.record_heartbeat(Heartbeat(role="learner", worker="l", slots=4, in_flight=4), 270.0)
+    guard.record_heartbeat(Heartbeat(role="learner", worker="l", counters={"begun_work": 2.0, "ended_work": 1.0}), 270.0)
     assert guard.find_stall(369.0) is None
 
 
@@ -106,8 +106,8 @@ def test_a_learner_that_starts_and_publishes_again_and_again_is_no_progress() ->
 def test_a_learner_that_waits_for_episodes_is_no_progress() -> None:
     guard = ProgressGuard(LIMITS, 0.0)
     for now in range(0, 101, 2):
-        guard.record_heartbeat(Heartbeat(role="environment", worker="e", slots=8, in_flight=8), float(now))
-        guard.record_heartbeat(Heartbeat(role="learner", worker="l", slots=4, in_flight=4), float(now))
+        beat = Heartbeat(role="learner", worker="l", slots=4, in_flight=4, counters={"begun_work": 2.0, "ended_work": 2.0})
+        guard.record_heartbeat(beat, float(now))
     assert guard.find_stall(100.0) is not None
 
 

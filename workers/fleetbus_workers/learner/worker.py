@@ -4,6 +4,9 @@ Above it is the command line; below are its parts (`fleetbus_workers.learner.par
 it follows the log from a position, and its checkpoints say which requests are settled.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import anyio
 import structlog
 from anyio.abc import TaskGroup
@@ -88,7 +91,8 @@ class Learner:
             await self._train_batch(tasks)
         if self._drain.is_set() and not self._is_done:
             if self._settings.checkpoint_at_stop:
-                await parts.checkpoints.store()
+                with self._count_work():
+                    await parts.checkpoints.store()
             log.info("drained", step=parts.progress.step)
             return
         await self._finish()
@@ -104,9 +108,20 @@ class Learner:
         if not groups:
             return
         step, version = parts.progress.step, parts.publication.version
-        batch = await parts.batches.train(groups, step=step, version=version, waited=waited)
-        if batch is not None:
-            await parts.steps.record(batch, tasks)
+        with self._count_work():
+            batch = await parts.batches.train(groups, step=step, version=version, waited=waited)
+            if batch is not None:
+                await parts.steps.record(batch, tasks)
+
+    @contextmanager
+    def _count_work(self) -> Iterator[None]:
+        """The block waits for nobody, however long it takes; whoever listens sees by the counters that it has begun."""
+        counters = self._parts.progress.counters
+        counters["begun_work"] += 1
+        try:
+            yield
+        finally:
+            counters["ended_work"] += 1
 
     async def _wait_for_batch(self) -> list[Group]:
         """The groups of the next step; [] when drained while waiting, or when there will be none."""
@@ -119,7 +134,8 @@ class Learner:
                 self._is_left = True
                 return []
             if await self._is_log_full() and checkpoints.pending is not None:
-                await checkpoints.store()  # the log is trimmed up to a checkpoint only
+                with self._count_work():
+                    await checkpoints.store()  # the log is trimmed up to a checkpoint only
             with anyio.move_on_after(FULL_CHECK_SECONDS):
                 await run_until_drained(self._drain, pool.changed.wait)
         return []
@@ -134,8 +150,9 @@ class Learner:
     async def _finish(self) -> None:
         """Store the model, evaluate it, and exclude what was not trained; the last entry says that training has finished."""
         parts, model = self._parts, policy_folder(self._configuration.run).model
-        await parts.checkpoints.store()
-        await retry_while_disk_full(self._runtime, self._trainer.save_model, model)
+        with self._count_work():
+            await parts.checkpoints.store()
+            await retry_while_disk_full(self._runtime, self._trainer.save_model, model)
         await run_until_drained(self._drain, parts.evaluations.play_end)
         if self._drain.is_set():
             return

@@ -44,10 +44,6 @@ MANY_SHORT = 8
 """Graded episodes whose tokens were used up in their first turns, and most of all: no accident any more."""
 
 
-BESIDE = ("gateway", "recorder")
-"""Roles whose problems keep no learner from its work."""
-
-
 class RunStalled(FleetbusError):
     """The run cannot progress as it is configured; the message is the cause."""
 
@@ -55,7 +51,6 @@ class RunStalled(FleetbusError):
 class _HeardWorker(msgspec.Struct, kw_only=True):
     heard_at: float
     actions: float = 0.0
-    episodes: int = 0
     problem: str = ""
     is_silence_said: bool = False
     paused: bool = False
@@ -110,7 +105,7 @@ class ProgressGuard:
                 self._progressed_at = now
 
     def record_heartbeat(self, beat: Heartbeat, now: float) -> None:
-        """Take in a heartbeat: actions that were sampled are progress, a learner that has its batch, and one that is paused.
+        """Take in a heartbeat: actions that were sampled are progress, a learner that trains, and one that is paused.
 
         Each role says its own: a gateway samples no actions and pauses nothing.
         """
@@ -122,10 +117,9 @@ class ProgressGuard:
             return
         self._workers.put(beat.role, beat.worker, seen)
         seen.heard_at, seen.problem, seen.is_silence_said = now, beat.problem[:PROBLEM_CHARACTERS], False
-        seen.episodes = beat.in_flight if beat.role == "environment" else 0
         actions = beat.counters.get("actions", 0.0) if beat.role == "inference" else 0.0
         is_paused = beat.paused and beat.role == "learner"
-        if actions > seen.actions or is_paused or self._is_training(beat):
+        if actions > seen.actions or is_paused or _is_training(beat):
             self._progressed_at = now
         if is_paused != seen.paused:
             seen.paused = is_paused
@@ -222,12 +216,6 @@ class ProgressGuard:
                 f"{self._short} of {self._graded} episodes had no room, the last one: {message.note}; {advice}"
             )
 
-    def _is_training(self, beat: Heartbeat) -> bool:
-        """A learner that has a batch of groups while nothing is played trains, publishes or stores a checkpoint."""
-        if beat.role != "learner" or not beat.in_flight >= beat.slots > 0:
-            return False
-        return not any(seen.episodes or seen.problem for role, _, seen in self._workers.list_all() if role not in BESIDE)
-
     def _add_problem(self, role: WorkerRole, line: str) -> None:
         said = self._said_problems[role]
         if line not in said and len(said) < MOST_PROBLEMS:
@@ -243,6 +231,11 @@ class ProgressGuard:
         return (
             "; ".join(causes[:MOST_CAUSES]) or "no episode ended and no action was sampled; `fleetbus top` says where it waits"
         )
+
+
+def _is_training(beat: Heartbeat) -> bool:
+    """A learner that trains, publishes or stores a checkpoint, by its own word: others may invent workers that play."""
+    return beat.role == "learner" and beat.counters.get("begun_work", 0.0) > beat.counters.get("ended_work", 0.0)
 
 
 def format_traceback_lines(text: str) -> Iterable[str]:
