@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
+
 from fleetbus.config.settings import LimitSettings
 from fleetbus_schemas import EpisodeFinished, Heartbeat, Outcome, PolicyPublished, StepTrained, WorkerStarted, WorkerStopped
 from fleetbus_workers.up.progress_guard import ProgressGuard
@@ -87,6 +91,15 @@ def test_sampled_actions_trained_steps_and_a_learner_that_trains_are_progress() 
     assert guard.find_stall(270.0) is None
     guard.record_heartbeat(Heartbeat(role="learner", worker="l", counters={"begun_work": 2.0, "ended_work": 1.0}), 270.0)
     assert guard.find_stall(369.0) is None
+
+
+@pytest.mark.parametrize("forged", [math.inf, math.nan])
+def test_no_number_of_actions_keeps_those_after_it_from_being_progress(forged: float) -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    for actions, now in ((forged, 0.0), (3.0, 90.0), (3.0, 120.0)):
+        guard.record_heartbeat(Heartbeat(role="inference", worker="i", counters={"actions": actions}), now)
+    assert guard.find_stall(189.0) is None
+    assert guard.find_stall(190.0) is not None
 
 
 def test_a_learner_that_starts_and_publishes_again_and_again_is_no_progress() -> None:

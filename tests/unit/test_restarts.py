@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
+
 from fleetbus_schemas import EpisodeFinished, EvaluationFinished, Heartbeat, StepTrained
 from fleetbus_workers.up.restarts import (
     CRASHES_ALLOWED,
@@ -44,15 +48,39 @@ def test_a_learner_achieves_steps_that_no_one_reached_before_and_evaluations() -
     assert achieved.count("learner") == 13
 
 
+def sampled(worker: str, actions: float) -> Heartbeat:
+    return Heartbeat(role="inference", worker=worker, counters={"actions": actions})
+
+
 def test_other_workers_achieve_what_they_did_themselves_in_all_their_starts() -> None:
-    achieved = Achievements()
+    achieved = Achievements(["environment-0", "environment-1", "inference"])
     for worker in ("environment-0", "environment-0-1", "environment-10"):
         achieved.apply(graded(worker))
-    for actions in (3.0, 5.0):
-        achieved.record_heartbeat(Heartbeat(role="inference", worker="inference-2", counters={"actions": actions}))
-    assert [achieved.count(name) for name in ("environment-0", "environment-1", "environment-10")] == [2, 0, 1]
-    assert [achieved.count(name) for name in ("inference", "inference-2")] == [5, 5]
-    assert achieved.count("server") == 8
+    for worker, actions in (("inference", 3.0), ("inference", 5.0), ("inference", 5.0), ("inference-2", 0.0)):
+        achieved.record_heartbeat(sampled(worker, actions))
+    assert [achieved.count(name) for name in ("environment-0", "environment-1", "inference")] == [2, 0, 2]
+    achieved.record_heartbeat(sampled("inference-2", 5.0))
+    assert achieved.count("inference") == 3
+    assert achieved.count("server") == 6, "an environment worker that somebody else started is one of the run, too"
+
+
+@pytest.mark.parametrize("forged", [math.inf, math.nan, 1e300])
+def test_no_number_of_actions_keeps_those_after_it_from_being_an_achievement(forged: float) -> None:
+    achieved, budget = Achievements(["inference"]), RestartBudget()
+    for number in range(2 * CRASHES_ALLOWED):
+        achieved.record_heartbeat(sampled("inference", forged))
+        achieved.record_heartbeat(sampled("inference", float(number + 1)))
+        assert budget.delay_after_crash(achieved.count("inference")) is not None
+
+
+def test_invented_workers_are_counted_together_and_achieve_nothing_for_those_of_another_role() -> None:
+    achieved = Achievements(["environment", "inference"])
+    for number in range(1000):
+        achieved.apply(graded(f"ghost-{number}"))
+        achieved.apply(graded("inference"))
+        achieved.record_heartbeat(sampled(f"ghost-{number}", 1.0))
+    assert [achieved.count("environment"), achieved.count("inference")] == [0, 0]
+    assert len(achieved._achieved) + len(achieved._sampled) < 6
 
 
 def test_a_worker_that_never_worked_and_refuses_is_given_up_at_once() -> None:

@@ -119,12 +119,12 @@ class ProgressGuard:
         seen.heard_at, seen.problem, seen.is_silence_said = now, beat.problem[:PROBLEM_CHARACTERS], False
         actions = beat.counters.get("actions", 0.0) if beat.role == "inference" else 0.0
         is_paused = beat.paused and beat.role == "learner"
-        if actions > seen.actions or is_paused or _is_training(beat):
+        if (actions and actions != seen.actions) or is_paused or _is_training(beat):
             self._progressed_at = now
         if is_paused != seen.paused:
             seen.paused = is_paused
             self._problems.append("admission is paused by request" if is_paused else "admission is resumed")
-        seen.actions = max(actions, seen.actions)
+        seen.actions = actions  # whatever was said once, such as infinity, later ones count
         if seen.problem:
             self._add_problem(beat.role, f"{beat.worker}: {seen.problem}")
 

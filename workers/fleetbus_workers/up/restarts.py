@@ -5,7 +5,8 @@ first step never crashes often within a minute, and never gets anywhere
 (`docs/decisions/0180-restarts-count-by-what-was-achieved.md`).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 
 from fleetbus_schemas import GRADED, EpisodeFinished, EvaluationFinished, Heartbeat, Message, StepTrained
 
@@ -23,10 +24,17 @@ GOALS = {"learner": "a new training step", "environment": "a graded episode", "i
 
 class Achievements:
     """The achievements of a run's workers since `up` began, counted from its log and their heartbeats. A learner achieves a
-    step that none of its predecessors reached: one that was trained before, and lost, is not counted again."""
+    step that none of its predecessors reached: one that was trained before, and lost, is not counted again.
 
-    def __init__(self) -> None:
-        self._by_worker: defaultdict[str, float] = defaultdict(float)
+    ``workers`` are the names of the plans: whoever has a key of a role may invent as many workers of it as he likes.
+    """
+
+    def __init__(self, workers: Iterable[str] = ()) -> None:
+        self.workers = tuple(workers)
+        self._achieved: Counter[str] = Counter()
+        """By the name of the plan; of all workers that `up` did not start under an empty one."""
+        self._sampled: dict[str, tuple[str, float]] = {}
+        """By the name of the plan the worker that was heard last, and its actions."""
         self._furthest: defaultdict[str, int] = defaultdict(int)
         """By the name of the learner."""
         self._evaluations: set[tuple[int, str]] = set()
@@ -39,12 +47,17 @@ class Achievements:
             case EvaluationFinished():
                 self._evaluations.add((message.step, message.name))
             case EpisodeFinished() if message.outcome in GRADED:
-                self._by_worker[message.worker] += 1
+                self._achieved[self._find_plan("environment", message.worker)] += 1
 
     def record_heartbeat(self, beat: Heartbeat) -> None:
-        """Take in a heartbeat: actions are counted by who sampled them."""
-        if beat.role == "inference":
-            self._by_worker[beat.worker] = max(self._by_worker[beat.worker], beat.counters.get("actions", 0.0))
+        """Take in a heartbeat: other actions than before are an achievement, and no number of them keeps later ones from it."""
+        actions = beat.counters.get("actions", 0.0)
+        if beat.role != "inference" or not actions:
+            return
+        plan, sampled = self._find_plan(beat.role, beat.worker), (beat.worker, actions)
+        if self._sampled.get(plan) != sampled:
+            self._sampled[plan] = sampled
+            self._achieved[plan] += 1
 
     def count(self, name: str) -> float:
         """Of a worker by the name of its plan, in all its starts; of whatever is no worker, such as the server, of all."""
@@ -53,9 +66,10 @@ class Achievements:
         role = name.partition("-")[0]
         if role == "learner":
             return learned.get(name, 0.0)
-        if role not in GOALS:
-            return sum(learned.values()) + sum(self._by_worker.values())
-        return sum(count for worker, count in self._by_worker.items() if is_start_of(name, worker))
+        return float(self._achieved[name]) if role in GOALS else sum(learned.values()) + self._achieved.total()
+
+    def _find_plan(self, role: str, worker: str) -> str:
+        return next((each for each in self.workers if each.partition("-")[0] == role and is_start_of(each, worker)), "")
 
 
 def describe_failure(name: str) -> str:

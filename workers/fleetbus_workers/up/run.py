@@ -207,6 +207,7 @@ class Run:
         if described := placement.describe():
             self._display.line(described)
         plans = build_role_plans(self._configuration, self._folder, url, os.environ, self._command, self._local, placement)
+        self._achievements.workers = tuple(plan.name for plan in plans)
         return Supervisor(
             plans,
             final=("learner", *map(name_learner, self._list_others())),
