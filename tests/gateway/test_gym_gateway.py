@@ -6,9 +6,11 @@ import anyio
 import httpx
 import pytest
 
-from fleetbus_schemas import Action, Task
+from fleetbus.client.sessions import sessions
+from fleetbus_schemas import Action, SessionCall, Task
 from fleetbus_workers.environment.adapters.remote_gym.client import ServerPool
 from fleetbus_workers.environment.adapters.remote_gym.environment import RemoteGymEnvironment
+from fleetbus_workers.gateway.gym_methods import build_task
 from fleetbus_workers.gateway.gym_service import GymService, build_gym_service
 from tests.support.gym_service import Handler, fields_of, new_boundary, running, serve_gym
 from tests.support.paying import PayingEnvironment, gym_gateway, paying_configuration
@@ -254,6 +256,20 @@ async def test_another_gateway_goes_on_after_a_failure_too() -> None:
         assert await second.call(broken, "close") == {"closed": True}
         assert (await first.post("/call", {"session_id": broken, "method": "step"})).status_code == 404
         await first.call(session, "close")
+
+
+@pytest.mark.parametrize("length", [126, 127, 128])
+async def test_a_session_that_another_client_gave_a_long_name_goes_on_after_a_failure_too(length: int) -> None:
+    session, task = "s" * length, build_task({"rewards": [], "verdict": 1.0})
+    async with small_deployment(paying_configuration()) as fleet, gym_gateway(fleet) as first, gym_gateway(fleet) as second:
+        fleet.environment("e1", make=PayingEnvironment)
+        async with sessions(fleet.bus, fleet.subjects) as client:
+            await client.call(SessionCall(session=session, call="open", key="k", task=task), timeout=10)
+        await first.call(session, "reset", seed=1)
+        assert (await first.call(session, "step", action_str="x"))["info"]["error_class"] == "IndexError"
+        assert (await first.call(session, "reset", seed=2))["obs"] == "begin"
+        assert (await second.call(session, "reset", seed=3))["obs"] == "begin"
+        assert await second.call(session, "close") == {"closed": True}
 
 
 def test_a_handler_with_calls_of_its_own_is_refused_and_not_ignored() -> None:

@@ -4,6 +4,7 @@ A client of this protocol repeats all that is not answered with 200, so only wha
 environment that failed ends the episode with ``done`` and says in ``info`` that it must not be trained on.
 """
 
+import hashlib
 import time
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from fleetbus.core.episode.journal import Journal
 from fleetbus.log.actions import LAG_PAUSES_SECONDS
 from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, Task
 from fleetbus_schemas.session import SessionCallKind
-from fleetbus_schemas.subjects import InvalidName, check_name
+from fleetbus_schemas.subjects import is_name
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
 from fleetbus_workers.gateway.gym_wire import Request
 from fleetbus_workers.gateway.image_format import ImageFormat
@@ -121,7 +122,7 @@ class GymCalls:
             raise CallRefused(400, "session_id required")
         if not method:
             raise CallRefused(400, "method required")
-        if not _is_valid_name(session):
+        if not is_name(session):
             raise CallRefused(404, f"Session {session} not found")
         if method not in METHODS:
             raise CallRefused(400, f"method {method!r} is none of: {', '.join(METHODS)}")
@@ -230,7 +231,7 @@ class GymCalls:
         """The name of the session on the bus: with each environment of it that failed and was followed by another, a new
         name."""
         failed = len(self._failed_journals.get(session, ()))
-        return f"{session}-{failed}" if failed else session
+        return _name_follower(session, failed) if failed else session
 
     async def _execute(self, session: str, kind: SessionCallKind, key: str, **fields: Any) -> SessionAnswer:
         """An answer that was executed, now or before, the end of a failed environment, or a conflict; raises `CallRefused`
@@ -267,7 +268,7 @@ class GymCalls:
 
     async def _is_followed(self, session: str) -> bool:
         """True if another gateway continued this session after its environment had failed; then so does this one."""
-        following = f"{session}-{len(self._failed_journals.get(session, ())) + 1}"
+        following = _name_follower(session, len(self._failed_journals.get(session, ())) + 1)
         if await self._client.bus.last(self._client.subjects.session(following)) is None:
             return False
         failed = self._name(session)
@@ -315,12 +316,10 @@ def _build_failure(answer: SessionAnswer) -> dict[str, object]:
     return {"obs": FAILED, "info": info}
 
 
-def _is_valid_name(session: str) -> bool:
-    try:
-        check_name("session", session)
-    except InvalidName:
-        return False
-    return True
+def _name_follower(session: str, failed: int) -> str:
+    """The name on the bus of a session of which so many environments failed; of a name that leaves no room, its hash."""
+    name = f"{session}-{failed}"
+    return name if is_name(name) else f"{hashlib.sha256(session.encode()).hexdigest()}-{failed}"
 
 
 def _parse_seed(value: object) -> int | None:
