@@ -1,23 +1,48 @@
 """A fold of the journal of a step-wise session: its holder, its calls, its end. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from fleetbus_schemas import SessionAnswer, SessionCall, SessionClaimed, SessionEnded, SessionRecorded
+from fleetbus_schemas import SessionAnswer, SessionCall, SessionClaimed, SessionEnded, SessionRecorded, decode
 from fleetbus_schemas.session import SessionRefusal
 
 JournalEntry = SessionClaimed | SessionRecorded | SessionEnded
 
 
+ENTRY_BYTES = 512
+"""What an entry takes beside its contents."""
+
+
+class Records(msgspec.Struct):
+    """Calls and their answers as they are stored: hardly any is looked at again, and decoded a value may take 70 times the
+    room."""
+
+    packed: list[bytes] = msgspec.field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __getitem__(self, index: int) -> SessionRecorded:
+        return decode(SessionRecorded, self.packed[index])
+
+    def __iter__(self) -> Iterator[SessionRecorded]:
+        return (decode(SessionRecorded, packed) for packed in self.packed)
+
+    def __reversed__(self) -> Iterator[SessionRecorded]:
+        return (decode(SessionRecorded, packed) for packed in reversed(self.packed))
+
+
 class Journal(msgspec.Struct, kw_only=True):
-    """One session so far. ``last_sequence`` is what the next entry has to expect (0: nothing stored yet)."""
+    """One session so far. ``last_sequence`` is what the next entry has to expect (0: nothing stored yet), ``size_bytes`` what
+    its entries take."""
 
     last_sequence: int = 0
+    size_bytes: int = 0
     claim: SessionClaimed | None = None
-    records: list[SessionRecorded] = msgspec.field(default_factory=list)
+    records: Records = msgspec.field(default_factory=Records)
     ended: SessionEnded | None = None
-    recorded: dict[str, SessionRecorded] = msgspec.field(default_factory=dict)
+    recorded: dict[str, int] = msgspec.field(default_factory=dict)
     """The newest of `records` by the key of its call: every call is looked up, however long the session is."""
 
     @property
@@ -25,25 +50,27 @@ class Journal(msgspec.Struct, kw_only=True):
         """The position of the next call."""
         return len(self.records)
 
-    def apply(self, sequence: int, entry: JournalEntry) -> None:
-        """Take in the next stored entry. What follows a tombstone changes nothing."""
+    def apply(self, sequence: int, entry: JournalEntry, packed: bytes) -> None:
+        """Take in the next stored entry, ``packed`` as it was stored. What follows a tombstone changes nothing."""
         self.last_sequence = sequence
         if self.ended is not None:
             return
+        self.size_bytes += len(packed) + ENTRY_BYTES
         match entry:
             case SessionClaimed():
                 self.claim = entry
             case SessionRecorded():
-                self.records.append(entry)
-                self.recorded[entry.call.key] = entry
+                self.recorded[entry.call.key] = len(self.records)
+                self.records.packed.append(packed)
                 self.ended = _find_end(entry)
             case _:
                 self.ended = entry
 
     def answer(self, call: SessionCall) -> SessionAnswer | None:
         """The answer to this call without executing anything: stored, refused, or None if it is to be executed."""
-        record = self.recorded.get(call.key)
-        if record is not None:
+        number = self.recorded.get(call.key)
+        if number is not None:
+            record = self.records[number]
             return record.answer if is_same_call(record.call, call) else build_refusal(call, "conflict", _CONFLICT)
         if self.ended is not None:
             return self._answer_after_end(call, self.ended)
@@ -52,7 +79,7 @@ class Journal(msgspec.Struct, kw_only=True):
             return build_refusal(call, "unknown", error)
         if 0 <= call.number != self.next_number:
             return build_refusal(call, "gap", f"call {call.number} is not the next one, which is {self.next_number}")
-        if self.records and call.call == "open":
+        if self.next_number and call.call == "open":
             return build_refusal(call, "conflict", "the session is open already: name another")
         return None
 
@@ -81,11 +108,11 @@ def _find_end(record: SessionRecorded) -> SessionEnded | None:
 _CONFLICT = "another call was made under this key"
 
 
-def read_journal(entries: Iterable[tuple[int, JournalEntry]]) -> Journal:
-    """The journal from its entries (sequence, message) in order of the log."""
+def read_journal(entries: Iterable[tuple[int, JournalEntry, bytes]]) -> Journal:
+    """The journal from its entries (sequence, message, payload) in order of the log."""
     journal = Journal()
-    for sequence, entry in entries:
-        journal.apply(sequence, entry)
+    for sequence, entry, packed in entries:
+        journal.apply(sequence, entry, packed)
     return journal
 
 

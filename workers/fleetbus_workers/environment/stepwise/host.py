@@ -38,6 +38,13 @@ MOST_WAIT_SECONDS = 600.0
 CALLS_PER_SLOT = 4
 """Concurrent calls per slot; further ones are refused as busy."""
 
+JOURNAL_BYTES = 64 << 20
+"""Of one session: beyond, it ends with its next call (docs/decisions/0265)."""
+JOURNALS_BYTES = 512 << 20
+"""Of all sessions here: beyond, so end those that have more than their share of it."""
+READS_AT_ONCE = 4
+"""Journals of sessions that are not here."""
+
 TOO_MANY_CALLS = "too many calls at a time"
 
 log = structlog.get_logger()
@@ -66,6 +73,7 @@ class SessionHost:
         self._context = context
         self._slots = slots
         self._free = anyio.Semaphore(slots) if slots else None
+        self._reads = anyio.Semaphore(READS_AT_ONCE)
         self._counters = counters
         self._sessions: dict[str, StepwiseSession] = {}
         self._admission_locks: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
@@ -258,10 +266,17 @@ class SessionHost:
             return answer
         if self._draining:
             return build_refusal(call, "draining", f"{context.worker} takes no more sessions")
-        if not await self._acquire_slot(call.wait_seconds):
-            return build_refusal(call, "no_slot", f"all {self._slots} slots of {context.worker} are taken")
+        has_waited = not self._take_free_slot()
+        if has_waited:
+            journal = Journal()  # what was read may be long, and so may the wait
+            if not await self._wait_for_slot(call.wait_seconds):
+                return build_refusal(call, "no_slot", f"all {self._slots} slots of {context.worker} are taken")
         is_hosted = False
         try:
+            if has_waited:
+                journal = await self._read_journal(call)
+                if answer := journal.answer(call):
+                    return answer
             task = call.task if journal.claim is None else journal.claim.task
             if task is None:
                 return build_refusal(call, "conflict", "open needs a task")
@@ -272,7 +287,9 @@ class SessionHost:
             await append(context.bus, context.subjects, call.session, journal, claim)
             if not journal.records and await self._is_below_floor(call, journal.last_sequence):
                 return build_refusal(call, "closed", "the session was opened before, and has left the log: name another")
-            stepwise_session = StepwiseSession(context, journal, session=call.session, deadlines=self._deadlines)
+            stepwise_session = StepwiseSession(
+                context, journal, session=call.session, is_full=self._is_full, deadlines=self._deadlines
+            )
             self._sessions[call.session] = stepwise_session
             is_hosted = True
             self._session_admitted.notify()
@@ -292,7 +309,8 @@ class SessionHost:
     async def _read_journal(self, call: SessionCall) -> Journal:
         """At least what its caller knows: the replica that answers may be behind that."""
         for pause in (*LAG_PAUSES_SECONDS, 0.0):
-            journal = await read_session_journal(self._context.bus, self._context.subjects, call.session)
+            async with self._reads:
+                journal = await read_session_journal(self._context.bus, self._context.subjects, call.session)
             if call.call == "open" or (journal.claim is not None and journal.next_number >= call.number):
                 break
             await anyio.sleep(pause)
@@ -317,18 +335,31 @@ class SessionHost:
             self._remove(session, stepwise_session)
             raise
 
-    async def _acquire_slot(self, wait_seconds: float) -> bool:
-        """A slot within that time; those who wait are served in order of arrival. What is no time is none."""
+    def _is_full(self, journal: Journal) -> bool:
+        """True if the journal of a session here has reached its limit; below its share none has, whatever others do."""
+        if journal.size_bytes <= min(JOURNALS_BYTES // self._slots, JOURNAL_BYTES):
+            return False
+        return (
+            journal.size_bytes > JOURNAL_BYTES or sum(each.journal_bytes for each in self._sessions.values()) > JOURNALS_BYTES
+        )
+
+    def _take_free_slot(self) -> bool:
         if self._free is None:
             return False
-        with anyio.move_on_after(min(wait_seconds, MOST_WAIT_SECONDS) if wait_seconds > 0.0 else 0.0):
-            await self._free.acquire()
-            return True
         try:
             self._free.acquire_nowait()
         except anyio.WouldBlock:
             return False
         return True
+
+    async def _wait_for_slot(self, wait_seconds: float) -> bool:
+        """A slot within that time; those who wait are served in order of arrival. What is no time is none."""
+        if self._free is None or not wait_seconds > 0.0:
+            return False
+        with anyio.move_on_after(min(wait_seconds, MOST_WAIT_SECONDS)):
+            await self._free.acquire()
+            return True
+        return False
 
     def _release_slot(self) -> None:
         assert self._free is not None

@@ -27,7 +27,8 @@ class LogUnavailable(Exception):
 async def read_session_journal(bus: LogBus, subjects: Subjects, session: str) -> Journal:
     """Everything about one session, as of now."""
     entries = await bus.history([subjects.session(session)])
-    return read_journal((entry.sequence, message) for entry in entries if (message := decode_journal_entry(entry)) is not None)
+    decoded = ((entry.sequence, decode_journal_entry(entry), entry.payload) for entry in entries)
+    return read_journal((sequence, message, payload) for sequence, message, payload in decoded if message is not None)
 
 
 def decode_journal_entry(entry: StreamEntry) -> JournalEntry | None:
@@ -57,7 +58,7 @@ async def append(bus: LogBus, subjects: Subjects, session: str, journal: Journal
             log.warning("journal write failed; retrying", session=session, reason=str(error))
             await anyio.sleep(RETRY_SECONDS)
         else:
-            journal.apply(sequence, entry)
+            journal.apply(sequence, entry, payload)
             return
 
 

@@ -4,6 +4,7 @@ Above it is the host, which made the claim; below is one environment. A call tha
 the running one; a call that fails ends the session. The environment is closed in every case.
 """
 
+from collections.abc import Callable
 from typing import Any, get_args
 
 import anyio
@@ -54,10 +55,20 @@ class _PendingCall:
 
 
 class StepwiseSession:
-    """``journal`` has one's own claim as its last entry. `over` is true once it has ended here."""
+    """``journal`` has one's own claim as its last entry; ``is_full`` says whether it may grow no more. `is_over` is true once
+    it has ended here."""
 
-    def __init__(self, context: WorkerContext, journal: Journal, *, session: str, deadlines: Deadlines | None = None) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        journal: Journal,
+        *,
+        session: str,
+        is_full: Callable[[Journal], bool],
+        deadlines: Deadlines | None = None,
+    ) -> None:
         assert journal.claim is not None
+        self._is_full = is_full
         self._context = context
         self._journal = journal
         self._session = session
@@ -80,6 +91,11 @@ class StepwiseSession:
     def is_over(self) -> bool:
         """True if it has ended, or is another worker's by now, and nothing of it is left here: the host may forget it."""
         return self._is_closed and not self._endings
+
+    @property
+    def journal_bytes(self) -> int:
+        """What its journal takes of this worker's memory."""
+        return self._journal.size_bytes
 
     @property
     def is_restorable(self) -> bool:
@@ -122,10 +138,11 @@ class StepwiseSession:
             await self._restore()
 
     async def _restore(self) -> None:
-        records = [record for record in self._journal.records if record.call.call in _REPLAYED_CALLS]
         await release_held(self._context, self._journal)
         try:
-            for record in records:
+            for record in self._journal.records:
+                if record.call.call not in _REPLAYED_CALLS:
+                    continue
                 answer = await self._perform(record.call)
                 if not self.is_restorable:
                     raise EpisodeEnded("lost", "not_replayable", "its worker is gone, and it cannot be done again")
@@ -169,6 +186,10 @@ class StepwiseSession:
             if call.call == "close":
                 await self.end("closed", key=call.key)
                 return SessionAnswer(session=call.session, key=call.key, end="closed", worker=self._context.worker)
+            if self._is_full(self._journal):
+                reason = f"its journal has {self._journal.size_bytes >> 20} MiB: open another session"
+                await self.end("total", key=call.key, error_class="journal_full", error=reason)
+                return self._build_answer(call, end="total", error_class="journal_full", error=reason)
             return await self._perform_and_record(call)
         except Superseded:
             await self.leave()

@@ -1,0 +1,113 @@
+"""Step-wise sessions on virtual time, and what their journals take of a worker's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import anyio
+import pytest
+
+from fleetbus.bus.base import StreamEntry
+from fleetbus.bus.memory import MemoryBus
+from fleetbus.client.sessions import Session, SessionFailed
+from fleetbus_schemas import SessionAnswer, SessionCall, decode, encode
+from fleetbus_workers.environment.stepwise import host
+from tests.support.stepwise_fixtures import TASK, SessionFixture, World, read_text, session_fixture
+from tests.support.virtual_time import virtual_time
+
+anyio_backend = virtual_time
+
+LONG = "x" * 4096
+
+
+async def ask(here: SessionFixture, worker: str, call: SessionCall) -> SessionAnswer:
+    subject = here.fleet.subjects.rpc(worker, call.session)
+    return decode(SessionAnswer, await here.fleet.bus.request(subject, encode(call), timeout=200))
+
+
+async def step_until_the_end(session: Session, most: int) -> SessionAnswer:
+    with pytest.raises(SessionFailed) as failed:
+        for _ in range(most):
+            await session.reset()
+            await session.step(LONG)
+    return failed.value.answer
+
+
+async def test_a_session_ends_when_its_journal_has_reached_its_limit_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "JOURNAL_BYTES", 50_000)
+    world = World()
+    async with session_fixture() as here:
+        worker = here.worker("e1", world)
+        async with here.client.open(TASK) as long, here.client.open(TASK) as short:
+            await short.reset()
+            answer = await step_until_the_end(long, 20)
+            assert (answer.end, answer.error_class) == ("total", "journal_full")
+            assert read_text(await short.step("on")) == "1: on"
+            closed = await here.ask(SessionCall(session=long.name, call="close", key="c"))
+            assert (closed.refusal, closed.end) == ("", "total")
+        await here.empty(worker)
+    assert world.opened == world.closed
+
+
+async def test_when_all_journals_together_reach_their_limit_a_session_below_its_share_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host, "JOURNALS_BYTES", 100_000)
+    async with session_fixture(slots=4) as here:
+        here.worker("e1", World())
+        async with here.client.open(TASK) as first, here.client.open(TASK) as second, here.client.open(TASK) as short:
+            await short.reset()
+            for session in (first, second):
+                for _ in range(4):
+                    await session.reset()
+                    await session.step(LONG)
+            ends = {(await step_until_the_end(session, 10)).error_class for session in (first, second)}
+            assert ends == {"journal_full"}
+            assert read_text(await short.step("on")) == "1: on"
+
+
+async def test_a_call_that_has_waited_for_a_slot_finds_what_was_done_elsewhere_meanwhile() -> None:
+    async with session_fixture(slots=1) as here:
+        await here.fleet.heard(here.worker("e1", World()))
+        opened = SessionCall(session="s", call="open", key="k", task=TASK, wait_seconds=60)
+        answers: list[SessionAnswer] = []
+        await ask(here, "e1", SessionCall(session="holder", call="open", key="h", task=TASK))
+        async with anyio.create_task_group() as group:
+
+            async def wait() -> None:
+                answers.append(await ask(here, "e1", opened))
+
+            group.start_soon(wait)
+            await here.fleet.heard(here.worker("e2", World()))
+            done = await ask(here, "e2", opened)
+            await ask(here, "e2", SessionCall(session="s", call="close", key="c"))
+            await ask(here, "e1", SessionCall(session="holder", call="close", key="c"))
+        assert answers == [done]
+
+
+async def test_of_sessions_that_are_not_here_a_few_journals_are_read_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    history, under_way, most = MemoryBus.history, 0, 0
+
+    async def counted(bus: MemoryBus, subjects: Sequence[str]) -> list[StreamEntry]:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        try:
+            await anyio.sleep(0.01)
+            return await history(bus, subjects)
+        finally:
+            under_way -= 1
+
+    async with session_fixture(slots=8) as here:
+        await here.fleet.heard(here.worker("e1", World()))
+        monkeypatch.setattr(MemoryBus, "history", counted)
+        refusals: list[str] = []
+
+        async def call(number: int) -> None:
+            refusals.append((await ask(here, "e1", SessionCall(session=f"s{number}", call="close", key="k", number=0))).refusal)
+
+        async with anyio.create_task_group() as group:
+            for number in range(30):
+                group.start_soon(call, number)
+    assert refusals == ["unknown"] * 30
+    assert most == host.READS_AT_ONCE
