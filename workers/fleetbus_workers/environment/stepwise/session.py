@@ -94,7 +94,7 @@ class StepwiseSession:
 
     @property
     def journal_bytes(self) -> int:
-        """What its journal takes of this worker's memory."""
+        """The room that its journal takes in this worker's memory."""
         return self._journal.size_bytes
 
     @property
