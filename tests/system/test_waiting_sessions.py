@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.waiting_sessions import MOST_KIB, measure
-from tests.support.servers import run_server
+from fleetbus.bus.nats.server import run_server
 
 pytestmark = pytest.mark.slow
 
