@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 FLEETBUS = [sys.executable, "-m", "fleetbus"]
 COUNTER = "example_session_state_mgmt"
 STEPS, GROUPS, GROUP_SIZE = 5, 2, 4
-KILL_SECONDS = 12.0
+KILL_SECONDS = 20.0
 """Between two kills: a worker loads its package again in that time, on two cores."""
 
 VICTIMS = ("environment-0", "environment-1", "inference", "environment-0", "environment-1", "learner")
