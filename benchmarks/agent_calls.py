@@ -45,7 +45,7 @@ RUN = "agentcalls"
 TOKENS = 32
 MESSAGE = "y" * 200
 SYSTEM = "You answer. " + "x" * 1000
-READY_SECONDS = 60
+READY_SECONDS = 180  # agents of this benchmark wait for each other before they call, and start some at a time
 SCRIPT = Path(__file__).resolve()
 WARM_CALLS = 3
 
