@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,8 @@ async def serve_workers(url: str, clients: int) -> None:
     from fleetbus_workers.environment.worker import run_environment
     from fleetbus_workers.inference.worker import run_inference
 
-    role = os.environ["BENCHMARK_ROLE"]
+    name = os.environ["BENCHMARK_WORKER"]
+    role = name.partition("-")[0]
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     configuration = Configuration(
         run=RunSettings(name=RUN),
@@ -100,17 +101,17 @@ async def serve_workers(url: str, clients: int) -> None:
         ),
         inference=InferenceSettings(slots=128, max_model_len=1 << 20),
     )
-    async with connect(url, run=RUN, role=role, worker=role) as bus:
+    async with connect(url, run=RUN, role=role, worker=name) as bus:
         if role == "inference":
             sampler, template = ScriptedSampler(tokens=TOKENS), TextTemplate()
             await run_inference(
-                bus, configuration=configuration, name=role, drain=anyio.Event(), sampler=sampler, template=template
+                bus, configuration=configuration, name=name, drain=anyio.Event(), sampler=sampler, template=template
             )
         else:
             spec = f"agent:{sys.executable} {SCRIPT} --agent"
             factory = build_environment_factory(spec, verifier=None, configuration=configuration)  # type: ignore[arg-type]
             async with factory.run():
-                await run_environment(bus, configuration=configuration, name=role, drain=anyio.Event(), make=factory)
+                await run_environment(bus, configuration=configuration, name=name, drain=anyio.Event(), make=factory)
 
 
 def wait_as_agent() -> None:
@@ -207,20 +208,21 @@ async def wait_for_port(port: int) -> None:
                 await anyio.sleep(0.05)
 
 
-async def measure_fleetbus(clients: int, calls: int) -> dict[str, float]:
+async def measure_fleetbus(clients: int, calls: int, workers: int) -> dict[str, float]:
     subjects = Subjects(RUN)
     async with temporary_server() as url, connect(url, run=RUN, role="up", worker="driver") as bus:
         await bus.declare(plan_run(RUN, lanes=2, max_bytes=2 << 30))
         policy = PolicyPublished(policy="default", version=0, lineage="l1", step=0, uri="", manifest=(), size_bytes=0)
         await bus.publish(subjects.policy("default"), encode(policy))
-        serve = (sys.executable, __file__, "--serve", url, "--clients", str(clients))
+        serve = (sys.executable, __file__, "--serve", url, "--clients", str(-(-clients // workers)))
+        names = ["inference", *(f"environment-{number}" for number in range(workers))]
         with tempfile.TemporaryDirectory() as keys:
-            async with (
-                running(*serve, BENCHMARK_ROLE="inference") as inference,
-                running(*serve, BENCHMARK_ROLE="environment", AGENT_KEYS=keys) as environment,
-            ):
-                (nats,) = (each.pid for each in psutil.Process().children() if "nats-server" in each.name())
-                processes = {"inference": inference, "environment": environment, "nats": nats}
+            async with AsyncExitStack() as stack:
+                processes = {}
+                for name in names:
+                    started = running(*serve, BENCHMARK_WORKER=name, AGENT_KEYS=keys)
+                    processes[name] = await stack.enter_async_context(started)
+                (processes["nats"],) = (each.pid for each in psutil.Process().children() if "nats-server" in each.name())
                 for number in range(clients):
                     await request(bus, subjects, f"e{number}", calls)
                 sessions = await anyio.to_thread.run_sync(read_keys, Path(keys), clients)
@@ -262,7 +264,7 @@ async def measure_proxy(python: str, engine: int, port: int, clients: int, calls
         return await run_clients([[f"http://127.0.0.1:{port}/v1", session] for session in opened], calls)
 
 
-async def main(rounds: int, counts: list[int], calls: int, as_json: bool) -> None:
+async def main(rounds: int, counts: list[int], calls: int, workers: int, as_json: bool) -> None:
     python = os.environ.get("OPENENV_PYTHON", "")
     engine, proxy = find_free_port(), find_free_port()
     async with running(sys.executable, __file__, "--engine", str(engine)) as serving:
@@ -272,7 +274,7 @@ async def main(rounds: int, counts: list[int], calls: int, as_json: bool) -> Non
             for _ in range(rounds):
                 direct = [[f"http://127.0.0.1:{engine}/v1", "k"]] * clients
                 found["direct"].append(await run_clients_of({"engine": serving}, direct, calls))
-                found["fleetbus"].append(await measure_fleetbus(clients, calls))
+                found["fleetbus"].append(await measure_fleetbus(clients, calls, workers))
                 if python:
                     found["openenv"].append(await measure_proxy(python, engine, proxy, clients, calls))
             report(clients, found, as_json)
@@ -304,6 +306,7 @@ if __name__ == "__main__":
     parser.add_argument("--clients", default="1,32")
     parser.add_argument("--calls", type=int, default=40, help="calls of one client")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--environment-workers", type=int, default=1, help="that share the clients")
     parser.add_argument("--serve", metavar="URL", help=argparse.SUPPRESS)
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--agent", action="store_true", help=argparse.SUPPRESS)
@@ -318,4 +321,5 @@ if __name__ == "__main__":
     elif options.clients_of:
         print(json.dumps(uvloop.run(ask_all(json.loads(options.clients_of), options.calls))))
     else:
-        uvloop.run(main(options.rounds, [int(count) for count in options.clients.split(",")], options.calls, options.json))
+        counts = [int(count) for count in options.clients.split(",")]
+        uvloop.run(main(options.rounds, counts, options.calls, options.environment_workers, options.json))
