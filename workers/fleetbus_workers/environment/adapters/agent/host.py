@@ -121,7 +121,7 @@ class AgentHost:
 
     async def take_place(self, started: anyio.Event) -> None:
         """Wait until an agent may start: two at a time for each processor, each until ``started``, for `START_SECONDS` at
-        most. Where all load at once, all are late for their first call."""
+        most. Where all load at once, all are late for their first call (docs/decisions/0266)."""
         assert self._group is not None, "used outside of `run`"
         await self._group.start(self._hold_place, started)
 
