@@ -116,7 +116,7 @@ async def test_an_image_that_could_not_be_stored_whole_fails_alone(secured: Secu
     """Its worker may remove nothing: what is there of it stays, and the next try stores it whole."""
     async with secured.connect("environment") as bus, secured.connect("learner") as learner:
         store: Any = bus.objects(images_bucket(TRUST))
-        await store._clear_chunks("0123456789abcdef012345")
+        await store._clear_chunks("a", "0123456789abcdef012345")
         name = await put_content(store, PICTURE + b"again")
         assert await get_content(learner.objects(images_bucket(TRUST)), name) == PICTURE + b"again"  # type: ignore[arg-type]
 

@@ -53,6 +53,7 @@ RETRIES = frozenset(
         "fleetbus_workers.judge.client:_ask_in_time",
         "fleetbus_workers.learner.joint_progress:_tell_of_silence",  # logs who is not heard of, and calls no bus
         "fleetbus_workers.observe.monitor.text_search:follow",
+        "fleetbus_workers.recorder.worker:_append",  # waits for room on its disk, and calls no bus
     }
 )
 

@@ -79,19 +79,17 @@ class NatsObjectStore:
         check_object_name(name)
         await declare_bucket(self._connection.api, self._bucket)
         for _ in range(PUT_TRIES):
-            nuid, may_be_named = secrets.token_hex(11), False
+            nuid = secrets.token_hex(11)
             try:
                 meta, in_order = await self._put_chunks(name, read, nuid)
                 if in_order:
-                    may_be_named = True
                     await self._publish(self._meta_subject(name), msgspec.json.encode(meta))
                     return
-            except BaseException as error:
-                if not may_be_named or isinstance(error, LogFull):  # unanswered, the entry that names them may be stored
-                    with anyio.move_on_after(CLEAR_LIMIT_SECONDS, shield=True):
-                        await self._clear_chunks(nuid)
+            except BaseException:
+                with anyio.move_on_after(CLEAR_LIMIT_SECONDS, shield=True):
+                    await self._clear_chunks(name, nuid)
                 raise
-            await self._clear_chunks(nuid)
+            await self._clear_chunks(name, nuid)
         raise BusError(f"object {name}: its chunks were not stored in order, {PUT_TRIES} times; is the connection being cut?")
 
     async def get(self, name: str, file: Path) -> None:
@@ -125,20 +123,29 @@ class NatsObjectStore:
         for subject in (self._meta_subject(name), self._chunk_subject(meta.nuid)):
             await self._connection.api.ask(f"STREAM.PURGE.{self._stream}", {"filter": subject})
 
-    async def _clear_chunks(self, nuid: str) -> None:
-        """Remove chunks that no object names: repeated on a server that is nearly full, they would fill it for good.
+    async def _clear_chunks(self, name: str, nuid: str) -> None:
+        """Remove chunks, unless the object names them: repeated on a server that is nearly full, they would fill it for good.
 
-        The last ones may still be on their way; an empty one behind them is answered when they are stored.
+        The last ones, and an entry that names them and was not answered, may still be on their way; an empty chunk behind them
+        is answered when they are stored.
         """
         subject = self._chunk_subject(nuid)
         with suppress(LogFull, PublishUnanswered):
             await self._publisher.publish(subject, b"", message_id=None, expected_last=None, timeout=CLEAR_LIMIT_SECONDS / 2)
         try:
-            await self._connection.api.ask(f"STREAM.PURGE.{self._stream}", {"filter": subject})
+            if not await self._has_chunks(name, nuid):
+                await self._connection.api.ask(f"STREAM.PURGE.{self._stream}", {"filter": subject})
         except BusClosed:
             raise
         except (BusError, NotPermitted) as error:  # who stores images may remove nothing
             log.warning("nats: removal of an incomplete object failed; leaving its chunks in the bucket: %s", error)
+
+    async def _has_chunks(self, name: str, nuid: str) -> bool:
+        """True if the object of this name is made of these chunks."""
+        try:
+            return (await self._meta(name)).nuid == nuid
+        except ObjectMissing:
+            return False
 
     async def _put_chunks(self, name: str, read: Callable[[], AsyncGenerator[bytes]], nuid: str) -> tuple[_Meta, bool]:
         """Store the chunks of an object; False if a repeated one landed behind its successors, as after a cut connection."""
