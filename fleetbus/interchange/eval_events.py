@@ -6,6 +6,7 @@ length and not with its square.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -138,9 +139,10 @@ def _build_tools(
 
 def _find_end(turn: TranscriptTurn, next_action: Action | None, next_ns: int) -> Event:
     """The end of the environment's step, as far as it is known: the next answer was asked for then."""
-    if next_action is None or not turn.time_ns:
+    seconds = next_action.seconds_generating + next_action.seconds_queued if next_action is not None else math.inf
+    if not (turn.time_ns and 0.0 <= seconds < MAX_SECONDS):  # of any message
         return {}
-    asked_ns = next_ns - round((next_action.seconds_generating + next_action.seconds_queued) * 1e9)
+    asked_ns = next_ns - round(seconds * 1e9)
     completed = format_time(asked_ns)
     if completed is None or asked_ns < turn.time_ns:
         return {}

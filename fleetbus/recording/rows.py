@@ -122,7 +122,8 @@ def build_token_row(transcript: Transcript, trained: TrainedTokens | None = None
         logprobs += [*[0.0] * shown, *known, *[math.nan] * (sampled - len(known))]  # any message may have too few
         versions += [NO_VERSION] * (shown + sampled)
         for span in action.versions:
-            start, stop = max(span.start, 0), min(span.stop, sampled)  # of any message
+            start = min(max(span.start, 0), sampled)  # of any message
+            stop = max(min(span.stop, sampled), start)
             begin = len(versions) - sampled
             versions[begin + start : begin + stop] = [span.version] * (stop - start)
     request, result = transcript.request, transcript.result
