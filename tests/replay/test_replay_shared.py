@@ -98,7 +98,7 @@ def test_small_recordings_and_what_only_this_process_has_are_replayed_by_one(mon
 
     assert count_jobs(WAREHOUSE, Replay()) == 1
     monkeypatch.setattr("fleetbus_workers.replay.shards.WORTH_SHARING_BYTES", 1)
-    monkeypatch.setattr("fleetbus_workers.replay.shards.count_cpus", lambda: 6)
+    monkeypatch.setattr("fleetbus_workers.replay.shards.count_processors", lambda: 6)
     assert count_jobs(WAREHOUSE, Replay()) == count_jobs(WAREHOUSE, Replay(role="inference")) == 6
     assert count_jobs(WAREHOUSE, Replay(role="learner")) == count_jobs(WAREHOUSE, Replay(environment=environment)) == 1
     assert count_jobs(WAREHOUSE, Replay(speed=1.0)) == 1
