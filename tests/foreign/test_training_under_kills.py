@@ -29,17 +29,13 @@ KILL_SECONDS = 20.0
 VICTIMS = ("environment-0", "environment-1", "inference", "environment-0", "environment-1", "learner")
 """In turn. More environment workers than others: theirs are the packages."""
 
-NAMES = ("verifiers", "verifiers-v0", "inspect", "bfcl", "tau2")
-V1, V0, INSPECT, BFCL, TAU2 = (ROOT / f".venv-{name}" / "bin/python" for name in NAMES)
+NAMES = ("verifiers", "verifiers-v0", "inspect")
+V1, V0, INSPECT = (ROOT / f".venv-{name}" / "bin/python" for name in NAMES)
 CASES = {
     "tool_test": (V0, "verifiers:tool_test"),
     "kuhn_poker": (V1, "verifiers:kuhn_poker player0.harness.id=null player1.harness.id=null"),
     "scratchpad": (V1, "verifiers:scratchpad agent.harness.id=null"),
     "inspect_sums": (INSPECT, f"inspect:{HERE}/inspect_tasks/small.py@sums"),
-    "inspect_sums_with_a_tool": (INSPECT, f"inspect:{HERE}/inspect_tasks/small.py@sums_with_a_tool"),
-    "bfcl": (BFCL, "bfcl:multi_turn_base"),
-    "tau2_retail": (TAU2, "tau2:retail"),
-    "tau2_airline": (TAU2, "tau2:airline"),
     "ors_order": (None, "ors:{}#order"),
     "nemo_gym": (None, "nemo-gym:{}"),
 }
