@@ -7,21 +7,16 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
 import psutil
 import pytest
 
-from tests.foreign.test_nemo_gym_servers import read_rows, real_server
-from tests.support.ors_process import ors_server
-
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 FLEETBUS = [sys.executable, "-m", "fleetbus"]
-COUNTER = "example_session_state_mgmt"
 STEPS, GROUPS, GROUP_SIZE = 5, 2, 4
 KILL_SECONDS = 20.0
 """Between two kills: a worker loads its package again in that time, on two cores."""
@@ -36,49 +31,32 @@ CASES = {
     "kuhn_poker": (V1, "verifiers:kuhn_poker player0.harness.id=null player1.harness.id=null"),
     "scratchpad": (V1, "verifiers:scratchpad agent.harness.id=null"),
     "inspect_sums": (INSPECT, f"inspect:{HERE}/inspect_tasks/small.py@sums"),
-    "ors_order": (None, "ors:{}#order"),
-    "nemo_gym": (None, "nemo-gym:{}"),
 }
 
 pytestmark = [pytest.mark.foreign, pytest.mark.timeout(900)]
 
 
-@asynccontextmanager
-async def specified(name: str, folder: Path) -> AsyncIterator[tuple[str, list[str]]]:
-    """The environment as ``up`` is told it, while its server runs where it has one."""
-    python, spec = CASES[name]
-    tasks = ["--tasks", "tasks.json"]
-    if name == "nemo_gym":
-        rows = [{"key": f"t{number}", "prompt": "", "config": {"row": row}} for number, row in enumerate(read_rows(COUNTER))]
-        (folder / "tasks.json").write_text(json.dumps(rows))
-        async with real_server(COUNTER, "StatefulCounterResourcesServer") as url:
-            yield spec.format(url), tasks
-        return
-    with ors_server("ors") if python is None else nullcontext() as url:
-        options = ["--environment-python", str(python)] if python is not None else []
-        run_here(folder, *FLEETBUS, "tasks", "import", spec.format(url), *options)
-        yield spec.format(url), options + tasks
-
-
 @pytest.mark.parametrize("name", CASES)
 async def test_an_environment_of_another_package_is_trained_under_kills(name: str, tmp_path: Path) -> None:
-    async with specified(name, tmp_path) as (spec, options):
-        sizes = ["--steps", f"{STEPS}", "--learner-groups", f"{GROUPS}", "--learner-group-size", f"{GROUP_SIZE}"]
-        command = [*FLEETBUS, "up", "--run", "killed", "--environment", spec, *options, *sizes]
-        command += ["--environment-workers", "2", "--evaluation-episodes", "0", "--no-monitor"]
-        with (tmp_path / "up.log").open("wb") as said:
-            up = subprocess.Popen(command, cwd=tmp_path, stdout=said, stderr=said)  # noqa: ASYNC220 - it starts at once
-            try:
-                async with anyio.create_task_group() as group:
-                    group.start_soon(kill_in_turn, psutil.Process(up.pid))
-                    with anyio.fail_after(600):
-                        while up.poll() is None:  # noqa: ASYNC110
-                            await anyio.sleep(0.1)
-                    group.cancel_scope.cancel()
-            finally:
-                up.terminate()
-                up.wait(60)
-        assert up.returncode == 0, (tmp_path / "up.log").read_text()
+    python, spec = CASES[name]
+    options = ["--environment-python", str(python)]
+    run_here(tmp_path, *FLEETBUS, "tasks", "import", spec, *options)
+    sizes = ["--steps", f"{STEPS}", "--learner-groups", f"{GROUPS}", "--learner-group-size", f"{GROUP_SIZE}"]
+    command = [*FLEETBUS, "up", "--run", "killed", "--environment", spec, *options, "--tasks", "tasks.json", *sizes]
+    command += ["--environment-workers", "2", "--evaluation-episodes", "0", "--no-monitor"]
+    with (tmp_path / "up.log").open("wb") as said:
+        up = subprocess.Popen(command, cwd=tmp_path, stdout=said, stderr=said)  # noqa: ASYNC220 - it starts at once
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(kill_in_turn, psutil.Process(up.pid))
+                with anyio.fail_after(600):
+                    while up.poll() is None:  # noqa: ASYNC110
+                        await anyio.sleep(0.1)
+                group.cancel_scope.cancel()
+        finally:
+            up.terminate()
+            up.wait(60)
+    assert up.returncode == 0, (tmp_path / "up.log").read_text()
     audit = json.loads(run_here(tmp_path, *FLEETBUS, "audit", "killed", "--deep", "--json"))
     print(name, audit)
     assert audit["balanced"]
