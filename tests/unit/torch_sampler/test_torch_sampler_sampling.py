@@ -102,6 +102,26 @@ def test_rows_with_different_settings_do_not_touch_each_other() -> None:
         assert alone[1][0] == pytest.approx(together[1][row], abs=1e-6)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_turns_that_share_a_row_of_logits_choose_what_each_would_choose_alone(temperature: float) -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    rows = np.array([0, 0, 0, 1, 2, 2])
+    uniforms = np.array([0.1, 0.9, 0.5, 0.3, 0.7, 0.2], np.float32)
+    settings = [
+        SamplingSettings(),
+        SamplingSettings(temperature=0.0),
+        SamplingSettings(temperature=temperature, top_p=0.4),
+        SamplingSettings(top_k=3, min_p=0.1),
+        SamplingSettings(temperature=temperature),
+        SamplingSettings(),
+    ]
+    ids, logprobs = sample_tokens(logits, uniforms, settings, rows)
+    for turn, row in enumerate(rows):
+        alone = sample_tokens(logits[row : row + 1], uniforms[turn : turn + 1], settings[turn : turn + 1])
+        assert alone[0] == [ids[turn]]
+        assert alone[1] == pytest.approx([logprobs[turn]], abs=1e-6)
+
+
 @pytest.mark.parametrize("extreme", [0, (1 << UNIFORM_BITS) - 1])
 def test_the_ends_of_the_range_never_choose_an_impossible_token(extreme: int) -> None:
     generator = torch.Generator().manual_seed(1)

@@ -221,10 +221,9 @@ class Engine:
         batch = Batch(tokens, positions, longest, min(shared, longest - 1), tuple(prefills))
         logits = self._runner.step(batch)
         turns = list(chain.from_iterable(self._rows))
-        if len(turns) > count:
-            logits = logits[np.repeat(np.arange(count), [len(row) for row in self._rows])]
+        rows = np.repeat(np.arange(count), [len(row) for row in self._rows])
         uniforms = np.fromiter((turn.draw_uniform() for turn in turns), np.float32, len(turns))
-        sampled, logprobs = sample_tokens(logits, uniforms, [turn.request.sampling for turn in turns])
+        sampled, logprobs = sample_tokens(logits, uniforms, [turn.request.sampling for turn in turns], rows)
         for turn, token, logprob in zip(turns, sampled, logprobs, strict=True):
             turn.sampled.append(token)
             turn.logprobs.append(logprob)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from fleetbus_workers.inference.torch.batch import Batch
 from fleetbus_workers.inference.torch.captured_steps import CapturedSteps, copy_weights
 from fleetbus_workers.inference.torch.kernel import Layer, Tokens, Weights, compute_logits
+from fleetbus_workers.inference.torch.packed import pack
 from fleetbus_workers.inference.torch.slots import SlotCache
 from fleetbus_workers.weights.file import unique_tensors
 
@@ -59,9 +60,9 @@ class FusedRunner:
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Weights:
         read = {name: tensor.to(self.device, torch.float32) for name, tensor in tensors.items()}
         embedding = read["model.embed_tokens.weight"].clone()
-        head = _fold_norm(read["model.norm.weight"], read.get("lm_head.weight", embedding)).to(self._dtype)
+        head = _fold_norm(read["model.norm.weight"], read.get("lm_head.weight", embedding))
         layers = [self._build_layer(read, f"model.layers.{index}.") for index in range(self.depth)]
-        return Weights(embedding, layers, head, self.rotation, *self._epsilons)
+        return Weights(embedding, layers, self._arrange(head), self.rotation, *self._epsilons)
 
     def adopt(self, prepared: Weights) -> None:
         if self._captured is None:
@@ -105,15 +106,19 @@ class FusedRunner:
         out_bias = read.get(f"{prefix}self_attn.o_proj.bias")
         joined_bias = self._join_projections(read, prefix, "bias") if f"{prefix}self_attn.q_proj.bias" in read else None
         return Layer(
-            qkv=_fold_norm(read_weight("input_layernorm"), self._join_projections(read, prefix, "weight")).to(self._dtype),
+            qkv=self._arrange(_fold_norm(read_weight("input_layernorm"), self._join_projections(read, prefix, "weight"))),
             qkv_bias=joined_bias,
             head_norm=self._build_head_norm(read, prefix),
-            out=read_weight("self_attn.o_proj").t().contiguous().to(self._dtype),
+            out=self._arrange(read_weight("self_attn.o_proj").t().contiguous()),
             out_bias=None if out_bias is None else out_bias.clone(),
-            gate=_fold_norm(read_weight("post_attention_layernorm"), read_weight("mlp.gate_proj")).to(self._dtype),
-            up=_fold_norm(read_weight("post_attention_layernorm"), read_weight("mlp.up_proj")).to(self._dtype),
-            down=read_weight("mlp.down_proj").t().contiguous().to(self._dtype),
+            gate=self._arrange(_fold_norm(read_weight("post_attention_layernorm"), read_weight("mlp.gate_proj"))),
+            up=self._arrange(_fold_norm(read_weight("post_attention_layernorm"), read_weight("mlp.up_proj"))),
+            down=self._arrange(read_weight("mlp.down_proj").t().contiguous()),
         )
+
+    def _arrange(self, matrix: torch.Tensor) -> torch.Tensor:
+        """A matrix float32 [inputs, outputs] in the type and the order that it is multiplied in."""
+        return pack(matrix.to(self._dtype))
 
     def _join_projections(self, read: Mapping[str, torch.Tensor], prefix: str, kind: str) -> torch.Tensor:
         """The projections to q, k and v one after another, outputs first; q carries the scale of the scores, unless it is

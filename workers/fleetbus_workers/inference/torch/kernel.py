@@ -10,10 +10,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from fleetbus_workers.inference.torch.packed import multiply
+
 
 class Layer(NamedTuple):
     """One layer's weights, inputs first: ``qkv`` is [hidden, heads of q, k and v], and so on. None: the model has none.
-    Matrices are in float32 or bfloat16, all else is in float32.
+    Matrices are in float32 or, as `pack` returns them, in bfloat16; all else is in float32.
 
     What the norm before a projection multiplies with is multiplied into the projection.
     """
@@ -82,13 +84,14 @@ def compute_logits(weights: Weights, tokens: Tokens, keys: torch.Tensor, values:
         if layer.out_bias is not None:
             hidden.add_(layer.out_bias)
         normed = _normalize(hidden, weights.epsilon).to(layer.gate.dtype)
-        hidden = _add_product(hidden, F.silu(normed.mm(layer.gate), inplace=True).mul_(normed.mm(layer.up)), layer.down)
+        gated = F.silu(multiply(normed, layer.gate), inplace=True).mul_(multiply(normed, layer.up))
+        hidden = _add_product(hidden, gated, layer.down)
     return _multiply(_normalize(hidden, weights.epsilon), weights.head)
 
 
 def _multiply(left: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The product in the type of the weight, as float32."""
-    return left.to(weight.dtype).mm(weight).float()
+    return multiply(left, weight).float()
 
 
 def _add_product(hidden: torch.Tensor, left: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

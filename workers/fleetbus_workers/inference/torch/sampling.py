@@ -20,38 +20,51 @@ PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def sample_tokens(
-    logits: torch.Tensor, uniforms: NDArray[np.float32], settings: Sequence[SamplingSettings]
+    logits: torch.Tensor,
+    uniforms: NDArray[np.float32],
+    settings: Sequence[SamplingSettings],
+    rows: NDArray[np.int64] | None = None,
 ) -> tuple[list[int], list[float]]:
-    """Sampled ids and their log-probabilities, before any token is left out, at the row's temperature (at 1 where it is 0:
+    """Sampled ids and their log-probabilities, before any token is left out, at the turn's temperature (at 1 where it is 0:
     greedy).
 
-    ``logits`` float32 [n, vocabulary]; ``uniforms`` [n] in [0, 1), multiples of 2**-`UNIFORM_BITS`; ``settings`` [n], of which
-    temperature, top_p, top_k and min_p count.
+    ``logits`` float32 [r, vocabulary]; ``uniforms`` [n] in [0, 1), multiples of 2**-`UNIFORM_BITS`; ``settings`` [n], of which
+    temperature, top_p, top_k and min_p count; ``rows`` int64 [n], ascending: each turn's row of the logits, by default one
+    each. What depends on a row alone is computed once for all of its turns.
     """
-    numbers = torch.from_numpy(uniforms).to(logits.device)[:, None]
-    if any(row.temperature not in (0.0, 1.0) for row in settings):
-        scales = [1.0 / (row.temperature or 1.0) for row in settings]
-        logits = logits * torch.tensor(scales, device=logits.device)[:, None]
-    ids, logprobs = _draw(logits, numbers)
-    for row, chosen in enumerate(settings):
+    if rows is None:
+        rows = np.arange(len(uniforms))
+    if any(turn.temperature not in (0.0, 1.0) for turn in settings):
+        scales = [1.0 / (turn.temperature or 1.0) for turn in settings]
+        logits = logits[rows] * torch.tensor(scales, device=logits.device)[:, None]
+        rows = np.arange(len(rows))
+    logprobs = logits.log_softmax(-1)
+    ids = _draw(logprobs, rows, uniforms)
+    for turn, (row, chosen) in enumerate(zip(rows.tolist(), settings, strict=True)):
         if chosen.temperature == 0.0:
-            ids[row] = logits[row].argmax()
+            ids[turn] = logits[row].argmax()
         elif chosen.top_p < 1.0 or chosen.top_k or chosen.min_p:
-            ids[row] = _sample_likely(logprobs[row].exp(), numbers[row], chosen)
-    return ids[:, 0].tolist(), logprobs.gather(1, ids)[:, 0].tolist()
+            number = torch.from_numpy(uniforms[turn : turn + 1]).to(logits.device)
+            ids[turn] = _sample_likely(logprobs[row].exp(), number, chosen)
+    return ids.tolist(), logprobs[torch.from_numpy(rows).to(ids.device), ids].tolist()
+
+
+def _draw(logprobs: torch.Tensor, rows: NDArray[np.int64], uniforms: NDArray[np.float32]) -> torch.Tensor:
+    """One id for each uniform number [n] from the distribution of its row, int64 [n]."""
+    counts = np.bincount(rows, minlength=len(logprobs))
+    places = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
+    padded = np.zeros((len(logprobs), int(counts.max(initial=0))), np.float32)
+    padded[rows, places] = uniforms
+    found = _invert_cdf(logprobs.exp(), torch.from_numpy(padded).to(logprobs.device))
+    return found[torch.from_numpy(rows).to(found.device), torch.from_numpy(places).to(found.device)]
 
 
 def _invert_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first index whose cumulative probability exceeds the number, int64 [n, 1]. Never one of probability 0."""
+    """The first index whose cumulative probability exceeds the number, for each of ``uniforms`` [rows, n]: int64 [rows, n].
+    Never one of probability 0."""
     cumulative = probabilities.cumsum(-1)
     found = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
     return found.clamp_(max=probabilities.shape[-1] - 1)  # reached only where probabilities are not finite
-
-
-def _draw(logits: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sampled ids [n, 1] and the log-probabilities [n, vocabulary] that they were sampled from."""
-    logprobs = logits.log_softmax(-1)
-    return _invert_cdf(logprobs.exp(), uniforms), logprobs
 
 
 def _sample_likely(probabilities: torch.Tensor, draw_uniform: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
