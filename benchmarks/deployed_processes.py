@@ -1,7 +1,7 @@
 """Processes of a deployment that somebody operates: each started again when it ends, and written down when nobody asked it to.
 
-Above it is `benchmarks.soak_deployed`; below it are the commands of the roles and viewers. It signals only processes that it
-started, by their ids.
+Above it are `benchmarks.soak_deployed` and `benchmarks.replaced_keys`; below it are the commands of the roles and viewers. It
+signals only processes that it started, by their ids.
 """
 
 from __future__ import annotations
@@ -46,10 +46,13 @@ class Place:
         self._process: anyio.abc.Process | None = None
         self._ended = anyio.Event()
         self._started = anyio.Event()
+        self._may_start = anyio.Event()
+        self._may_start.set()
 
     async def keep_running(self) -> None:
         """Start it, and start it again whenever it ends, until `retire`."""
         while not self._is_retired:
+            await self._may_start.wait()
             await self._run_once()
             if not self._is_retired:
                 await anyio.sleep(RESTART_SECONDS)
@@ -64,6 +67,22 @@ class Place:
         """What the caller does next ends the process."""
         self._is_asked = True
         self._started = anyio.Event()
+
+    def hold(self) -> None:
+        """Start it no more until `release`: what it needs is not there."""
+        self._may_start = anyio.Event()
+
+    def release(self) -> None:
+        self._may_start.set()
+
+    def kill(self) -> bool:
+        """End the process at once, as a machine that is lost does; False if none runs."""
+        if self._process is None or self._is_asked:
+            return False
+        self.expect_end()
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        return True
 
     async def wait_until_restarted(self) -> None:
         """Return when the process that `expect_end` was said of has ended, and another one runs."""

@@ -84,9 +84,9 @@ class Deployment:
 
     def __init__(self, servers: RunningServers, folder: Path, minutes: float) -> None:
         assert servers.auth is not None
-        self._servers = servers
-        self._auth: AuthFolder = servers.auth
-        self._folder = folder
+        self.servers = servers
+        self.auth: AuthFolder = servers.auth
+        self.folder = folder
         self._seconds = minutes * 60
         self._subjects = Subjects(RUN)
         self._steps = 0
@@ -97,21 +97,34 @@ class Deployment:
         self.report: dict[str, Any] = {"minutes": minutes, "seconds_until_next_step": {}}
 
     def _build_places(self) -> dict[str, Place]:
-        config = str(self._folder / "config.json")
+        config = str(self.folder / "config.json")
         program = [sys.executable, "-m", "fleetbus"]
         commands = {
             "environment-0": ["environment", "--config", config],
             "environment-1": ["environment", "--config", config],
             "inference-0": ["inference", "--config", config],
             "learner-0": ["learner", "--config", config],
-            "recorder-0": ["recorder", "--config", config, "--archive", str(self._folder / "archive")],
+            "recorder-0": ["recorder", "--config", config, "--archive", str(self.folder / "archive")],
             "top": ["top", "--config", config, "--json"],
-            "metrics": ["metrics", "--config", config, "--port", "-1", "--jsonl", str(self._folder / "metrics.jsonl")],
+            "metrics": ["metrics", "--config", config, "--port", "-1", "--jsonl", str(self.folder / "metrics.jsonl")],
             "monitor": ["monitor", "--config", config, "--port", "0"],
         }
         return {
-            name: Place(name, [*program, *command], self._folder, is_named=command[0] in ROLES)
+            name: Place(name, [*program, *command], self.folder, is_named=command[0] in ROLES)
             for name, command in commands.items()
+        }
+
+    def list_chapters(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        """By name, in their order: what is done to the deployment, each until the next step is trained."""
+        return {
+            "start": anyio.lowlevel.checkpoint,
+            "quiet": self._stay_quiet,
+            "restarts of processes": self._restart_processes,
+            "restarts of servers": self._restart_servers,
+            "one server down": self._take_server_down,
+            "certificates": self._renew_certificates,
+            "key": self._replace_key,
+            "full disk": self._fill_disk,
         }
 
     async def run(self) -> dict[str, Any]:
@@ -119,17 +132,7 @@ class Deployment:
             tasks.start_soon(self._count_steps)
             for place in self.places.values():
                 tasks.start_soon(place.keep_running)
-            chapters: dict[str, Callable[[], Awaitable[None]]] = {
-                "start": anyio.lowlevel.checkpoint,
-                "quiet": self._stay_quiet,
-                "restarts of processes": self._restart_processes,
-                "restarts of servers": self._restart_servers,
-                "one server down": self._take_server_down,
-                "certificates": self._renew_certificates,
-                "key": self._replace_key,
-                "full disk": self._fill_disk,
-            }
-            for name, play in chapters.items():
+            for name, play in self.list_chapters().items():
                 await self._play(name, play)
             await self._rest()
             await self._finish()
@@ -157,7 +160,7 @@ class Deployment:
         while True:
             with anyio.CancelScope() as self._watch, suppress(BusError, UserError, TimeoutError):
                 async with (
-                    self._servers.connect(RUN, "admin-soak") as bus,
+                    self.servers.connect(RUN, "admin-soak") as bus,
                     bus.read([self._subjects.train("default")], start=start) as reader,
                 ):
                     while True:
@@ -184,13 +187,13 @@ class Deployment:
             await self._wait_for_step(anyio.current_time())
 
     async def _restart_servers(self) -> None:
-        for server in self._servers.processes:
+        for server in self.servers.processes:
             await server.stop()
             await server.restart()
             await self._wait_for_step(anyio.current_time())
 
     async def _take_server_down(self) -> None:
-        server = self._servers.processes[1]
+        server = self.servers.processes[1]
         before = self._steps
         await server.stop()
         await anyio.sleep(self._seconds * SHARES["away"])
@@ -200,8 +203,8 @@ class Deployment:
     async def _renew_certificates(self) -> None:
         """The bundle first, to everybody; then the servers' new certificate; then the new authority alone."""
         for _ in range(3):
-            step = renew_certificates(self._auth, days=1).step
-            self._reload_servers()
+            step = renew_certificates(self.auth, days=1).step
+            self.reload_servers()
             if step != "show":
                 await self._restart_all()
             await self._wait_for_step(anyio.current_time())
@@ -213,20 +216,20 @@ class Deployment:
 
     async def _replace_key(self) -> None:
         """The environment workers' key; its holders end, and are started again with the new one."""
-        rotate_key(self._auth, RUN, "environment")
-        _write_configs(self._auth, _read_routes(self._auth))
+        rotate_key(self.auth, RUN, "environment")
+        _write_configs(self.auth, _read_routes(self.auth))
         workers = [self.places[name] for name in ("environment-0", "environment-1")]
         for worker in workers:
             worker.expect_end()
         began = anyio.current_time()
-        self._reload_servers()
+        self.reload_servers()
         async with anyio.create_task_group() as tasks:
             for worker in workers:
                 tasks.start_soon(worker.wait_until_restarted)
         self.report["seconds_until_workers_have_the_new_key"] = round(anyio.current_time() - began, 2)
 
     async def _fill_disk(self) -> None:
-        store = self._servers.processes[2].store
+        store = self.servers.processes[2].store
         if not store.is_mount():
             self.report["full_disk"] = "not possible here: needs root"
             return
@@ -237,11 +240,11 @@ class Deployment:
         await anyio.sleep(self._seconds * SHARES["disk"])
         self.report["steps_with_a_full_disk"] = self._steps - before
         filler.unlink()
-        await self._servers.processes[2].stop()
-        await self._servers.processes[2].restart()
+        await self.servers.processes[2].stop()
+        await self.servers.processes[2].restart()
 
-    def _reload_servers(self) -> None:
-        for server in self._servers.processes:
+    def reload_servers(self) -> None:
+        for server in self.servers.processes:
             _reload(server)
 
     async def _rest(self) -> None:
@@ -265,7 +268,7 @@ class Deployment:
         return int(books["running"] + books["waiting"])
 
     async def _audit(self) -> tuple[int, dict[str, Any]]:
-        options = ["--config", str(self._folder / "config.json"), "--archive", str(self._folder / "archive"), "--json"]
+        options = ["--config", str(self.folder / "config.json"), "--archive", str(self.folder / "archive"), "--json"]
         command = [sys.executable, "-m", "fleetbus", "audit", RUN, *options]
         ended = await anyio.run_process(command, check=False, stderr=None)
         return ended.returncode, json.loads(ended.stdout or b"{}")
@@ -278,7 +281,7 @@ class Deployment:
             "deaths": [f"{each.place}: {each.status} during {each.during}: {each.said}" for each in deaths],
             "audit_exit": code,
             "audit": {key: audited.get(key) for key in ("balanced", "findings", "books")},
-            "violations": await self._servers.violations(),
+            "violations": await self.servers.violations(),
         }
 
 
