@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ import pytest
 from fleetbus.config.load import load_configuration
 from fleetbus.errors import UserError
 from fleetbus.tasks.files import check_dataset
+from fleetbus_schemas import Task
 from fleetbus_workers.environment.specs import find_adapter
+from fleetbus_workers.learner.curriculum import load_split
 from fleetbus_workers.up import recipes
 from fleetbus_workers.up.recipes import find_recipe, format_recipes, list_recipes
 
@@ -51,6 +55,15 @@ def test_tasks_are_the_same_every_time_and_a_broken_file_is_written_anew() -> No
     content = file.read_bytes()
     file.write_bytes(b"[]")
     assert recipes.write_tasks(find_recipe("sums")) == file and file.read_bytes() == content
+
+
+def test_a_pair_of_numbers_that_sums_hold_out_is_trained_in_neither_order() -> None:
+    def read_pairs(tasks: Sequence[Task]) -> set[tuple[str, ...]]:
+        return {tuple(sorted(re.split(r"(\D)", task.key))) for task in tasks}
+
+    train, held_out = load_split(str(recipes.write_tasks(find_recipe("sums"))), 0.1)
+    assert len(held_out) == 30 and not read_pairs(train) & read_pairs(held_out)
+    assert len(train) > 1.9 * len(read_pairs(train)), "nearly all are trained in both"
 
 
 def test_a_folder_of_ones_own_is_a_recipe_and_its_place_is_filled_in(tmp_path: Path) -> None:
