@@ -1,7 +1,9 @@
-"""`top`, `metrics` and `monitor` with a monitor's key: the server logs no violation, and its restarts end none of them."""
+"""`top`, `metrics` and `monitor` with a monitor's key: the server logs no violation, and its restarts end none of them,
+and a withdrawn key ends each in one line."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import anyio.to_thread
 import msgspec
 import pytest
 
+from fleetbus.auth.rotation import revoke_key
 from fleetbus.errors import BusError
 from fleetbus_schemas import EpisodeRequested, Subjects, Task, encode
 from tests.support.ports import free_ports
@@ -113,3 +116,26 @@ async def test_viewers_outlive_restarts_of_the_server_while_the_log_grows(tmp_pa
                     await until_it_looked(servers, command, 5)
                 stop.set()
             assert await servers.violations() == []
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("command", ["top", "metrics", "monitor"])
+async def test_a_viewer_whose_key_was_withdrawn_says_so_in_one_line_and_exits_with_1(command: str, tmp_path: Path) -> None:
+    with anyio.fail_after(100):
+        async with declared_servers(tmp_path, RUN, form="keyed") as servers:
+            assert servers.auth is not None
+            arguments = [sys.executable, "-m", "fleetbus_workers.cli", command, RUN, "--nats", servers.url, "--nats-auth"]
+            options = ["--json"] if command == "top" else ["--port", str(free_ports(1)[0])]
+            said = tmp_path / "said"
+            with said.open("wb") as errors:
+                process = await anyio.open_process(
+                    [*arguments, str(servers.auth.path), *options], stdout=subprocess.DEVNULL, stderr=errors
+                )
+            async with process:
+                await until_it_looked(servers, command, 5)
+                revoke_key(servers.auth, RUN, "monitor")
+                os.kill(servers.processes[0].pid, signal.SIGHUP)
+                assert await process.wait() == 1
+    last = said.read_text().splitlines()[-1]
+    assert last == "fleetbus: the connection is closed for good: the NATS server refuses the credentials"
+    assert "Traceback" not in said.read_text()

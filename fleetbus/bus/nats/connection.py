@@ -248,6 +248,9 @@ async def _connect(connection: Connection, url: str, **options: object) -> None:
             if not _CREDENTIALS & options.keys():
                 wait_until = anyio.current_time() + CONNECT_TIMEOUT_SECONDS
                 options["nkeys_seed_str"] = await read_local_key(url, give_up_at=wait_until) or None
+            if isinstance(file := options.pop("nkeys_seed", None), str):
+                # nats-py reads a file again whenever it reconnects; one that is gone would let it try for ever.
+                options["nkeys_seed_str"] = await anyio.Path(file).read_text()
             await connect_wire(
                 url,
                 connection.tasks,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -21,12 +20,7 @@ def read_own_key(options: Mapping[str, object]) -> str:
     if callable(token := options.get("user_jwt_cb")):
         return _read_subject(token())
     if seed := options.get("nkeys_seed_str"):
-        return _make_public(str(seed).encode())
-    if file := options.get("nkeys_seed"):
-        try:
-            return _make_public(Path(str(file)).read_bytes().strip())
-        except OSError:  # gone since the connection began
-            return ""
+        return _make_public(str(seed).strip().encode())
     return ""
 
 
@@ -35,7 +29,7 @@ def _make_public(seed: bytes) -> str:
 
     try:
         pair = nkeys.from_seed(bytearray(seed))
-    except (nkeys.NkeysError, ValueError, IndexError):  # replaced by something else since
+    except (nkeys.NkeysError, ValueError, IndexError):
         return ""
     public: bytes = pair.public_key
     pair.wipe()

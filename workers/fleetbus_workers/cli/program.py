@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from fleetbus.errors import is_bad_input, is_disk_full, iterate_leaves
+from fleetbus.errors import BusClosed, is_bad_input, is_disk_full, iterate_leaves
 from fleetbus_workers.command.exit_status import CRASHED, FINISHED, INTERRUPTED, REFUSED
 from fleetbus_workers.command.terminal import escape_output
 
@@ -170,6 +170,9 @@ def _report(error: Exception) -> int:
         return CRASHED
     if all(isinstance(leaf, OSError) and leaf.filename and leaf.errno in _PATH_ERRORS for leaf in leaves):
         return _report_refusal(f"{leaves[0]}: choose another path, or correct what is there")
+    if all(isinstance(leaf, BusClosed) for leaf in leaves):
+        _report_refusal(f"the connection is closed for good: {leaves[0]}")
+        return CRASHED
     if missing := next((leaf for leaf in leaves if isinstance(leaf, ModuleNotFoundError)), None):
         from fleetbus_workers.cli.look.diagnosis import CPU_BUILD
         from fleetbus_workers.cli.missing_packages import find_extra
