@@ -11,7 +11,7 @@ import pytest
 
 from fleetbus.client.contexts import PolicyContexts
 from fleetbus.client.sessions import SessionFailed, sessions
-from fleetbus_schemas import ContextChange, SessionCall, Task
+from fleetbus_schemas import MAX_MESSAGE_BYTES, ContextChange, SessionAnswer, SessionCall, Task, decode, encode
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
 from fleetbus_workers.environment.stepwise.orphan_sweep import MARGIN_SECONDS
 from tests.support.stepwise_fixtures import TASK, CountingEnvironment, World, read_text, session_fixture
@@ -266,3 +266,29 @@ async def test_what_a_dead_worker_held_elsewhere_is_released_whether_its_client_
             limits = here.fleet.configuration.limits
             await anyio.sleep(2 * (limits.idle + limits.step + MARGIN_SECONDS))
         assert elsewhere == set()
+
+
+async def test_an_answer_too_large_of_a_session_that_has_moved_meanwhile_ends_no_worker() -> None:
+    world = World(step_seconds=5.0)
+    async with session_fixture() as here:
+        for worker, make in (("e1", world), ("e2", World())):
+            await here.fleet.heard(here.worker(worker, make))
+
+        async def ask(worker: str, call: SessionCall) -> SessionAnswer:
+            answer = await here.fleet.bus.request(here.fleet.subjects.rpc(worker, "s"), encode(call), timeout=60)
+            return decode(SessionAnswer, answer)
+
+        late: list[SessionAnswer] = []
+
+        async def step() -> None:
+            text = "x" * (MAX_MESSAGE_BYTES - 200)
+            late.append(await ask("e1", SessionCall(session="s", call="step", key="k", text=text)))
+
+        await ask("e1", SessionCall(session="s", call="open", key="o", task=TASK))
+        await ask("e1", SessionCall(session="s", call="reset", key="r"))
+        async with anyio.create_task_group() as group:
+            group.start_soon(step)
+            await world.stepping.wait()
+            assert not (await ask("e2", SessionCall(session="s", call="state", key="moved"))).refusal
+        assert [answer.refusal for answer in late] == ["moved"]
+        assert (await ask("e1", SessionCall(session="s", call="state", key="moved"))).worker == "e2"

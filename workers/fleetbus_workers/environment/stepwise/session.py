@@ -186,21 +186,29 @@ class StepwiseSession:
             if call.call == "close":
                 await self.end("closed", key=call.key)
                 return SessionAnswer(session=call.session, key=call.key, end="closed", worker=self._context.worker)
-            if self._is_full(self._journal):
-                reason = f"its journal has {self._journal.size_bytes >> 20} MiB: open another session"
-                await self.end("total", key=call.key, error_class="journal_full", error=reason)
-                return self._build_answer(call, end="total", error_class="journal_full", error=reason)
-            return await self._perform_and_record(call)
+            if reason := self._find_fullness():
+                return await self._end_at(call, "total", "journal_full", reason)
+            try:
+                return await self._perform_and_record(call)
+            except MalformedMessage as malformed:  # nothing so large fits into the log: what was done cannot be recorded
+                return await self._end_at(call, "env_failed", "too_large", malformed.reason)
         except Superseded:
             await self.leave()
             return build_refusal(call, "moved", "the session went to another worker")
-        except MalformedMessage as malformed:  # nothing so large fits into the log: what was done cannot be recorded
-            reason = malformed.reason
-            await self.end("env_failed", key=call.key, error_class="too_large", error=reason)
-            return self._build_answer(call, end="env_failed", error_class="too_large", error=reason)
         except LogUnavailable as unavailable:
             await self.leave()
             return build_refusal(call, "log", f"what was done is not recorded, and will be done again: {unavailable}")
+
+    async def _end_at(self, call: SessionCall, end: SessionEnd, error_class: str, error: str) -> SessionAnswer:
+        """Answer a call with the end of the session; raises as `_store`."""
+        await self.end(end, key=call.key, error_class=error_class, error=error)
+        return self._build_answer(call, end=end, error_class=error_class, error=error)
+
+    def _find_fullness(self) -> str:
+        """The reason for which the journal may grow no more; empty if it may."""
+        if not self._is_full(self._journal):
+            return ""
+        return f"its journal has {self._journal.size_bytes >> 20} MiB: open another session"
 
     async def _confirm(self, answer: SessionAnswer) -> SessionAnswer:
         """A refusal that names a mistake of the caller's, unless the session went on elsewhere: then it is this worker that
