@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import anyio
+import msgspec
 import pytest
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryBus
 from fleetbus.client.sessions import Session, SessionFailed
+from fleetbus.core.episode.journal import Journal
+from fleetbus.log.actions import LAG_PAUSES_SECONDS
 from fleetbus_schemas import SessionAnswer, SessionCall, decode, encode
 from fleetbus_workers.environment.stepwise import host
+from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
 from tests.support.stepwise_fixtures import TASK, SessionFixture, World, read_text, session_fixture
 from tests.support.virtual_time import virtual_time
 
@@ -64,6 +69,60 @@ async def test_when_all_journals_together_reach_their_limit_a_session_below_its_
             ends = {(await step_until_the_end(session, 10)).error_class for session in (first, second)}
             assert ends == {"journal_full"}
             assert read_text(await short.step("on")) == "1: on"
+
+
+async def test_a_session_that_comes_from_another_worker_ends_where_its_journal_finds_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its calls there may be such as are refused, and add nothing to it."""
+    monkeypatch.setattr(host, "JOURNALS_BYTES", 60_000)
+    ends: list[tuple[str, str]] = []
+    async with session_fixture(slots=8) as here:
+        for worker in ("e1", "e2"):
+            await here.fleet.heard(here.worker(worker, World()))
+        for session in ("a", "b", "c"):
+            await ask(here, "e1", SessionCall(session=session, call="open", key="o", task=TASK))
+            for number in range(8):
+                await ask(here, "e1", SessionCall(session=session, call="state", key=f"{number}", text=LONG))
+            moved = await ask(here, "e2", SessionCall(session=session, call="step", key="early"))
+            ends.append((moved.refusal, moved.error_class))
+            assert (await ask(here, "e1", SessionCall(session=session, call="state", key="late"))).refusal == "moved"
+        assert (await ask(here, "e2", SessionCall(session="a", call="state", key="on"))).refusal == ""
+    assert ends == [("conflict", ""), ("closed", "journal_full"), ("closed", "journal_full")]
+
+
+async def test_a_journal_that_grows_by_claims_alone_reaches_its_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "JOURNAL_BYTES", 50_000)
+    async with session_fixture(slots=8) as here:
+        for worker in ("e1", "e2"):
+            await here.fleet.heard(here.worker(worker, World()))
+        task = msgspec.structs.replace(TASK, prompt=LONG)
+        await ask(here, "e1", SessionCall(session="s", call="open", key="o", task=task))
+        for number in range(20):
+            new, old = ("e1", "e2") if number % 2 else ("e2", "e1")
+            moved = await ask(here, new, SessionCall(session="s", call="step", key=f"early{number}"))
+            await ask(here, old, SessionCall(session="s", call="state", key=f"late{number}"))
+        journal = await read_session_journal(here.fleet.bus, here.fleet.subjects, "s")
+    assert (moved.end, moved.error_class, journal.size_bytes < 60_000) == ("lost", "journal_full", True)
+
+
+async def test_a_call_that_waits_for_a_replica_that_is_behind_keeps_no_journal() -> None:
+    async with session_fixture(slots=8) as here:
+        await here.fleet.heard(here.worker("e1", World()))
+        for number in range(10):
+            await ask(here, "e1", SessionCall(session=f"s{number}", call="open", key="o", task=TASK))
+            await ask(here, "e1", SessionCall(session=f"s{number}", call="close", key="c"))
+
+        async def call(number: int) -> None:
+            ahead = SessionCall(session=f"s{number}", call="state", key="k", number=1000)
+            assert (await ask(here, "e1", ahead)).refusal == "closed"
+
+        async with anyio.create_task_group() as group:
+            for number in range(10):
+                group.start_soon(call, number)
+            await anyio.sleep(sum(LAG_PAUSES_SECONDS) / 2)
+            gc.collect()
+            assert [each for each in gc.get_objects() if type(each) is Journal and each.records] == []
 
 
 async def test_a_call_that_has_waited_for_a_slot_finds_what_was_done_elsewhere_meanwhile() -> None:

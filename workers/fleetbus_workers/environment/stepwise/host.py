@@ -308,13 +308,15 @@ class SessionHost:
 
     async def _read_journal(self, call: SessionCall) -> Journal:
         """At least what its caller knows: the replica that answers may be behind that."""
-        for pause in (*LAG_PAUSES_SECONDS, 0.0):
+        for pause in LAG_PAUSES_SECONDS:
             async with self._reads:
                 journal = await read_session_journal(self._context.bus, self._context.subjects, call.session)
             if call.call == "open" or (journal.claim is not None and journal.next_number >= call.number):
-                break
+                return journal
+            del journal  # it may be long, and so may the wait
             await anyio.sleep(pause)
-        return journal
+        async with self._reads:
+            return await read_session_journal(self._context.bus, self._context.subjects, call.session)
 
     async def _is_below_floor(self, call: SessionCall, claim_sequence: int) -> bool:
         """True if a claim without a recorded call before it came after the session may have ended and left the log: nobody may

@@ -140,6 +140,8 @@ class StepwiseSession:
     async def _restore(self) -> None:
         await release_held(self._context, self._journal)
         try:
+            if reason := self._find_fullness():
+                raise EpisodeEnded("lost", "journal_full", reason)
             for record in self._journal.records:
                 if record.call.call not in _REPLAYED_CALLS:
                     continue
