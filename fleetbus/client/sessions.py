@@ -185,7 +185,7 @@ class SessionClient:
         return await self._hosts.choose()
 
     async def _ask(self, worker: str, call: SessionCall, *, until: float) -> SessionAnswer | None:
-        """The answer of one worker, however long the call takes; None when it is gone."""
+        """The answer of one worker, however long the call takes; None when it is gone, or answers what is none."""
         waiting = min(QUEUE_SECONDS, max(until - self._now(), 0.0))
         payload = encode(msgspec.structs.replace(call, wait_seconds=waiting))
         subject = self.subjects.rpc(worker, call.session)
@@ -199,6 +199,9 @@ class SessionClient:
                 answer = await self.bus.request(subject, payload, timeout=ANSWER_TIMEOUT_SECONDS)
                 return decode(SessionAnswer, answer, subject=subject)
             except NoResponders:
+                return None
+            except MalformedMessage as malformed:
+                log.warning("answer is malformed; choosing another worker", session=call.session, reason=malformed.reason)
                 return None
             except RequestUnanswered:
                 if await self._ping(worker) is None:

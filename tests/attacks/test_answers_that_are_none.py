@@ -1,0 +1,50 @@
+"""An environment worker's key hosts sessions and answers their calls with what is no answer: the gateway serves others on."""
+
+from __future__ import annotations
+
+import anyio
+
+from fleetbus_schemas import Heartbeat, SessionAnswer, SessionCall, decode, encode
+from tests.support.backends import asyncio_alone
+from tests.support.paying import PayingEnvironment, gym_gateway, paying_configuration
+from tests.support.small_deployment import SmallDeployment, small_deployment
+
+anyio_backend = asyncio_alone
+
+TASK = {"rewards": [], "verdict": 1.0}
+
+
+async def beat(fleet: SmallDeployment) -> None:
+    said = Heartbeat(role="environment", worker="bad", session_slots=8)
+    while True:
+        await fleet.bus.broadcast(fleet.subjects.heartbeat("environment", "bad"), encode(said))
+        await anyio.sleep(0.2)
+
+
+async def answer_badly(fleet: SmallDeployment, closing: anyio.Event) -> None:
+    """Sessions are opened, and their ends are answered with no message."""
+    async with fleet.bus.serve(fleet.subjects.rpc("bad", "*")) as server:
+        while True:
+            request = await server.receive()
+            call = decode(SessionCall, request.payload)
+            answer = encode(SessionAnswer(session=call.session, key=call.key, number=0, worker="bad"))
+            await request.respond(b"\xff" if call.call == "close" else answer)
+            if call.call == "close":
+                closing.set()
+
+
+async def test_an_answer_that_is_none_to_the_close_of_an_idle_session_ends_no_gateway() -> None:
+    closing = anyio.Event()
+    with anyio.fail_after(120):
+        async with small_deployment(paying_configuration()) as fleet, gym_gateway(fleet, session_timeout=0.5) as wire:
+            async with anyio.create_task_group() as group:
+                group.start_soon(answer_badly, fleet, closing)
+                group.start_soon(beat, fleet)
+                await wire.connect(TASK, seed=None)
+                await closing.wait()
+                await anyio.sleep(0.5)
+                group.cancel_scope.cancel()
+            fleet.environment("e1", make=PayingEnvironment)
+            with anyio.fail_after(60):
+                session = (await wire.connect(TASK))["session_id"]
+                assert await wire.call(session, "close") == {"closed": True}
