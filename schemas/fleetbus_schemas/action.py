@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from fleetbus_schemas.chat import ToolCall
-from fleetbus_schemas.message import Count, Message, Name, OptionalName
+from fleetbus_schemas.message import Count, Digest, Message, Name, OptionalName
 from fleetbus_schemas.segment import SegmentOrigin
 
 FinishReason = Literal["stop", "length", "failed"]
@@ -56,7 +56,7 @@ class Action(Message, frozen=True, kw_only=True):
     logprobs: bytes = b""
     finish_reason: FinishReason = "stop"
     versions: tuple[VersionSpan, ...] = ()
-    history_hash: bytes = b""
+    history_hash: Digest = b""
     worker: OptionalName = ""
     lane: OptionalName = ""
     error_class: str = ""

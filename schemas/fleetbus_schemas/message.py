@@ -32,6 +32,9 @@ OptionalName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,128}$(?!\n)")]
 Key = Annotated[str, Meta(max_length=256)]
 """The name of a call, which its answer repeats beside contents of its own: with one of a megabyte there is no answer."""
 
+Digest = Annotated[bytes, Meta(max_length=64)]
+"""A hash, which an answer repeats beside contents of its own."""
+
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """Of turns, attempts and the like: it fits the columns and arrays that keep it."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fleetbus_schemas.chat import ChatMessage, ToolSpec
 from fleetbus_schemas.episode import SamplingSettings
-from fleetbus_schemas.message import Count, Message, Name
+from fleetbus_schemas.message import Count, Digest, Message, Name
 from fleetbus_schemas.segment import SegmentOrigin
 
 
@@ -33,7 +33,7 @@ class Observation(Message, frozen=True, kw_only=True):
     sampling: SamplingSettings = SamplingSettings()
     tokens_left: int
     pinned_version: int | None = None
-    history_hash: bytes = b""
+    history_hash: Digest = b""
     environment_lane: Name
     action_sequence: int = 0
     request_sequence: int = 0
