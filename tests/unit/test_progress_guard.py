@@ -124,6 +124,15 @@ def test_a_learner_that_waits_for_episodes_is_no_progress() -> None:
     assert guard.find_stall(100.0) is not None
 
 
+def test_a_learner_that_has_trained_and_waits_for_room_in_the_log_is_no_progress() -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    for now in range(0, 101, 2):
+        guard.record_heartbeat(
+            Heartbeat(role="learner", worker="l", problem="the log is full", counters={"begun_work": 1.0}), float(now)
+        )
+    assert "nothing progressed for 100 s (limits.no_progress): l: the log is full" in str(guard.find_stall(100.0))
+
+
 def test_a_worker_that_falls_silent_is_said_once_and_one_that_said_goodbye_is_not() -> None:
     guard = ProgressGuard(LIMITS, 0.0)
     for worker in ("e", "f"):

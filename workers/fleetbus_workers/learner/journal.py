@@ -24,6 +24,8 @@ from fleetbus_schemas.channels import STORED
 
 RETRY_SECONDS = 1.0
 
+WAITS_FOR_ROOM = "the log is full, and what was trained waits for room in it"
+
 BEGINNING_CHECKS = 10
 """So often, and as many seconds, a learner that is refused by an entry of its own lineage looks for a newer one."""
 
@@ -63,6 +65,8 @@ class FencedAppender:
         """The beginning of the author's own lineage, once it is stored here."""
         self._own = self._number = lineage_number(lineage)
         self.last = last
+        self.problem = ""
+        """The reason for which an entry waits, as far as it is known; else empty."""
         self._lock = anyio.Lock()
 
     async def append(self, message: JournalEntry) -> int:
@@ -120,6 +124,8 @@ class FencedAppender:
             except anyio.get_cancelled_exc_class():
                 self._unconfirmed = payload
                 raise
+            finally:
+                self.problem = ""
         if isinstance(message, LineageStarted):
             self._start = payload
         return sequence
@@ -132,6 +138,7 @@ class FencedAppender:
             except SequenceConflict as refused:
                 conflict = refused
             except (LogFull, PublishUnanswered) as error:
+                self.problem = WAITS_FOR_ROOM if isinstance(error, LogFull) else ""
                 log.warning("entry publish failed; retrying", subject=self._subject, reason=str(error))
                 await anyio.sleep(RETRY_SECONDS)
                 continue

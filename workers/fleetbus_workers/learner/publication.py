@@ -85,6 +85,11 @@ class Publication:
         """The lifetime of what sends versions beside their files, around all versions. Raises `UserError`."""
         return self._sender.run() if self._sender is not None else nullcontext()
 
+    @property
+    def problem(self) -> str:
+        """See `FencedAppender.problem`."""
+        return self._appender.problem
+
     async def fence(self, started: LineageStarted) -> dict[int, MadeVersion]:
         """From now on appends of the previous learner are refused; raises `LearnerReplaced` when this one is.
 

@@ -178,6 +178,7 @@ class Learner:
             in_flight=len(parts.pool) + unpublished,  # what is asked for now would be played with the version before
             policy_version=parts.publication.version,
             draining=self._drain.is_set(),
+            problem=parts.appender.problem or parts.publication.problem,
             paused=parts.admission.is_paused,
             counters=dict(progress.counters)
             | {

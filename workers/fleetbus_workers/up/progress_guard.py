@@ -234,8 +234,10 @@ class ProgressGuard:
 
 
 def _is_training(beat: Heartbeat) -> bool:
-    """A learner that trains, publishes or stores a checkpoint, by its own word: others may invent workers that play."""
-    return beat.role == "learner" and beat.counters.get("begun_work", 0.0) > beat.counters.get("ended_work", 0.0)
+    """A learner that trains, publishes or stores a checkpoint, by its own word: others may invent workers that play. One that
+    names a problem waits instead."""
+    at_work = beat.counters.get("begun_work", 0.0) - beat.counters.get("ended_work", 0.0)
+    return beat.role == "learner" and at_work > 0 and not beat.problem
 
 
 def format_traceback_lines(text: str) -> Iterable[str]:
