@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
 import anyio
 import httpx
 import pytest
@@ -10,7 +14,8 @@ from fleetbus.client.sessions import sessions
 from fleetbus_schemas import Action, SessionCall, Task
 from fleetbus_workers.environment.adapters.remote_gym.client import ServerPool
 from fleetbus_workers.environment.adapters.remote_gym.environment import RemoteGymEnvironment
-from fleetbus_workers.gateway.gym_methods import build_task
+from fleetbus_workers.gateway.gym_app import GymGateway, GymSettings
+from fleetbus_workers.gateway.gym_methods import GymCalls, build_task
 from fleetbus_workers.gateway.gym_service import GymService, build_gym_service
 from tests.support.gym_service import Handler, fields_of, new_boundary, running, serve_gym
 from tests.support.paying import PayingEnvironment, gym_gateway, paying_configuration
@@ -270,6 +275,29 @@ async def test_a_session_that_another_client_gave_a_long_name_goes_on_after_a_fa
         assert (await first.call(session, "reset", seed=2))["obs"] == "begin"
         assert (await second.call(session, "reset", seed=3))["obs"] == "begin"
         assert await second.call(session, "close") == {"closed": True}
+
+
+async def test_the_failed_environments_of_a_session_that_nobody_goes_on_with_are_forgotten() -> None:
+    made: list[Any] = []
+    async with small_deployment(paying_configuration()) as fleet, sessions(fleet.bus, fleet.subjects) as client:
+
+        @asynccontextmanager
+        async def open_calls() -> AsyncIterator[GymCalls]:
+            made.append(GymCalls(client, call_seconds=60))
+            yield made[0]
+
+        fleet.environment("e1", make=PayingEnvironment)
+        async with running(GymGateway(open_calls, GymSettings(session_timeout=2.0)).application()) as wire:
+            session = (await wire.connect({"rewards": [], "verdict": 1.0}))["session_id"]
+            for seed in (1, 2):
+                assert (await wire.call(session, "step", action_str="x"))["info"]["error_class"] == "IndexError"
+                assert (await wire.call(session, "reset", seed=seed))["obs"] == "begin"
+            assert (await wire.call(session, "step", action_str="x"))["info"]["error_class"] == "IndexError"
+            with anyio.fail_after(30):
+                while made[0]._failed_journals:  # noqa: ASYNC110
+                    await anyio.sleep(0.1)
+            assert (await wire.call(session, "reset", seed=3))["obs"] == "begin"
+            assert await wire.call(session, "close") == {"closed": True}
 
 
 def test_a_handler_with_calls_of_its_own_is_refused_and_not_ignored() -> None:

@@ -101,6 +101,7 @@ class GymGateway:
         while True:
             await anyio.sleep(min(SWEEP_SECONDS, self._settings.session_timeout / 4))
             oldest = time.monotonic() - self._settings.session_timeout
+            calls.forget_failed(oldest)
             async with anyio.create_task_group() as group:
                 for session, session_info in calls.sessions.items():
                     if not session_info.busy and session_info.used_at < oldest:

@@ -87,6 +87,8 @@ class GymCalls:
         self._format = images
         self.sessions: dict[str, SessionInfo] = {}
         self._failed_journals: dict[str, list[dict[str, SessionAnswer]]] = {}
+        self._failed_used_at: dict[str, float] = {}
+        """When the sessions that had a failed environment were used last, as in `SessionInfo`."""
         self._numbers: dict[str, int] = {}
         """Of open sessions, by their name on the bus, the newest call that this gateway was answered."""
 
@@ -138,6 +140,14 @@ class GymCalls:
         call = SessionCall(session=self._name(session), call="close", key="expired")
         self._failed_journals.pop(session, None)
         await self._client.call(call, timeout=self._call_seconds)
+
+    def forget_failed(self, oldest: float) -> None:
+        """Forget the failed environments of sessions that are over and were not used since: the log tells them to a call that
+        comes after all."""
+        for session in [each for each, used_at in self._failed_used_at.items() if used_at < oldest]:
+            del self._failed_used_at[session]
+            if session not in self.sessions:
+                self._failed_journals.pop(session, None)
 
     async def _dispatch(self, session: str, method: str, key: str, parameters: dict[str, object]) -> Answer:
         if method == "system_prompt":
@@ -292,6 +302,8 @@ class GymCalls:
         finally:
             session_info.busy -= 1
             session_info.last_access, session_info.used_at = time.time(), time.monotonic()
+            if session in self._failed_journals:
+                self._failed_used_at[session] = session_info.used_at
             if not session_info.busy and not session_info.is_open:
                 self.sessions.pop(session, None)
 
