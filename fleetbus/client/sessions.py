@@ -196,8 +196,11 @@ class SessionClient:
                 raise SessionUnavailable(str(unanswered)) from None
         while True:
             try:
-                answer = await self.bus.request(subject, payload, timeout=ANSWER_TIMEOUT_SECONDS)
-                return decode(SessionAnswer, answer, subject=subject)
+                answered = await self.bus.request(subject, payload, timeout=ANSWER_TIMEOUT_SECONDS)
+                answer = decode(SessionAnswer, answered, subject=subject)
+                if (answer.session, answer.key) != (call.session, call.key):
+                    raise MalformedMessage(subject, "it is the answer to another call")
+                return answer
             except NoResponders:
                 return None
             except MalformedMessage as malformed:

@@ -1,10 +1,13 @@
-"""An environment worker's key hosts sessions and answers their calls with what is no answer: the gateway serves others on."""
+"""An environment worker's key hosts sessions and answers their calls with what is no answer to them: the gateway serves others
+on, and asks others' workers."""
 
 from __future__ import annotations
 
 import anyio
 
+from fleetbus.client.sessions import sessions
 from fleetbus_schemas import Heartbeat, SessionAnswer, SessionCall, decode, encode
+from fleetbus_workers.gateway.gym_methods import build_task
 from tests.support.backends import asyncio_alone
 from tests.support.paying import PayingEnvironment, gym_gateway, paying_configuration
 from tests.support.small_deployment import SmallDeployment, small_deployment
@@ -48,3 +51,28 @@ async def test_an_answer_that_is_none_to_the_close_of_an_idle_session_ends_no_ga
             with anyio.fail_after(60):
                 session = (await wire.connect(TASK))["session_id"]
                 assert await wire.call(session, "close") == {"closed": True}
+
+
+async def test_an_answer_in_the_name_of_another_session_leads_no_calls_of_that_one_astray() -> None:
+    """In the journal of that session nothing would tell of it."""
+    task, led = build_task(TASK), SessionAnswer(session="other", key="k", number=0, worker="bad")
+    with anyio.fail_after(120):
+        async with small_deployment(paying_configuration()) as fleet, sessions(fleet.bus, fleet.subjects) as client:
+            await fleet.heard(fleet.environment("e1", make=PayingEnvironment))
+            await client.call(SessionCall(session="other", call="open", key="o", task=task), timeout=30)
+
+            async def lead_astray() -> None:
+                async with fleet.bus.serve(fleet.subjects.rpc("bad", "*")) as server:
+                    while True:
+                        await (await server.receive()).respond(encode(led))
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(lead_astray)
+                group.start_soon(beat, fleet)
+                await fleet.until(lambda: "bad" in fleet.beats)
+                for number in range(4):
+                    call = SessionCall(session=f"s{number}", call="open", key="k", task=task)
+                    assert (await client.call(call, timeout=30)).worker == "e1"
+                reset = SessionCall(session="other", call="reset", key="r")
+                assert (await client.call(reset, timeout=30)).messages
+                group.cancel_scope.cancel()
