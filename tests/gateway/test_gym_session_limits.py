@@ -83,7 +83,7 @@ async def test_a_session_that_takes_long_to_end_holds_up_no_other(monkeypatch: p
         ended[session].set()
 
     known = {name: SessionInfo(created_at=0, last_access=0, used_at=time.monotonic() - 60) for name in ended}
-    calls: Any = SimpleNamespace(sessions=known, expire=expire)
+    calls: Any = SimpleNamespace(sessions=known, expire=expire, forget_failed=lambda _: None)
     gateway = GymGateway(cast("Any", None), GymSettings(session_timeout=1))
     with anyio.fail_after(50):
         async with anyio.create_task_group() as group:
