@@ -26,13 +26,14 @@ anyio_backend = virtual_time
 
 
 class FullDisk:
-    """Takes half of what is written, and no more, while it is full."""
+    """Takes half of what is written, and no more, while it is full; or takes all, and says only at the ``sync`` that it has no
+    room for it, as one does that gives out its blocks late."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, found_at: str) -> None:
         self.is_full = False
         self.refused = 0
-        self._write = os.write
-        patch.setattr(os, "write", self.write)
+        self._write, self._sync = os.write, os.fsync
+        patch.setattr(os, *(("write", self.write) if found_at == "write" else ("fsync", self.sync)))
         patch.setattr("fleetbus.log.archive_writer.replace_synced", self.replace)
 
     def write(self, descriptor: int, data: bytes) -> int:
@@ -40,6 +41,11 @@ class FullDisk:
             return self._write(descriptor, data)
         self._write(descriptor, data[: len(data) // 2])
         return self._refuse()
+
+    def sync(self, descriptor: int) -> None:
+        if self.is_full:
+            self._refuse()
+        self._sync(descriptor)
 
     def replace(self, file: Path, content: bytes) -> None:
         if self.is_full:
@@ -51,10 +57,11 @@ class FullDisk:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.parametrize("found_at", ["write", "sync"])
 async def test_a_recorder_on_a_full_disk_waits_for_room_and_has_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found_at: str
 ) -> None:
-    disk, drain = FullDisk(monkeypatch), anyio.Event()
+    disk, drain = FullDisk(monkeypatch, found_at), anyio.Event()
     async with MemoryServer().connect(RUN) as bus, anyio.create_task_group() as tasks:
         await bus.declare(plan_run(RUN, lanes=1))
 

@@ -124,17 +124,19 @@ class Recorder:
 
     async def _append(self, batch: Sequence[StreamEntry]) -> None:
         """Archive a batch; a full disk is waited for, as the log waits for the archive."""
+        archive, offload, is_torn = self._archive, self._runtime.offload, False
         while True:
             try:
-                left = [entry for entry in batch if entry.sequence > self._archive.last_sequence]
-                await self._runtime.offload(self._archive.append, left)
+                if is_torn:
+                    await offload(archive.recover)
+                await offload(archive.append, [entry for entry in batch if entry.sequence > archive.last_sequence])
                 return
             except OSError as error:
                 if not is_disk_full(error):
                     raise
                 log.error("disk is full; waiting for free space", reason=str(error))
+            is_torn = True
             await anyio.sleep(FULL_DISK_SECONDS)
-            await self._runtime.offload(self._archive.recover)
 
     async def _collect(self, reader: Reader) -> list[StreamEntry]:
         """The next entries: at least one, as many as come in a batch's time, up to a batch's bytes."""
