@@ -174,12 +174,12 @@ class ObservationHandler:
 
     async def _answer(self, observation: Observation, delivery: Delivery) -> bool:
         """Answer it; False if the log refused the answer. Past the deadline no answer is needed: the episode's worker records
-        the timeout."""
-        remaining_seconds = (observation.deadline_ns - self._bus.now_ns()) / 1e9
+        the timeout. If it asked past the deadline, the server's clock was set, which it does not go by."""
+        sequence, asked_ns, deadline_ns = delivery.message.sequence, delivery.message.time_ns, observation.deadline_ns
+        remaining_seconds = (deadline_ns - self._bus.now_ns()) / 1e9 if asked_ns < deadline_ns else math.inf
         with self.deadlines.open(self._now() + remaining_seconds) as deadline:
             try:
                 action = await self._build_action(observation, delivery)
-                sequence = delivery.message.sequence
                 return await self._store_action(observation, msgspec.structs.replace(action, observation_sequence=sequence))
             except StaleObservation as stale:
                 self._counters["stale"] += 1
