@@ -212,6 +212,16 @@ def bus_time_of_the_workers_own_clock(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedBus, "now_ns", faulty)
 
 
+def observation_expired_by_a_clock_that_was_set(patch: pytest.MonkeyPatch) -> None:
+    """Every observation is dropped whose deadline has passed by the server's clock, whenever it was asked."""
+    answer = answers.ObservationHandler._answer
+
+    async def faulty(self: Any, observation: Any, delivery: Any) -> bool:
+        return observation.deadline_ns <= self._bus.now_ns() or await answer(self, observation, delivery)
+
+    patch.setattr(answers.ObservationHandler, "_answer", faulty)
+
+
 def rejected_version_given_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(inference, "RELOAD_SECONDS", math.inf)
 

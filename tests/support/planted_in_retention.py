@@ -9,6 +9,7 @@ import pytest
 
 import fleetbus_workers.environment.episode.attempts as attempts
 import fleetbus_workers.recorder.log_trimmer as log_trimmer
+import fleetbus_workers.recorder.worker as recorder
 from fleetbus.core.training.floor import merge_floors
 from fleetbus.core.training.retention import Retention
 from fleetbus.delivery.log_room import LogRoom
@@ -45,6 +46,11 @@ def floor_above_open_groups(patch: pytest.MonkeyPatch) -> None:
 def room_not_estimated(patch: pytest.MonkeyPatch) -> None:
     """Admission counts what is stored, and not what the admitted episodes will still store."""
     patch.setattr(LogRoom, "bytes_per_episode", 0.0)
+
+
+def full_disk_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """A recorder ends when its disk has no room."""
+    patch.setattr(recorder, "is_disk_full", lambda error: False)
 
 
 def floor_raised_over_an_unread_lineage(patch: pytest.MonkeyPatch) -> None:

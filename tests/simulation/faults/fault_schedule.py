@@ -18,7 +18,7 @@ from tests.simulation.deployment.fixtures import SimulationFixtures
 from tests.simulation.deployment.workers import Deployment
 from tests.simulation.observer import GARBAGE
 from tests.simulation.platform.process import RUN, Process
-from tests.simulation.platform.storage_faults import AWAY_SHARE, rewind_checkpoints, take_away
+from tests.simulation.platform.storage_faults import AWAY_SHARE, FULL_SHARE, rewind_checkpoints, take_away
 from tests.simulation.scenario.shape import ScheduledFault
 
 MOST_WORKERS = 4
@@ -26,6 +26,9 @@ LONGEST_RESTART_SECONDS = 5.0
 ORDER_SECONDS = 2.0
 SHORTEST_DAMAGE_SECONDS = 5.0
 """Longer than it takes until the next learner has looked."""
+
+CLOCK_SHARE = 1200.0
+"""So many times as far is a clock set as other faults last: by minutes, or by hours."""
 
 
 class FaultInjector:
@@ -78,11 +81,16 @@ class FaultInjector:
                 await self._elect(min(fault.seconds, LONGEST_RESTART_SECONDS))
             case "step_clock":
                 self._step_clock(fault)
+            case "set_clock":
+                await self._set_clock(fault)
             case "renew_consumers":
                 self._observer.disturb("renew_consumers")
                 self._server.renew_consumers(log_stream(RUN), fault.pick)
             case "break_disk":
                 self._fixtures.disks.fail_soon(fault.role)
+            case "fill_disk":
+                writers = ("learner", "recorder") if self._fixtures.scenario.recorder else ("learner",)
+                self._fixtures.disks.fill(writers[fault.pick % len(writers)], fault.seconds * FULL_SHARE)
             case "lose_checkpoints":
                 await self._lose_checkpoints(fault.seconds * AWAY_SHARE, self._pick_policy(fault.pick))
             case "rewind_checkpoints":
@@ -153,8 +161,21 @@ class FaultInjector:
     def _step_clock(self, fault: ScheduledFault) -> None:
         seconds = fault.seconds * (1 if fault.pick % 2 else -1)
         self._observer.disturb("step_clock", seconds=abs(seconds))
+        self._step(seconds)
+
+    def _step(self, seconds: float) -> None:
         self._fixtures.oracle.clock_slack_seconds += abs(seconds)
         self._server.step_clock(seconds)
+
+    async def _set_clock(self, fault: ScheduledFault) -> None:
+        """By hours, and in every other case back to what it was after a while."""
+        seconds = fault.seconds * CLOCK_SHARE * (1 if fault.pick % 2 else -1)
+        self._observer.disturb("set_clock")
+        self._step(seconds)
+        if fault.pick // 2 % 2:
+            await anyio.sleep(fault.seconds)
+            self._observer.disturb("set_clock")
+            self._step(-seconds)
 
     async def _lose_checkpoints(self, seconds: float, policy: str) -> None:
         """The disk with the checkpoints is away while a learner dies, and comes back."""

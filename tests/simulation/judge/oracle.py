@@ -215,6 +215,8 @@ class FaultOracle:
                 return any(each.diverges for key, each in self.environment_record.items() if key[0] == result.episode_id)
             case "timeout", "open_timeout" | "reset_timeout" | "step_timeout":
                 return result.error_class.removesuffix("_timeout") in fault_profile
+            case "timeout", "episode_timeout" | "unanswered" if self._was_clock_set and self._is_expired(record):
+                return True  # of who waits for a worker; who is being played has the time that he had
             case "timeout", _ if self._has_short_deadlines and self._is_expired(record) and self._had_time(record):
                 return True
             case "timeout", "idle_timeout":
@@ -234,6 +236,11 @@ class FaultOracle:
             lasts = each.stop - max(each.start, since) if receives and each.kind in STOPPING else 0.0
             count += 1 + int(lasts / OBSERVATION_LEASE_SECONDS)
         return count
+
+    @property
+    def _was_clock_set(self) -> bool:
+        """Set by more than what episodes have."""
+        return any(each.kind == "set_clock" for each in self._observer.disturbances)
 
     def _is_expired(self, record: EpisodeRecord) -> bool:
         """The deadline has passed, or had before a clock was set back."""

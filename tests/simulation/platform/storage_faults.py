@@ -1,4 +1,5 @@
-"""Disks of a simulation: syncs that fail in the middle of a write, and folders that are away, come back, or went back in time.
+"""Disks of a simulation: syncs that fail in the middle of a write, disks that are full for a while, and folders that are away,
+come back, or went back in time.
 
 A sync that fails tears the file, unless it was synced before: what follows the last good sync is cut somewhere.
 """
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import Any, NoReturn
 
 import anyio
 import msgspec
@@ -28,6 +29,9 @@ MOST_SYNCS = 6
 AWAY_SHARE = 10.0
 """How many times longer a folder is away than other faults last: some wait for it longer than a learner does."""
 
+FULL_SHARE = 3.0
+"""How many times longer a disk is full than other faults last: some try several times."""
+
 
 class Disks:
     """The file system as the processes of each role see it. A role without an entry in ``failing`` has a sound disk."""
@@ -36,11 +40,17 @@ class Disks:
         self._draw = draw
         self._observer = observer
         self._failing: dict[str, int] = {}
+        self._full_until: dict[str, float] = {}
         self._synced: dict[int, int] = {}
 
     def fail_soon(self, role: str) -> None:
         """One of the next syncs of this role's processes fails, and everything until that process ended."""
         self._failing[role] = self._draw.randrange(MOST_SYNCS)
+
+    def fill(self, role: str, seconds: float) -> None:
+        """What this role's processes write for so long has no room: that is found at the next sync."""
+        self._full_until[role] = max(anyio.current_time() + seconds, self._full_until.get(role, 0.0))
+        self._observer.disturb("fill_disk", role, seconds=seconds)
 
     def run(self, process: Process, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call a function that may write files."""
@@ -54,6 +64,9 @@ class Disks:
         def tear_or_sync(descriptor: int) -> None:
             status = os.fstat(descriptor)
             left = self._failing.get(process.role)
+            if anyio.current_time() < self._full_until.get(process.role, 0.0):
+                self._observer.disturb("disk_full", process.role)
+                self._fail(descriptor, errno.ENOSPC)
             if left is None:
                 self._synced[status.st_ino] = status.st_size
             elif left:
@@ -62,16 +75,20 @@ class Disks:
             else:
                 del self._failing[process.role]
                 self._observer.disturb("disk_failed", process.name)
-                if S_ISREG(status.st_mode):
-                    kept = min(self._synced.get(status.st_ino, 0), status.st_size)
-                    os.truncate(f"/proc/self/fd/{descriptor}", self._draw.randint(kept, status.st_size))
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
+                self._fail(descriptor, errno.EIO)
 
         os.fsync = tear_or_sync  # type: ignore[assignment]
         try:
             yield
         finally:
             os.fsync = sync
+
+    def _fail(self, descriptor: int, error: int) -> NoReturn:
+        status = os.fstat(descriptor)
+        if S_ISREG(status.st_mode):
+            kept = min(self._synced.get(status.st_ino, 0), status.st_size)
+            os.truncate(f"/proc/self/fd/{descriptor}", self._draw.randint(kept, status.st_size))
+        raise OSError(error, os.strerror(error))
 
 
 async def take_away(folder: Path, seconds: float) -> set[str]:

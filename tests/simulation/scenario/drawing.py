@@ -42,6 +42,10 @@ IMPATIENT_SHARE = 0.25
 IMPATIENT_SECONDS = 6.0
 """The limit of an environment's idleness in some seeds: less than its slowest step takes."""
 
+HOST_KINDS: tuple[FaultKind, ...] = ("set_clock", "fill_disk")
+HOSTS_SHARE = 0.3
+"""Of the seeds in which clocks are set by hours, and of those in which disks fill."""
+
 HOSTING_SHARE = 0.5
 STRANGERS_SHARE = 0.3
 
@@ -81,11 +85,12 @@ def draw_scenario(seed: int, faults: FaultSet = "usual") -> Scenario:
         return _lose_power(scenario, random.Random(f"power/{seed}"))
     scenario = _add_faults(scenario, random.Random(f"all/{seed}"))
     scenario = _delay_rollouts(scenario, random.Random(f"late/{seed}"))
+    scenario = _add_kinds(scenario, random.Random(f"hosts/{seed}"), HOST_KINDS, HOSTS_SHARE)
     if faults == "swarm":
         scenario = _vary_configuration(scenario, random.Random(f"swarm/{seed}"))
         hosting = random.Random(f"hosting/{seed}").random() < HOSTING_SHARE
         archive_seconds = random.Random(f"archive/{seed}").choice((0.05, 1.0, 4.0))
-        scenario = _add_strangers(scenario, random.Random(f"strangers/{seed}"))
+        scenario = _add_kinds(scenario, random.Random(f"strangers/{seed}"), ("garbage", "pause_requests"), STRANGERS_SHARE)
         scenario = _lose_reads(scenario, random.Random(f"reads/{seed}"))
         strangers = int(random.Random(f"callers/{seed}").random() < STRANGERS_SHARE)
         scenario = msgspec.structs.replace(
@@ -272,12 +277,12 @@ def _delay_rollouts(scenario: Scenario, draw: random.Random) -> Scenario:
     return msgspec.structs.replace(scenario, settle_seconds=3.0, fault_schedule=schedule)
 
 
-def _add_strangers(scenario: Scenario, draw: random.Random) -> Scenario:
-    """In some seeds somebody writes what is no message, or has the learner pause."""
-    kinds: list[FaultKind] = [kind for kind in ("garbage", "pause_requests") if draw.random() < STRANGERS_SHARE]
-    if not kinds or not scenario.fault_schedule:
+def _add_kinds(scenario: Scenario, draw: random.Random, kinds: tuple[FaultKind, ...], share: float) -> Scenario:
+    """In that share of the seeds each of these kinds takes part, too."""
+    chosen = [kind for kind in kinds if draw.random() < share]
+    if not chosen or not scenario.fault_schedule:
         return scenario
-    added = [_draw_fault(draw, draw.choice(kinds), more=()) for _ in range(draw.randint(2, 8))]
+    added = [_draw_fault(draw, draw.choice(chosen), more=()) for _ in range(draw.randint(2, 8))]
     schedule = sorted((*scenario.fault_schedule, *added), key=lambda fault: fault.at)
     return msgspec.structs.replace(scenario, fault_schedule=tuple(each for each in schedule if each.at < scenario.heals_at))
 

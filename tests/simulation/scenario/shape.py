@@ -30,6 +30,8 @@ FaultKind = Literal[
     "rewind_checkpoints",
     "garbage",
     "pause_requests",
+    "set_clock",
+    "fill_disk",
     "leave",
     "visit",
 ]
