@@ -40,7 +40,7 @@ PROCESSES = 2
     "--faults",
     type=click.Choice(["usual", "all", "swarm", "power", "rare", "learners"]),
     default="usual",
-    help="all: also clocks (by seconds and by hours), elections, replicas and disks, and clients of sessions; swarm: configurations, too; "
+    help="all: also clocks, elections, replicas and disks, and clients of sessions; swarm: configurations, too; "
     "power: the usual ones, and a server that loses its newest entries; rare: swarm, and what hardly ever happens; "
     "learners: all or swarm, with a second policy that a learner of its own trains",
 )
