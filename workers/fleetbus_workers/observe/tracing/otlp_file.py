@@ -24,16 +24,17 @@ _NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
 class FileSink:
-    """Appends; what a kill left of a line gets an end, so that it spoils no other. Closing it waits for a write under way, as a
-    cancelled export leaves its thread writing; nothing is written after."""
+    """Appends; what a kill or a full disk left of a line gets an end, so that it spoils no other. Closing it waits for a write
+    under way, as a cancelled export leaves its thread writing; nothing is written after."""
 
     def __init__(self, path: Path, *, run: str) -> None:
         self._run = run
+        self._path = path
         self._lock = threading.Lock()
         try:
-            self._file = path.open("ab")
-            if _is_torn(path):
-                self._file.write(b"\n")
+            self._file = path.open(
+                "ab", buffering=0
+            )  # a buffer would keep what was refused, and write it beside its repetition
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}") from error
 
@@ -41,12 +42,13 @@ class FileSink:
         line = msgspec.json.encode(request(spans, self._run)) + b"\n"
         with self._lock:
             if self._file.closed:
-                raise SpansRefused(f"{self._file.name} is closed")
+                raise SpansRefused(f"{self._path} is closed")
             try:
-                self._file.write(line)
-                self._file.flush()
+                left = memoryview(b"\n" + line if _is_torn(self._path) else line)
+                while left:
+                    left = left[self._file.write(left) :]
             except OSError as error:
-                raise SpansRefused(f"{self._file.name} cannot be written: {error.strerror}") from error
+                raise SpansRefused(f"{self._path} cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
         with self._lock:
