@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from io import BufferedReader
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -76,17 +75,31 @@ def choose_first_kept(
 
     Whole segments go, from the oldest on, as long as all of their entries are too old, or the segments together are too large.
     The newest stays, and so does every one that holds an entry from ``needed`` on. ``read_begin`` has the time of a segment's
-    first entry (Unix nanoseconds), and is asked for no more segments than it takes.
+    first entry (Unix nanoseconds), and is asked for no more segments than it takes. ``now_ns`` is taken to be right, and the
+    clock that segments began by is not: it may have been set, and back again.
     """
     left = sum(segment.size_bytes for segment in segments)
     oldest_ns = now_ns - int(keep.hours * HOUR_NS)
-    for segment, following in pairwise(segments):
-        is_beyond = 0 < keep.size_bytes < left
-        is_out = following.first <= needed and (is_beyond or (keep.hours > 0 and read_begin(following) < oldest_ns))
-        if not is_out:
+    begun_ns = read_begin(segments[0]) if segments and keep.hours > 0 else 0
+    if begun_ns > now_ns:
+        begun_ns = 0
+    for index, segment in enumerate(segments[:-1], start=1):
+        if segments[index].first > needed:
             return segment.first
+        if not 0 < keep.size_bytes < left:
+            if not keep.hours > 0:
+                return segment.first
+            begun_ns = _find_begin(segments[index:], begun_ns, now_ns, read_begin)
+            if begun_ns >= oldest_ns:
+                return segment.first
         left -= segment.size_bytes
     return segments[-1].first if segments else 1
+
+
+def _find_begin(segments: Sequence[Segment], earliest_ns: int, now_ns: int, read_begin: Callable[[Segment], int]) -> int:
+    """By when the first of them had begun: the first time among theirs that can be right, for they began one after another;
+    `NO_BEGIN` if none can."""
+    return next((begun_ns for begun_ns in map(read_begin, segments) if earliest_ns <= begun_ns <= now_ns), NO_BEGIN)
 
 
 def list_kept_segments(folder: Path) -> list[Path]:

@@ -76,6 +76,27 @@ def test_whole_segments_leave_that_are_too_old_or_too_many_and_the_newest_stays(
     assert choose_first_kept([], Keep(hours=1), now_ns=0, needed=9, read_begin=lambda each: 0) == 1
 
 
+@pytest.mark.parametrize("wrong_hours", [-50, 50])
+@pytest.mark.parametrize("known_from", [0, 4])
+def test_nothing_leaves_too_early_or_stays_for_long_because_the_servers_clock_was_wrong_for_a_while(
+    wrong_hours: int, known_from: int
+) -> None:
+    """Seen an hour later, what was recorded by a clock that was behind was old; by one that was ahead it stayed for as long."""
+    segments = [Segment(first=1 + hour, size_bytes=SIZE) for hour in range(30)]
+
+    def read_begin(segment: Segment) -> int:
+        """One begins with each hour; for four of them the clock is wrong."""
+        hour = segment.first - 1
+        return (100 + hour + (wrong_hours if 5 <= hour < 9 else 0)) * HOUR_NS
+
+    for hour in range(10, 30):
+        there = segments[known_from : hour + 1]
+        now_ns = (100 + hour) * HOUR_NS + 1
+        kept = choose_first_kept(there, Keep(hours=3), now_ns=now_ns, needed=1000, read_begin=read_begin) - 1
+        right = max(hour - 3, known_from)
+        assert (4 if 5 <= right < 9 else right) <= kept <= right, f"seen at hour {hour}"
+
+
 def test_a_segment_with_an_entry_that_is_needed_stays_whatever_the_limits_say() -> None:
     assert choose(needed=20, size_bytes=1) == 11
     assert choose(needed=21, size_bytes=1) == 21
