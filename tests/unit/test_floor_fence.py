@@ -129,6 +129,26 @@ async def test_a_busy_log_is_trimmed_after_the_servers_clock_was_set(
     assert played[0] < raised.sequence <= played[-8], "what was settled for ten seconds, and nothing younger"
 
 
+@pytest.mark.parametrize("hours", [-5, 5])
+async def test_what_has_just_been_settled_stays_until_its_time_is_over_whatever_the_servers_clock_is_set_to(
+    server: MemoryServer, bus: MemoryBus, tmp_path: Path, hours: int
+) -> None:
+    """Who asked for it outside of training may be about to read it."""
+    with open_archive(tmp_path / "archive", "run") as archive:
+        recorder = Recorder(bus, archive, settle_seconds=10.0)
+        await play(bus, "a")
+        await recorder.read()
+        await recorder.trim()
+        played = await request(bus, "b")
+        await finish(bus, "b")
+        server.step_clock(hours * 3600)
+        sequences = []
+        for _ in range(15):
+            await recorder.read()
+            sequences.append((await recorder.trim()).sequence)
+    assert max(sequences[:8]) <= played < sequences[-1]
+
+
 async def test_the_floor_does_not_pass_an_episode_whose_result_stands_on_the_subject_of_another(
     bus: MemoryBus, recorder: Recorder
 ) -> None:

@@ -56,25 +56,26 @@ class _WentBack(Exception):
 
 
 class _Ages:
-    """Finds the newest sampled entry that is older than a window."""
+    """Finds the newest sampled entry that is older than a window. Its age is the server's word when it is entered; from then on
+    it is counted here, as the server's clock may be set."""
 
     def __init__(self, window_seconds: float) -> None:
-        self._window_ns = int(window_seconds * 1e9)
-        self._samples: deque[tuple[int, int]] = deque()
-        self._newest = (0, 0)
+        self._window_seconds = window_seconds
+        self._samples: deque[tuple[int, float]] = deque()
+        self._newest = (0, -math.inf)
         self._position = 0
 
-    def enter(self, entry: StreamEntry) -> None:
-        self._newest = (entry.sequence, entry.time_ns)
-        while self._samples and self._samples[-1][1] > entry.time_ns:  # its clock was set back: they are as old at least
-            self._samples.pop()
-        if not self._samples or entry.time_ns - self._samples[-1][1] >= self._window_ns // SAMPLES_PER_WINDOW:
-            self._samples.append((entry.sequence, entry.time_ns))
+    def enter(self, sequence: int, age_seconds: float) -> None:
+        stored_at = max(anyio.current_time() - max(age_seconds, 0.0), self._newest[1])  # not before the one before it
+        self._newest = (sequence, stored_at)
+        if not self._samples or stored_at - self._samples[-1][1] >= self._window_seconds / SAMPLES_PER_WINDOW:
+            self._samples.append(self._newest)
 
-    def find_position(self, now_ns: int) -> int:
-        while self._samples and self._samples[0][1] < now_ns - self._window_ns:
+    def find_position(self) -> int:
+        before = anyio.current_time() - self._window_seconds
+        while self._samples and self._samples[0][1] < before:
             self._position = self._samples.popleft()[0]
-        if self._newest[1] < now_ns - self._window_ns:
+        if self._newest[1] < before:
             self._position = self._newest[0]
         return self._position
 
@@ -119,7 +120,7 @@ class LogTrimmer:
 
     def find_archive_floor(self) -> int:
         """The sequence from which on the archive has to keep everything."""
-        expired = min(self._settled_ages.find_position(self._bus.now_ns()), self.last_entered)
+        expired = min(self._settled_ages.find_position(), self.last_entered)
         return min(self._retention.find_archive_floor(), self._sessions.compute_prefix(expired))
 
     def enter(self, entry: StreamEntry) -> None:
@@ -132,12 +133,13 @@ class LogTrimmer:
         else:
             self._retention.enter(entry.sequence, entry.subject, message)
         self.last_entered, self._last_ns = entry.sequence, entry.time_ns
-        self._content_ages.enter(entry)
+        age_seconds = (self._bus.now_ns() - entry.time_ns) / 1e9
+        self._content_ages.enter(entry.sequence, age_seconds)
         if isinstance(message, FloorRaised):  # it would be raised for ever because it was raised
             self._floors.append(entry.sequence)
             self._last_floor = entry.sequence
         else:
-            self._settled_ages.enter(entry)
+            self._settled_ages.enter(entry.sequence, age_seconds)
 
     async def load_archived(self, last: int) -> None:
         """Everything up to ``last`` is in the archive: read what decides about trimming, and none of what is trimmed first."""
@@ -199,7 +201,7 @@ class LogTrimmer:
 
     async def _trim_content(self) -> bool:
         """Observations and actions."""
-        limit = min(self._retention.limit(self.last_entered), self._content_ages.find_position(self._bus.now_ns()))
+        limit = min(self._retention.limit(self.last_entered), self._content_ages.find_position())
         if limit <= self.trimmed:
             return False
         floor = await compute_trim_limit(self._bus, limit=limit, is_ignorable=self._retention.is_settled)
@@ -216,7 +218,7 @@ class LogTrimmer:
         state = await self._bus.log_state()
         if state.used_bytes <= state.limit_bytes * SHORT_SHARE or not state.limit_bytes:
             return
-        position = min(self.last_entered, self._content_ages.find_position(self._bus.now_ns()))
+        position = min(self.last_entered, self._content_ages.find_position())
         if not (episodes := self._retention.list_settled(position, MAX_EPISODES_PER_TRIM)):
             return
 
@@ -232,7 +234,7 @@ class LogTrimmer:
     async def _settle(self) -> bool:
         """Everything else, as far as it is settled for good."""
         subjects, purge = self._subjects, self._purge
-        expired = min(self._settled_ages.find_position(self._bus.now_ns()), self.last_entered)
+        expired = min(self._settled_ages.find_position(), self.last_entered)
         before, last_floor = self._retention.floor, self._last_floor
         raised = msgspec.structs.replace(self._retention.compute_floor(expired), sessions=max(expired + 1, before.sessions))
         over = self._sessions.list_over(expired)
@@ -311,7 +313,7 @@ class LogTrimmer:
         await _remove_each(remove, islice((each for each, last in over.items() if last >= prefix), MAX_JOURNALS_PER_TRIM))
 
     def _enter_read(self) -> None:
-        read = self._settled_ages.find_position(self._bus.now_ns())
+        read = self._settled_ages.find_position()
         while self._unread and self._unread[0][0].sequence <= read:
             entry, message = self._unread.popleft()
             self._retention.enter(entry.sequence, entry.subject, message)
