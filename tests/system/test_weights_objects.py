@@ -130,6 +130,28 @@ async def test_an_object_whose_last_answer_was_lost_is_whole_for_who_finds_it(
     assert await bus.objects("unanswered").get_bytes("image", max_bytes=len(content)) == content
 
 
+async def test_an_entry_that_is_stored_after_its_writer_gave_up_names_chunks_that_are_there(
+    bus: NatsBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server whose disk stalls answers reads meanwhile: what it says then of what is on its way is no answer."""
+    content, late = os.urandom(CHUNK_BYTES + 1), []
+    await bus.objects("late").put_bytes("image", content)
+    publish = bus._publisher.publish
+
+    async def stall(subject: str, payload: bytes, **options: Any) -> PublishAck:
+        if payload and ".C." in subject:
+            return await publish(subject, payload, **options)
+        late.append((subject, payload, options))
+        raise PublishUnanswered(f"{subject}: no ack")
+
+    monkeypatch.setattr(bus._publisher, "publish", stall)
+    with pytest.raises(PublishUnanswered):
+        await bus.objects("late").put_bytes("image", content)
+    for subject, payload, options in late:
+        await publish(subject, payload, **options)
+    assert await bus.objects("late").get_bytes("image", max_bytes=len(content)) == content
+
+
 async def _messages(bus: NatsBus) -> int:
     from fleetbus.bus.nats.api import ApiRefused
 

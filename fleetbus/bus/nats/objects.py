@@ -30,7 +30,7 @@ from fleetbus.bus.nats.direct import ChunkReader, get_last
 from fleetbus.bus.nats.publisher import Publisher
 from fleetbus.bus.objects import ObjectMissing, ObjectTooLarge, check_object_name
 from fleetbus.concurrency.task_groups import open_first_error_task_group
-from fleetbus.errors import BusClosed, BusError, LogFull, NotPermitted, PublishUnanswered
+from fleetbus.errors import BusClosed, BusError, LogFull, NotPermitted
 from fleetbus_schemas.message import UNREADABLE
 
 log = logging.getLogger(__name__)
@@ -127,12 +127,14 @@ class NatsObjectStore:
         """Remove chunks, unless the object names them: repeated on a server that is nearly full, they would fill it for good.
 
         The last ones, and an entry that names them and was not answered, may still be on their way; an empty chunk behind them
-        is answered when they are stored.
+        is answered when they are stored. Without that answer they stay.
         """
         subject = self._chunk_subject(nuid)
-        with suppress(LogFull, PublishUnanswered):
-            await self._publisher.publish(subject, b"", message_id=None, expected_last=None, timeout=CLEAR_LIMIT_SECONDS / 2)
         try:
+            with suppress(LogFull):
+                await self._publisher.publish(
+                    subject, b"", message_id=None, expected_last=None, timeout=CLEAR_LIMIT_SECONDS / 2
+                )
             if not await self._has_chunks(name, nuid):
                 await self._connection.api.ask(f"STREAM.PURGE.{self._stream}", {"filter": subject})
         except BusClosed:
