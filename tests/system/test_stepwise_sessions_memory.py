@@ -47,6 +47,8 @@ async def test_a_session_ends_when_its_journal_has_reached_its_limit_and_others_
             await short.reset()
             answer = await step_until_the_end(long, 20)
             assert (answer.end, answer.error_class) == ("total", "journal_full")
+            repeated = await here.ask(SessionCall(session=long.name, call="step", key=answer.key, text=LONG))
+            assert (repeated.end, repeated.error_class, repeated.error) == ("total", "journal_full", answer.error)
             assert read_text(await short.step("on")) == "1: on"
             closed = await here.ask(SessionCall(session=long.name, call="close", key="c"))
             assert (closed.refusal, closed.end) == ("", "total")

@@ -85,8 +85,9 @@ class Journal(msgspec.Struct, kw_only=True):
 
     def _answer_after_end(self, call: SessionCall, ended: SessionEnded) -> SessionAnswer:
         if call.call == "close" or (ended.key and ended.key == call.key):
-            return SessionAnswer(session=call.session, key=call.key, end=ended.end, error=ended.error, worker=ended.worker)
-        answer = build_refusal(call, "closed", f"session {call.session} is over: {ended.end}")
+            answer = SessionAnswer(session=call.session, key=call.key, error=ended.error, worker=ended.worker)
+        else:
+            answer = build_refusal(call, "closed", f"session {call.session} is over: {ended.end}")
         return msgspec.structs.replace(answer, end=ended.end, error_class=ended.error_class)
 
 
