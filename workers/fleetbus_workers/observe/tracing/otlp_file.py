@@ -32,9 +32,7 @@ class FileSink:
         self._path = path
         self._lock = threading.Lock()
         try:
-            self._file = path.open(
-                "ab", buffering=0
-            )  # a buffer would keep what was refused, and write it beside its repetition
+            self._file = path.open("ab", buffering=0)  # a buffer writes what was refused beside its repetition
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}") from error
 
