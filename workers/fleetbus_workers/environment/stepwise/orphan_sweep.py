@@ -68,13 +68,23 @@ class OrphanSweep:
         latest_ns = self._bus.now_ns() - int(self._orphan_seconds * 1e9)
         for session, (sequence, time_ns) in list(self._open.items()):
             if time_ns < latest_ns:
-                entry = SessionEnded(
-                    session=session, end="orphaned", error="no client called it within the limits", worker=self._worker
-                )
-                self._open.pop(session)  # a newer entry is read with the next sweep
                 try:
-                    journal = await read_session_journal(self._bus, self._subjects, session)
-                    await self._bus.publish(self._subjects.session(session), encode(entry), expected_last=sequence)
-                    await self._release(journal)
-                except SequenceConflict:
-                    log.debug("session journal has changed; leaving it", session=session)
+                    await self._end(session, sequence)
+                except BusClosed:
+                    raise
+                except BusError as error:
+                    log.warning("orphan not ended; retrying at the next interval", session=session, reason=str(error))
+                else:
+                    self._open.pop(session)  # a newer entry is read with the next sweep
+
+    async def _end(self, session: str, sequence: int) -> None:
+        """Store its tombstone, if its last entry is still that one."""
+        entry = SessionEnded(
+            session=session, end="orphaned", error="no client called it within the limits", worker=self._worker
+        )
+        try:
+            journal = await read_session_journal(self._bus, self._subjects, session)
+            await self._bus.publish(self._subjects.session(session), encode(entry), expected_last=sequence)
+            await self._release(journal)
+        except SequenceConflict:
+            log.debug("session journal has changed; leaving it", session=session)

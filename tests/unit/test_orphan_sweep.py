@@ -1,0 +1,57 @@
+"""Sessions whose worker and client are gone are ended, however often the server does not answer."""
+
+from __future__ import annotations
+
+import anyio
+
+from fleetbus.bus.memory import Faults, MemoryServer
+from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
+from fleetbus.bus.streams import plan_run
+from fleetbus.config.settings import LimitSettings
+from fleetbus.core.episode.journal import Journal
+from fleetbus_schemas import SessionClaimed, Subjects, Task, encode
+from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
+from fleetbus_workers.environment.stepwise.orphan_sweep import OrphanSweep
+from tests.support.virtual_time import virtual_time
+
+S = Subjects("r")
+LIMITS = LimitSettings(idle=60, open=1, reset=1, step=1, verify=1)
+
+anyio_backend = virtual_time
+
+
+class NothingStored(Faults):
+    """While ``is_losing`` nothing that is sent arrives."""
+
+    def __init__(self) -> None:
+        self.is_losing = False
+        self.lost = 0
+
+    def draw_publish_fault(self, worker: str, subject: str) -> PublishFault:
+        self.lost += self.is_losing
+        return PublishFault(lost="message") if self.is_losing else NO_PUBLISH_FAULT
+
+
+async def test_an_orphan_whose_end_was_not_stored_is_ended_by_a_later_sweep() -> None:
+    """Forgotten, it stayed open for ever, and nothing that came after it left the log."""
+    faults, released = NothingStored(), list[str]()
+
+    async def release(journal: Journal) -> None:
+        assert journal.claim is not None
+        released.append(journal.claim.session)
+
+    async with MemoryServer(faults=faults).connect("r", worker="w") as bus, anyio.create_task_group() as tasks:
+        await bus.declare(plan_run("r", lanes=1))
+        for session in ("a", "b"):
+            claim = SessionClaimed(session=session, attempt=1, worker="gone", nonce=session, task=Task(key="t"))
+            await bus.publish(S.session(session), encode(claim))
+        faults.is_losing = True
+        tasks.start_soon(OrphanSweep(bus, S, worker="w", limits=LIMITS, release=release).run)
+        await anyio.sleep(300)
+        faults.is_losing = False
+        await anyio.sleep(300)
+        journals = [await read_session_journal(bus, S, session) for session in ("a", "b")]
+        tasks.cancel_scope.cancel()
+    assert faults.lost
+    assert [journal.ended is not None and journal.ended.end for journal in journals] == ["orphaned", "orphaned"]
+    assert sorted(released) == ["a", "b"]
