@@ -192,7 +192,7 @@ class Requests:
         """
         subject = self._subjects.task(find_pool(self._pools, request.task.env), request.episode_id)
         self.track(request, _UNKNOWN)  # its result may be read before it is known to be stored
-        is_refused = True
+        is_refused, left_ns = True, request.deadline_ns - self._bus.now_ns()
         while True:
             payload = encode(request, subject=subject)
             try:
@@ -202,8 +202,8 @@ class Requests:
                 log.warning("request publish failed; retrying", **name_episode(request), reason=str(error))
                 is_refused = is_refused and isinstance(error, LogFull)
                 await anyio.sleep(RETRY_SECONDS)
-                if is_refused and request.earliest_sequence:  # no copy of it is on its way, so it is as good as made now
-                    request = msgspec.structs.replace(request, earliest_sequence=await self._find_next_sequence(request))
+                if is_refused:  # no copy of it is on its way, so it is as good as made now
+                    request = await self._make_again(request, left_ns)
         if result is not None:
             self.mark_answered(request.episode_id)
         elif request.episode_id in self._open:
@@ -218,6 +218,14 @@ class Requests:
             if stored is None:
                 raise RequestUnanswered(f"{subject}: the replica of the log that answered does not have it yet") from None
             return stored.sequence, (await read_episode_state(self._bus, self._subjects, episode_id)).result_of_claim
+
+    async def _make_again(self, request: EpisodeRequested, left_ns: int) -> EpisodeRequested:
+        """The same, with as much time as it had when it was made."""
+        earliest = await self._find_next_sequence(request) if request.earliest_sequence else 0
+        made = msgspec.structs.replace(request, earliest_sequence=earliest, deadline_ns=self._bus.now_ns() + left_ns)
+        if self._open.pop(request.episode_id, None) is not None:
+            self.track(made, _UNKNOWN)
+        return made
 
     async def _find_next_sequence(self, request: EpisodeRequested) -> int:
         try:

@@ -13,12 +13,12 @@ import structlog
 
 from fleetbus.bus.memory import Faults, MemoryBus, MemoryServer
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
-from fleetbus.bus.streams import plan_run
+from fleetbus.bus.streams import log_stream, plan_run
 from fleetbus.config.settings import Configuration, EpisodeSettings, LimitSettings, NatsSettings, RunSettings
 from fleetbus.core.episode.claim_seals import make_seal, without_verdict
 from fleetbus.delivery.requests import Requests
 from fleetbus.log.episodes import read_episode_state
-from fleetbus_schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, Subjects, Task, encode
+from fleetbus_schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, Subjects, Task, decode, encode
 from tests.support.virtual_time import virtual_time
 
 SUBJECTS = Subjects("r")
@@ -172,6 +172,25 @@ async def test_a_request_expires_after_its_time_whatever_the_servers_clock_is_se
         episode_state = await read_episode_state(here.bus, SUBJECTS, "e")
         assert episode_state.result is not None
         assert episode_state.result.outcome == "timeout"
+
+
+async def test_a_request_that_found_no_room_for_longer_than_an_episode_has_its_time_once_it_is_stored() -> None:
+    """It was stored with its deadline over: a timeout, and where those have a reward, one that was trained."""
+    async with world() as here:
+        log = here.server.stream(log_stream("r"))
+        plan = log.plan
+        log.plan = msgspec.structs.replace(plan, max_bytes=max(log.size_bytes, 1))
+        async with anyio.create_task_group() as group:
+            group.start_soon(here.requests.publish, here.request())
+            group.start_soon(here.requests.close_expired)
+            await anyio.sleep(3 * LIMITS.episode)
+            log.plan = plan
+            await anyio.sleep(LIMITS.episode - 5)
+            stored = await here.bus.last(SUBJECTS.task("default", "e"))
+            episode_state = await read_episode_state(here.bus, SUBJECTS, "e")
+            group.cancel_scope.cancel()
+    assert stored is not None and decode(EpisodeRequested, stored.payload).deadline_ns > stored.time_ns
+    assert episode_state.result is None
 
 
 async def test_a_server_that_is_away_when_requests_expire_ends_nobody() -> None:
