@@ -178,11 +178,13 @@ class AgentSessions:
         return self._keys.make(request.episode_id, request.deadline_ns, prefix)
 
     def read_episode(self, keys: Sequence[str], prefix: str = PREFIX) -> str:
-        """The episode that one of these keys is of. Raises `KeyRefused` for what is wrong with the last."""
+        """The episode that one of these keys is of; while it is played here, its worker's clock says how long. Raises
+        `KeyRefused` for what is wrong with the last."""
         refused = KeyRefused("the request has no key")
         for key in keys:
             try:
-                return self._keys.read(key, self._bus.now_ns(), prefix)
+                episode = self._keys.read(key, 0, prefix)
+                return episode if episode in self._sessions else self._keys.read(key, self._bus.now_ns(), prefix)
             except KeyRefused as error:
                 refused = error
         raise refused
