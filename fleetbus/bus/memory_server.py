@@ -46,6 +46,8 @@ class ServerState:
     def step_clock(self, seconds: float) -> None:
         """Set the server's clock forward, or back by a negative number of seconds."""
         self._epoch_ns += int(seconds * 1e9)
+        for stream in self._streams.values():
+            stream.last_before_set = stream.last_sequence
 
     def renew_consumers(self, stream: str, pick: int) -> None:
         """Every third consumer of a stream, from one that ``pick`` chooses, was lost and is declared anew: nothing is acked."""

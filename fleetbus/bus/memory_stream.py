@@ -32,6 +32,8 @@ class MemoryStream:
         self.plan = plan
         self.created = created
         self.matches: Matcher = any_matcher(plan.subjects)
+        self.last_before_set = 0
+        """The last sequence before the server's clock was set."""
         self.on_stored: dict[object, Callable[[StreamEntry], None]] = {}
         self.on_matching: SubjectIndex[Callable[[StreamEntry], None]] = SubjectIndex()
         self.size_bytes = 0
@@ -91,9 +93,10 @@ class MemoryStream:
         return next((entry for entry in following if entry is not None and matches(entry.subject)), None)
 
     def find_end(self, time_ns: int) -> int:
-        """The last sequence that was stored by then, as far as the newest entries say."""
+        """The last sequence that was stored by then, as far as the newest entries say, and at least what was stored before the
+        clock was set."""
         sequence = self.last_sequence
-        while (entry := self.get(sequence)) is not None and entry.time_ns > time_ns:
+        while sequence > self.last_before_set and (entry := self.get(sequence)) is not None and entry.time_ns > time_ns:
             sequence -= 1
         return sequence
 
