@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fleetbus.core.text.prompts import TOOL_RESULT
 from fleetbus_schemas import ChatMessage, ToolSpec
-from fleetbus_workers.environment.check.policies import Policy, fill_schema, read_text
+from fleetbus_workers.environment.check.policies import Policy, choose_arguments, fill_schema, read_text
 from fleetbus_workers.starter.conversation import DONE
 
 MOST_IN_RANGE = 1000
@@ -51,10 +51,8 @@ def _use_tools(draw: random.Random, asked: str, last: str, tools: Sequence[ToolS
     if found and draw.random() < 0.5:
         return f"{draw.choice(found)}{end}"
     tool = draw.choice(list(tools))
-    properties = tool.parameters.get("properties", {})
-    required = tool.parameters.get("required", ())
-    chosen = [name for name in properties if name in required or draw.random() < 0.5]
-    arguments = {name: _choose_argument(draw, properties[name], asked, found) for name in chosen}
+    chosen = choose_arguments(tool.parameters, draw)
+    arguments = {name: _choose_argument(draw, schema, asked, found) for name, schema in chosen.items()}
     return f"<tool_call>{json.dumps({'name': tool.name, 'arguments': arguments})}</tool_call>"
 
 

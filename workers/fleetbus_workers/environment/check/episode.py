@@ -324,8 +324,8 @@ def _find_schema_problems(schema: object, where: str) -> Iterator[str]:
         yield f"{where} must be a JSON Schema, not {type(schema).__name__}"
         return
     kinds = schema.get("type", ())
-    for kind in (kinds,) if isinstance(kinds, str) else kinds:
-        if kind not in _TYPES:
+    for kind in kinds if isinstance(kinds, list | tuple) else (kinds,):
+        if not (isinstance(kind, str) and kind in _TYPES):
             yield f"{where}.type is {kind!r}; JSON Schema has {', '.join(sorted(_TYPES))}"
     properties = schema.get("properties", {})
     if not isinstance(properties, Mapping):
@@ -343,5 +343,5 @@ def _find_required_problems(required: object, properties: Mapping[str, Any], whe
         yield f"{where}.required must be a list of names"
         return
     for name in required:
-        if name not in properties:
+        if not (isinstance(name, str) and name in properties):
             yield f"{where}.required names {name!r}, which is no property"

@@ -1,6 +1,7 @@
 """Policies that play an episode that is checked: scripted texts, or random calls of the offered tools. Pure."""
 
 import json
+import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -53,25 +54,35 @@ def read_text(message: ChatMessage) -> str:
     return content if isinstance(content, str) else " ".join(getattr(part, "text", "") for part in content)
 
 
+def choose_arguments(schema: Mapping[str, Any], choose: random.Random) -> dict[str, Any]:
+    """Schemas of arguments by name: of all that are required, and of each other one half of the time."""
+    required = _get_list(schema, "required")
+    properties = schema.get("properties")
+    items = properties.items() if isinstance(properties, Mapping) else ()
+    return {name: inner for name, inner in items if name in required or choose.random() < 0.5}
+
+
 def _fill_object(schema: Mapping[str, Any], choose: random.Random) -> dict[str, object]:
-    """Arguments: all that are required, and each other one half of the time."""
-    required = schema.get("required", ())
-    properties = schema.get("properties", {})
-    return {name: fill_schema(inner, choose) for name, inner in properties.items() if name in required or choose.random() < 0.5}
+    return {name: fill_schema(inner, choose) for name, inner in choose_arguments(schema, choose).items()}
 
 
 def fill_schema(schema: object, choose: random.Random) -> Any:
-    """A random value that a JSON schema of a tool's argument allows."""
+    """A random value that a JSON schema of a tool's argument allows; some text where it is no schema, or only refers to one."""
     if not isinstance(schema, Mapping):
         return ""
-    if schema.get("enum"):
-        return choose.choice(list(schema["enum"]))
+    if values := _get_list(schema, "enum"):
+        return choose.choice(values)
+    if choices := _get_list(schema, "anyOf") or _get_list(schema, "oneOf"):
+        return fill_schema(choose.choice(choices), choose)
+    if "const" in schema:
+        return schema["const"]
     kind = schema.get("type")
     match kind[0] if isinstance(kind, list) and kind else kind:
         case "integer":
-            return choose.randint(int(schema.get("minimum", 0)), int(schema.get("maximum", 100)))
+            lowest, highest = _get_bounds(schema)
+            return choose.randint(math.ceil(lowest), max(math.ceil(lowest), math.floor(highest)))
         case "number":
-            return round(choose.uniform(float(schema.get("minimum", 0)), float(schema.get("maximum", 100))), 2)
+            return round(choose.uniform(*_get_bounds(schema)), 2)
         case "boolean":
             return choose.random() < 0.5
         case "array":
@@ -81,3 +92,21 @@ def fill_schema(schema: object, choose: random.Random) -> Any:
         case "null":
             return None
     return choose.choice(("a", "name", "1"))
+
+
+def _get_list(schema: Mapping[str, Any], field: str) -> list[Any]:
+    value = schema.get(field)
+    return list(value) if isinstance(value, list | tuple | set | frozenset) else []
+
+
+def _get_bounds(schema: Mapping[str, Any]) -> tuple[float, float]:
+    """The least and the greatest number: 0 and 100, or 100 apart, where the schema does not say."""
+    lowest, highest = (
+        bound if isinstance(bound := schema.get(field), int | float) and math.isfinite(bound) else None
+        for field in ("minimum", "maximum")
+    )
+    if lowest is None:
+        lowest = 0 if highest is None or highest >= 0 else highest - 100
+    if highest is None:
+        highest = 100 if lowest <= 100 else lowest + 100
+    return lowest, highest

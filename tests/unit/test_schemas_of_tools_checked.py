@@ -1,0 +1,54 @@
+"""A check of tools whose schemas ask for numbers anywhere, or are no JSON Schema at all."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from fleetbus_schemas import ChatMessage, ToolSpec
+from fleetbus_workers.environment.check.episode import find_tool_problems
+from fleetbus_workers.environment.check.policies import build_random_policy, fill_schema
+from fleetbus_workers.starter.guessing_player import build_guessing_player
+
+ASKED = (ChatMessage(role="user", content="Look for it."),)
+
+
+@pytest.mark.parametrize(
+    ("schema", "lowest", "highest"),
+    [
+        ({"type": "integer", "minimum": 1900}, 1900, 2000),
+        ({"type": "integer", "maximum": -5}, -105, -5),
+        ({"type": "number", "minimum": 1000}, 1000, 1100),
+        ({"type": "number", "minimum": None}, 0, 100),
+        ({"type": "integer", "minimum": 0.5, "maximum": 1.5}, 1, 1),
+    ],
+)
+def test_random_numbers_are_within_the_bounds_of_their_schema(schema: dict[str, Any], lowest: float, highest: float) -> None:
+    values = [fill_schema(schema, random.Random(seed)) for seed in range(50)]
+    assert all(lowest <= value <= highest for value in values), values
+
+
+def test_an_optional_argument_gets_a_value_of_one_of_its_types() -> None:
+    schema = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+    values = {type(fill_schema(schema, random.Random(seed))) for seed in range(50)}
+    assert values == {int, type(None)}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "problem"),
+    [
+        ({"type": None}, "parameters.type is None"),
+        ({"properties": {"a": {"type": 3}}}, "parameters.a.type is 3"),
+        ({"properties": {"a": {"type": [{"b": 1}]}}}, "parameters.a.type is {'b': 1}"),
+        ({"properties": None}, "parameters.properties must be an object"),
+        ({"properties": {"a": {}}, "required": None}, "parameters.required must be a list of names"),
+        ({"properties": {"a": {}}, "required": [["a"]]}, "parameters.required names ['a'], which is no property"),
+    ],
+)
+def test_a_tool_with_no_valid_schema_is_named_and_called(parameters: dict[str, Any], problem: str) -> None:
+    tool = ToolSpec(name="look", description="", parameters=parameters)
+    assert any(problem in found for found in find_tool_problems([tool])), find_tool_problems([tool])
+    for build in (build_random_policy, build_guessing_player):
+        assert '"look"' in build(1)(ASKED, (tool,))
