@@ -136,6 +136,21 @@ async def test_the_bearer_token_is_sent_and_never_shown(
     assert "very-secret" not in reason + capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("key", "said"), [("", "wants a key"), ("wrong", "refused the key")])
+async def test_a_server_that_wants_a_key_says_where_it_is_read_from(
+    monkeypatch: pytest.MonkeyPatch, key: str, said: str
+) -> None:
+    monkeypatch.setenv("MCP_BEARER_TOKEN", key)
+
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await Response(status_code=401)(scope, receive, send)
+
+    async with serve_application(lambda: refuse) as server:
+        reason = await find_refusal(f"http:{server.url}/mcp")
+    assert f"{said}, which is read from MCP_BEARER_TOKEN (HTTP 401)" in reason, reason
+
+
 async def test_a_url_where_nobody_listens_fails_the_episode_by_name() -> None:
     async with serve_application(Toolbox().app) as server:
         await server.kill()

@@ -86,7 +86,7 @@ def command(
     report = run_async(_check, configuration, spec, task, chosen, turns or configuration.episode.max_turns)
     if report.episode.unopened:
         raise UserError(
-            f"environment {spec} does not open: {report.episode.unopened}: check its address, and that its server runs"
+            f"environment {spec} does not open: {report.episode.unopened}: check its address and key, and that its server runs"
         )
     facts = {"passed": not report.has_failed} | msgspec.to_builtins(report)
     print_json(facts) if as_json else _print(report)

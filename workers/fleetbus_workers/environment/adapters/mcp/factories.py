@@ -68,7 +68,9 @@ def build_http(context: AdapterContext) -> Factory:
 
     def connect(_: Task) -> Connection:
         connections = {
-            strip_credentials(url): http_connection(url, host, call_seconds=context.call_seconds, headers=headers)
+            strip_credentials(url): http_connection(
+                url, host, call_seconds=context.call_seconds, headers=headers, key_variable=TOKEN_VARIABLE
+            )
             for url in addresses
         }
         return next(iter(connections.values())) if len(connections) == 1 else MergedConnection(connections)

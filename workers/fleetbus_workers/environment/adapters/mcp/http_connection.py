@@ -62,18 +62,23 @@ class LastResponse:
 
 
 def http_connection(
-    url: str, host: ConnectionHost, *, call_seconds: float, headers: Mapping[str, str] | None = None
+    url: str, host: ConnectionHost, *, call_seconds: float, headers: Mapping[str, str] | None = None, key_variable: str = ""
 ) -> ClientConnection:
-    """A connection to ``url``, not yet open; opening raises `EndpointAbsent` if no MCP endpoint is there."""
+    """A connection to ``url``, not yet open; opening raises `EndpointAbsent` if no MCP endpoint is there.
+
+    ``key_variable`` is named where the server refuses the key, or none was sent to it."""
     answer = LastResponse()
     return ClientConnection(
-        partial(_open_url, url, dict(headers or {}), answer), host, call_seconds=call_seconds, diagnose=answer.diagnose
+        partial(_open_url, url, dict(headers or {}), answer, key_variable),
+        host,
+        call_seconds=call_seconds,
+        diagnose=answer.diagnose,
     )
 
 
 @asynccontextmanager
 async def _open_url(
-    url: str, headers: dict[str, str], answer: LastResponse, spawned: Callable[[], None]
+    url: str, headers: dict[str, str], answer: LastResponse, key_variable: str, spawned: Callable[[], None]
 ) -> AsyncIterator[Client]:
     spawned()
     timeout = httpx2.Timeout(CONNECT_SECONDS, read=None)
@@ -91,7 +96,11 @@ async def _open_url(
             opened = True
             yield client
     except Exception as error:  # a server may answer in any way; its cause is the episode's
-        reason = f"{strip_credentials(url)}: {describe_root_cause(error)}"
+        cause = describe_root_cause(error)
+        if answer.status in (401, 403):
+            cause = "refused the key" if headers else "wants a key"
+            cause += f", which is read from {key_variable}" if key_variable else ""
+        reason = f"{strip_credentials(url)}: {cause}"
         if not opened and answer.status in ABSENT:
             raise EndpointAbsent(f"{reason} (HTTP {answer.status})") from error
         raise EnvironmentFailed(f"{reason} (HTTP {answer.status})" if answer.status >= 400 else reason) from error
