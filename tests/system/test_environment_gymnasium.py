@@ -126,7 +126,7 @@ class Counting(gymnasium.Env[Any, Any]):
     """Shows what was asked of it; hangs until it is let go at 9."""
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
-    action_space = gymnasium.spaces.Box(0, 9, (2,), np.float32)
+    action_space: gymnasium.Space[Any] = gymnasium.spaces.Box(0, 9, (2,), np.float32)
     observation_space = gymnasium.spaces.Box(0, 9, (2,), np.float32)
     hanging, release, gone = threading.Event(), threading.Event(), threading.Event()
     closed = 0
@@ -161,6 +161,34 @@ async def test_other_action_spaces_are_spoken_in_json() -> None:
     assert steps[0].reward == 0.5
     assert [step.tool_errors for step in steps] == [0, 1, 1, 1]
     await environment.close()
+
+
+class Nested(Counting):
+    action_space: gymnasium.Space[Any] = gymnasium.spaces.Dict(
+        {
+            "move": gymnasium.spaces.Box(-1, 1, (2,), np.float32),
+            "fire": gymnasium.spaces.Discrete(2),
+            "route": gymnasium.spaces.Sequence(
+                gymnasium.spaces.Tuple((gymnasium.spaces.Discrete(3), gymnasium.spaces.Text(3)))
+            ),
+        }
+    )
+
+
+def test_an_action_of_nested_spaces_is_made_of_arrays_and_tuples() -> None:
+    action = parse_action('{"move": [0, 0.5], "fire": 1, "route": [[2, "abc"]]}', Nested(), ())
+    assert isinstance(action, dict)
+    assert (action["move"].dtype, action["move"].tolist()) == (np.float32, [0, 0.5])
+    assert (action["fire"], action["route"]) == (1, ((2, "abc"),))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "1", '{"move": [0, 0.5]}', '{"move": [0, 2], "fire": 1, "route": []}', '{"move": "up", "fire": 1, "route": []}'],
+)
+def test_what_is_no_action_of_nested_spaces_is_refused(text: str) -> None:
+    with pytest.raises(UnknownAction):
+        parse_action(text, Nested(), ())
 
 
 async def test_a_step_that_hangs_is_left_behind_when_its_time_is_up() -> None:

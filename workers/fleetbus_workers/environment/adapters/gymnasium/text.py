@@ -70,13 +70,26 @@ def parse_action(text: str, environment: gymnasium.Env[object, object], names: S
                 return int(space.start) + number
         raise UnknownAction(f"Unknown action {text[:80]!r}. The actions are: {', '.join(names)}.")
     try:
-        value = json.loads(text)
-        action = value if isinstance(space, gymnasium.spaces.Text) else np.asarray(value, dtype=space.dtype)
+        action = _build_action(space, json.loads(text))
     except (ValueError, TypeError, RecursionError, OverflowError) as error:
         raise UnknownAction(f"Unknown action {text[:80]!r}: it must be JSON for {space}.") from error
     if not space.contains(action):
         raise UnknownAction(f"The action {text[:80]!r} is not in {space}.")
     return action
+
+
+def _build_action(space: gymnasium.Space[Any], value: Any) -> object:
+    """JSON as a space holds it: arrays in the types of their spaces, at any depth. Raises `ValueError`, `TypeError`."""
+    match space, value:
+        case (gymnasium.spaces.Text(), _) | (gymnasium.spaces.Discrete(), int()):
+            return value
+        case gymnasium.spaces.Dict(), {}:
+            return {name: _build_action(space[name], inner) if name in space.spaces else inner for name, inner in value.items()}
+        case gymnasium.spaces.Tuple(), [*_] if len(value) == len(space.spaces):
+            return tuple(map(_build_action, space.spaces, value))
+        case gymnasium.spaces.Sequence(stack=False), [*_]:
+            return tuple(_build_action(space.feature_space, inner) for inner in value)
+    return np.asarray(value, dtype=space.dtype)
 
 
 def format_observation(environment: gymnasium.Env[object, object], observation: object) -> str:
