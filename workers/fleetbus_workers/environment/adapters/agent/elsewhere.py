@@ -116,8 +116,7 @@ class ElsewhereEnvironment:
                 await session.concluded.wait()
             if not session.is_graded:
                 return Verdict(reward=None, reason="the agent gave no reward, and the task has no verifier")
-            reason = session.reward_reason or "the agent gave none"
-            return Verdict(reward=session.reward, reason=reason, seats=session.seats)
+            return Verdict(reward=session.reward, reason=session.reward_reason, seats=session.seats)
         said = self._conversations
         task, tools = self._request.task, NoTools()
         return await grade(self._grader, task, final_answer=said.final_answer, conversation=said.messages, tools=tools)

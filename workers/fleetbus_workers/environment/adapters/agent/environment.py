@@ -169,8 +169,7 @@ class AgentEnvironment:
         if self._fault_reward is not None:
             return Verdict(reward=self._fault_reward, reason="the agent could not use the policy's answer")
         if self._session.is_graded:
-            reason = self._session.reward_reason or "the agent gave none"
-            return Verdict(reward=self._session.reward, reason=reason, seats=self._session.seats)
+            return Verdict(reward=self._session.reward, reason=self._session.reward_reason, seats=self._session.seats)
         said = self._conversations
         return await grade(
             self._grader,

@@ -9,8 +9,10 @@ import ctypes
 import importlib
 import inspect
 import json
+import math
 import os
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +32,7 @@ def main() -> None:
     reward_url = task.pop("reward_url", "")
     returned = call(getattr(importlib.import_module(module), name), task)
     if reward_url and returned is not None:
-        post(reward_url, returned if isinstance(returned, dict) else {"reward": returned})
+        post(reward_url, build_body(returned))
 
 
 def take_task(file: Path) -> dict[str, Any]:
@@ -51,10 +53,36 @@ def call(function: Callable[..., Any], task: dict[str, Any]) -> Any:
     return anyio.run(run_async) if inspect.iscoroutinefunction(function) else function(task)
 
 
+def build_body(returned: object) -> dict[str, object]:
+    """The body that is posted for a result of the function. Raises `TypeError` for one that holds no reward, which it shows."""
+    given: dict[Any, Any] = returned if isinstance(returned, dict) else {"reward": returned}
+    seats = given.get("seats", {})
+    try:
+        if unknown := given.keys() - {"reward", "reason", "seats"}:
+            raise TypeError(f"{min(unknown)!r} is none of reward, reason, seats")
+        rewards = {str(name): to_number(reward) for name, reward in seats.items()}
+        return {"reward": to_number(given["reward"]), "reason": str(given.get("reason") or ""), "seats": rewards}
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise TypeError(f"the agent's function returned {returned!r:.200}, which is no reward: {error}") from None
+
+
+def to_number(reward: Any) -> float | None:
+    """A number as JSON has it, of any type that is one, such as numpy's. Raises as `float` does, and `TypeError` for texts."""
+    if isinstance(reward, str | bytes | bytearray):
+        raise TypeError("it must be a number or None, not text")
+    number = None if reward is None else float(reward)
+    if number is not None and not math.isfinite(number):
+        raise ValueError("it must be a finite number or None")
+    return number
+
+
 def post(url: str, body: object) -> None:
-    """Post the reward to the endpoint. Raises `OSError` if it is refused, as what is no number is."""
+    """Post the reward to the endpoint. Raises `OSError` if it is refused, with the endpoint's words."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    urllib.request.urlopen(request, timeout=POST_SECONDS).close()
+    try:
+        urllib.request.urlopen(request, timeout=POST_SECONDS).close()
+    except urllib.error.HTTPError as error:
+        raise OSError(f"the reward was refused: {error}: {error.read(500).decode(errors='replace')}") from None
 
 
 if __name__ == "__main__":

@@ -255,7 +255,8 @@ class AgentSession:
         is_finite = all(math.isfinite(each) for each in (reward, *(seats or {}).values()) if each is not None)
         if not self.takes_reward or self.is_graded or too_late or not is_finite:
             return False
-        self.is_graded, self.reward, self.reward_reason, self.seats = True, reward, reason, seats or {}
+        self.is_graded, self.reward, self.seats = True, reward, seats or {}
+        self.reward_reason = reason or ("the agent gave no reward" if reward is None else "")
         return True
 
     def has_taken(self, reward: float | None) -> bool:

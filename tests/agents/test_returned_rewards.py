@@ -1,0 +1,47 @@
+"""The values that an agent's function returns, and the rewards that are posted for them."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fleetbus_workers.environment.adapters.agent.run_function import build_body
+
+
+@pytest.mark.parametrize(
+    ("returned", "reward"),
+    [
+        (1, 1.0),
+        (True, 1.0),
+        (np.bool_(False), 0.0),
+        (np.float32(0.5), 0.5),
+        (Decimal("0.5"), 0.5),
+        ({"reward": np.True_}, 1.0),
+        ({"reward": None, "reason": "the shop was closed"}, None),
+        ({"reward": 0, "seats": {"first": np.float64(1), "second": None}}, 0.0),
+    ],
+)
+def test_a_number_of_any_type_is_a_reward(returned: Any, reward: float | None) -> None:
+    posted = json.loads(json.dumps(build_body(returned)))
+    assert posted["reward"] == reward
+
+
+@pytest.mark.parametrize(
+    ("returned", "named"),
+    [
+        ("1.0", "not text"),
+        (float("nan"), "finite"),
+        ((1.0, "good"), "tuple"),
+        ({"score": 1.0}, "'score' is none of reward, reason, seats"),
+        ({"reason": "good"}, "'reward'"),
+        ({"reward": 1.0, "seats": [1.0]}, "list"),
+    ],
+)
+def test_what_holds_no_reward_is_shown_as_it_was_returned(returned: Any, named: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        build_body(returned)
+    assert f"returned {returned!r}" in str(caught.value) and named in str(caught.value)
