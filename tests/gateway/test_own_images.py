@@ -15,8 +15,10 @@ from PIL import Image as Pillow
 from fleetbus_schemas import Action, ChatMessage, Task, Text
 from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.environment.adapters.remote_gym.wire import decode_response
+from fleetbus_workers.environment.base import Start, Step, Verdict
 from fleetbus_workers.environment.images.observation import EncodedImage, encode_image_file
 from fleetbus_workers.environment.specs import build_environment_factory
+from fleetbus_workers.environment.validation import InvalidReturn
 from fleetbus_workers.gateway.images import InMemoryImageStore
 from tests.support.openenv_gateway import gateway
 from tests.support.paying import gym_gateway, paying_configuration
@@ -110,15 +112,48 @@ async def test_through_the_openenv_gateway() -> None:
     ("value", "words"),
     [
         (b"nonsense", "cannot be read"),
-        ("a path", "is not supported"),
+        ("a path", "is no image"),
         (np.zeros((2, 2, 7), dtype=np.uint8), "shape"),
         (np.full((2, 2), 3.5), "uint8, or floats from 0 to 1"),
-        (np.zeros((0, 2), dtype=np.uint8), "is not supported"),
+        (np.zeros((0, 2), dtype=np.uint8), "is no image"),
     ],
 )
 def test_what_is_no_image_says_what_is_wrong(value: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         encode_image_file(value)
+
+
+class ShowsOne:
+    """Returns a value as the images of its start."""
+
+    replayable = True
+    shown: Any = None
+
+    def open(self, task: Task) -> None: ...
+
+    def reset(self) -> Start:
+        return Start(messages=(ChatMessage(role="user", content="see"),), images=self.shown)
+
+    def step(self, action: Action) -> Step:
+        return Step(terminated=True)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def verify(self) -> Verdict:
+        return Verdict(reward=0.0)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("one", [painted(0), np.zeros((4, 4, 3), dtype=np.uint8), b"bytes", "a path", None])
+async def test_one_image_in_the_place_of_several_is_refused_and_located(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShowsOne, "shown", one)
+    environment = factory(f"{__name__}:ShowsOne", None)()
+    await environment.open(Task(key="t"))
+    with pytest.raises(InvalidReturn, match=r"Start\.images must be a tuple of images") as caught:
+        await environment.reset()
+    assert "test_own_images.py" in caught.value.location
 
 
 def test_a_picture_and_an_rgb_file_keep_their_bytes() -> None:

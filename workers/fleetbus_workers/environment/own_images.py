@@ -12,11 +12,15 @@ import structlog
 
 from fleetbus_schemas import Action, ChatMessage, Task
 from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
+from fleetbus_workers.environment.failure_location import locate_method
 from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage, encode_image_file, insert_images
-from fleetbus_workers.environment.validation import validate_return
+from fleetbus_workers.environment.validation import InvalidReturn, validate_return
 
 S = TypeVar("S", Start, Step)
 PLACEHOLDER = "<image>"
+
+BATCH_DIMENSIONS = 4
+"""Of an array that holds several images; one of three is a single image."""
 
 log = structlog.get_logger(__name__)
 
@@ -33,9 +37,13 @@ class ImageStoringFactory:
     def __call__(self) -> Environment:
         return ImageStoringEnvironment(self._make(), self)
 
-    async def store_images(self, observed: S) -> S:
-        """The same with its images in its messages."""
-        if not len(observed.images):
+    async def store_images(self, observed: S, call: str, environment: Environment) -> S:
+        """The same with its images in its messages. Raises `InvalidReturn`, located in ``call``, for what is no image."""
+        images, where = observed.images, f"{type(observed).__name__}.images"
+        if not isinstance(images, list | tuple) and getattr(images, "ndim", 0) != BATCH_DIMENSIONS:
+            given = f"must be a tuple of images, not {type(images).__name__}; one image is (image,)"
+            raise InvalidReturn(f"{where} {given}", locate_method(environment, call))
+        if not len(images):
             return observed
         if self._store_image is None and not self._has_warned:
             self._has_warned = True
@@ -43,7 +51,10 @@ class ImageStoringFactory:
                 "environment.images is off; replacing images by a placeholder",
                 reason="a word stands for each image: turn environment.images on",
             )
-        pictures = [await anyio.to_thread.run_sync(encode_image_file, image) for image in observed.images]
+        try:
+            pictures = [await anyio.to_thread.run_sync(encode_image_file, image) for image in images]
+        except ValueError as error:
+            raise InvalidReturn(f"{where}: {error}", locate_method(environment, call)) from None
         return msgspec.structs.replace(
             observed, messages=await place_images(observed.messages, pictures, self._store_image), images=()
         )
@@ -66,10 +77,12 @@ class ImageStoringEnvironment:
         await self._inner.open(task)
 
     async def reset(self) -> Start:
-        return await self._factory.store_images(validate_return(Start, await self._inner.reset(), "reset", self._inner))
+        start = validate_return(Start, await self._inner.reset(), "reset", self._inner)
+        return await self._factory.store_images(start, "reset", self._inner)
 
     async def step(self, action: Action) -> Step:
-        return await self._factory.store_images(validate_return(Step, await self._inner.step(action), "step", self._inner))
+        step = validate_return(Step, await self._inner.step(action), "step", self._inner)
+        return await self._factory.store_images(step, "step", self._inner)
 
     async def state(self) -> dict[str, Any]:
         return await self._inner.state()

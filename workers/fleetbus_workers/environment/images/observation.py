@@ -74,7 +74,8 @@ def _picture_of_array(value: object) -> EncodedImage:
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (3, 4)) or not array.size:
-        raise ValueError(f"an image of type {type(value).__name__} and shape {array.shape} is not supported")
+        given = f"{type(value).__name__} of shape {array.shape}" if array.ndim else type(value).__name__
+        raise ValueError(f"{given} is no image: give one of Pillow, the bytes of a file, or an array of height x width x 3")
     height, width = array.shape[:2]
     _check_size(width, height)
     if array.dtype.kind == "f" and array.min() >= 0 and array.max() <= 1:
