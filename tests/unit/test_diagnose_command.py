@@ -55,6 +55,14 @@ def test_the_report_says_since_when_how_much_and_what_to_do(tmp_path: Path, caps
     assert "nothing is wrong that this can tell from so few steps: most of it takes 4 or more\n" in capsys.readouterr().out
 
 
+def test_a_run_without_a_step_is_not_called_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "none.fbrec", DiagnosedRun(1, steps=0))
+    assert run_program(["diagnose", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "no step was trained yet" in shown and "nothing is wrong" not in shown
+    assert f"`fleetbus episodes {file}` says what became of each episode" in shown
+
+
 def test_an_unbounded_measure_and_an_unknown_interval_are_valid_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

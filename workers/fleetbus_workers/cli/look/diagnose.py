@@ -83,6 +83,9 @@ def _print(found: Diagnosis, name: str) -> None:
         print(f"  size      {finding.size.value:.4g} ({_format_interval(finding.size)}) {finding.unit}")
         print(f"  evidence  {finding.evidence}")
         print(f"  do        {finding.advice}")
+    if not found.measures:
+        print(f"`fleetbus episodes {name}` says what became of each episode")
+        return
     is_short = found.last_step - found.first_step + 1 < LEAST_STEPS
     least = f" from so few steps: most of it takes {LEAST_STEPS} or more" if is_short else ""
     print("" if found.findings else f"nothing is wrong that this can tell{least}")
