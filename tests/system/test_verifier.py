@@ -119,6 +119,12 @@ async def test_anything_else_is_no_verdict_and_never_a_zero(verifier: Verifier, 
     assert words in reason
 
 
+async def test_a_package_that_a_verifier_imports_is_refused_with_what_there_is(verifier: Verifier) -> None:
+    reward, reason = await grade(verifier, "import numpy\ndef verify(env): return float(numpy.ones(1)[0])")
+    assert reward is None
+    assert "No module named 'numpy': verifiers import Python's standard library alone" in reason
+
+
 async def test_the_next_verification_does_not_notice_what_the_last_one_did(verifier: Verifier) -> None:
     spoil = (
         "import builtins, json, os\ndef verify(env):\n builtins.sorted = json.loads = None\n os.environ['X'] = '1'\n return 1"

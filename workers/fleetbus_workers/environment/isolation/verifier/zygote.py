@@ -42,6 +42,7 @@ else:
 
 FIRST_USER = confine.FIRST_USER + 0x20000000
 OUTPUT_CHARACTERS = 2000
+MODULE_REMEDY = ": verifiers import Python's standard library alone"
 CALL_BYTES = 1 << 20
 """Largest call that the worker takes in (`sandbox.channel.MAX_RECEIVED_BYTES`)."""
 
@@ -201,7 +202,8 @@ def run_child(channel: int, limits: dict[str, int]) -> NoReturn:
                 has_rights = False
             answer: dict[str, Any] = {"reward": verifier_call.call_verifier(code, request, connection)}
         except BaseException as error:  # noqa: BLE001 - raised by the code: the verdict is that there is none
-            answer = {"error": f"{type(error).__name__}: {error}"[:OUTPUT_CHARACTERS]}
+            remedy = MODULE_REMEDY if isinstance(error, ModuleNotFoundError) else ""
+            answer = {"error": f"{type(error).__name__}: {error}{remedy}"[:OUTPUT_CHARACTERS]}
         connection.send(answer | {"output": output.tail()})
         if not reuse or "error" in answer:
             os._exit(0)
