@@ -122,6 +122,9 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path) -> None
     assert "cannot be called" in refused(Echo())
     assert "cannot be created: ZeroDivisionError" in refused(lambda: 1 / 0)
     assert refused(Echo, []) == "the argument tasks: contains no tasks; add at least one"
+    assert refused(Echo, fleetbus.Task(key="a")) == "the argument tasks: must be a list of tasks, not Task"
+    assert refused(Echo, {"key": "a", "prompt": "b"}) == "the argument tasks: must be a list of tasks, not dict"
+    assert refused(Echo, 3) == "the argument tasks: must be a list of tasks, not int"
     assert refused(Echo, [{"key": "a"}]).startswith("the argument tasks: task 1 (a) has no prompt")
     assert refused(Echo, TASKS, model="nowhere").startswith("no model folder")
     assert list(tmp_path.iterdir()) == []
