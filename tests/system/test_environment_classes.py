@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import psutil
 import pytest
 
 from fleetbus.config.settings import Configuration, EnvironmentSettings
+from fleetbus.errors import UserError
 from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.adapter_context import EnvironmentFactory
-from fleetbus_workers.environment.adapters.python_class.environment import build_class_factory, parse_device_names
+from fleetbus_workers.environment.adapters.python_class.environment import build_class_factory, check_class, parse_device_names
 from fleetbus_workers.environment.adapters.python_class.process_pool import ProcessPool
 from fleetbus_workers.environment.base import Environment, EnvironmentFailed
 from fleetbus_workers.environment.specs import build_environment_factory
@@ -320,3 +322,9 @@ async def test_a_killed_worker_takes_its_processes_with_it() -> None:
 def test_devices_are_read_from_a_list() -> None:
     assert parse_device_names(" cuda:0,cuda:1 ,") == ("cuda:0", "cuda:1")
     assert parse_device_names("") == ()
+
+
+@pytest.mark.parametrize("kind", [lambda: None, partial(dict, a=1)])
+def test_a_function_in_the_place_of_a_class_is_told_what_is_wanted(kind: Any) -> None:
+    with pytest.raises(UserError, match=f"it is a {type(kind).__name__}: name a class"):
+        check_class("mine:make", kind)

@@ -9,6 +9,8 @@ import itertools
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import anyio
@@ -36,6 +38,8 @@ def check_class(spec: str, kind: object) -> None:
     if missing:
         is_gym = any(base.__module__.startswith("gymnasium.") for base in getattr(kind, "__mro__", ()))
         hint = "register it with Gymnasium, and write gym:FILE.py:ID" if is_gym else "see fleetbus.Environment"
+        if isinstance(kind, FunctionType | partial):
+            hint = f"it is a {type(kind).__name__}: name a class whose constructor takes no arguments"
         raise UserError(f"environment {spec!r} is not an environment: it lacks {', '.join(missing)} ({hint})")
     if not isinstance(kind, type):
         return
