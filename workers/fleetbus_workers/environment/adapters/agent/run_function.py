@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import anyio
@@ -30,7 +31,7 @@ def main() -> None:
     sys.path.append(sys.argv[2])
     task = take_task(Path(os.environ.pop("FLEETBUS_TASK_FILE")))
     reward_url = task.pop("reward_url", "")
-    returned = call(getattr(importlib.import_module(module), name), task)
+    returned = call(getattr(import_agent(module), name), task)
     if reward_url and returned is not None:
         post(reward_url, build_body(returned))
 
@@ -42,6 +43,15 @@ def take_task(file: Path) -> dict[str, Any]:
     task: dict[str, Any] = json.loads(file.read_bytes())
     file.unlink()
     return task
+
+
+def import_agent(module: str) -> ModuleType:
+    """The module of the function. Raises `ModuleNotFoundError` for one that it imports and that is not here, with a remedy."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        remedy = f"if it lies beside {module}, list it in environment.agent_files, which says what a sandboxed agent reads"
+        raise ModuleNotFoundError(f"{error}: {remedy}") from error
 
 
 def call(function: Callable[..., Any], task: dict[str, Any]) -> Any:

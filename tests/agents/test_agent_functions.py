@@ -1,15 +1,16 @@
-"""The values that an agent's function returns, and the rewards that are posted for them."""
+"""A function that is an agent: its module, the values that it returns, and the rewards that are posted for them."""
 
 from __future__ import annotations
 
 import json
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fleetbus_workers.environment.adapters.agent.run_function import build_body
+from fleetbus_workers.environment.adapters.agent.run_function import build_body, import_agent
 
 
 @pytest.mark.parametrize(
@@ -45,3 +46,12 @@ def test_what_holds_no_reward_is_shown_as_it_was_returned(returned: Any, named: 
     with pytest.raises(TypeError) as caught:
         build_body(returned)
     assert f"returned {returned!r}" in str(caught.value) and named in str(caught.value)
+
+
+def test_a_module_beside_the_agents_that_is_not_seen_is_named_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lonely_agent.py").write_text("import helper_that_is_not_seen")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match=r"'helper_that_is_not_seen': .* environment\.agent_files"):
+        import_agent("lonely_agent")
