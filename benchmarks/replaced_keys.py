@@ -6,9 +6,10 @@ The deployment is that of `benchmarks.soak_deployed`: three nats-servers with ro
 For each user of the run the key is replaced (`fleetbus auth rotate`) and the servers read their configuration again; what held
 it ends and is started with the new one. Then, but for the admin's, it is withdrawn (`auth revoke`) and after that made anew
 (`auth init`). Beside it an environment worker, the inference worker or the learner is killed with SIGKILL every
-``--kill-every`` seconds, in turn. ``seconds_until_refused`` is from the servers' reload until the old key is refused by all
-of them; ``seconds_until_next_step`` from there. ``deaths`` are processes that ended although neither a key nor a kill ended
-them. Exits with 1 if there is one, the audit does not balance, or the servers' logs name a violation of rights.
+``--kill-every`` seconds, in turn; between two keys there are ``--pause`` seconds. ``seconds_until_refused`` is from the
+servers' reload until the old key is refused by all of them; ``seconds_until_next_step`` from there. ``deaths`` are processes
+that ended although neither a key nor a kill ended them. Exits with 1 if there is one, the audit does not balance, or the
+servers' logs name a violation of rights.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ LIMIT_SECONDS = 1500.0
 class Replacement(Deployment):
     """`Deployment` with these chapters, and kills beside them."""
 
-    def __init__(self, servers: RunningServers, folder: Path, kill_every: float) -> None:
+    def __init__(self, servers: RunningServers, folder: Path, kill_every: float, pause: float) -> None:
         super().__init__(servers, folder, minutes=0.0)
-        self._kill_every = kill_every
+        self._kill_every, self._pause = kill_every, pause
         self._refused: dict[str, float] = {}
         self._kills = 0
 
@@ -79,12 +80,14 @@ class Replacement(Deployment):
             self._kills += self.places[name].kill()
 
     async def _replace(self, user: str) -> None:
+        await anyio.sleep(self._pause)
         before = self._copy_keys(f"before-rotate-{user}")
         with self._holding(user):
             rotate_key(self.auth, RUN, user)
             await self._cut_off(f"replaced: {user}", user, before)
 
     async def _withdraw(self, user: str) -> None:
+        await anyio.sleep(self._pause)
         before = self._copy_keys(f"before-revoke-{user}")
         with self._holding(user):
             revoke_key(self.auth, RUN, user)
@@ -138,25 +141,26 @@ class Replacement(Deployment):
         return AuthFolder(self.folder / name)
 
 
-async def replace_all(folder: Path, kill_every: float) -> dict[str, Any]:
+async def replace_all(folder: Path, kill_every: float, pause: float) -> dict[str, Any]:
     """The report."""
     plan = plan_run(RUN, lanes=LANES, max_bytes=1 << 28, replicas=3)
     with anyio.fail_after(LIMIT_SECONDS):
         async with running_servers(folder, [plan], form="cluster") as servers:
             await servers.declare(plan)
             (folder / "config.json").write_bytes(dump_configuration(build_settings(servers, folder)))
-            return await Replacement(servers, folder, kill_every).run()
+            return await Replacement(servers, folder, kill_every, pause).run()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kill-every", type=float, default=10.0, help="seconds from one kill to the next")
+    parser.add_argument("--pause", type=float, default=10.0, help="seconds from one key to the next")
     parser.add_argument("--folder", type=Path, help="keep stores, keys and logs there")
     parser.add_argument("--json", action="store_true", help="one JSON object on one line")
     options = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     with tempfile.TemporaryDirectory(prefix="keys-", ignore_cleanup_errors=True) as temporary:
-        work = partial(replace_all, options.folder or Path(temporary), options.kill_every)
+        work = partial(replace_all, options.folder or Path(temporary), options.kill_every, options.pause)
         report = anyio.run(run_until_signal, work, backend_options={"use_uvloop": True})
     if not report:
         return 130

@@ -80,6 +80,16 @@ def _new_key(folder: Path, name: str) -> tuple[Path, str]:
     return folder / name, nkeys.from_seed(bytearray(seed)).public_key.decode()
 
 
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"\xff\xfe"])
+async def test_a_file_without_a_key_is_named(content: bytes, tmp_path: Path) -> None:
+    key = tmp_path / "odd.nk"
+    key.write_bytes(content)
+    async with run_server(tmp_path / "store") as server:
+        with pytest.raises(UserError, match=r"odd\.nk contains no nkey seed: write it again"):
+            async with connect(server.url, run=RUN, nkey_seed=key):
+                pass
+
+
 async def test_keys_open_the_door_and_other_keys_do_not(tmp_path: Path) -> None:
     mine, my_key = _new_key(tmp_path, "mine")
     other, other_key = _new_key(tmp_path, "other")

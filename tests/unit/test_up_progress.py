@@ -389,6 +389,8 @@ def test_how_far_an_evaluation_is_and_how_long_it_takes_is_said() -> None:
     for index in range(12):
         episode = msgspec.structs.replace(finished(index), split="eval")
         progress.apply(episode, index * SECOND_NS // 2)
+        if index == 2:
+            assert format_evaluation_progress(progress) == "held out: 3 of 32 episodes", "three tell nothing of their rate"
     assert format_evaluation_progress(progress) == "held out: 12 of 32 episodes, about 10 s left"
     progress.apply(evaluated("start", 0.5), 9 * SECOND_NS)
     assert format_evaluation_progress(progress) == ""

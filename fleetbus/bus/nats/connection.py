@@ -14,6 +14,7 @@ import secrets
 import ssl
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import anyio
 from anyio.abc import TaskGroup
@@ -22,7 +23,7 @@ from nats.errors import Error as NatsError
 from fleetbus.bus.nats.api import JetStreamApi
 from fleetbus.bus.nats.choose_wire import connect_wire
 from fleetbus.bus.nats.local_key import read_local_key
-from fleetbus.bus.nats.own_key import read_own_key
+from fleetbus.bus.nats.own_key import read_own_key, read_seed
 from fleetbus.bus.nats.protocol import publish_command
 from fleetbus.bus.nats.request_mux import RequestMux
 from fleetbus.bus.nats.server_context import describe_missing_context
@@ -250,7 +251,7 @@ async def _connect(connection: Connection, url: str, **options: object) -> None:
                 options["nkeys_seed_str"] = await read_local_key(url, give_up_at=wait_until) or None
             if isinstance(file := options.pop("nkeys_seed", None), str):
                 # nats-py reads a file again whenever it reconnects; one that is gone would let it try for ever.
-                options["nkeys_seed_str"] = await anyio.Path(file).read_text()
+                options["nkeys_seed_str"] = read_seed(Path(file))
             await connect_wire(
                 url,
                 connection.tasks,

@@ -1,12 +1,14 @@
-"""The public key that a connection is known by at the server: of an nkey, or of a JWT's user. The seed stays where it is."""
+"""The public key that a connection is known by at the server: of an nkey, or of a JWT's user; and the seed of an nkey."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
+from fleetbus.errors import UserError
 from fleetbus_schemas.message import UNREADABLE
 from fleetbus_schemas.subjects import is_name
 
@@ -20,17 +22,26 @@ def read_own_key(options: Mapping[str, object]) -> str:
     if callable(token := options.get("user_jwt_cb")):
         return _read_subject(token())
     if seed := options.get("nkeys_seed_str"):
-        return _make_public(str(seed).strip().encode())
+        return _make_public(str(seed).encode())
     return ""
+
+
+def read_seed(file: Path) -> str:
+    """The seed of a key that `fleetbus auth init` wrote. Raises `UserError` if there is none, and `OSError`."""
+    import nkeys
+
+    try:
+        seed = file.read_bytes().strip()
+        nkeys.from_seed(bytearray(seed)).wipe()
+    except (nkeys.NkeysError, ValueError, IndexError):
+        raise UserError(f"{file} contains no nkey seed: write it again (fleetbus auth init), or give another key") from None
+    return seed.decode()
 
 
 def _make_public(seed: bytes) -> str:
     import nkeys
 
-    try:
-        pair = nkeys.from_seed(bytearray(seed))
-    except (nkeys.NkeysError, ValueError, IndexError):
-        return ""
+    pair = nkeys.from_seed(bytearray(seed))
     public: bytes = pair.public_key
     pair.wipe()
     return public.decode()

@@ -17,6 +17,9 @@ STAGE_PREFIX = "seconds_"
 STALENESS_PREFIX = "staleness_"
 """Metrics of a step that say how old its samples were begin like this."""
 
+TIMED_EPISODES = 8
+"""From so many held-out episodes on their rate says how long the others take."""
+
 
 def format_step(progress: Progress) -> str:
     """One training step with all that is known of it: ``step 3/50 · success 0.41 · ...``."""
@@ -65,7 +68,7 @@ def format_evaluation_progress(progress: Progress) -> str:
     if not 0 < played < asked:
         return ""
     episodes, _ = progress.rates()
-    left = f", about {format_duration((asked - played) / episodes)} left" if episodes else ""
+    left = f", about {format_duration((asked - played) / episodes)} left" if episodes and played >= TIMED_EPISODES else ""
     return f"held out: {played} of {asked} episodes{left}"
 
 
