@@ -321,17 +321,15 @@ def test_closing_a_file_waits_for_the_line_that_is_being_written(tmp_path: Path)
     real = sink._file
 
     class Held:
-        """A file that stops between writing and flushing."""
+        """A file that stops before it says what it has written."""
 
         name, closed = real.name, False
 
-        def write(self, line: bytes) -> None:
-            real.write(line)
+        def write(self, line: bytes) -> int:
+            written = real.write(line)
             writing.set()
             assert may_go_on.wait(10)
-
-        def flush(self) -> None:
-            real.flush()
+            return written
 
         def close(self) -> None:
             real.close()

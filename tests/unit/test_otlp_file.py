@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -39,6 +40,23 @@ def test_spans_that_found_no_room_are_written_once_when_there_is_room_again(tmp_
     sink.close()
     ids = [found for line in file.read_text().splitlines() for found in list_span_ids(line)]
     assert ids == ["0000000000000001", "0000000000000002"]
+
+
+@pytest.mark.parametrize("written", [None, 0])
+def test_a_file_that_takes_nothing_refuses_the_spans_instead_of_being_asked_for_ever(
+    written: int | None, tmp_path: Path
+) -> None:
+    class Blocked:
+        closed = False
+
+        def write(self, _: bytes) -> int | None:
+            return written
+
+    sink = FileSink(tmp_path / "spans.jsonl", run="r")
+    sink.close()
+    sink._file = cast(Any, Blocked())
+    with pytest.raises(SpansRefused, match="takes nothing now"):
+        sink.write([])
 
 
 def test_a_file_without_room_is_closed_without_another_error() -> None:

@@ -44,7 +44,9 @@ class FileSink:
             try:
                 left = memoryview(b"\n" + line if _is_torn(self._path) else line)
                 while left:
-                    left = left[self._file.write(left) :]
+                    if not (written := self._file.write(left)):
+                        raise SpansRefused(f"{self._path} takes nothing now")
+                    left = left[written:]
             except OSError as error:
                 raise SpansRefused(f"{self._path} cannot be written: {error.strerror}") from error
 
