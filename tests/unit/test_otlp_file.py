@@ -43,9 +43,7 @@ def test_spans_that_found_no_room_are_written_once_when_there_is_room_again(tmp_
 
 
 @pytest.mark.parametrize("written", [None, 0])
-def test_a_file_that_takes_nothing_is_not_asked_for_ever(
-    written: int | None, tmp_path: Path
-) -> None:
+def test_a_file_that_takes_nothing_is_not_asked_for_ever(written: int | None, tmp_path: Path) -> None:
     class Blocked:
         closed = False
 
