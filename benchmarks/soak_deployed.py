@@ -21,8 +21,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from benchmarks.until_signal import run_until_signal
 from fleetbus.auth.folder import AuthFolder
 from fleetbus.auth.renewal import renew_certificates
 from fleetbus.auth.rotation import rotate_key
-from fleetbus.bus.streams import plan_run
+from fleetbus.bus.streams import RunPlan, plan_run
 from fleetbus.config.load import dump_configuration
 from fleetbus.config.settings import (
     Configuration,
@@ -55,6 +55,7 @@ from tests.support.servers import RunningServers, _read_routes, _reload, _write_
 
 RUN = "deployed"
 LANES = 8
+MAX_BYTES = 1 << 28
 ROLES = ("environment", "inference", "learner", "recorder")
 STEP_SECONDS = 180.0
 """In which a run that works trains a step, whatever was done to it before."""
@@ -68,11 +69,15 @@ SHARES = {"quiet": 0.2, "away": 1 / 12, "disk": 1 / 24}
 """Of the whole time: without any disturbance, with one server down, with a full disk. In two hours 24, 10 and 5 minutes."""
 
 
+def build_plan() -> RunPlan:
+    return plan_run(RUN, lanes=LANES, max_bytes=MAX_BYTES, replicas=3)
+
+
 def build_settings(servers: RunningServers, folder: Path) -> Configuration:
     assert servers.auth is not None
     return Configuration(
         run=RunSettings(name=RUN, folder=str(folder / "runs")),
-        nats=NatsSettings(url=servers.url, auth=str(servers.auth.path), lanes=LANES, replicas=3, max_bytes=1 << 28),
+        nats=NatsSettings(url=servers.url, auth=str(servers.auth.path), lanes=LANES, replicas=3, max_bytes=MAX_BYTES),
         limits=LimitSettings(episode=120, grace=15, drain=5),
         learner=LearnerSettings(steps=1_000_000, groups=4, group_size=4, checkpoint_every=5),
         evaluation=EvaluationSettings(episodes=0),
@@ -298,13 +303,20 @@ def small_disk(store: Path) -> Iterator[None]:
             subprocess.run(["umount", "-l", str(store)], check=False)
 
 
+@asynccontextmanager
+async def deployed(folder: Path) -> AsyncIterator[RunningServers]:
+    """The servers with the run declared on them, and its configuration in ``config.json`` of the folder."""
+    plan = build_plan()
+    async with running_servers(folder, [plan], form="cluster") as servers:
+        await servers.declare(plan)
+        (folder / "config.json").write_bytes(dump_configuration(build_settings(servers, folder)))
+        yield servers
+
+
 async def soak(folder: Path, minutes: float) -> dict[str, Any]:
     """The report, within its time and some more."""
-    plan = plan_run(RUN, lanes=LANES, max_bytes=1 << 28, replicas=3)
     with small_disk(folder / "nats2"), anyio.fail_after(minutes * 60 + 20 * STEP_SECONDS):
-        async with running_servers(folder, [plan], form="cluster") as servers:
-            await servers.declare(plan)
-            (folder / "config.json").write_bytes(dump_configuration(build_settings(servers, folder)))
+        async with deployed(folder) as servers:
             return await Deployment(servers, folder, minutes).run()
 
 
@@ -313,20 +325,30 @@ def is_sound(report: dict[str, Any]) -> bool:
     return not (report["deaths"] or report["violations"] or report["audit_exit"] or stood)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=120.0)
-    parser.add_argument("--folder", type=Path, help="keep stores, keys and logs there")
-    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
-    options = parser.parse_args()
+def run_in_folder(play: Callable[[Path], Awaitable[dict[str, Any]]], options: argparse.Namespace) -> int:
+    """Play in the folder that the command line names, or a temporary one; print the report, and return the exit status."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
-    with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as temporary:
-        work = partial(soak, options.folder or Path(temporary), options.minutes)
+    with tempfile.TemporaryDirectory(prefix="deployed-", ignore_cleanup_errors=True) as temporary:
+        work = partial(play, options.folder or Path(temporary))
         report = anyio.run(run_until_signal, work, backend_options={"use_uvloop": True})
     if not report:
         return 130
     print(json.dumps(report, indent=None if options.json else 2))
     return 0 if is_sound(report) else 1
+
+
+def build_parser(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="keep stores, keys and logs there")
+    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
+    return parser
+
+
+def main() -> int:
+    parser = build_parser(__doc__)
+    parser.add_argument("--minutes", type=float, default=120.0)
+    options = parser.parse_args()
+    return run_in_folder(partial(soak, minutes=options.minutes), options)
 
 
 if __name__ == "__main__":

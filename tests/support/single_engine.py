@@ -10,7 +10,7 @@ import anyio
 
 from fleetbus.bus.base import Bus
 from fleetbus.config.settings import Configuration, RunSettings
-from fleetbus_schemas import ChatMessage, Observation
+from fleetbus_schemas import AttemptStarted, ChatMessage, Observation, PolicyPublished, Subjects, encode
 from fleetbus_workers.inference.base import Generation, GenerationRequest, Sampler
 from fleetbus_workers.inference.scripted import ScriptedSampler, ScriptedTemplate
 from fleetbus_workers.inference.worker import run_inference
@@ -43,6 +43,15 @@ async def inference_worker(bus: Bus, run: str, sampler: Sampler) -> AsyncIterato
         group.start_soon(work, bus)
         yield
         drain.set()
+
+
+async def begin_episode(bus: Bus, run: str) -> None:
+    """Publish a version of the policy, and the claim of the episode ``e`` by the environment worker ``w``."""
+    subjects = Subjects(run)
+    claim = AttemptStarted(episode_id="e", attempt=1, worker="w", nonce="n", lane="e0")
+    await bus.publish(subjects.episode("e"), encode(claim))
+    version = PolicyPublished(policy="default", version=0, lineage="l1", step=0, uri="file:///none", manifest=(), size_bytes=0)
+    await bus.publish(subjects.policy("default"), encode(version))
 
 
 def make_first_observation(bus: Bus, *, attempt: int = 1) -> Observation:

@@ -7,8 +7,8 @@ import msgspec
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS, observations_consumer, plan_run
-from fleetbus_schemas import Action, AttemptStarted, PolicyPublished, Subjects, decode, encode
-from tests.support.single_engine import HeldSampler, inference_worker, make_first_observation
+from fleetbus_schemas import Action, Subjects, decode, encode
+from tests.support.single_engine import HeldSampler, begin_episode, inference_worker, make_first_observation
 from tests.support.virtual_time import virtual_time
 
 RUN = "again"
@@ -22,12 +22,7 @@ async def test_what_was_routed_again_is_answered_once_and_acked_with_what_it_rep
     server = MemoryServer()
     server.declare(plan_run(RUN, lanes=1))
     async with server.connect(RUN, worker="test") as bus:
-        claim = AttemptStarted(episode_id="e", attempt=1, worker="w", nonce="n", lane="e0")
-        await bus.publish(SUBJECTS.episode("e"), encode(claim))
-        version = PolicyPublished(
-            policy="default", version=0, lineage="l1", step=0, uri="file:///none", manifest=(), size_bytes=0
-        )
-        await bus.publish(SUBJECTS.policy("default"), encode(version))
+        await begin_episode(bus, RUN)
         observation = make_first_observation(bus)
         subject, actions = SUBJECTS.observation("default", "any", "e"), SUBJECTS.action("e0", "e")
         with anyio.fail_after(600):

@@ -6,9 +6,9 @@ import anyio
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
-from fleetbus_schemas import Action, AttemptStarted, PolicyPublished, Subjects, decode, encode
+from fleetbus_schemas import Action, Subjects, decode, encode
 from fleetbus_workers.inference.scripted import ScriptedSampler
-from tests.support.single_engine import inference_worker, make_first_observation
+from tests.support.single_engine import begin_episode, inference_worker, make_first_observation
 from tests.support.virtual_time import virtual_time
 
 RUN = "set"
@@ -23,12 +23,7 @@ async def test_who_plays_on_after_the_servers_clock_was_set_past_the_deadline_is
     server = MemoryServer()
     server.declare(plan_run(RUN, lanes=1))
     async with server.connect(RUN, worker="test") as bus:
-        claim = AttemptStarted(episode_id="e", attempt=1, worker="w", nonce="n", lane="e0")
-        await bus.publish(SUBJECTS.episode("e"), encode(claim))
-        version = PolicyPublished(
-            policy="default", version=0, lineage="l1", step=0, uri="file:///none", manifest=(), size_bytes=0
-        )
-        await bus.publish(SUBJECTS.policy("default"), encode(version))
+        await begin_episode(bus, RUN)
         observation = make_first_observation(bus)
         with anyio.fail_after(60):
             async with bus.read([SUBJECTS.action("e0", "e")]) as answers, inference_worker(bus, RUN, ScriptedSampler()):
