@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fleetbus_workers.inference.torch.packed import multiply, pack
+from fleetbus_workers.inference.torch.packed import can_pack, multiply, pack
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
@@ -14,7 +14,9 @@ def test_a_packed_matrix_gives_the_product_of_the_plain_one(rows: int) -> None:
     matrix = torch.randn(96, 160, generator=generator).to(torch.bfloat16)
     left = torch.randn(rows, 96, generator=generator)
     with torch.inference_mode():
-        found = multiply(left, pack(matrix))
+        packed = pack(matrix)
+        found = multiply(left, packed)
+    assert packed.is_mkldnn == can_pack()
     assert found.dtype == torch.bfloat16
     assert torch.allclose(found.float(), left.to(torch.bfloat16).float() @ matrix.float(), rtol=0.01, atol=0.1)
 
