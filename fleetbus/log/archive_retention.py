@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from io import BufferedReader
 from pathlib import Path
 
@@ -75,9 +76,10 @@ def choose_first_kept(
 
     Whole segments go, from the oldest on, as long as all of their entries are too old, or the segments together are too large.
     The newest stays, and so does every one that holds an entry from ``needed`` on. ``read_begin`` has the time of a segment's
-    first entry (Unix nanoseconds), and is asked for no more segments than it takes. ``now_ns`` is taken to be right, and the
-    clock that segments began by is not: it may have been set, and back again.
+    first entry (Unix nanoseconds), and is asked for no more segments than it takes, once for each. ``now_ns`` is taken to be
+    right, and the clock that segments began by is not: it may have been set, and back again.
     """
+    read_begin = cache(read_begin)
     left = sum(segment.size_bytes for segment in segments)
     oldest_ns = now_ns - int(keep.hours * HOUR_NS)
     begun_ns = read_begin(segments[0]) if segments and keep.hours > 0 else 0

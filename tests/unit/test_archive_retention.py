@@ -97,6 +97,18 @@ def test_nothing_leaves_too_early_or_stays_for_long_because_the_servers_clock_wa
         assert (4 if 5 <= right < 9 else right) <= kept <= right, f"seen at hour {hour}"
 
 
+def test_each_segment_is_read_once_however_many_began_by_a_clock_that_was_ahead() -> None:
+    """Of a store each is fetched: those of a day that nobody can date were read again for every one that leaves."""
+    segments, read = [Segment(first=1 + hour, size_bytes=SIZE) for hour in range(60)], list[int]()
+
+    def read_begin(segment: Segment) -> int:
+        read.append(segment.first)
+        return (segment.first + (5000 if segment.first < 50 else 0)) * HOUR_NS
+
+    assert choose_first_kept(segments, Keep(hours=3), now_ns=58 * HOUR_NS, needed=1000, read_begin=read_begin) == 54
+    assert read == sorted(set(read))
+
+
 def test_a_segment_with_an_entry_that_is_needed_stays_whatever_the_limits_say() -> None:
     assert choose(needed=20, size_bytes=1) == 11
     assert choose(needed=21, size_bytes=1) == 21
