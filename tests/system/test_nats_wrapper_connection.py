@@ -90,6 +90,14 @@ async def test_a_file_without_a_key_is_named(content: bytes, tmp_path: Path) -> 
                 pass
 
 
+async def test_a_key_that_is_gone_is_named_and_not_the_server(tmp_path: Path) -> None:
+    """Removed between the check of the settings and the connection, it was told as a server that does not answer."""
+    async with run_server(tmp_path / "store") as server:
+        with pytest.raises(UserError, match=r"cannot read .*gone\.nk: No such file"):
+            async with connect(server.url, run=RUN, nkey_seed=tmp_path / "gone.nk"):
+                pass
+
+
 async def test_keys_open_the_door_and_other_keys_do_not(tmp_path: Path) -> None:
     mine, my_key = _new_key(tmp_path, "mine")
     other, other_key = _new_key(tmp_path, "other")

@@ -27,12 +27,14 @@ def read_own_key(options: Mapping[str, object]) -> str:
 
 
 def read_seed(file: Path) -> str:
-    """The seed of a key that `fleetbus auth init` wrote. Raises `UserError` if there is none, and `OSError`."""
+    """The seed of a key that `fleetbus auth init` wrote. Raises `UserError` if there is none."""
     import nkeys
 
     try:
         seed = file.read_bytes().strip()
         nkeys.from_seed(bytearray(seed)).wipe()
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from error
     except (nkeys.NkeysError, ValueError, IndexError):
         raise UserError(f"{file} contains no nkey seed: write it again (fleetbus auth init), or give another key") from None
     return seed.decode()
