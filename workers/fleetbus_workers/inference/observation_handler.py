@@ -62,6 +62,10 @@ from fleetbus_workers.inference.turn_rules import (
 PROBLEM_CHARS = 500
 """Of a problem that heartbeats tell."""
 
+LONGEST_ANSWER_SECONDS = 3600.0
+"""For an observation whose deadline says nothing. It is dropped then, as an engine may never answer, or the episode be over:
+not acked, it would keep all that follows in the log. Who still waits for its answer asks again."""
+
 log = structlog.get_logger()
 
 
@@ -176,7 +180,8 @@ class ObservationHandler:
         """Answer it; False if the log refused the answer. Past the deadline no answer is needed: the episode's worker records
         the timeout. If it asked past the deadline, the server's clock was set, which it does not go by."""
         sequence, asked_ns, deadline_ns = delivery.message.sequence, delivery.message.time_ns, observation.deadline_ns
-        remaining_seconds = (deadline_ns - self._bus.now_ns()) / 1e9 if asked_ns < deadline_ns else math.inf
+        is_timed = asked_ns < deadline_ns
+        remaining_seconds = (deadline_ns - self._bus.now_ns()) / 1e9 if is_timed else LONGEST_ANSWER_SECONDS
         with self.deadlines.open(self._now() + remaining_seconds) as deadline:
             try:
                 action = await self._build_action(observation, delivery)
