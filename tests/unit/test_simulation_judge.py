@@ -280,3 +280,22 @@ async def test_an_outcome_is_overdue_after_deadline_grace_and_margin_and_by_what
     assert judge.oracle.compute_seconds_late(record, due - 0.001) < 0 < judge.oracle.compute_seconds_late(record, due + 0.001)
     judge.oracle.clock_slack_seconds = 14.0
     assert judge.oracle.compute_seconds_late(record, due + 13.9) < 0
+
+
+@pytest.mark.parametrize(("set_after_request", "found"), [(True, []), (False, ["every failure has a cause"])])
+async def test_a_clock_that_was_set_before_an_episode_was_asked_for_is_no_cause_of_its_timeout(
+    set_after_request: bool, found: list[str]
+) -> None:
+    judge = Judge()
+    judge.oracle.clock_slack_seconds = 7200.0
+    if not set_after_request:
+        judge.observer.disturb("set_clock")
+        await anyio.sleep(60)
+    judge.request(seconds=600.0)
+    if set_after_request:
+        judge.observer.disturb("set_clock")
+    timeout = EpisodeFinished(
+        episode_id="g000000-0", group_id="g000000", attempt=0, outcome="timeout", error_class="unanswered", worker="l"
+    )
+    judge.store(SUBJECTS.episode("g000000-0"), timeout)
+    assert [each for each in judge.found if "cause" in each] == found

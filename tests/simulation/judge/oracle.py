@@ -48,6 +48,9 @@ REPLACED_SECONDS = 20.0
 RETRY_SECONDS = 10.0
 """Rejected weights are tried again by then (twice what the worker promises)."""
 
+STORING_SECONDS = 10.0
+"""A request is stored by so long after its deadline was set."""
+
 OUTCOME_MARGIN_SECONDS = 60.0
 """After deadline and grace: the requester's next look, and its own restart when it is down at that instant."""
 
@@ -215,7 +218,7 @@ class FaultOracle:
                 return any(each.diverges for key, each in self.environment_record.items() if key[0] == result.episode_id)
             case "timeout", "open_timeout" | "reset_timeout" | "step_timeout":
                 return result.error_class.removesuffix("_timeout") in fault_profile
-            case "timeout", "episode_timeout" | "unanswered" if self._was_clock_set and self._is_expired(record):
+            case "timeout", "episode_timeout" | "unanswered" if self._was_clock_set(record) and self._is_expired(record):
                 return True  # of who waits for a worker; who is being played has the time that he had
             case "timeout", _ if self._has_short_deadlines and self._is_expired(record) and self._had_time(record):
                 return True
@@ -237,10 +240,10 @@ class FaultOracle:
             count += 1 + int(lasts / OBSERVATION_LEASE_SECONDS)
         return count
 
-    @property
-    def _was_clock_set(self) -> bool:
-        """Set by more than what episodes have."""
-        return any(each.kind == "set_clock" for each in self._observer.disturbances)
+    def _was_clock_set(self, record: EpisodeRecord) -> bool:
+        """Set by more than what episodes have, since its request was made."""
+        since = record.requested_at - STORING_SECONDS
+        return any(each.kind == "set_clock" and each.start >= since for each in self._observer.disturbances)
 
     def _is_expired(self, record: EpisodeRecord) -> bool:
         """The deadline has passed, or had before a clock was set back."""
