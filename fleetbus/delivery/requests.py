@@ -227,6 +227,12 @@ class Requests:
             self.track(made, _UNKNOWN)
         return made
 
+    def find_made(self, request: EpisodeRequested) -> EpisodeRequested:
+        """The request as it was made last: one that found no room has a later deadline than ``request``. Until
+        `mark_answered`."""
+        tracked = self._open.get(request.episode_id)
+        return tracked[0] if tracked is not None else request
+
     async def _find_next_sequence(self, request: EpisodeRequested) -> int:
         try:
             return (await self._bus.log_state()).last_sequence + 1

@@ -90,11 +90,11 @@ async def wait_for(client: httpx.AsyncClient) -> None:
 
 
 @asynccontextmanager
-async def running(folder: Path, sampler: Any = None, template: Any = None) -> AsyncIterator[Run]:
+async def running(folder: Path, sampler: Any = None, template: Any = None, *, max_bytes: int = 1 << 28) -> AsyncIterator[Run]:
     """A run with an inference worker of a scripted engine."""
     configuration = Configuration(run=RunSettings(name=RUN), inference=InferenceSettings(max_model_len=1 << 16))
     async with run_server(folder / "store") as server, connect(server.url, run=RUN, role="up", worker="driver") as bus:
-        await bus.declare(plan_run(RUN, lanes=4, max_bytes=1 << 28))
+        await bus.declare(plan_run(RUN, lanes=4, max_bytes=max_bytes))
         policy = PolicyPublished(policy="default", version=0, lineage="l1", step=0, uri="", manifest=(), size_bytes=0)
         await bus.publish(SUBJECTS.policy("default"), encode(policy))
         async with anyio.create_task_group() as group:

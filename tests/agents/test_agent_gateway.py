@@ -9,10 +9,12 @@ import httpx
 import pytest
 
 from fleetbus.audit.run import audit_run
+from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import RunSettings
 from fleetbus_schemas import Task
 from fleetbus_workers.gateway.agent_keys import SECRET_FILE, read_secret
-from tests.agents.gateway_support import SUBJECTS, bearer, find_port, grader, read_text, running, say, take, wait_for
+from fleetbus_workers.gateway.rollouts import read_request
+from tests.agents.gateway_support import RUN, SUBJECTS, bearer, find_port, grader, read_text, running, say, take, wait_for
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.integration]
 
@@ -163,6 +165,28 @@ async def test_an_evaluation_is_found_behind_requests_that_no_agent_asks_for(tmp
             await run.request(f"e{number}")
         session = (await client.post("/sessions", json={"task": {"key": "mine", "prompt": "p"}})).json()
         read_text(await say(client, session, "one"))
+
+
+async def test_the_key_of_an_evaluation_that_waited_for_room_lasts_as_long_as_its_episode(tmp_path: Path) -> None:
+    """Its request is stored with a later deadline: other gateways refused the key while the episode went on."""
+    opened: list[httpx.Response] = []
+    async with running(tmp_path, max_bytes=200_000) as run, run.gateway() as client:
+
+        async def open_session() -> None:
+            asked = {"task": {"key": "mine", "prompt": "p" * 250_000}}
+            opened.append(await client.post("/sessions", json=asked))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(open_session)
+            await anyio.sleep(3)
+            assert not opened, opened[0].text
+            await run.bus.declare(plan_run(RUN, lanes=4, max_bytes=1 << 28))
+        session = opened[0].json()
+        stored = await read_request(run.bus, SUBJECTS, ["default"], session["id"])
+    assert stored is not None
+    key = f"{session['id']}.{stored.deadline_ns // 10**9:x}"
+    assert session["expires"] == stored.deadline_ns // 10**9
+    assert [session[each].rpartition(".")[0] for each in ("key", "reward_key")] == [f"fbs-{key}", f"fbr-{key}"]
 
 
 async def test_a_page_of_another_site_is_given_no_session(tmp_path: Path) -> None:

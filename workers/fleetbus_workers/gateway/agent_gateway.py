@@ -112,8 +112,9 @@ async def run_agent_gateway(
                 temperature=temperature,
             )
             await requests.publish(request)
+            made = requests.find_made(request)  # its keys last as long
             requests.mark_answered(episode)  # its gateway says how it ends, whichever that is then
-            return request
+            return made
 
         async def open_rollout(episode: str, parent: Parent) -> EpisodeRequested:
             if (stored := await rollouts.find_request(episode)) is not None:
