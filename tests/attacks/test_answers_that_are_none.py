@@ -6,7 +6,7 @@ from __future__ import annotations
 import anyio
 
 from fleetbus.client.sessions import sessions
-from fleetbus_schemas import Heartbeat, SessionAnswer, SessionCall, decode, encode
+from fleetbus_schemas import Heartbeat, SessionAnswer, SessionCall, SessionClaimed, SessionRecorded, decode, encode
 from fleetbus_workers.gateway.gym_methods import build_task
 from tests.support.backends import asyncio_alone
 from tests.support.paying import PayingEnvironment, gym_gateway, paying_configuration
@@ -76,3 +76,20 @@ async def test_an_answer_in_the_name_of_another_session_leads_no_calls_of_that_o
                 reset = SessionCall(session="other", call="reset", key="r")
                 assert (await client.call(reset, timeout=30)).messages
                 group.cancel_scope.cancel()
+
+
+async def test_a_stored_answer_in_the_name_of_another_call_makes_no_good_worker_be_taken_for_gone() -> None:
+    """It was refused for what it repeated, by every call again, and other sessions found no worker until its next heartbeat."""
+    task = build_task(TASK)
+    call = SessionCall(session="s", call="step", key="k", text="t", number=0)
+    other = SessionAnswer(session="other", key="o", number=0, worker="bad")
+    with anyio.fail_after(120):
+        async with small_deployment(paying_configuration()) as fleet, sessions(fleet.bus, fleet.subjects) as client:
+            await fleet.heard(fleet.environment("e1", make=PayingEnvironment))
+            for entry in (
+                SessionClaimed(session="s", attempt=1, worker="bad", nonce="n", task=task),
+                SessionRecorded(session="s", call=call, answer=other, seconds=0.0),
+            ):
+                await fleet.bus.publish(fleet.subjects.session("s"), encode(entry))
+            answer = await client.call(call, timeout=10)
+    assert (answer.session, answer.key, answer.refusal) == ("s", "k", "")

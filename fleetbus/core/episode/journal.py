@@ -71,7 +71,9 @@ class Journal(msgspec.Struct, kw_only=True):
         number = self.recorded.get(call.key)
         if number is not None:
             record = self.records[number]
-            return record.answer if is_same_call(record.call, call) else build_refusal(call, "conflict", _CONFLICT)
+            if not is_same_call(record.call, call):
+                return build_refusal(call, "conflict", _CONFLICT)
+            return msgspec.structs.replace(record.answer, session=call.session, key=call.key)  # whatever was stored there
         if self.ended is not None:
             return self._answer_after_end(call, self.ended)
         if self.claim is None and call.call != "open":
