@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections import deque
 from typing import Any
 
 import anyio
@@ -15,7 +16,7 @@ from PIL import Image as Pillow
 from fleetbus_schemas import Action, ChatMessage, Task, Text
 from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.environment.adapters.remote_gym.wire import decode_response
-from fleetbus_workers.environment.base import Start, Step, Verdict
+from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.images.observation import EncodedImage, encode_image_file
 from fleetbus_workers.environment.specs import build_environment_factory
 from fleetbus_workers.environment.validation import InvalidReturn
@@ -144,6 +145,35 @@ class ShowsOne:
         return Verdict(reward=0.0)
 
     def close(self) -> None: ...
+
+
+class ShowsOneArray(ShowsOne):
+    shown = np.zeros((4, 4, 3), dtype=np.uint8)
+
+
+class ShowsOneOfPillow(ShowsOne):
+    shown = painted(0)
+
+
+@pytest.mark.parametrize("name", ["ShowsOneArray", "ShowsOneOfPillow"])
+async def test_one_image_in_the_place_of_several_is_refused_in_processes_too(name: str) -> None:
+    made = factory(f"pool:{__name__}:{name}", None)
+    with anyio.fail_after(50):
+        async with made.run():
+            environment = made()
+            await environment.open(Task(key="t"))
+            with pytest.raises(EnvironmentFailed, match=r"Start\.images must be a tuple of images") as caught:
+                await environment.reset()
+            await environment.close()
+    assert "test_own_images.py" in caught.value.location
+
+
+@pytest.mark.parametrize("kind", [list, deque, np.stack])
+async def test_every_kind_of_sequence_may_hold_the_images(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShowsOne, "shown", kind([np.zeros((4, 4, 3), dtype=np.uint8)] * 2))
+    environment = factory(f"{__name__}:ShowsOne", None)()
+    await environment.open(Task(key="t"))
+    assert (await environment.reset()).messages[0].content == "see[image, 4x4][image, 4x4]"
 
 
 @pytest.mark.parametrize("one", [painted(0), np.zeros((4, 4, 3), dtype=np.uint8), b"bytes", "a path", None])

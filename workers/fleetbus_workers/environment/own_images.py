@@ -14,13 +14,10 @@ from fleetbus_schemas import Action, ChatMessage, Task
 from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
 from fleetbus_workers.environment.failure_location import locate_method
 from fleetbus_workers.environment.images.observation import EncodedImage, StoreImage, encode_image_file, insert_images
-from fleetbus_workers.environment.validation import InvalidReturn, validate_return
+from fleetbus_workers.environment.validation import InvalidReturn, check_images, validate_return
 
 S = TypeVar("S", Start, Step)
 PLACEHOLDER = "<image>"
-
-BATCH_DIMENSIONS = 4
-"""Of an array that holds several images; one of three is a single image."""
 
 log = structlog.get_logger(__name__)
 
@@ -39,11 +36,8 @@ class ImageStoringFactory:
 
     async def store_images(self, observed: S, call: str, environment: Environment) -> S:
         """The same with its images in its messages. Raises `InvalidReturn`, located in ``call``, for what is no image."""
-        images, where = observed.images, f"{type(observed).__name__}.images"
-        if not isinstance(images, list | tuple) and getattr(images, "ndim", 0) != BATCH_DIMENSIONS:
-            given = f"must be a tuple of images, not {type(images).__name__}; one image is (image,)"
-            raise InvalidReturn(f"{where} {given}", locate_method(environment, call))
-        if not len(images):
+        check_images(observed, call, environment)
+        if not len(observed.images):
             return observed
         if self._store_image is None and not self._has_warned:
             self._has_warned = True
@@ -52,9 +46,9 @@ class ImageStoringFactory:
                 reason="a word stands for each image: turn environment.images on",
             )
         try:
-            pictures = [await anyio.to_thread.run_sync(encode_image_file, image) for image in images]
+            pictures = [await anyio.to_thread.run_sync(encode_image_file, image) for image in observed.images]
         except ValueError as error:
-            raise InvalidReturn(f"{where}: {error}", locate_method(environment, call)) from None
+            raise InvalidReturn(f"{type(observed).__name__}.images: {error}", locate_method(environment, call)) from None
         return msgspec.structs.replace(
             observed, messages=await place_images(observed.messages, pictures, self._store_image), images=()
         )

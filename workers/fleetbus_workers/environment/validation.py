@@ -5,7 +5,7 @@ A wrong type that got further would show only where somebody else decodes the me
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast, get_args
 
 import msgspec
@@ -22,6 +22,9 @@ from fleetbus_workers.environment.normalization import to_plain_number
 T = TypeVar("T")
 ROLES = frozenset(get_args(Role))
 MAX_COUNT = (1 << 31) - 1
+
+BATCH_DIMENSIONS = 4
+"""Of an array that holds several images; one of three is a single image."""
 
 
 class InvalidReturn(TypeError):
@@ -41,6 +44,15 @@ def validate_return(kind: type[T], value: object, call: str, environment: object
         return _validate(kind, value, call)
     except InvalidReturn as error:
         raise InvalidReturn(str(error), locate_method(environment, call)) from None
+
+
+def check_images(observed: Start | Step, call: str, environment: object) -> None:
+    """Raises `InvalidReturn`, located in ``call`` of ``environment``, for images that are none or a single one."""
+    images, where = observed.images, f"{type(observed).__name__}.images"
+    is_sequence = isinstance(images, Sequence) and not isinstance(images, (str, bytes, bytearray, memoryview))
+    if not is_sequence and getattr(images, "ndim", 0) != BATCH_DIMENSIONS:
+        given = f"must be a tuple of images, not {type(images).__name__}; one image is (image,)"
+        raise InvalidReturn(f"{where} {given}", locate_method(environment, call))
 
 
 def check_messages(messages: Iterable[ChatMessage], where: str = "an environment's messages") -> tuple[ChatMessage, ...]:

@@ -23,7 +23,7 @@ from fleetbus_workers.environment.adapters.python_class.environment import CALLS
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.failure_location import format_traceback, locate_error
 from fleetbus_workers.environment.images.observation import encode_image_file
-from fleetbus_workers.environment.validation import validate_return
+from fleetbus_workers.environment.validation import check_images, validate_return
 
 PARENT_DEATH_SIGNAL = 1
 _RETURNS: dict[str, type[Any]] = {"reset": Start, "step": Step, "verify": Verdict, "state": dict}
@@ -40,7 +40,7 @@ class EnvironmentProcess:
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer to one call; an exception of the class is an answer too."""
         try:
-            result = _with_pictures(await self._call(request["call"], request.get("argument")))
+            result = self._with_pictures(await self._call(request["call"], request.get("argument")), request["call"])
             if kind := _RETURNS.get(request["call"]):
                 result = validate_return(kind, result, request["call"], self._object)
             return {"result": msgspec.to_builtins(result, enc_hook=_encode_plain)}
@@ -74,12 +74,12 @@ class EnvironmentProcess:
             self._object = None
         return result
 
-
-def _with_pictures(result: Any) -> object:
-    """Images as files: what the class has of them cannot leave the process."""
-    if not isinstance(result, (Start, Step)) or not len(result.images):
-        return result
-    return msgspec.structs.replace(result, images=tuple(encode_image_file(image) for image in result.images))
+    def _with_pictures(self, result: Any, call: str) -> object:
+        """Images as files: what the class has of them cannot leave the process."""
+        if not isinstance(result, (Start, Step)):
+            return result
+        check_images(result, call, self._object)
+        return msgspec.structs.replace(result, images=tuple(map(encode_image_file, result.images)))
 
 
 def _encode_plain(value: Any) -> object:
