@@ -36,6 +36,17 @@ def test_an_optional_argument_gets_a_value_of_one_of_its_types() -> None:
     assert values == {int, type(None)}
 
 
+@pytest.mark.parametrize("field", ["anyOf", "oneOf"])
+def test_what_stands_beside_choices_holds_for_each_of_them(field: str) -> None:
+    properties = {"name": {"const": "a"}, "id": {"const": 1}, "kind": {"const": "b"}}
+    choices = [{"required": ["name"]}, {"required": ["id"]}]
+    schema = {"type": "object", "properties": properties, "required": ["kind"], field: choices}
+    values = [fill_schema(schema, random.Random(seed)) for seed in range(50)]
+    assert all("kind" in value and {"name", "id"} & set(value) for value in values), values
+    bounded = {"type": "integer", field: [{"minimum": 150}, {"maximum": -5}, True]}
+    assert all(isinstance(fill_schema(bounded, random.Random(seed)), int) for seed in range(50))
+
+
 @pytest.mark.parametrize(
     ("parameters", "problem"),
     [

@@ -72,8 +72,9 @@ def fill_schema(schema: object, choose: random.Random) -> Any:
         return ""
     if values := _get_list(schema, "enum"):
         return choose.choice(values)
-    if choices := _get_list(schema, "anyOf") or _get_list(schema, "oneOf"):
-        return fill_schema(choose.choice(choices), choose)
+    for field in ("anyOf", "oneOf"):
+        if choices := _get_list(schema, field):
+            return fill_schema(_merge(schema, field, choose.choice(choices)), choose)
     if "const" in schema:
         return schema["const"]
     kind = schema.get("type")
@@ -92,6 +93,14 @@ def fill_schema(schema: object, choose: random.Random) -> Any:
         case "null":
             return None
     return choose.choice(("a", "name", "1"))
+
+
+def _merge(schema: Mapping[str, Any], field: str, choice: Any) -> object:
+    """One choice of ``field`` and what stands beside that, which holds for each choice."""
+    rest = {name: inner for name, inner in schema.items() if name != field}
+    if not isinstance(choice, Mapping):
+        return rest
+    return rest | dict(choice) | {"required": [*_get_list(rest, "required"), *_get_list(choice, "required")]}
 
 
 def _get_list(schema: Mapping[str, Any], field: str) -> list[Any]:
