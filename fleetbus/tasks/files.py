@@ -82,11 +82,15 @@ def check_dataset(location: str) -> tuple[list[Task], list[str]]:
 
 def build_tasks(entries: Iterable[Task | Mapping[str, object]], name: str = "tasks") -> list[Task]:
     """Tasks from objects, or from mappings as they stand in a tasks file. Raises `UserError`, which calls the list ``name``."""
-    if isinstance(entries, Task | Mapping) or not isinstance(entries, Iterable):
+    try:
+        listed = None if isinstance(entries, Task | Mapping) else iter(entries)
+    except TypeError:
+        listed = None
+    if listed is None:
         raise UserError(f"{name}: must be a list of tasks, not {type(entries).__name__}")
     content = [
         build_task_entry(entry) if isinstance(entry, Task) else dict(entry) if isinstance(entry, Mapping) else entry
-        for entry in entries
+        for entry in listed
     ]
     if not content:
         raise UserError(f"{name}: contains no tasks; add at least one")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -220,3 +220,18 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
 
 def test_a_task_whose_environment_gives_the_prompt_is_read_back() -> None:
     assert build_tasks([Task(key="t1")]) == build_tasks([{"key": "t1", "prompt": ""}]) == [Task(key="t1")]
+
+
+class Numbered:
+    """Entries by number alone, as a dataset of torch has them."""
+
+    def __getitem__(self, number: int) -> dict[str, str]:
+        return (ENTRY, ENTRY | {"key": "t2"})[number]
+
+
+def test_whatever_gives_one_entry_after_the_other_is_a_list_of_tasks() -> None:
+    for entries in (Numbered(), iter([ENTRY, ENTRY | {"key": "t2"}])):
+        assert [task.key for task in build_tasks(cast("Any", entries))] == ["t1", "t2"]
+    for wrong in (Task(key="t1"), ENTRY, dict, 3, None):
+        with pytest.raises(UserError, match="must be a list of tasks, not"):
+            build_tasks(cast("Any", wrong))
