@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import gymnasium
@@ -180,6 +180,19 @@ def test_an_action_of_nested_spaces_is_made_of_arrays_and_tuples() -> None:
     assert isinstance(action, dict)
     assert (action["move"].dtype, action["move"].tolist()) == (np.float32, [0, 0.5])
     assert (action["fire"], action["route"]) == (1, ((2, "abc"),))
+
+
+def test_an_action_of_one_of_several_spaces_or_of_stacked_ones_is_played() -> None:
+    box = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    environment = Nested()
+    environment.action_space = gymnasium.spaces.OneOf((gymnasium.spaces.Discrete(3), box))
+    index, chosen = cast("tuple[int, Any]", parse_action("[1, [0, 0.5]]", environment, ()))
+    assert (index, chosen.dtype, chosen.tolist()) == (1, np.float32, [0, 0.5])
+    for text in ("[2, 0]", "[-1, [0, 0]]", "[0, 3]", "[0]"):
+        with pytest.raises(UnknownAction):
+            parse_action(text, environment, ())
+    environment.action_space = gymnasium.spaces.Sequence(box, stack=True)
+    assert cast("Any", parse_action("[[0, 0.5]]", environment, ())).tolist() == [[0, 0.5]]
 
 
 @pytest.mark.parametrize(

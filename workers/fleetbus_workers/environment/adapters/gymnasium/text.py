@@ -87,6 +87,10 @@ def _build_action(space: gymnasium.Space[Any], value: Any) -> object:
             return {name: _build_action(space[name], inner) if name in space.spaces else inner for name, inner in value.items()}
         case gymnasium.spaces.Tuple(), [*_] if len(value) == len(space.spaces):
             return tuple(map(_build_action, space.spaces, value))
+        case gymnasium.spaces.OneOf(), [int() as index, inner] if 0 <= index < len(space.spaces):
+            return index, _build_action(space.spaces[index], inner)
+        case gymnasium.spaces.Sequence(stack=True), [*_]:
+            return np.asarray(value, dtype=space.feature_space.dtype)
         case gymnasium.spaces.Sequence(stack=False), [*_]:
             return tuple(_build_action(space.feature_space, inner) for inner in value)
     return np.asarray(value, dtype=space.dtype)
