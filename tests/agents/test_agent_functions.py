@@ -38,6 +38,7 @@ def test_a_number_of_any_type_is_a_reward(returned: Any, reward: float | None) -
         (float("nan"), "finite"),
         ((1.0, "good"), "tuple"),
         ({"score": 1.0}, "'score' is none of reward, reason, seats"),
+        ({"reward": 1.0, "score": 1.0, 2: 1.0}, "2 is none of reward, reason, seats"),
         ({"reason": "good"}, "'reward'"),
         ({"reward": 1.0, "seats": [1.0]}, "list"),
     ],

@@ -69,7 +69,7 @@ def build_body(returned: object) -> dict[str, object]:
     seats = given.get("seats", {})
     try:
         if unknown := given.keys() - {"reward", "reason", "seats"}:
-            raise TypeError(f"{min(unknown)!r} is none of reward, reason, seats")
+            raise TypeError(f"{min(unknown, key=str)!r} is none of reward, reason, seats")
         rewards = {str(name): to_number(reward) for name, reward in seats.items()}
         return {"reward": to_number(given["reward"]), "reason": str(given.get("reason") or ""), "seats": rewards}
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
