@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fleetbus_workers.environment.adapters.agent import run_function
 from fleetbus_workers.environment.adapters.agent.run_function import build_body, import_agent
 
 
@@ -39,7 +41,7 @@ def test_a_number_of_any_type_is_a_reward(returned: Any, reward: float | None) -
         ((1.0, "good"), "tuple"),
         ({"score": 1.0}, "'score' is none of reward, reason, seats"),
         ({"reward": 1.0, "score": 1.0, 2: 1.0}, "2 is none of reward, reason, seats"),
-        ({"reason": "good"}, "'reward'"),
+        ({"reason": "good"}, "it lacks 'reward'"),
         ({"reward": 1.0, "seats": [1.0]}, "list"),
     ],
 )
@@ -56,3 +58,15 @@ def test_a_module_beside_the_agents_that_is_not_seen_is_named_with_the_remedy(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match=r"'helper_that_is_not_seen': .* environment\.agent_files"):
         import_agent("lonely_agent")
+
+
+def test_a_module_that_the_function_itself_imports_is_named_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late_agent.py").write_text("def run(task):\n    import helper_that_is_not_seen")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("FLEETBUS_TASK_FILE", str(tmp_path / "task.json"))
+    monkeypatch.setattr(run_function, "take_task", lambda file: {})
+    monkeypatch.setattr(sys, "argv", ["run_function", "late_agent:run", str(tmp_path)])
+    with pytest.raises(ModuleNotFoundError, match=r"'helper_that_is_not_seen': .* environment\.agent_files"):
+        run_function.main()

@@ -14,7 +14,8 @@ import os
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,7 +32,9 @@ def main() -> None:
     sys.path.append(sys.argv[2])
     task = take_task(Path(os.environ.pop("FLEETBUS_TASK_FILE")))
     reward_url = task.pop("reward_url", "")
-    returned = call(getattr(import_agent(module), name), task)
+    function = getattr(import_agent(module), name)
+    with explain_missing_modules(module):
+        returned = call(function, task)
     if reward_url and returned is not None:
         post(reward_url, build_body(returned))
 
@@ -47,8 +50,15 @@ def take_task(file: Path) -> dict[str, Any]:
 
 def import_agent(module: str) -> ModuleType:
     """The module of the function. Raises `ModuleNotFoundError` for one that it imports and that is not here, with a remedy."""
-    try:
+    with explain_missing_modules(module):
         return importlib.import_module(module)
+
+
+@contextmanager
+def explain_missing_modules(module: str) -> Iterator[None]:
+    """A `ModuleNotFoundError` raised within gets the remedy, also one of an import in a function of ``module``."""
+    try:
+        yield
     except ModuleNotFoundError as error:
         remedy = f"if it lies beside {module}, list it in environment.agent_files, which says what a sandboxed agent reads"
         raise ModuleNotFoundError(f"{error}: {remedy}") from error
@@ -70,9 +80,11 @@ def build_body(returned: object) -> dict[str, object]:
     try:
         if unknown := given.keys() - {"reward", "reason", "seats"}:
             raise TypeError(f"{min(unknown, key=str)!r} is none of reward, reason, seats")
+        if "reward" not in given:
+            raise TypeError("it lacks 'reward'")
         rewards = {str(name): to_number(reward) for name, reward in seats.items()}
         return {"reward": to_number(given["reward"]), "reason": str(given.get("reason") or ""), "seats": rewards}
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+    except (AttributeError, OverflowError, TypeError, ValueError) as error:
         raise TypeError(f"the agent's function returned {returned!r:.200}, which is no reward: {error}") from None
 
 
