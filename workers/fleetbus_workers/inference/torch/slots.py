@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-INITIAL_CAPACITY = 272
+INITIAL_CAPACITY = 112
 """Tokens per slot at the start. Not a power of two: rows 2^n bytes apart would fight for the same lines of the cache."""
 
 
