@@ -60,9 +60,9 @@ class FusedRunner:
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Weights:
         read = {name: tensor.to(self.device, torch.float32) for name, tensor in tensors.items()}
         embedding = read["model.embed_tokens.weight"].clone()
-        head = _fold_norm(read["model.norm.weight"], read.get("lm_head.weight", embedding))
+        head = self._arrange(_fold_norm(read["model.norm.weight"], read.get("lm_head.weight", embedding)))
         layers = [self._build_layer(read, f"model.layers.{index}.") for index in range(self.depth)]
-        return Weights(embedding, layers, self._arrange(head), self.rotation, *self._epsilons)
+        return Weights(embedding, layers, head, self.rotation, *self._epsilons)
 
     def adopt(self, prepared: Weights) -> None:
         if self._captured is None:
@@ -109,11 +109,11 @@ class FusedRunner:
             qkv=self._arrange(_fold_norm(read_weight("input_layernorm"), self._join_projections(read, prefix, "weight"))),
             qkv_bias=joined_bias,
             head_norm=self._build_head_norm(read, prefix),
-            out=self._arrange(read_weight("self_attn.o_proj").t().contiguous()),
+            out=self._arrange(read_weight("self_attn.o_proj").t()),
             out_bias=None if out_bias is None else out_bias.clone(),
             gate=self._arrange(_fold_norm(read_weight("post_attention_layernorm"), read_weight("mlp.gate_proj"))),
             up=self._arrange(_fold_norm(read_weight("post_attention_layernorm"), read_weight("mlp.up_proj"))),
-            down=self._arrange(read_weight("mlp.down_proj").t().contiguous()),
+            down=self._arrange(read_weight("mlp.down_proj").t()),
         )
 
     def _arrange(self, matrix: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ class FusedRunner:
 def _fold_norm(norm: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
     """A projection [inputs, outputs] of what the kernel's norm returns, from one of what a norm returns."""
     root: float = norm.shape[0] ** 0.5
-    return (projection * norm * root).t().contiguous()
+    return (projection * norm * root).t()
 
 
 def build_fused_runner(model: Any, *, slots: int, max_model_len: int) -> FusedRunner | None:

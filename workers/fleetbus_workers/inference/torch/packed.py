@@ -22,9 +22,9 @@ def can_pack() -> bool:
 
 
 def pack(matrix: torch.Tensor) -> torch.Tensor:
-    """``matrix`` [inputs, outputs], packed where it is of bfloat16 on the CPU, else as it is."""
+    """``matrix`` [inputs, outputs], packed where it is of bfloat16 on the CPU, else contiguous."""
     if matrix.device.type != "cpu" or matrix.dtype != torch.bfloat16 or not can_pack():
-        return matrix
+        return matrix.contiguous()
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(matrix.t().contiguous(), ROWS)
     return packed
 
