@@ -36,16 +36,17 @@ def sample_tokens(
         rows = np.arange(len(uniforms))
     if any(turn.temperature not in (0.0, 1.0) for turn in settings):
         scales = [1.0 / (turn.temperature or 1.0) for turn in settings]
-        logits = logits[rows] * torch.tensor(scales, device=logits.device)[:, None]
+        own = logits if np.array_equal(rows, np.arange(len(logits))) else logits[rows]
+        logits = own * torch.tensor(scales, device=logits.device)[:, None]
         rows = np.arange(len(rows))
     logprobs = logits.log_softmax(-1)
     ids = _draw(logprobs, rows, uniforms)
+    numbers = torch.from_numpy(uniforms).to(logits.device)
     for turn, (row, chosen) in enumerate(zip(rows.tolist(), settings, strict=True)):
         if chosen.temperature == 0.0:
             ids[turn] = logits[row].argmax()
         elif chosen.top_p < 1.0 or chosen.top_k or chosen.min_p:
-            number = torch.from_numpy(uniforms[turn : turn + 1]).to(logits.device)
-            ids[turn] = _sample_likely(logprobs[row].exp(), number, chosen)
+            ids[turn] = _sample_likely(logprobs[row].exp(), numbers[turn : turn + 1], chosen)
     return ids.tolist(), logprobs[torch.from_numpy(rows).to(ids.device), ids].tolist()
 
 
