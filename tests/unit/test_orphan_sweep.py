@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import anyio
+import pytest
 
 from fleetbus.bus.memory import Faults, MemoryServer
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import LimitSettings
 from fleetbus.core.episode.journal import Journal
+from fleetbus.errors import LogFull
 from fleetbus_schemas import SessionClaimed, Subjects, Task, encode
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
 from fleetbus_workers.environment.stepwise.orphan_sweep import OrphanSweep
@@ -55,3 +57,33 @@ async def test_an_orphan_whose_end_was_not_stored_is_ended_by_a_later_sweep() ->
     assert faults.lost
     assert [journal.ended is not None and journal.ended.end for journal in journals] == ["orphaned", "orphaned"]
     assert sorted(released) == ["a", "b"]
+
+
+async def test_a_full_log_is_asked_once_in_a_sweep_however_many_orphans_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of thousands would have its journal read and a line of its own, with every sweep of every worker."""
+    asked: list[str] = []
+
+    async def refuse(subject: str, *_: object, **__: object) -> int:
+        asked.append(subject)
+        raise LogFull("maximum bytes exceeded")
+
+    async def release(journal: Journal) -> None:
+        """No environment holds anything."""
+
+    sweep_seconds, sweeps = 30.5, 5
+    async with MemoryServer().connect("r", worker="w") as bus, anyio.create_task_group() as tasks:
+        await bus.declare(plan_run("r", lanes=1))
+        for number in range(50):
+            session = f"s{number}"
+            claim = SessionClaimed(session=session, attempt=1, worker="gone", nonce=session, task=Task(key="t"))
+            await bus.publish(S.session(session), encode(claim))
+        await anyio.sleep(200)
+        with monkeypatch.context() as patched:
+            patched.setattr(bus, "publish", refuse)
+            tasks.start_soon(OrphanSweep(bus, S, worker="w", limits=LIMITS, release=release).run)
+            await anyio.sleep(sweep_seconds * sweeps)
+        assert 1 < len(asked) <= sweeps
+        await anyio.sleep(sweep_seconds)
+        ended = [(await read_session_journal(bus, S, f"s{number}")).ended for number in range(50)]
+        tasks.cancel_scope.cancel()
+    assert all(ended)

@@ -12,7 +12,7 @@ import structlog
 from fleetbus.bus.base import LogBus
 from fleetbus.config.settings import LimitSettings
 from fleetbus.core.episode.journal import Journal
-from fleetbus.errors import BusClosed, BusError, SequenceConflict
+from fleetbus.errors import BusClosed, BusError, LogFull, SequenceConflict
 from fleetbus_schemas import SessionEnded, SessionRecorded, Subjects, encode
 from fleetbus_workers.environment.stepwise.journal_log import decode_journal_entry, read_session_journal
 
@@ -70,7 +70,7 @@ class OrphanSweep:
             if time_ns < latest_ns:
                 try:
                     await self._end(session, sequence)
-                except BusClosed:
+                except (BusClosed, LogFull):  # there is room for none of the others either
                     raise
                 except BusError as error:
                     log.warning("orphan not ended; retrying at the next interval", session=session, reason=str(error))
