@@ -12,7 +12,7 @@ import structlog
 from fleetbus.bus.base import LogBus
 from fleetbus.config.settings import LimitSettings
 from fleetbus.core.episode.journal import Journal
-from fleetbus.errors import BusClosed, BusError, LogFull, SequenceConflict
+from fleetbus.errors import BusClosed, BusError, SequenceConflict
 from fleetbus_schemas import SessionEnded, SessionRecorded, Subjects, encode
 from fleetbus_workers.environment.stepwise.journal_log import decode_journal_entry, read_session_journal
 
@@ -68,14 +68,8 @@ class OrphanSweep:
         latest_ns = self._bus.now_ns() - int(self._orphan_seconds * 1e9)
         for session, (sequence, time_ns) in list(self._open.items()):
             if time_ns < latest_ns:
-                try:
-                    await self._end(session, sequence)
-                except (BusClosed, LogFull):  # there is room for none of the others either
-                    raise
-                except BusError as error:
-                    log.warning("orphan not ended; retrying at the next interval", session=session, reason=str(error))
-                else:
-                    self._open.pop(session)  # a newer entry is read with the next sweep
+                await self._end(session, sequence)  # what the log refuses of one it refuses of all
+                self._open.pop(session)  # a newer entry is read with the next sweep
 
     async def _end(self, session: str, sequence: int) -> None:
         """Store its tombstone, if its last entry is still that one."""
