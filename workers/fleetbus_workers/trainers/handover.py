@@ -1,0 +1,178 @@
+"""Batches to a trainer of others, which runs in another thread of this process, and its word of what it has trained.
+
+The learner gives whole batches, the trainer takes rows; so many rows make one of its optimizer steps. A batch is whole steps:
+where rows are missing, fillers end it. The trainer looks ``rows_ahead`` beyond the step that it is in, so that a batch is
+trained once the next one is given, or once fillers stand for it.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from fleetbus_workers.trainers.rows import Row, spread_fillers
+
+T = TypeVar("T")
+
+RELEASE_SECONDS = 30.0
+"""How long a checkpoint waits for the batch after its own before fillers stand for it."""
+CHECK_SECONDS = 1.0
+
+
+class TrainerEnded(Exception):
+    """The other trainer has ended, so that what was waited for will not come."""
+
+
+class StepEnd(NamedTuple):
+    """What is to follow an optimizer step: a checkpoint; the end of training."""
+
+    save: bool
+    stop: bool
+
+
+class Handover:
+    """Between one learner and one trainer. All methods may be called from any thread.
+
+    ``rows_per_step``: of an optimizer step over all processes; ``rows_ahead``: those that are taken at once.
+    """
+
+    def __init__(self, *, rows_per_step: int, rows_ahead: int) -> None:
+        self._rows_per_step = rows_per_step
+        self._rows_ahead = rows_ahead
+        self._changed = threading.Condition()
+        self._rows: deque[Row] = deque()
+        self._given_rows = 0
+        self._filler: Row | None = None
+        self._batch = 0
+        self._last = 0
+        self._released = 0
+        self._ends: deque[tuple[int, int]] = deque()
+        """Of each batch that is not trained its number, and the optimizer steps once it is."""
+        self._steps = 0
+        self._trained = 0
+        self._wanted: set[int] = set()
+        self._saved: tuple[int, Path] | None = None
+        self._began: int | None = None
+        self._closed = ""
+        self.metrics: dict[str, float] = {}
+        """What the trainer said last of its steps."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True once the last batch is trained and saved."""
+        with self._changed:
+            return self._last > 0 and self._saved is not None and self._saved[0] == self._last
+
+    # The learner's side: every wait raises `TrainerEnded`.
+
+    def give(self, rows: Sequence[Row], filler: Row, *, is_last: bool) -> int:
+        """Give the next batch and return its number, from 1. It takes one step at least."""
+        with self._changed:
+            self._check_open()
+            self._filler = filler
+            missing = -(self._given_rows + len(rows)) % self._rows_per_step
+            if not rows and not missing:
+                missing = self._rows_per_step
+            self._append(list(spread_fillers(rows, filler, missing)))
+            self._batch += 1
+            self._ends.append((self._batch, self._given_rows // self._rows_per_step))
+            if is_last:
+                self._last = self._batch
+                self._release()
+            return self._batch
+
+    def wait_trained(self, batch: int) -> None:
+        """Return once that batch is trained."""
+        self._wait(lambda: self._trained >= batch or None)
+
+    def request_save(self, batch: int) -> None:
+        """Ask for a checkpoint of the state after that batch, which is not trained yet."""
+        with self._changed:
+            self._wanted.add(batch)
+
+    def wait_saved(self, batch: int) -> Path:
+        """The trainer's checkpoint after that batch, which was asked for."""
+        release_at = time.monotonic() + RELEASE_SECONDS
+
+        def find() -> Path | None:
+            if self._saved is not None and self._saved[0] == batch:
+                return self._saved[1]
+            if time.monotonic() >= release_at and self._batch == batch > self._released:
+                self._release()
+            return None
+
+        return self._wait(find)
+
+    def wait_began(self) -> int:
+        """The trainer's optimizer steps so far when it began: not 0 if it has restored a checkpoint of its own."""
+        return self._wait(lambda: self._began)
+
+    # The trainer's side.
+
+    def begin(self, step: int) -> None:
+        """Say with how many optimizer steps the trainer begins."""
+        with self._changed:
+            self._began = step
+            self._changed.notify_all()
+
+    def take(self, timeout: float | None) -> Row:
+        """The next row. Raises `queue.Empty`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._rows, timeout):
+                raise queue.Empty
+            return self._rows.popleft()
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._rows)
+
+    def end_step(self) -> StepEnd:
+        """Say that an optimizer step is done and its weights are sent."""
+        with self._changed:
+            self._steps += 1
+            before = self._trained
+            while self._ends and self._ends[0][1] <= self._steps:
+                self._trained = self._ends.popleft()[0]
+            is_end = self._trained > before
+            self._changed.notify_all()
+            is_last = is_end and self._trained == self._last
+            return StepEnd(save=is_last or (is_end and self._trained in self._wanted), stop=is_last)
+
+    def save(self, folder: Path) -> None:
+        """Say that the trainer's state is in ``folder``. After a step that ended no batch nobody asked for it."""
+        with self._changed:
+            if self._trained in self._wanted or self._trained == self._last:
+                self._wanted.discard(self._trained)
+                self._saved = self._trained, folder
+                self._changed.notify_all()
+
+    def close(self, reason: str) -> None:
+        """Say that no more is trained: whoever waits is told."""
+        with self._changed:
+            self._closed = self._closed or reason
+            self._changed.notify_all()
+
+    def _wait(self, find: Callable[[], T | None]) -> T:
+        with self._changed:
+            while (found := find()) is None:
+                self._check_open()
+                self._changed.wait(CHECK_SECONDS)
+            return found
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TrainerEnded(self._closed)
+
+    def _append(self, rows: list[Row]) -> None:
+        self._rows.extend(rows)
+        self._given_rows += len(rows)
+        self._changed.notify_all()
+
+    def _release(self) -> None:
+        """Let the trainer end the batch that was given last, as if there were another."""
+        assert self._filler is not None
+        self._released = self._batch
+        self._append([self._filler] * self._rows_ahead)

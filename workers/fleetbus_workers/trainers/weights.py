@@ -1,0 +1,59 @@
+"""The weights that a trainer of others sends after its steps, kept as one file, of which versions are made."""
+
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+from fleetbus_schemas import TensorEntry
+from fleetbus_workers.weights.file import stream_weights
+
+if TYPE_CHECKING:
+    import torch
+
+_PREFIX = ".sent-"
+
+
+class SentWeights:
+    """The newest of them, in ``folder``, where versions are published from. Methods block, and may be called in any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._layout: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+        self._lock = threading.Lock()
+        self._newest: tuple[Path, tuple[TensorEntry, ...]] | None = None
+
+    def write(self, tensors: Iterable[tuple[str, "torch.Tensor"]]) -> None:
+        """Keep these instead of those before. The first time all are held at once, for their shapes; later one at a time.
+        Raises `OSError`, or `ValueError` if names or shapes have changed."""
+        if not self._layout:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for left in self._folder.glob(f"{_PREFIX}*"):  # a killed process left them
+                left.unlink(missing_ok=True)
+            tensors = list(tensors)
+            self._layout = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
+        file = self._folder / f"{_PREFIX}{uuid4().hex}.safetensors"
+        manifest = stream_weights(file, self._layout, tensors)
+        with self._lock:
+            before, self._newest = self._newest, (file, manifest)
+        if before is not None:
+            before[0].unlink(missing_ok=True)
+
+    def publish(self, file: Path) -> tuple[TensorEntry, ...]:
+        """Give the newest the name ``file``, at once, and return its manifest. Raises `OSError`."""
+        with self._lock:
+            if self._newest is None:
+                raise FileNotFoundError("the trainer has sent no weights")
+            newest, manifest = self._newest
+            temporary = file.with_name(f".{file.name}.{uuid4().hex}")
+            os.link(newest, temporary)
+        temporary.replace(file)
+        return manifest
+
+    def clear(self) -> None:
+        """Remove what is kept; published versions stay."""
+        with self._lock:
+            if self._newest is not None:
+                self._newest[0].unlink(missing_ok=True)
