@@ -56,11 +56,11 @@ week *arguments:
 sim-coverage *arguments:
     .venv/bin/python benchmarks/simulation_coverage.py {{arguments}}
 
-# The algorithms compared with TRL's own trainers, to 1e-6, in a separate environment: TRL has many dependencies
+# The algorithms compared with TRL's own trainers, to 1e-6, and TRL as the trainer of a run that is killed; in a separate environment: TRL has many dependencies
 test-trl *arguments:
     test -d .venv-trl || python3 -m venv .venv-trl
     .venv-trl/bin/pip install -q -c constraints.txt -e '.[test]' 'trl>=1.16,<2'
-    HF_HUB_OFFLINE=1 .venv-trl/bin/pytest -q tests/unit/test_trl_parity.py tests/unit/test_trainer_formats.py --timeout 300 {{arguments}}
+    HF_HUB_OFFLINE=1 .venv-trl/bin/pytest -n0 -q -s -m 'slow or not slow' tests/unit/test_trl_parity.py tests/unit/test_trainer_formats.py tests/trainers/test_trl.py {{arguments}}
 
 # The real OpenEnv server, from a separate environment: it needs an older mcp
 test-openenv *arguments:

@@ -1,15 +1,15 @@
 """Trains a run with TRL's `AsyncGRPOTrainer`, unmodified but for what asks a GPU: its attention kernel, and its name.
 
-    python -m tests.trainers.train_with_trl MODEL OUTPUT_FOLDER [--steps N] [--processes-step N]
+    python tests/trainers/train_with_trl.py MODEL OUTPUT_FOLDER [--rows N] [--accumulate N]
 
-Where the run is and what it plays is said by FLEETBUS_* variables. What TRL trained is written to OUTPUT_FOLDER/trained.jsonl:
-of each optimizer step its number and the groups in it.
+Where the run is and what it plays is said by FLEETBUS_* variables. What TRL trained is written to OUTPUT_FOLDER/trained.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from transformers import TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 
+from fleetbus_workers.trainers.rows import Row
 from fleetbus_workers.trainers.trl import TrlRollouts
 
 
@@ -51,15 +52,35 @@ class CpuKernel:
         return torch.cat(parts)
 
 
-class Journal(TrainerCallback):  # type: ignore[misc]
-    """Writes down which groups each optimizer step trained; what is taken ahead is of the next one."""
+class RecordingRollouts(TrlRollouts):
+    """Notes of each row that TRL takes whose it is, in their order; empty for a filler."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[str] = []
+
+    def convert(self, row: Row) -> Any:
+        self.taken.append("" if row.is_filler else row.episode_id)
+        return super().convert(row)
+
+
+class Journal(TrainerCallback):  # type: ignore[misc]
+    """Writes down which episodes each optimizer step trained: so many rows after those of the step before. What is taken ahead
+    is of the next one."""
+
+    def __init__(self, file: Path, rollouts: RecordingRollouts, rows: int) -> None:
+        self._file, self._rollouts, self._rows = file, rollouts, rows
+        self._began = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._began = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        start = (state.global_step - self._began - 1) * self._rows
+        episodes = sorted({*self._rollouts.taken[start : start + self._rows]} - {""})
+        line = {"process": os.getpid(), "began": self._began, "step": state.global_step, "episodes": episodes}
         with self._file.open("a") as output:
-            output.write(json.dumps({"step": state.global_step}) + "\n")
+            output.write(json.dumps(line) + "\n")
 
 
 def main() -> None:
@@ -71,7 +92,8 @@ def main() -> None:
     chosen = parser.parse_args()
     packing._flash_attn = CpuKernel
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
-    rollouts = TrlRollouts()
+    rollouts = RecordingRollouts()
+    chosen.output.mkdir(parents=True, exist_ok=True)
     trainer = AsyncGRPOTrainer(
         model=chosen.model,
         args=AsyncGRPOConfig(
@@ -92,10 +114,9 @@ def main() -> None:
         train_dataset=rollouts.dataset,
         rollout_worker=rollouts,
         weight_transfer=rollouts.weight_transfer,
-        callbacks=[Journal(chosen.output / "trained.jsonl")],
+        callbacks=[Journal(chosen.output / "trained.jsonl", rollouts, chosen.rows * chosen.accumulate)],
     )
     rollouts.attach(trainer)
-    chosen.output.mkdir(parents=True, exist_ok=True)
     trainer.train(resume_from_checkpoint=rollouts.find_checkpoint())
 
 

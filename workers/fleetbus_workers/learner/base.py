@@ -53,7 +53,14 @@ FinishWriting = Callable[[], None]
 """Blocks until what was begun is on the disk. Raises `OSError`."""
 
 
-class Trainer(Protocol):
+class SavesWeights(Protocol):
+    """The owner of the weights that versions are made of."""
+
+    def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
+        """Write the weights as safetensors (atomically: temporary file, fsync, rename) and return the manifest."""
+
+
+class Trainer(SavesWeights, Protocol):
     """A model with its optimizer."""
 
     @property
@@ -69,9 +76,6 @@ class Trainer(Protocol):
         ``grad_norm``, ``entropy``, ``clip_fraction``, ``ratio_max``, ``logprob_difference_max`` and ``_mean`` (over tokens
         that were sampled by ``version``, the weights before this update; NaN if none, and they may be missing where the batch
         has no sampled token) and ``tokens``. ``progress`` is in [0, 1)."""
-
-    def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
-        """Write the weights as safetensors (atomically: temporary file, fsync, rename) and return the manifest."""
 
     def save_model(self, folder: Path) -> None:
         """Write a folder that transformers' ``from_pretrained`` loads, tokenizer included."""

@@ -14,7 +14,7 @@ from fleetbus.bus.objects import ObjectStore
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.errors import BusError, LogFull, PublishUnanswered, RequestUnanswered
 from fleetbus_schemas import LineageStarted, PolicyPublished, Subjects
-from fleetbus_workers.learner.base import Trainer
+from fleetbus_workers.learner.base import SavesWeights
 from fleetbus_workers.learner.baselines import find_or_name_baseline
 from fleetbus_workers.learner.disk_full import retry_while_disk_full
 from fleetbus_workers.learner.journal import RETRY_SECONDS, FencedAppender
@@ -41,7 +41,7 @@ class Publication:
         self,
         bus: LogBus,
         subjects: Subjects,
-        trainer: Trainer,
+        trainer: SavesWeights,
         *,
         policy: str,
         lineage: str,

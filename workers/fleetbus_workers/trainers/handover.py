@@ -27,7 +27,7 @@ class TrainerEnded(Exception):
 
 
 class StepEnd(NamedTuple):
-    """What is to follow an optimizer step: a checkpoint; the end of training."""
+    """The sequel of an optimizer step: a checkpoint; the end of training."""
 
     save: bool
     stop: bool

@@ -71,7 +71,7 @@ class HandoverTrainer:
 
     def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
         """See `Trainer.save_weights`: the newest that were sent."""
-        return self._weights.publish(file)
+        return self._weights.save_weights(file)
 
     def save_model(self, folder: Path) -> None:
         """See `Trainer.save_model`: the model's files of the trainer's last checkpoint."""
@@ -114,7 +114,7 @@ class HandoverTrainer:
 
 
 def read_state(folder: Path) -> TrainerState:
-    """What `HandoverTrainer.start_checkpoint` wrote. Raises `UserError` if it is not, or if the trainer's own is not
+    """Read what `HandoverTrainer.start_checkpoint` wrote. Raises `UserError` if it is not, or if the trainer's own is not
     whole."""
     file = folder / STATE
     try:

@@ -1,4 +1,4 @@
-"""TRL's `AsyncGRPOTrainer` as the trainer of a run (trl 1.16): its rollouts are the run's, its weights the run's versions.
+"""TRL's ``AsyncGRPOTrainer`` as the trainer of a run (trl 1.16): its rollouts are the run's, its weights the run's versions.
 
     rollouts = TrlRollouts(name="r1", steps=200)
     trainer = AsyncGRPOTrainer(
@@ -60,12 +60,12 @@ METRICS = {
 
 
 class TrlRollouts:
-    """`rollout_worker` of an `AsyncGRPOTrainer`, and the run's learner behind it.
+    """``rollout_worker`` of an ``AsyncGRPOTrainer``, and the run's learner behind it.
 
     Keyword arguments are those of `fleetbus.train` (``name``, ``folder``, ``steps``, ``learner_groups``, ...), over the
-    variables ``FLEETBUS_*`` and fleetbus.toml as with every command. The run is made before (`fleetbus init`), and its environment and
-    inference workers are started as for any learner. Of several processes that train one model, only the first has a
-    learner. Raises `UserError`.
+    variables ``FLEETBUS_*`` and fleetbus.toml as with every command. The run is made before (`fleetbus init`), and its
+    environment and inference workers are started as for any learner. Of several processes that train one model, only the
+    first has a learner. Raises `UserError`.
     """
 
     def __init__(self, *, config: str | os.PathLike[str] | None = None, **settings: Any) -> None:
@@ -150,7 +150,7 @@ class TrlRollouts:
             self._weights.clear()
 
     def convert(self, row: Row) -> Any:
-        """A row as TRL's `RolloutSample`."""
+        """A row as TRL's ``RolloutSample``."""
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
         return RolloutSample(
@@ -168,7 +168,7 @@ class TrlRollouts:
 
 
 class _Samples:
-    """What TRL takes rows from; nobody else puts any in."""
+    """The queue that TRL takes rows from; nobody else puts any in."""
 
     def __init__(self, rollouts: TrlRollouts) -> None:
         self._rollouts = rollouts
@@ -182,7 +182,7 @@ class _Samples:
 
 
 class _WeightTransfer:
-    """TRL's `WeightTransferProtocol`: engines need no pause, they take a version between two turns."""
+    """TRL's ``WeightTransferProtocol``: engines need no pause, they take a version between two turns."""
 
     def __init__(self, weights: SentWeights) -> None:
         self._weights = weights

@@ -41,8 +41,8 @@ class SentWeights:
         if before is not None:
             before[0].unlink(missing_ok=True)
 
-    def publish(self, file: Path) -> tuple[TensorEntry, ...]:
-        """Give the newest the name ``file``, at once, and return its manifest. Raises `OSError`."""
+    def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
+        """See `SavesWeights.save_weights`: the newest get a second name. Raises `OSError`."""
         with self._lock:
             if self._newest is None:
                 raise FileNotFoundError("the trainer has sent no weights")
