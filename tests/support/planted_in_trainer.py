@@ -45,13 +45,11 @@ def gradients_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def temperature_of_the_sampler_ignored(patch: pytest.MonkeyPatch) -> None:
-    import torch
-
     import fleetbus_workers.learner.torch.trainer as trainer
     from fleetbus_workers.learner.torch.forward import compute_scores
 
-    def faulty(*arguments: Any, temperature: torch.Tensor, **options: Any) -> Any:
-        return compute_scores(*arguments, temperature=torch.ones_like(temperature), **options)
+    def faulty(*arguments: Any, temperature: object, **options: Any) -> Any:
+        return compute_scores(*arguments, temperature=1.0, **options)
 
     patch.setattr(trainer, "compute_scores", faulty)
 

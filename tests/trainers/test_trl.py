@@ -115,10 +115,10 @@ def find_later(lines: list[dict[str, Any]], place: int) -> list[dict[str, Any]]:
     return [later for later in lines[place:] if later["process"] != lines[place]["process"]]
 
 
-async def check_each_trained_once(deployment: Deployment, steps: int) -> dict[str, Any]:
-    """TRL trained each episode in one batch of its surviving history, and the log says the same; returns the audit's books."""
+async def check_each_trained_once(deployment: Deployment) -> dict[str, Any]:
+    """TRL trained each episode in one step of its surviving history, and the log says the same; returns the audit's books."""
     surviving = list_surviving(deployment.read_trained())
-    assert [line["step"] for line in surviving] == list(range(1, steps + 1))
+    assert [line["step"] for line in surviving] == list(range(1, len(surviving) + 1))
     trained = [episode for line in surviving for episode in line["episodes"]]
     assert len(trained) == len({*trained})
     audit = json.loads(await deployment.call("audit", "trl", "--deep", "--json"))
@@ -131,7 +131,7 @@ async def check_each_trained_once(deployment: Deployment, steps: int) -> dict[st
 async def test_trl_trains_a_run_to_its_end_and_each_episode_once(tmp_path: Path) -> None:
     async with deployed(tmp_path, LEARNER_STEPS="4") as deployment:
         await deployment.wait_for_end(deployment.train())
-        books = await check_each_trained_once(deployment, 4)
+        books = await check_each_trained_once(deployment)
         assert books["requested"] == 4 * GROUPS * GROUP_SIZE
         assert (tmp_path / "run/trl/model/model.safetensors").exists()
 
@@ -142,7 +142,7 @@ async def test_killed_in_the_middle_trl_goes_on_from_its_checkpoint_and_no_task_
         await deployment.wait_for_step(4, first)
         first.kill()
         await deployment.wait_for_end(deployment.train())
-        books = await check_each_trained_once(deployment, 6)
+        books = await check_each_trained_once(deployment)
         assert books["requested"] == 6 * GROUPS * GROUP_SIZE
         assert {line["began"] for line in deployment.read_trained()} in ({0, 2}, {0, 4})
 
@@ -168,6 +168,6 @@ async def test_thirty_steps_of_trl_under_kills_of_all_roles_and_of_itself(tmp_pa
                 kills["trl"] += 1
             await deployment.wait_for_end(deployment.train())
             group.cancel_scope.cancel()
-        books = await check_each_trained_once(deployment, 30)
+        books = await check_each_trained_once(deployment)
     print(kills, books)
     assert books["requested"] == books["trained"] + sum(books["excluded"].values())

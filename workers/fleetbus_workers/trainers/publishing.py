@@ -40,8 +40,8 @@ class WeightsPublisher:
         return self._publication.version
 
     async def publish(self, tensors: Iterable[tuple[str, torch.Tensor]], *, step: int) -> int:
-        """Write, upload and announce tensors under the names of the model's files, and return the version. Raises `OSError`, and
-        `ValueError` if names or shapes are not those of the version before."""
+        """Write, upload and announce tensors under the names of the model's files, and return the version. Raises `OSError`,
+        and `ValueError` if names or shapes are not those of the version before."""
         await self._runtime.offload(self._weights.write, tensors)
         return await self._publication.publish(step)
 
