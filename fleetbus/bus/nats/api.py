@@ -27,6 +27,7 @@ CONSUMER_EXISTS = (10013, 10105, 10148)
 _WRONG_LAST_SEQUENCE = (10071, 10164)
 NO_ROOM = (10077, 10023, 10028, 10047)  # stream, server or account at its limit; no space left
 _UNAVAILABLE = (10008, 10118, 10119)  # no leader at the moment, or none of the servers that keep it is up
+PASSING = (*_UNAVAILABLE, 10158)  # of a publish, also: the first of two with its id waits for a majority of the servers
 _PAUSE_SECONDS = 0.25
 _UNKNOWN_TRIES = 3
 """A stream that answered before is waited for when there is no answer; one that never did, for this many tries."""

@@ -16,7 +16,7 @@ import anyio
 import msgspec
 
 from fleetbus.bus.base import STORES_NOTHING, PublishAck, StreamEntry, check_literal
-from fleetbus.bus.nats.api import build_publish_error
+from fleetbus.bus.nats.api import PASSING, build_publish_error
 from fleetbus.bus.nats.connection import Connection
 from fleetbus.bus.nats.protocol import NO_RESPONDERS, check_subject, header_block, publish_with_headers_command, status_of
 from fleetbus.bus.nats.request_mux import RESEND_SECONDS, Answer
@@ -226,7 +226,10 @@ class Publisher:
                     reply, command, timeout=give_up_at - self._now(), resend_seconds=RESEND_SECONDS
                 )
                 if status_of(answer[1]) != NO_RESPONDERS:
-                    return answer
+                    if b'"error"' not in answer[0] or not _is_passing(answer[0]):
+                        return answer
+                    await anyio.sleep(_PAUSE_SECONDS)
+                    continue
                 tries += 1
                 if tries == _UNKNOWN_TRIES and _parse_prefix(subject) not in self._known:
                     return answer
@@ -248,6 +251,11 @@ class Publisher:
     def _new_id(self) -> str:
         self._count += 1
         return f"{self._own_id}-{self._count:x}"
+
+
+def _is_passing(answer: bytes) -> bool:
+    error = _decode(answer).error
+    return error is not None and error.err_code in PASSING
 
 
 def _parse_prefix(subject: str) -> str:
