@@ -126,6 +126,15 @@ async def ask_for_episodes(bus: Bus, seconds: float, at_once: int) -> int:
     return asked
 
 
+async def wait_for_agents(bus: Bus, log: Path) -> None:
+    """An episode may have ended while the answer that tells its agent so died with a gateway: the agent asks once more."""
+    entries = [decode_episode_entry(entry) async for entry in bus.scan([SUBJECTS.episodes])]
+    played = sum(isinstance(entry, EpisodeFinished) and entry.turns > 0 for entry in entries)
+    with anyio.move_on_after(60):
+        while len(log.read_text().splitlines()) < played:
+            await anyio.sleep(0.1)  # another process writes it
+
+
 def build_request(bus: Bus, episode: str) -> EpisodeRequested:
     return EpisodeRequested(
         episode_id=episode,
@@ -220,6 +229,7 @@ async def test_agents_outside_get_on_while_gateways_are_killed(
             async with anyio.create_task_group() as group:
                 group.start_soon(kill_in_turn, lambda place: gateway(ports[place], url, tmp_path), seconds, pause)
                 asked = await ask_for_episodes(bus, seconds, at_once)
+                await wait_for_agents(bus, tmp_path / "agents.log")
                 group.cancel_scope.cancel()
         report = await audit_run(bus, SUBJECTS)
         assert report.balanced, report.findings
