@@ -131,8 +131,8 @@ async def wait_for_agents(bus: Bus, log: Path) -> None:
     entries = [decode_episode_entry(entry) async for entry in bus.scan([SUBJECTS.episodes])]
     played = sum(isinstance(entry, EpisodeFinished) and entry.turns > 0 for entry in entries)
     with anyio.move_on_after(60):
-        while len(log.read_text().splitlines()) < played:
-            await anyio.sleep(0.1)  # another process writes it
+        while len((await anyio.Path(log).read_text()).splitlines()) < played:  # noqa: ASYNC110 - another process writes it
+            await anyio.sleep(0.1)
 
 
 def build_request(bus: Bus, episode: str) -> EpisodeRequested:
