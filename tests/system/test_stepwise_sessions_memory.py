@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from typing import Any
 
 import anyio
+import anyio.lowlevel
 import msgspec
 import pytest
 
@@ -13,9 +15,10 @@ from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryBus
 from fleetbus.client.sessions import Session, SessionFailed
 from fleetbus.core.episode.journal import Journal
+from fleetbus.errors import LogFull
 from fleetbus.log.actions import LAG_PAUSES_SECONDS
 from fleetbus_schemas import SessionAnswer, SessionCall, decode, encode
-from fleetbus_workers.environment.stepwise import host
+from fleetbus_workers.environment.stepwise import host, journal_reads
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
 from tests.support.stepwise_fixtures import TASK, SessionFixture, World, read_text, session_fixture
 from tests.support.virtual_time import virtual_time
@@ -127,6 +130,43 @@ async def test_a_call_that_waits_for_a_replica_that_is_behind_keeps_no_journal()
             assert [each for each in gc.get_objects() if type(each) is Journal and each.records] == []
 
 
+async def test_a_claim_that_waits_for_a_full_log_keeps_no_journal_and_goes_on_with_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publish, is_full, refused = MemoryBus.publish, True, anyio.Semaphore(0)
+
+    async def store(bus: MemoryBus, subject: str, payload: bytes, **options: Any) -> Any:
+        if is_full and ".session." in subject:
+            refused.release()
+            raise LogFull(f"{subject}: maximum bytes exceeded")
+        return await publish(bus, subject, payload, **options)
+
+    async with session_fixture(slots=8) as here:
+        dying = here.worker("e1", World())
+        await here.fleet.heard(dying, here.worker("e2", World()))
+        for number in range(8):
+            await ask(here, "e1", SessionCall(session=f"s{number}", call="open", key="o", task=TASK))
+            await ask(here, "e1", SessionCall(session=f"s{number}", call="reset", key="r"))
+        dying.kill()
+        monkeypatch.setattr(MemoryBus, "publish", store)
+        answers: list[SessionAnswer] = []
+
+        async def step(number: int) -> None:
+            answers.append(await ask(here, "e2", SessionCall(session=f"s{number}", call="step", key="s", text="on", number=2)))
+
+        async with anyio.create_task_group() as group:
+            for number in range(8):
+                group.start_soon(step, number)
+            for _ in range(8):
+                await refused.acquire()
+            await anyio.lowlevel.checkpoint()
+            gc.collect()
+            held = [each for each in gc.get_objects() if type(each) is Journal and each.records]
+            is_full = False
+        assert held == []
+        assert [read_text(answer) for answer in answers] == ["1: on"] * 8
+
+
 async def test_a_call_that_has_waited_for_a_slot_finds_what_was_done_elsewhere_meanwhile() -> None:
     async with session_fixture(slots=1) as here:
         await here.fleet.heard(here.worker("e1", World()))
@@ -171,4 +211,4 @@ async def test_of_sessions_that_are_not_here_a_few_journals_are_read_at_a_time(m
             for number in range(30):
                 group.start_soon(call, number)
     assert refusals == ["unknown"] * 30
-    assert most == host.READS_AT_ONCE
+    assert most == journal_reads.READS_AT_ONCE

@@ -50,6 +50,10 @@ class Journal(msgspec.Struct, kw_only=True):
         """The position of the next call."""
         return len(self.records)
 
+    def without_records(self) -> "Journal":
+        """The same without its calls: who holds it may claim, and restore nothing."""
+        return msgspec.structs.replace(self, records=Records(), recorded={})
+
     def apply(self, sequence: int, entry: JournalEntry, packed: bytes) -> None:
         """Take in the next stored entry, ``packed`` as it was stored. What follows a tombstone changes nothing."""
         self.last_sequence = sequence

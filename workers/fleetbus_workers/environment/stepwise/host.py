@@ -22,12 +22,11 @@ from fleetbus.concurrency.task_pool import TaskPool
 from fleetbus.concurrency.wakeup import Wakeup
 from fleetbus.core.episode.journal import Journal, build_refusal
 from fleetbus.errors import BusClosed, BusError, RequestUnanswered
-from fleetbus.log.actions import LAG_PAUSES_SECONDS
-from fleetbus.log.floor import read_floor_after
 from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, SessionClaimed, decode, encode
 from fleetbus_schemas.session import SessionEnd
 from fleetbus_workers.environment.episode.stages import Superseded
-from fleetbus_workers.environment.stepwise.journal_log import LogUnavailable, append, read_session_journal
+from fleetbus_workers.environment.stepwise.journal_log import LogUnavailable, append
+from fleetbus_workers.environment.stepwise.journal_reads import JournalReads
 from fleetbus_workers.environment.stepwise.orphan_sweep import OrphanSweep
 from fleetbus_workers.environment.stepwise.session import StepwiseSession, release_held
 from fleetbus_workers.environment.worker_context import WorkerContext
@@ -42,8 +41,6 @@ JOURNAL_BYTES = 64 << 20
 """Of one session: beyond, it ends with its next call (docs/decisions/0265)."""
 JOURNALS_BYTES = 512 << 20
 """Of all sessions here: beyond, so end those that have more than their share of it."""
-READS_AT_ONCE = 4
-"""Journals of sessions that are not here."""
 
 TOO_MANY_CALLS = "too many calls at a time"
 
@@ -73,7 +70,7 @@ class SessionHost:
         self._context = context
         self._slots = slots
         self._free = anyio.Semaphore(slots) if slots else None
-        self._reads = anyio.Semaphore(READS_AT_ONCE)
+        self._journals = JournalReads(context)
         self._counters = counters
         self._sessions: dict[str, StepwiseSession] = {}
         self._admission_locks: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
@@ -261,7 +258,7 @@ class SessionHost:
     async def _admit(self, call: SessionCall) -> StepwiseSession | SessionAnswer:
         """Look, queue for a slot, look again, claim, restore."""
         context = self._context
-        journal = await self._read_journal(call)
+        journal = await self._journals.read(call)
         if answer := journal.answer(call):
             return answer
         if self._draining:
@@ -274,7 +271,7 @@ class SessionHost:
         is_hosted = False
         try:
             if has_waited:
-                journal = await self._read_journal(call)
+                journal = await self._journals.read(call)
                 if answer := journal.answer(call):
                     return answer
             task = call.task if journal.claim is None else journal.claim.task
@@ -284,8 +281,11 @@ class SessionHost:
             claim = SessionClaimed(
                 session=call.session, attempt=attempt, worker=context.worker, nonce=context.nonce(), task=task
             )
+            has_records, journal = bool(journal.records), journal.without_records()  # as above: the log may be full
             await append(context.bus, context.subjects, call.session, journal, claim)
-            if not journal.records and await self._is_below_floor(call, journal.last_sequence):
+            if has_records:
+                journal = await self._journals.read_claimed(call.session, journal.last_sequence)
+            elif await self._journals.is_below_floor(call, journal.last_sequence):
                 return build_refusal(call, "closed", "the session was opened before, and has left the log: name another")
             stepwise_session = StepwiseSession(
                 context, journal, session=call.session, is_full=self._is_full, deadlines=self._deadlines
@@ -305,29 +305,6 @@ class SessionHost:
         finally:
             if not is_hosted:
                 self._release_slot()
-
-    async def _read_journal(self, call: SessionCall) -> Journal:
-        """At least what its caller knows: the replica that answers may be behind that."""
-        for pause in LAG_PAUSES_SECONDS:
-            async with self._reads:
-                journal = await read_session_journal(self._context.bus, self._context.subjects, call.session)
-            if call.call == "open" or (journal.claim is not None and journal.next_number >= call.number):
-                return journal
-            del journal  # it may be long, and so may the wait
-            await anyio.sleep(pause)
-        async with self._reads:
-            return await read_session_journal(self._context.bus, self._context.subjects, call.session)
-
-    async def _is_below_floor(self, call: SessionCall, claim_sequence: int) -> bool:
-        """True if a claim without a recorded call before it came after the session may have ended and left the log: nobody may
-        act upon it."""
-        context = self._context
-        subject = context.subjects.session(call.session)
-        floor = await read_floor_after(context.bus, context.subjects, subject, claim_sequence)
-        if not 0 < call.earliest_sequence < floor.sessions:
-            return False
-        log.warning("call is below the floor of the log; refusing it", session=call.session)
-        return True
 
     async def _restore(self, session: str, stepwise_session: StepwiseSession) -> None:
         """A session that cannot be restored and recorded frees its slot; its environment is closed already."""
