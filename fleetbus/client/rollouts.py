@@ -250,8 +250,9 @@ class _GroupRunner:
         event, results = self._waiting[request.episode_id] = anyio.Event(), []
         with structlog.contextvars.bound_contextvars(run=self._subjects.run, **name_episode(request)):
             try:
-                _, result = await self._requests.publish(request)
-                if result is None:
+                stored = await self._requests.publish(request)
+                structlog.contextvars.bind_contextvars(**name_episode(stored.request))
+                if (result := stored.result) is None:
                     await event.wait()
                     result = results[0]
                 return await self._read_episode(task, result)

@@ -26,7 +26,7 @@ from fleetbus.core.training.floor import NO_FLOOR
 from fleetbus.delivery.log_room import LogRoom
 from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
 from fleetbus.log.archive_reader import find_archived_result
-from fleetbus.log.episodes import RETRY_SECONDS, read_episode_state, store_result
+from fleetbus.log.episodes import RETRY_SECONDS, read_entry, read_episode_state, store_result
 from fleetbus.log.floor import read_floor, read_floor_after
 from fleetbus.logs.trace_context import name_episode
 from fleetbus_schemas import (
@@ -40,6 +40,7 @@ from fleetbus_schemas import (
     Task,
     encode,
 )
+from fleetbus_schemas.channels import STORED
 
 EXPIRY_CHECK_SECONDS = 5.0
 ENTRIES_PER_EPISODE = 3
@@ -60,6 +61,15 @@ _UNKNOWN = 0
 """The position of a request that is being stored."""
 
 log = structlog.get_logger()
+
+
+class StoredRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as it stands in the log at ``sequence``: one that found no room has a later deadline than it was made with, and
+    a learner that was replaced may have stored it with an earlier one. ``result``: if the episode has one by now."""
+
+    request: EpisodeRequested
+    sequence: int
+    result: EpisodeFinished | None = None
 
 
 class Requests:
@@ -185,18 +195,15 @@ class Requests:
             return msgspec.structs.replace(seat, version=opponent, sampling=sampling)
         return msgspec.structs.replace(seat, sampling=sampling) if seat.trained else seat
 
-    async def publish(self, request: EpisodeRequested) -> tuple[int, EpisodeFinished | None]:
-        """Store a request once, even if messages are lost on the way.
-
-        Returns its sequence, and its result if it has one: a learner that was replaced may have asked for it long ago.
-        """
+    async def publish(self, request: EpisodeRequested) -> StoredRequest:
+        """Store a request once, even if messages are lost on the way; a learner that was replaced may have asked for it long
+        ago."""
         subject = self._subjects.task(find_pool(self._pools, request.task.env), request.episode_id)
         self.track(request, _UNKNOWN)  # its result may be read before it is known to be stored
         is_refused, left_ns = True, request.deadline_ns - self._bus.now_ns()
         while True:
-            payload = encode(request, subject=subject)
             try:
-                sequence, result = await self._publish_or_read_back(subject, payload, request.episode_id)
+                stored = await self._publish_or_read_back(subject, request)
                 break
             except (LogFull, PublishUnanswered, RequestUnanswered) as error:
                 log.warning("request publish failed; retrying", **name_episode(request), reason=str(error))
@@ -204,20 +211,29 @@ class Requests:
                 await anyio.sleep(RETRY_SECONDS)
                 if is_refused:  # no copy of it is on its way, so it is as good as made now
                     request = await self._make_again(request, left_ns)
-        if result is not None:
+        if stored.result is not None:
             self.mark_answered(request.episode_id)
         elif request.episode_id in self._open:
-            self.track(request, sequence)
-        return sequence, result
+            self.track(request, stored.sequence)
+        return stored
 
-    async def _publish_or_read_back(self, subject: str, payload: bytes, episode_id: str) -> tuple[int, EpisodeFinished | None]:
+    async def _publish_or_read_back(self, subject: str, request: EpisodeRequested) -> StoredRequest:
+        payload = encode(request, subject=subject)
         try:
-            return (await self._bus.publish(subject, payload, expected_last=0)).sequence, None
+            return StoredRequest(
+                request=request, sequence=(await self._bus.publish(subject, payload, expected_last=0)).sequence
+            )
         except SequenceConflict:
             stored = await self._bus.last(subject)
             if stored is None:
                 raise RequestUnanswered(f"{subject}: the replica of the log that answered does not have it yet") from None
-            return stored.sequence, (await read_episode_state(self._bus, self._subjects, episode_id)).result_of_claim
+            found = read_entry(STORED["task"], stored)
+            state = await read_episode_state(self._bus, self._subjects, request.episode_id)
+            return StoredRequest(
+                request=found if isinstance(found, EpisodeRequested) else request,
+                sequence=stored.sequence,
+                result=state.result_of_claim,
+            )
 
     async def _make_again(self, request: EpisodeRequested, left_ns: int) -> EpisodeRequested:
         """The same, with as much time as it had when it was made."""
@@ -227,12 +243,6 @@ class Requests:
             self.track(made, _UNKNOWN)
         return made
 
-    def find_made(self, request: EpisodeRequested) -> EpisodeRequested:
-        """The request as it was made last: one that found no room has a later deadline than ``request``. Until
-        `mark_answered`."""
-        tracked = self._open.get(request.episode_id)
-        return tracked[0] if tracked is not None else request
-
     async def _find_next_sequence(self, request: EpisodeRequested) -> int:
         try:
             return (await self._bus.log_state()).last_sequence + 1
@@ -240,9 +250,10 @@ class Requests:
             return request.earliest_sequence
 
     def track(self, request: EpisodeRequested, sequence: int) -> None:
-        """Watch a request until `mark_answered`."""
-        left_seconds = (request.deadline_ns - self._bus.now_ns()) / 1e9 + self._configuration.limits.grace
-        tracked = self._open.get(request.episode_id)
+        """Watch a request until `mark_answered`: for no longer than an episode has, whatever the server's clock was when
+        somebody else made it."""
+        limits, tracked = self._configuration.limits, self._open.get(request.episode_id)
+        left_seconds = min((request.deadline_ns - self._bus.now_ns()) / 1e9, limits.episode) + limits.grace
         closes_at = tracked[2] if tracked is not None else anyio.current_time() + left_seconds
         self._open[request.episode_id] = (request, sequence, closes_at)
 

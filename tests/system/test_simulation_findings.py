@@ -158,15 +158,15 @@ async def test_a_request_that_another_learner_made_comes_with_its_result() -> No
             policy="default",
             deadline_ns=bus.now_ns() + 10**12,
         )
-        sequence, result = await requests.publish(request)
-        assert result is None
+        stored = await requests.publish(request)
+        assert stored.result is None
         finished = EpisodeFinished(
             episode_id="g000000-0", group_id="g000000", attempt=1, outcome="completed", worker="e", reward=1.0
         )
         claim = AttemptStarted(episode_id="g000000-0", attempt=1, worker="e", nonce="n", lane="e0")
         await bus.publish(SUBJECTS.episode("g000000-0"), encode(claim))
         await bus.publish(SUBJECTS.episode("g000000-0"), encode(finished))
-        assert await requests.publish(request) == (sequence, finished)
+        assert await requests.publish(request) == msgspec.structs.replace(stored, result=finished)
 
 
 class OnceRejecting(ScriptedSampler):

@@ -6,11 +6,12 @@ import math
 from typing import Any
 
 import anyio
+import msgspec
 from anyio import wait_all_tasks_blocked
 
 from fleetbus.config.settings import LearnerSettings
 from fleetbus.core.training.ledger import Ledger
-from fleetbus.delivery.requests import Requests
+from fleetbus.delivery.requests import Requests, StoredRequest
 from fleetbus_schemas import ActionReference, EpisodeFinished, EpisodeRequested, Task
 from fleetbus_workers.learner.admission import Admission
 from fleetbus_workers.learner.curriculum import Curriculum
@@ -23,6 +24,7 @@ class RecordedRequests(Requests):
     def __init__(self) -> None:
         self.asked: list[EpisodeRequested] = []
         self.room: float = math.inf
+        self.delay_ns = 0
 
     async def wait_for_room(self, episodes: int = 1) -> None:
         if len(self.asked) >= self.room:
@@ -33,9 +35,10 @@ class RecordedRequests(Requests):
         version = fields.pop("version")
         return EpisodeRequested(task=task, policy="default", policy_version=version, deadline_ns=1, **fields)
 
-    async def publish(self, request: EpisodeRequested) -> tuple[int, EpisodeFinished | None]:
+    async def publish(self, request: EpisodeRequested) -> StoredRequest:
         self.asked.append(request)
-        return len(self.asked), None
+        made_again = msgspec.structs.replace(request, deadline_ns=request.deadline_ns + self.delay_ns)
+        return StoredRequest(request=made_again, sequence=len(self.asked))
 
 
 def completed(request: EpisodeRequested, sequence: int) -> EpisodeFinished:
@@ -105,3 +108,29 @@ async def test_every_group_waits_for_room_of_its_own() -> None:
             await wait_all_tasks_blocked()
             assert len(requests.asked) == 4
             tasks.cancel_scope.cancel()
+
+
+async def test_an_episode_is_named_by_the_deadline_with_which_its_request_was_stored() -> None:
+    """Records of a batch lead to its trace by that, and to none by the one with which it found no room."""
+    settings = LearnerSettings(groups=1, group_size=2, max_staleness=0, steps=1)
+    pool = GroupPool(Ledger(), minimum=2, max_staleness=1, stale_groups="drop")
+    pool.record_version(0, 0)
+    requests = RecordedRequests()
+    requests.delay_ns = 60
+    admission = Admission(
+        requests,
+        pool,
+        Curriculum([Task(key="t")], [], seed=1),
+        settings=settings,
+        lineage="l1",
+        next_group=0,
+        progress=lambda: (0, 0),
+    )
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(admission.run, anyio.Event())
+        await wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+    for sequence, request in enumerate(requests.asked, start=1):
+        pool.add_result(completed(request, sequence), 10 + sequence)
+    (group,) = pool.take(1, 0)
+    assert group.deadlines_ns == {"g000000-0": 61, "g000000-1": 61}

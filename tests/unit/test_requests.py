@@ -16,7 +16,7 @@ from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
 from fleetbus.bus.streams import log_stream, plan_run
 from fleetbus.config.settings import Configuration, EpisodeSettings, LimitSettings, NatsSettings, RunSettings
 from fleetbus.core.episode.claim_seals import make_seal, without_verdict
-from fleetbus.delivery.requests import Requests
+from fleetbus.delivery.requests import Requests, StoredRequest
 from fleetbus.log.episodes import read_episode_state
 from fleetbus_schemas import AttemptStarted, EpisodeFinished, EpisodeRequested, Subjects, Task, decode, encode
 from tests.support.virtual_time import virtual_time
@@ -147,8 +147,7 @@ async def test_a_result_that_is_read_back_has_no_verdict_unless_it_opens_the_sea
         result = msgspec.structs.replace(finished(request), opens=secret)
         await here.bus.publish(SUBJECTS.episode("e"), encode(result), expected_last=claimed.sequence)
         expected = result if secret else without_verdict(result)
-        _, again = await here.requests.publish(request)
-        assert again == expected
+        assert (await here.requests.publish(request)).result == expected
         here.requests.track(request, 1)
         async with anyio.create_task_group() as group:
             group.start_soon(here.requests.close_expired, told.append)
@@ -174,14 +173,37 @@ async def test_a_request_expires_after_its_time_whatever_the_servers_clock_is_se
         assert episode_state.result.outcome == "timeout"
 
 
-async def test_a_request_that_found_no_room_for_longer_than_an_episode_has_its_time_once_it_is_stored() -> None:
-    """It was stored with its deadline over: a timeout, and where those have a reward, one that was trained."""
+async def test_a_request_of_a_learner_before_expires_after_the_time_of_an_episode_though_the_clock_was_set_back() -> None:
+    """It has a deadline of hours ahead then, and stayed open for as long where nobody played it."""
     async with world() as here:
+        stored = await here.requests.publish(here.request())
+        here.server.step_clock(-5 * 3600)
+        next_learner = World(here.server, here.bus).requests
+        next_learner.track(stored.request, stored.sequence)
+        async with anyio.create_task_group() as group:
+            group.start_soon(next_learner.close_expired)
+            await anyio.sleep(LIMITS.episode + LIMITS.grace - 1)
+            assert (await read_episode_state(here.bus, SUBJECTS, "e")).result is None
+            await anyio.sleep(10)
+            group.cancel_scope.cancel()
+        episode_state = await read_episode_state(here.bus, SUBJECTS, "e")
+    assert episode_state.result is not None and episode_state.result.outcome == "timeout"
+
+
+async def test_a_request_that_found_no_room_for_longer_than_an_episode_has_its_time_once_it_is_stored() -> None:
+    """It was stored with its deadline over: a timeout, and where those have a reward, one that was trained. Its author knows
+    it by the deadline that it has in the log: records name its trace by that."""
+    published: list[StoredRequest] = []
+    async with world() as here:
+
+        async def publish() -> None:
+            published.append(await here.requests.publish(here.request()))
+
         log = here.server.stream(log_stream("r"))
         plan = log.plan
         log.plan = msgspec.structs.replace(plan, max_bytes=max(log.size_bytes, 1))
         async with anyio.create_task_group() as group:
-            group.start_soon(here.requests.publish, here.request())
+            group.start_soon(publish)
             group.start_soon(here.requests.close_expired)
             await anyio.sleep(3 * LIMITS.episode)
             log.plan = plan
@@ -190,7 +212,17 @@ async def test_a_request_that_found_no_room_for_longer_than_an_episode_has_its_t
             episode_state = await read_episode_state(here.bus, SUBJECTS, "e")
             group.cancel_scope.cancel()
     assert stored is not None and decode(EpisodeRequested, stored.payload).deadline_ns > stored.time_ns
+    assert published == [StoredRequest(request=decode(EpisodeRequested, stored.payload), sequence=stored.sequence)]
     assert episode_state.result is None
+
+
+async def test_a_request_that_another_learner_stored_is_known_by_the_deadline_that_it_has_in_the_log() -> None:
+    async with world() as here:
+        first = await here.requests.publish(here.request())
+        await anyio.sleep(20)
+        later = here.request()
+        assert later.deadline_ns > first.request.deadline_ns
+        assert await here.requests.publish(later) == first
 
 
 async def test_a_server_that_is_away_when_requests_expire_ends_nobody() -> None:
@@ -277,7 +309,7 @@ async def test_a_server_that_is_away_when_a_request_was_there_before_ends_nobody
 
         here.bus.publish = refused  # type: ignore[method-assign]
         async with anyio.create_task_group() as group:
-            assert await here.requests.publish(request) == (1, None)
+            assert await here.requests.publish(request) == StoredRequest(request=request, sequence=1)
         assert here.remembered == 1
 
 

@@ -11,6 +11,7 @@ import pytest
 from fleetbus.config.settings import LearnerSettings
 from fleetbus.core.training.ledger import Ledger
 from fleetbus.core.training.task_losses import TaskLosses
+from fleetbus.delivery.requests import StoredRequest
 from fleetbus_schemas import ActionReference, EpisodeFinished, EpisodeRequested, Outcome, Task
 from fleetbus_schemas.training import Exclusion
 from fleetbus_workers.learner.admission import Admission
@@ -67,10 +68,10 @@ class Fleet(RecordedRequests):
         self.pool: GroupPool
         self._draw = random.Random(7)
 
-    async def publish(self, request: EpisodeRequested) -> tuple[int, EpisodeFinished | None]:
-        position, nothing = await super().publish(request)
-        self._tasks.start_soon(self._play, request, position)
-        return position, nothing
+    async def publish(self, request: EpisodeRequested) -> StoredRequest:
+        stored = await super().publish(request)
+        self._tasks.start_soon(self._play, request, stored.sequence)
+        return stored
 
     async def _play(self, request: EpisodeRequested, position: int) -> None:
         kind = request.task.key.partition("-")[0]

@@ -111,10 +111,9 @@ async def run_agent_gateway(
                 pinned=version is not None,
                 temperature=temperature,
             )
-            await requests.publish(request)
-            made = requests.find_made(request)  # its keys last as long
+            stored = await requests.publish(request)
             requests.mark_answered(episode)  # its gateway says how it ends, whichever that is then
-            return made
+            return stored.request  # its keys last as long
 
         async def open_rollout(episode: str, parent: Parent) -> EpisodeRequested:
             if (stored := await rollouts.find_request(episode)) is not None:

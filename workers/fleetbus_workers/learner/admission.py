@@ -195,7 +195,9 @@ class Admission:
                 opponents=opponents,
             )
             self._pool.expect(request.episode_id, group_id, request.deadline_ns)
-            sequence, result = await self._requests.publish(request)
+            stored = await self._requests.publish(request)
+            sequence, result = stored.sequence, stored.result
+            self._pool.record_deadline(request.episode_id, stored.request.deadline_ns)
             if sequence < self._floor and parse_group_number(group_id) < self._first_new_group:
                 self._requests.mark_answered(request.episode_id)
                 self._pool.record_settlement(request.episode_id, group_id)

@@ -73,9 +73,9 @@ class Evaluations:
                 temperature=temperature,
                 opponents=opponents,
             )
-            _, result = await self._requests.publish(request)
-            if result is not None:
-                pending.add(result)
+            stored = await self._requests.publish(request)
+            if stored.result is not None:
+                pending.add(stored.result)
         await pending.complete.wait()
         del self._pending[group]
         graded = [each for each in pending.results.values() if each.outcome in GRADED and each.reward is not None]

@@ -117,6 +117,12 @@ class GroupPool:
 
     def expects(self, episode_id: str) -> bool:
         """True for an episode that was entered and is not settled."""
+    def record_deadline(self, episode_id: str, deadline_ns: int) -> None:
+        """The deadline with which the episode's request stands in the log: records name the episode's trace by it."""
+        group = self._groups.get(self._group_of.get(episode_id, ""))
+        if group is not None:
+            group.deadlines_ns[episode_id] = deadline_ns
+
         return episode_id in self._group_of
 
     def register_request(self, episode_id: str, sequence: int) -> bool:
