@@ -271,6 +271,24 @@ def test_groups_that_fail_in_rounds_make_the_next_wait_until_one_can_be_used() -
     assert world.pool.pause_seconds(4) == 0
 
 
+def test_groups_whose_actions_cannot_be_trained_make_the_next_wait_though_they_were_graded() -> None:
+    """As where an engine samples ids that the trainer does not know: each was asked for at once again, and nothing trained."""
+    world = World("drop")
+    pauses = []
+    for number in range(12):
+        world.ask(f"g{number}")
+        world.finish(f"g{number}")
+        (taken,) = world.pool.take(1, 0)
+        taken.unusable |= dict.fromkeys(taken.results, "actions_broken")
+        assert world.pool.discard_ungraded([taken]) == []
+        pauses.append(world.pool.pause_seconds(4))
+    assert pauses == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 4]
+    world.ask("good")
+    world.finish("good")
+    world.pool.settle(world.pool.discard_ungraded(world.pool.take(1, 0)))
+    assert world.pool.pause_seconds(4) == 0
+
+
 def test_a_group_that_lost_all_its_episodes_before_training_is_discarded_for_their_reasons() -> None:
     world = World("drop")
     world.ask("a", "b")

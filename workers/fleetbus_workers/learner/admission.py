@@ -152,7 +152,7 @@ class Admission:
         round_size = (1 + self._settings.max_staleness) * self._settings.groups
         pause_seconds = self._pool.pause_seconds(round_size)
         if pause_seconds:
-            log.warning("too few verdicts in recent groups; pausing admission", seconds=pause_seconds)
+            log.warning("recent groups cannot be trained; pausing admission", seconds=pause_seconds)
         with anyio.move_on_after(pause_seconds):
             while self._pool.pause_seconds(round_size):
                 await self._pool.changed.wait()

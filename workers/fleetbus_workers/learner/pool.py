@@ -61,6 +61,8 @@ class GroupPool:
         self._replace_flat = replace_flat
         self._replaced_count = 0
         self._failures = 0
+        self._untrainable = 0
+        """Groups that were ready and could not be trained after all, since one was trained."""
         self.losses = TaskLosses()
         self._start_steps: dict[str, int] = {}
         self._completion_steps: dict[str, int] = {}
@@ -115,14 +117,14 @@ class GroupPool:
             self._groups[group_id].deadlines_ns[episode_id] = deadline_ns
         self._ledger.register_pending(episode_id)
 
-    def expects(self, episode_id: str) -> bool:
-        """True for an episode that was entered and is not settled."""
     def record_deadline(self, episode_id: str, deadline_ns: int) -> None:
         """The deadline with which the episode's request stands in the log: records name the episode's trace by it."""
         group = self._groups.get(self._group_of.get(episode_id, ""))
         if group is not None:
             group.deadlines_ns[episode_id] = deadline_ns
 
+    def expects(self, episode_id: str) -> bool:
+        """True for an episode that was entered and is not settled."""
         return episode_id in self._group_of
 
     def register_request(self, episode_id: str, sequence: int) -> bool:
@@ -165,8 +167,9 @@ class GroupPool:
 
     def pause_seconds(self, round_size: int) -> float:
         """Seconds to wait before the next group is asked for: 0 unless one round after the other of ``round_size`` groups
-        failed. What the environments depend on is down then, and failures would fill the log."""
-        rounds = min(self._failures // round_size, 10)
+        failed, or could not be trained. What the environments depend on is down then, or engines sample what the trainer
+        cannot take, and failures would fill the log."""
+        rounds = min(max(self._failures, self._untrainable) // round_size, 10)
         return min(2.0 ** (rounds - 1), LONGEST_PAUSE_SECONDS) if rounds else 0.0
 
     def _discard_if_useless(self, group: Group) -> None:
@@ -215,13 +218,14 @@ class GroupPool:
         self.losses.record_step(trained, excluded)
         for group in groups:
             self._remove(group)
-        self._replaced_count = 0
+        self._replaced_count = self._untrainable = 0
         self.notify()
         return trained, excluded
 
     def discard_ungraded(self, groups: list[Group]) -> list[Group]:
         """Those that still have an episode to train. The others are discarded, each episode for its own reason."""
         for group in [group for group in groups if not group.graded]:
+            self._untrainable += 1
             self._discard(group, "group_too_small")
         return [group for group in groups if group.graded]
 
