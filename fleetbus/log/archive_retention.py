@@ -45,9 +45,11 @@ class ArchiveShortened(UserError):
 
 class Removed(msgspec.Struct, frozen=True, kw_only=True):
     """The part that an archive no longer holds: every entry below the sequence ``below``. ``lineages`` are the newest
-    `KEPT_LINEAGES` beginnings of lineages among them, for the settings in those: an audit of what follows goes by them."""
+    `KEPT_LINEAGES` beginnings of lineages among them, for the settings in those: an audit of what follows goes by them.
+    ``begun_ns``: the latest time by which one of the segments had begun, of those that can be right; 0 if none is known."""
 
     below: int = 1
+    begun_ns: int = 0
     lineages: tuple[ArchivedEntry, ...] = ()
 
 
@@ -70,21 +72,27 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose_first_kept(
-    segments: Sequence[Segment], keep: Keep, *, now_ns: int, needed: int, read_begin: Callable[[Segment], int]
+    segments: Sequence[Segment],
+    keep: Keep,
+    *,
+    now_ns: int,
+    needed: int,
+    read_begin: Callable[[Segment], int],
+    begun_ns: int = 0,
 ) -> int:
     """The sequence at which the archive is to begin: that of the oldest segment which stays; 1 if there is none.
 
     Whole segments go, from the oldest on, as long as all of their entries are too old, or the segments together are too large.
     The newest stays, and so does every one that holds an entry from ``needed`` on. ``read_begin`` has the time of a segment's
     first entry (Unix nanoseconds), and is asked for no more segments than it takes, once for each. ``now_ns`` is taken to be
-    right, and the clock that segments began by is not: it may have been set, and back again.
+    right, and the clock that segments began by is not: it may have been set, and back again. ``begun_ns`` is that of `Removed`:
+    what began before it by its clock has no time.
     """
     read_begin = cache(read_begin)
     left = sum(segment.size_bytes for segment in segments)
     oldest_ns = now_ns - int(keep.hours * HOUR_NS)
-    begun_ns = read_begin(segments[0]) if segments and keep.hours > 0 else 0
-    if begun_ns > now_ns:
-        begun_ns = 0
+    if segments and keep.hours > 0:
+        begun_ns = find_latest_begin(segments[:1], begun_ns, now_ns=now_ns, read_begin=read_begin)
     for index, segment in enumerate(segments[:-1], start=1):
         if segments[index].first > needed:
             return segment.first
@@ -102,6 +110,15 @@ def _find_begin(segments: Sequence[Segment], earliest_ns: int, now_ns: int, read
     """By when the first of them had begun: the first time among theirs that can be right, for they began one after another;
     `NO_BEGIN` if none can."""
     return next((begun_ns for begun_ns in map(read_begin, segments) if earliest_ns <= begun_ns <= now_ns), NO_BEGIN)
+
+
+def find_latest_begin(segments: Sequence[Segment], begun_ns: int, *, now_ns: int, read_begin: Callable[[Segment], int]) -> int:
+    """The latest time by which one of them had begun, or ``begun_ns``, of those that can be right; 0 if none can."""
+    latest_ns = begun_ns if begun_ns <= now_ns else 0
+    for segment in segments:
+        if latest_ns <= (time_ns := read_begin(segment)) <= now_ns:
+            latest_ns = time_ns
+    return latest_ns
 
 
 def list_kept_segments(folder: Path) -> list[Path]:
@@ -161,11 +178,12 @@ def _begins_lineage(entry: ArchivedEntry) -> bool:
     return False
 
 
-def remove_segments(folder: Path, below: int) -> int:
+def remove_segments(folder: Path, below: int, *, begun_ns: int = 0) -> int:
     """Let the archive begin with the segment whose first entry is ``below``; returns how many files went. Repeating it is
-    harmless, and finishes what a kill left undone."""
+    harmless, and finishes what a kill left undone. ``begun_ns`` is for the note."""
     if below > read_removed(folder).below:
-        replace_synced(folder / NOTE, msgspec.json.encode(describe_removal(folder, below)))
+        noted = msgspec.structs.replace(describe_removal(folder, below), begun_ns=begun_ns)
+        replace_synced(folder / NOTE, msgspec.json.encode(noted))
     begins = read_removed(folder).below
     gone = [segment for segment in list_segments(folder) if parse_first_sequence(segment) < begins]
     for segment in gone:

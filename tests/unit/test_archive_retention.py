@@ -35,7 +35,9 @@ from fleetbus.log.archive_retention import (
     Segment,
     choose_first_kept,
     describe_segments,
+    find_latest_begin,
     list_kept_segments,
+    read_begin,
     read_removed,
     remove_segments,
 )
@@ -95,6 +97,39 @@ def test_nothing_leaves_too_early_or_stays_for_long_because_the_servers_clock_wa
         kept = choose_first_kept(there, Keep(hours=3), now_ns=now_ns, needed=1000, read_begin=read_begin) - 1
         right = max(hour - 3, known_from)
         assert (4 if 5 <= right < 9 else right) <= kept <= right, f"seen at hour {hour}"
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_what_began_by_a_clock_that_was_behind_stays_also_where_size_removed_all_that_began_before(noted: bool) -> None:
+    """The note of what was removed says by when the first of those that are left had begun."""
+    hours = {1: 100, 2: 101, 3: 102, 4: 53, 5: 54, 6: 55, 7: 106}
+    segments = [Segment(first=first, size_bytes=SIZE) for first in hours]
+
+    def read_hour(segment: Segment) -> int:
+        return hours[segment.first] * HOUR_NS
+
+    now_ns = 107 * HOUR_NS
+    begun_ns = find_latest_begin(segments[:3], 0, now_ns=now_ns, read_begin=read_hour)
+    assert begun_ns == 102 * HOUR_NS
+    kept = choose_first_kept(
+        segments[3:],
+        Keep(hours=12),
+        now_ns=now_ns,
+        needed=1000,
+        read_begin=read_hour,
+        begun_ns=begun_ns if noted else 0,
+    )
+    assert kept == (4 if noted else 6)
+
+
+def test_the_archive_notes_by_when_what_it_removed_had_begun(tmp_path: Path) -> None:
+    archive_log(tmp_path / "archive", read_entries(build_run()))
+    began = [read_begin(segment) for segment in list_segments(tmp_path / "archive")]
+    size_bytes = sum(segment.stat().st_size for segment in list_segments(tmp_path / "archive")[3:])
+    keeper = ArchiveKeeper(tmp_path / "archive", ArchiveSettings(keep_bytes=size_bytes, keep_hours=1e6))
+    keeper.keep(now_ns=began[-1] + 1, needed=1 << 60)
+    removed = read_removed(tmp_path / "archive")
+    assert removed.below > 1 and removed.begun_ns == began[2]
 
 
 def test_each_segment_is_read_once_however_many_began_by_a_clock_that_was_ahead() -> None:

@@ -7,7 +7,8 @@ that fails or is killed is made up for by the next one.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from fleetbus.log.archive_retention import (
     choose_first_kept,
     describe_removal,
     describe_segments,
+    find_latest_begin,
     list_kept_segments,
     read_begin,
     read_removed,
@@ -105,13 +107,15 @@ class ArchiveKeeper:
         if self._keep.is_limited:
             self._shorten(now_ns, needed)
         if self._store is not None and self._store_keep.is_limited:
-            stored = self._store.describe_segments()
+            noted, stored, read = self._store.read_removed(), self._store.describe_segments(), cache(self._store.read_begin)
             wanted = choose_first_kept(
-                stored, self._store_keep, now_ns=now_ns, needed=needed, read_begin=self._store.read_begin
+                stored, self._store_keep, now_ns=now_ns, needed=needed, read_begin=read, begun_ns=noted.begun_ns
             )
             below = _limit_leaving(wanted, stored)
-            is_further = below > self._store.read_removed().below
-            removal = describe_removal(self._folder, below) if is_further else Removed(below=below)
+            removal = Removed(below=below)
+            if below > noted.below:
+                begun_ns = _find_begun(stored, below, self._store_keep, noted, now_ns=now_ns, read_begin=read)
+                removal = msgspec.structs.replace(describe_removal(self._folder, below), begun_ns=begun_ns)
             if removed := self._store.remove_segments(removal):
                 log.info("archive's store shortened", begins=below, segments=removed)
 
@@ -127,11 +131,12 @@ class ArchiveKeeper:
         log.warning("archive's folder is empty; continuing from its store", segment=newest)
 
     def _shorten(self, now_ns: int, needed: int) -> None:
-        segments = describe_segments(self._folder)
-        wanted = choose_first_kept(segments, self._keep, now_ns=now_ns, needed=needed, read_begin=self._read_begin)
+        noted, segments, read = read_removed(self._folder), describe_segments(self._folder), cache(self._read_begin)
+        wanted = choose_first_kept(segments, self._keep, now_ns=now_ns, needed=needed, read_begin=read, begun_ns=noted.begun_ns)
         limited = _limit_leaving(wanted, segments)
         below = self._find_stored(limited)
-        if removed := remove_segments(self._folder, below):
+        begun_ns = _find_begun(segments, below, self._keep, noted, now_ns=now_ns, read_begin=read)
+        if removed := remove_segments(self._folder, below, begun_ns=begun_ns):
             log.info("archive shortened", begins=below, segments=removed)
         left = sum(segment.size_bytes for segment in segments if segment.first >= below)
         is_beyond = limited == wanted and 0 < self._keep.size_bytes < left and len(segments) > 1
@@ -161,6 +166,21 @@ class ArchiveKeeper:
 
     def _read_begin(self, segment: Segment) -> int:
         return read_begin(build_segment_path(self._folder, segment.first))
+
+
+def _find_begun(
+    segments: Sequence[Segment],
+    below: int,
+    keep: Keep,
+    noted: Removed,
+    *,
+    now_ns: int,
+    read_begin: Callable[[Segment], int],
+) -> int:
+    """What the note says of those ``below``: once they are gone, nothing else tells that a segment began by a clock that was
+    behind."""
+    leaving = [segment for segment in segments if segment.first < below] if keep.hours > 0 else []
+    return find_latest_begin(leaving, noted.begun_ns, now_ns=now_ns, read_begin=read_begin)
 
 
 def _limit_leaving(below: int, segments: Sequence[Segment]) -> int:
