@@ -11,7 +11,7 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import LimitSettings
 from fleetbus.core.episode.journal import Journal
 from fleetbus.errors import LogFull
-from fleetbus_schemas import SessionClaimed, Subjects, Task, encode
+from fleetbus_schemas import SessionClaimed, SessionEnded, Subjects, Task, encode
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
 from fleetbus_workers.environment.stepwise.orphan_sweep import OrphanSweep
 from tests.support.virtual_time import virtual_time
@@ -57,6 +57,43 @@ async def test_an_orphan_whose_end_was_not_stored_is_ended_by_a_later_sweep() ->
     assert faults.lost
     assert [journal.ended is not None and journal.ended.end for journal in journals] == ["orphaned", "orphaned"]
     assert sorted(released) == ["a", "b"]
+
+
+class AnswersLost(Faults):
+    """What is sent is stored, and nobody is told."""
+
+    lost = 0
+
+    def draw_publish_fault(self, worker: str, subject: str) -> PublishFault:
+        is_lost = worker == "w" and subject.startswith(S.session("a"))
+        self.lost += is_lost
+        return PublishFault(lost="answer") if is_lost else NO_PUBLISH_FAULT
+
+
+@pytest.mark.parametrize("ended_by", ["w", "other"])
+async def test_an_orphan_whose_end_was_stored_without_an_answer_is_released_once_by_who_ended_it(ended_by: str) -> None:
+    """What its environment holds elsewhere stayed there: to the next sweep the session was one that had ended."""
+    faults, released = AnswersLost(), list[str]()
+
+    async def release(journal: Journal) -> None:
+        assert journal.claim is not None and journal.ended is not None
+        released.append(journal.claim.session)
+
+    server = MemoryServer(faults=faults)
+    async with server.connect("r", worker="setup") as setup, server.connect("r", worker="w") as bus:
+        await setup.declare(plan_run("r", lanes=1))
+        claim = SessionClaimed(session="a", attempt=1, worker="gone", nonce="a", task=Task(key="t"))
+        stored = await setup.publish(S.session("a"), encode(claim))
+        if ended_by == "other":
+            await anyio.sleep(110)
+            end = SessionEnded(session="a", end="orphaned", worker="other")
+            await setup.publish(S.session("a"), encode(end), expected_last=stored.sequence)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(OrphanSweep(bus, S, worker="w", limits=LIMITS, release=release).run)
+            await anyio.sleep(600)
+            tasks.cancel_scope.cancel()
+    assert (faults.lost > 0) == (ended_by == "w")
+    assert released == (["a"] if ended_by == "w" else [])
 
 
 async def test_a_full_log_is_asked_once_in_a_sweep_however_many_orphans_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,8 @@ class OrphanSweep:
         self._orphan_seconds = limits.idle + max(limits.open, limits.reset, limits.step, limits.verify) + MARGIN_SECONDS
         self._position = 1
         self._open: dict[str, tuple[int, int]] = {}
+        self._unanswered: set[str] = set()
+        """Those whose tombstone may be stored without this process knowing: once it is read, what they hold is released."""
 
     async def run(self) -> None:
         """Sweep until cancelled; after a bus error the next interval retries."""
@@ -56,13 +58,16 @@ class OrphanSweep:
 
     async def _read_journals(self) -> None:
         async for entry in self._bus.scan([self._subjects.session("*")], start=self._position):
-            self._position = entry.sequence + 1
             session = entry.subject.rpartition(".")[2]
             message = decode_journal_entry(entry)
             if isinstance(message, SessionEnded) or (isinstance(message, SessionRecorded) and message.answer.end is not None):
                 self._open.pop(session, None)
+                if session in self._unanswered and isinstance(message, SessionEnded) and message.worker == self._worker:
+                    await self._release(await read_session_journal(self._bus, self._subjects, session))
+                self._unanswered.discard(session)
             else:
                 self._open[session] = (entry.sequence, entry.time_ns)
+            self._position = entry.sequence + 1
 
     async def _end_orphans(self) -> None:
         latest_ns = self._bus.now_ns() - int(self._orphan_seconds * 1e9)
@@ -78,7 +83,9 @@ class OrphanSweep:
         )
         try:
             journal = await read_session_journal(self._bus, self._subjects, session)
+            self._unanswered.add(session)
             await self._bus.publish(self._subjects.session(session), encode(entry), expected_last=sequence)
+            self._unanswered.discard(session)
             await self._release(journal)
         except SequenceConflict:
             log.debug("session journal has changed; leaving it", session=session)
