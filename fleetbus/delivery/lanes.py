@@ -11,7 +11,7 @@ import anyio
 import msgspec
 
 from fleetbus.bus.base import LogBus
-from fleetbus.delivery.heartbeats import LOST_AFTER_SECONDS
+from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS, LOST_AFTER_SECONDS
 from fleetbus.errors import BusError, FleetbusError, PublishUnanswered, SequenceConflict
 from fleetbus_schemas import LaneLease, MalformedMessage, Subjects, decode, encode
 
@@ -21,6 +21,9 @@ MAX_LEASE_SECONDS = 6 * LEASE_SECONDS
 
 ANSWER_SECONDS = 2.0
 """How long a renewal waits for the server: heartbeats wait with it."""
+
+RENEWED_SECONDS = HEARTBEAT_SECONDS + ANSWER_SECONDS
+"""A worker that lives has renewed its lease by then: one that ran out may have done so because the server's clock was set."""
 
 MAX_LANES_IN_ORDER = 64
 
@@ -119,14 +122,16 @@ async def claim_lane(
 
 
 async def _try_claim(bus: LogBus, subject: str, name: str, lease: LaneLease, seen: dict[int, float]) -> Lane | None:
-    """``seen`` has since when an entry was seen to be the last: one from before the server's clock was set back has no age."""
+    """``seen`` has since when an entry was seen to be the last: one from before the server's clock was set back has no age, and
+    one from before it was set forward too much of it."""
     stored = await bus.last(subject)
     if stored is not None and stored.payload == encode(lease):  # one's own try, whose answer was lost
         return Lane(name=name, subject=subject, lease=lease, sequence=stored.sequence)
     if stored is not None:
         held_seconds, watched_at = _read_held_seconds(stored.payload, subject), anyio.current_time()
         watched_seconds = watched_at - seen.setdefault(stored.sequence, watched_at)
-        if held_seconds and max((bus.now_ns() - stored.time_ns) / 1e9, watched_seconds) <= held_seconds:
+        age_seconds = (bus.now_ns() - stored.time_ns) / 1e9 if watched_seconds >= RENEWED_SECONDS else 0.0
+        if held_seconds and max(age_seconds, watched_seconds) <= held_seconds:
             return None
     try:
         published = await bus.publish(subject, encode(lease), expected_last=stored.sequence if stored else 0, timeout=5.0)

@@ -14,7 +14,7 @@ from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, PublishFault
 from fleetbus.bus.streams import environment_lanes, plan_run
 from fleetbus.delivery.heartbeats import HEARTBEAT_SECONDS
-from fleetbus.delivery.lanes import LEASE_SECONDS, Lane, LaneLost, LanesUnread, NoLaneFree, claim_lane
+from fleetbus.delivery.lanes import LEASE_SECONDS, RENEWED_SECONDS, Lane, LaneLost, LanesUnread, NoLaneFree, claim_lane
 from fleetbus.delivery.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus_schemas import Heartbeat, LaneLease, Subjects, encode
 from tests.support.virtual_time import virtual_time
@@ -98,6 +98,38 @@ async def test_the_lane_of_a_living_worker_stays_its_own_after_the_servers_clock
         with pytest.raises(NoLaneFree):
             await claimed(bus, "next")
         tasks.cancel_scope.cancel()
+
+
+async def test_the_lane_of_a_living_worker_stays_its_own_after_the_servers_clock_was_set_forward() -> None:
+    """Who joined before its next renewal found a lease that had run out hours ago."""
+    server = MemoryServer()
+    async with server.connect("r") as bus, anyio.create_task_group() as tasks:
+        await bus.declare(plan_run("r", lanes=1))
+        lane = await claimed(bus, "living")
+
+        async def keep() -> None:
+            while True:
+                await anyio.sleep(HEARTBEAT_SECONDS)
+                await lane.renew(bus)
+
+        tasks.start_soon(keep)
+        await anyio.sleep(HEARTBEAT_SECONDS + 0.1)
+        server.step_clock(5 * 3600)
+        with pytest.raises(NoLaneFree):
+            await claimed(bus, "next")
+        tasks.cancel_scope.cancel()
+
+
+async def test_the_lane_of_a_worker_that_is_gone_is_free_after_a_look_of_a_few_seconds_and_another_at_once() -> None:
+    async with MemoryServer().connect("r") as bus:
+        await bus.declare(plan_run("r", lanes=1))
+        await claimed(bus, "gone")
+        await anyio.sleep(LEASE_SECONDS + 1)
+        began = anyio.current_time()
+        other = await claim_lane(bus, SUBJECTS, role="environment", names=("e0", "e1"), worker="b", nonce="b")
+        assert other.name == "e1" and anyio.current_time() - began < 0.5
+        assert (await claimed(bus, "next")).name == "e0"
+        assert anyio.current_time() - began < RENEWED_SECONDS + 2
 
 
 async def test_a_lane_that_another_worker_has_is_lost() -> None:
