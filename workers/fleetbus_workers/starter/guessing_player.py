@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fleetbus.core.text.prompts import TOOL_RESULT
 from fleetbus_schemas import ChatMessage, ToolSpec
-from fleetbus_workers.environment.check.policies import Policy, choose_arguments, fill_schema, read_text
+from fleetbus_workers.environment.check.policies import Policy, read_text
+from fleetbus_workers.environment.check.schema_values import choose_arguments, fill_schema
 from fleetbus_workers.starter.conversation import DONE
 
 MOST_IN_RANGE = 1000
@@ -52,20 +53,20 @@ def _use_tools(draw: random.Random, asked: str, last: str, tools: Sequence[ToolS
         return f"{draw.choice(found)}{end}"
     tool = draw.choice(list(tools))
     chosen = choose_arguments(tool.parameters, draw)
-    arguments = {name: _choose_argument(draw, schema, asked, found) for name, schema in chosen.items()}
+    arguments = {name: _choose_argument(draw, schema, tool.parameters, asked, found) for name, schema in chosen.items()}
     return f"<tool_call>{json.dumps({'name': tool.name, 'arguments': arguments})}</tool_call>"
 
 
-def _choose_argument(draw: random.Random, schema: object, asked: str, found: Sequence[str]) -> object:
+def _choose_argument(draw: random.Random, schema: object, root: object, asked: str, found: Sequence[str]) -> object:
     kind = schema.get("type") if isinstance(schema, Mapping) and not schema.get("enum") else None
     if kind in ("integer", "number"):
         numbers = [text for text in found if _NUMBER.fullmatch(text)] or _NUMBER.findall(asked)
-        return int(draw.choice(numbers)) if numbers else fill_schema(schema, draw)
+        return int(draw.choice(numbers)) if numbers else fill_schema(schema, draw, root)
     if kind == "string":
         texts = _find_quoted(asked) or _WORD.findall(asked)
         texts += [text for text in found if not _NUMBER.fullmatch(text)]
-        return draw.choice(texts) if texts else fill_schema(schema, draw)
-    return fill_schema(schema, draw)
+        return draw.choice(texts) if texts else fill_schema(schema, draw, root)
+    return fill_schema(schema, draw, root)
 
 
 def _find_values(result: str) -> Iterator[str]:
