@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from fleetbus.client.sessions import sessions
-from fleetbus_schemas import Action, SessionCall, Task
+from fleetbus_schemas import Action, SessionCall, SessionEnded, Task, encode
 from fleetbus_workers.environment.adapters.remote_gym.client import ServerPool
 from fleetbus_workers.environment.adapters.remote_gym.environment import RemoteGymEnvironment
 from fleetbus_workers.gateway.gym_app import GymGateway, GymSettings
@@ -298,6 +298,31 @@ async def test_the_failed_environments_of_a_session_that_nobody_goes_on_with_are
                     await anyio.sleep(0.1)
             assert (await wire.call(session, "reset", seed=3))["obs"] == "begin"
             assert await wire.call(session, "close") == {"closed": True}
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["left idle", "lost by its worker"])
+async def test_nothing_is_kept_of_sessions_that_their_clients_left(is_lost: bool) -> None:
+    """Some hundred bytes of each were kept for as long as the gateway ran."""
+    made: list[Any] = []
+    async with small_deployment(paying_configuration()) as fleet, sessions(fleet.bus, fleet.subjects) as client:
+
+        @asynccontextmanager
+        async def open_calls() -> AsyncIterator[GymCalls]:
+            made.append(GymCalls(client, call_seconds=60))
+            yield made[0]
+
+        fleet.environment("e1", make=PayingEnvironment)
+        async with running(GymGateway(open_calls, GymSettings(session_timeout=2.0)).application()) as wire:
+            session = (await wire.connect({"rewards": [1.0], "verdict": 1.0}))["session_id"]
+            assert made[0]._numbers
+            if is_lost:
+                end = SessionEnded(session=session, end="lost", worker="e2")
+                await fleet.bus.publish(fleet.subjects.session(session), encode(end))
+                assert (await wire.call(session, "step", action_str="x"))["info"]["outcome"] == "lost"
+            with anyio.fail_after(30):
+                while made[0]._numbers:  # noqa: ASYNC110
+                    await anyio.sleep(0.1)
+            assert not made[0].sessions
 
 
 def test_a_handler_with_calls_of_its_own_is_refused_and_not_ignored() -> None:

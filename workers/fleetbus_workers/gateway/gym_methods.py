@@ -138,7 +138,7 @@ class GymCalls:
         """Close a session that was not used for too long."""
         self.sessions.pop(session, None)
         call = SessionCall(session=self._name(session), call="close", key="expired")
-        self._failed_journals.pop(session, None)
+        self._forget(session)
         await self._client.call(call, timeout=self._call_seconds)
 
     def forget_failed(self, oldest: float) -> None:
@@ -147,7 +147,11 @@ class GymCalls:
         for session in [each for each, used_at in self._failed_used_at.items() if used_at < oldest]:
             del self._failed_used_at[session]
             if session not in self.sessions:
-                self._failed_journals.pop(session, None)
+                self._forget(session)
+
+    def _forget(self, session: str) -> None:
+        self._numbers.pop(self._name(session), None)
+        self._failed_journals.pop(session, None)
 
     async def _dispatch(self, session: str, method: str, key: str, parameters: dict[str, object]) -> Answer:
         if method == "system_prompt":
@@ -156,7 +160,7 @@ class GymCalls:
             return await self._reset(session, key, _parse_seed(parameters.get("seed", 0)))
         if method == "close":
             await self._execute(session, "close", key)
-            self._failed_journals.pop(session, None)
+            self._forget(session)
             return Answer({"closed": True})
         return await self._step(session, key, str(parameters.get("action_str", "")))
 
@@ -261,8 +265,7 @@ class GymCalls:
         if answer.refusal in ("unknown", "closed"):
             if answer.end in FAILURES:
                 return answer
-            self._failed_journals.pop(session, None)
-            self._numbers.pop(call.session, None)
+            self._forget(session)
             if kind == "open" and answer.end is None:  # it took longer than settled entries stay in the log
                 raise CallRefused(409, answer.error)
             raise CallRefused(404, f"Session {session} not found")
@@ -288,6 +291,7 @@ class GymCalls:
     def _leave_failed(self, session: str, failed: str, journal: Journal) -> None:
         """The session has its next name from now on, unless a repetition of the same call gave it that meanwhile."""
         if self._name(session) == failed:
+            self._numbers.pop(failed, None)
             self._failed_journals.setdefault(session, []).append({record.call.key: record.answer for record in journal.records})
 
     @contextmanager
@@ -302,10 +306,10 @@ class GymCalls:
         finally:
             session_info.busy -= 1
             session_info.last_access, session_info.used_at = time.time(), time.monotonic()
-            if session in self._failed_journals:
-                self._failed_used_at[session] = session_info.used_at
             if not session_info.busy and not session_info.is_open:
                 self.sessions.pop(session, None)
+            if session in self._failed_journals or (session not in self.sessions and self._name(session) in self._numbers):
+                self._failed_used_at[session] = session_info.used_at
 
 
 async def _handle_missing_images(answer: Awaitable[Answer]) -> Answer:
