@@ -163,12 +163,12 @@ class SessionClient:
         subject = self.subjects.session(session)
         while True:
             try:
-                journal = await self.bus.history([subject])
+                newest = await self.bus.last(subject)
                 break
             except RequestUnanswered as unanswered:
                 log.warning("log read failed; retrying", run=self.subjects.run, session=session, reason=str(unanswered))
                 await anyio.sleep(RETRY_SECONDS)
-        holder = _find_holder(journal[-1]) if journal else ""
+        holder = _find_holder(newest) if newest is not None else ""
         if not holder or holder in avoid:
             return ""
         answer = await self._ping(holder)
