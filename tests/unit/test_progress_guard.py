@@ -7,7 +7,16 @@ import math
 import pytest
 
 from fleetbus.config.settings import LimitSettings
-from fleetbus_schemas import EpisodeFinished, Heartbeat, Outcome, PolicyPublished, StepTrained, WorkerStarted, WorkerStopped
+from fleetbus_schemas import (
+    EpisodeFinished,
+    Heartbeat,
+    Outcome,
+    PolicyPublished,
+    StepTrained,
+    WorkerFailed,
+    WorkerStarted,
+    WorkerStopped,
+)
 from fleetbus_workers.up.progress_guard import ProgressGuard
 
 LIMITS = LimitSettings(ungraded_episodes=8, no_progress=100.0)
@@ -236,3 +245,21 @@ def test_a_run_that_somebody_paused_is_not_ended_for_want_of_progress_and_the_pa
     guard.record_heartbeat(Heartbeat(role="learner", worker="l"), 300.0)
     assert guard.take_lines(301.0) == ["admission is resumed"]
     assert guard.find_stall(401.0) is not None
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("learner", "learner-1"), ("learner-1", "learner-2"), ("learner-a", "learner-a-1")]
+)
+def test_a_paused_learner_that_was_started_anew_is_said_to_be_paused_no_more(before: str, after: str) -> None:
+    """It had ended, its name with it, and the last that was said was that admission is paused."""
+    guard = ProgressGuard(LIMITS, 0.0)
+    guard.record_heartbeat(Heartbeat(role="learner", worker=before, paused=True), 0.0)
+    guard.record_heartbeat(Heartbeat(role="learner", worker=before, problem="blocked"), 1.0)  # by the thread that watches it
+    guard.apply(WorkerFailed(worker=before, role="learner", error_class="Killed", error=""), 1.0)
+    assert [line for line in guard.take_lines(100.0) if "admission" in line] == ["admission is paused by request"]
+    guard.record_heartbeat(Heartbeat(role="learner", worker="learner-of-another"), 100.0)
+    assert guard.take_lines(101.0) == []
+    guard.record_heartbeat(Heartbeat(role="learner", worker=after), 102.0)
+    assert guard.take_lines(103.0) == ["admission is resumed: a learner that begins anew is not paused"]
+    guard.record_heartbeat(Heartbeat(role="learner", worker=after, paused=True), 104.0)
+    assert guard.take_lines(105.0) == ["admission is paused by request"]

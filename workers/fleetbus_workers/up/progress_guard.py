@@ -27,6 +27,7 @@ from fleetbus_schemas import (
 )
 from fleetbus_workers.environment.episode.conclusion import FEW_TURNS
 from fleetbus_workers.observe.run.recent_workers import RecentWorkers
+from fleetbus_workers.up.restarts import is_successor
 
 GATHER_SECONDS = 1.0
 """Between the first failure of a kind and its line: the count says whether it is one episode or all of them."""
@@ -53,7 +54,6 @@ class _HeardWorker(msgspec.Struct, kw_only=True):
     actions: float = 0.0
     problem: str = ""
     is_silence_said: bool = False
-    paused: bool = False
     has_ended: bool = False
     """It said so; it is kept for as long as a heartbeat from before may be read."""
 
@@ -73,6 +73,8 @@ class ProgressGuard:
         """How many there were of a kind when it was said last, by its index."""
         self._first_seen: dict[int, float] = {}
         self._problems: list[str] = []
+        self._paused: set[str] = set()
+        """Learners that were asked to request nothing, whether they live or not."""
         self._said_problems: defaultdict[WorkerRole, set[str]] = defaultdict(set)
         self._silences: Counter[WorkerRole] = Counter()
         self._workers: RecentWorkers[_HeardWorker] = RecentWorkers()
@@ -121,12 +123,20 @@ class ProgressGuard:
         is_paused = beat.paused and beat.role == "learner"
         if (actions and actions != seen.actions) or is_paused or _is_training(beat):
             self._progressed_at = now
-        if is_paused != seen.paused:
-            seen.paused = is_paused
-            self._problems.append("admission is paused by request" if is_paused else "admission is resumed")
+        if beat.role == "learner" and (is_paused or not beat.problem):  # who says that it is blocked knows nothing else
+            self._note_pause(beat.worker, is_paused)
         seen.actions = actions  # whatever was said once, such as infinity, later ones count
         if seen.problem:
             self._add_problem(beat.role, f"{beat.worker}: {seen.problem}")
+
+    def _note_pause(self, learner: str, is_paused: bool) -> None:
+        if is_paused and learner not in self._paused and len(self._paused) < MOST_PROBLEMS:
+            self._paused.add(learner)
+            self._problems.append("admission is paused by request")
+        for before in [] if is_paused else [each for each in self._paused if is_successor(learner, each)]:
+            self._paused.remove(before)
+            again = "" if before == learner else ": a learner that begins anew is not paused"
+            self._problems.append(f"admission is resumed{again}")
 
     def take_lines(self, now: float) -> list[str]:
         """Take the lines that are to be printed now and have not been."""

@@ -87,6 +87,12 @@ def is_start_of(name: str, worker: str) -> bool:
     return worker == name or (worker.startswith(f"{name}-") and worker.removeprefix(f"{name}-").isdecimal())
 
 
+def is_successor(worker: str, before: str) -> bool:
+    """True if a worker is ``before``, or another start of the same plan."""
+    name, _, start = before.rpartition("-")
+    return worker == before or is_start_of(before, worker) or (start.isdecimal() and is_start_of(name, worker))
+
+
 class RestartBudget:
     """The crashes of one worker."""
 
