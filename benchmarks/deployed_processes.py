@@ -68,6 +68,16 @@ class Place:
         self._is_asked = True
         self._started = anyio.Event()
 
+    async def wait_until_ended(self, seconds: float) -> None:
+        """Return when the process that `expect_end` was said of has ended, or none runs; it is written down if it still does
+        after ``seconds``."""
+        if self._process is None:
+            return
+        with anyio.move_on_after(seconds):
+            await self._ended.wait()
+            return
+        self._note(0, f"it goes on {seconds:g} s after it should have ended")
+
     def hold(self) -> None:
         """Start it no more until `release`: what it needs is not there."""
         self._may_start = anyio.Event()

@@ -8,8 +8,8 @@ it ends and is started with the new one. Then, but for the admin's, it is withdr
 (`auth init`). Beside it an environment worker, the inference worker or the learner is killed with SIGKILL every
 ``--kill-every`` seconds, in turn; between two keys there are ``--pause`` seconds. ``seconds_until_refused`` is from the
 servers' reload until the old key is refused by all of them; ``seconds_until_next_step`` from there. ``deaths`` are processes
-that ended although neither a key nor a kill ended them. Exits with 1 if there is one, the audit does not balance, or the
-servers' logs name a violation of rights.
+that ended although neither a key nor a kill ended them, and those that held a key and did not end with it. Exits with 1 if
+there is one, the audit does not balance, or the servers' logs name a violation of rights.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ from tests.support.servers import RELOADS, RunningServers, _read_routes, _write_
 KILLED = ("environment-0", "inference-0", "environment-1", "learner-0")
 HOLDERS = {"monitor": ("top", "metrics", "monitor"), **{role: () for role in USERS if role != "monitor"}}
 REFUSED_SECONDS = 30.0
+END_SECONDS = 60.0
+"""For what held a key to end, once the servers refuse that."""
+
 LIMIT_SECONDS = 1500.0
 
 
@@ -102,6 +105,9 @@ class Replacement(Deployment):
             with anyio.fail_after(REFUSED_SECONDS):
                 await self._wait_until_refused(server.url, user, before)
         self._refused[chapter] = round(anyio.current_time() - began, 2)
+        async with anyio.create_task_group() as tasks:
+            for name in self._list_holders(user):
+                tasks.start_soon(self.places[name].wait_until_ended, END_SECONDS)
 
     async def _reload(self) -> None:
         _write_configs(self.auth, _read_routes(self.auth))
