@@ -10,6 +10,9 @@ import structlog
 from fleetbus.bus.base import CallBus, Request
 from fleetbus_schemas import ControlAnswered, ControlRequested, MalformedMessage, Subjects, WorkerRole, decode, encode
 
+ALL = "all"
+"""In the place of a worker's name: every worker of the role."""
+
 log = structlog.get_logger()
 
 
@@ -18,7 +21,7 @@ class Control:
     by subject: who may ask whether a worker lives may not end it (docs/decisions/0186-commands-stand-in-their-subjects.md).
 
     ``cancel`` gets episode ids and who asks, and returns those that it cancelled; ``busy_with`` lists what is in work;
-    ``pause`` gets whether to pause, for a role that can.
+    ``pause`` gets whether to pause, for a worker that can; another one leaves such a question to all to those that can.
     """
 
     def __init__(
@@ -36,7 +39,7 @@ class Control:
         self._bus = bus
         self._role = role
         self._worker = worker
-        self._subjects = (subjects.control(role, worker, "*"), subjects.control(role, "all", "*"))
+        self._subjects = (subjects.control(role, worker, "*"), subjects.control(role, ALL, "*"))
         self._drain = drain
         self._cancel = cancel
         self._busy_with = busy_with
@@ -61,13 +64,16 @@ class Control:
         if request.subject.rpartition(".")[2] != wanted.command:
             log.warning("control request is not of its subject; ignoring it", command=wanted.command, subject=request.subject)
             return
+        is_pause = wanted.command in ("pause", "resume")
+        if is_pause and self._pause is None and request.subject.split(".")[3] == ALL:
+            return
         busy = tuple(self._busy_with())
         detail = ""
         if wanted.command == "drain":
             self._drain.set()
         elif wanted.command == "cancel":
             detail = ",".join(self._cancel(wanted.episodes, wanted.author))
-        elif wanted.command in ("pause", "resume") and self._pause is not None:
+        elif is_pause and self._pause is not None:
             self._pause(wanted.command == "pause")
         done = {"cancel": bool(detail), "pause": self._pause is not None, "resume": self._pause is not None}
         answer = ControlAnswered(

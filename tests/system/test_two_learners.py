@@ -12,6 +12,8 @@ from msgspec.structs import replace
 from fleetbus.bus.base import StreamEntry
 from fleetbus.config.seats import configure_learner, list_trained_seats
 from fleetbus.config.settings import Configuration, EvaluationSettings, LearnerSettings, RunSettings
+from fleetbus.delivery.cancel import pause_admission
+from fleetbus.errors import RequestUnanswered
 from fleetbus.log.episodes import decode_entries
 from fleetbus.log.stored_entries import read_stored
 from fleetbus_schemas import (
@@ -206,6 +208,23 @@ async def test_a_learner_that_asks_anew_does_not_wait_for_one_that_had_finished_
         with anyio.fail_after(3600):
             await again.ended.wait()
         assert {step.step for step in await read_steps(fleet, PROPOSER)} == {*range(1, STEPS + 1)}
+
+
+async def test_a_pause_is_answered_by_the_learner_that_asks_and_by_no_other(tmp_path: Path) -> None:
+    own, other = configure(tmp_path)
+    async with small_deployment(own, published=False) as fleet:
+        joined = start_learner(fleet, "learner-solver", other, Noting())
+        await fleet.heard(joined)
+        with pytest.raises(RequestUnanswered):  # nothing was paused, and nobody says so
+            await pause_admission(fleet.bus, fleet.subjects, is_paused=True)
+        assert not (await fleet.control(joined, "pause")).done
+        learner = start_learner(fleet, "learner", own, Noting())
+        await fleet.heard(learner)
+        for is_paused in (True, False, True):
+            assert await pause_admission(fleet.bus, fleet.subjects, is_paused=is_paused) == "learner"
+        for member in (learner, joined):
+            assert (await fleet.control(member, "drain")).done
+            await member.ended.wait()
 
 
 async def test_the_deep_audit_proves_no_turns_of_another_policy(tmp_path: Path) -> None:

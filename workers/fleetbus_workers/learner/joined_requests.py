@@ -4,7 +4,7 @@ It takes the place of `fleetbus_workers.learner.admission.Admission`, and asks f
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import anyio
 import structlog
@@ -31,6 +31,8 @@ class JoinedRequests:
         self._first_group = 0
         self.metrics: dict[str, float] = {}
         self.is_paused = False
+        self.pause: Callable[[bool], None] | None = None
+        """Nothing is asked for here: the learner that asks is told, and answers."""
         self._settled: defaultdict[str, list[str]] = defaultdict(list)
         """By group the episodes that a checkpoint settled."""
         self.next_group = next_group
@@ -41,9 +43,6 @@ class JoinedRequests:
     def first_open_group(self) -> int:
         """The first group that is not settled."""
         return min((parse_group_number(group_id) for group_id in self._pool.group_ids), default=self.next_group)
-
-    def pause(self, is_paused: bool) -> None:
-        """Nothing is asked for here: the learner that asks is told, too."""
 
     def list_subjects(self, subjects: Subjects) -> list[str]:
         """The subjects to `enter` the entries of, together with the results."""
