@@ -28,7 +28,7 @@ exit 0
 SRUN = """#!/bin/bash
 echo "srun $*" >> calls
 trap 'exit 0' TERM
-[ -f status ] && { read -r status < status; rm status; exit "$status"; }
+[ -f status ] && { read -r status < status; rm status; [ -f then ] && mv then status; exit "$status"; }
 [ -f waits ] && { touch began; while true; do read -r -t 0.05 <> pipe; done; }
 exit 0
 """
@@ -76,6 +76,26 @@ def test_a_worker_that_fails_is_started_again(tmp_path: Path) -> None:
     (tmp_path / "status").write_text("3\n")
     assert start(tmp_path, RUNNING).wait(20) == 0
     assert read_calls(tmp_path) == [WORKER, WORKER]
+
+
+def test_a_worker_that_refuses_what_it_is_given_ends_its_job_and_does_not_queue_again(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("2\n")
+    assert start(tmp_path, RUNNING).wait(20) == 2
+    assert read_calls(tmp_path) == [WORKER]
+
+
+def test_a_worker_that_has_worked_and_refuses_for_a_while_is_started_again(tmp_path: Path) -> None:
+    """The servers of the log may be away while it starts."""
+    (tmp_path / "status").write_text("3\n")
+    (tmp_path / "then").write_text("2\n")
+    assert start(tmp_path, RUNNING).wait(20) == 0
+    assert read_calls(tmp_path) == [WORKER, WORKER, WORKER]
+
+
+def test_a_preempted_job_queues_again_whatever_its_worker_ended_with(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("2\n")
+    assert start(tmp_path, PREEMPTED).wait(20) == 0
+    assert read_calls(tmp_path) == [WORKER, "scontrol requeue 7"]
 
 
 def test_a_notice_before_the_time_limit_drains_the_worker_and_queues_the_job_again(tmp_path: Path) -> None:
