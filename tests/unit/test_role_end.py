@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -90,6 +92,45 @@ def test_so_it_does_of_what_happens_before_the_role_begins(
     assert crashed["reason"] == "ZeroDivisionError: while a module was imported"
     (refused,) = run_as_json(monkeypatch, capsys, REFUSED, resolve_server_url=refuse)
     assert refused["reason"] == "no server"
+
+
+EARLY_END = """
+import time
+from fleetbus_workers.cli.roles import role
+
+def load_work():
+    print("importing", flush=True)
+    while True:
+        try:
+            time.sleep(0.01)
+        except BaseException:
+            pass  # as an optional package is imported in many others
+
+role.resolve_server_url = lambda _: "nats://127.0.0.1:1"
+raise SystemExit(role.run_role("environment", load_work, {"log__format": "json"}))
+"""
+
+
+def test_a_role_that_is_told_to_end_while_it_is_imported_says_so_and_ends_as_one_that_drained() -> None:
+    command = [sys.executable, "-c", EARLY_END]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "importing\n"
+            process.send_signal(signal.SIGTERM)
+            said = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+    last = json.loads(said.splitlines()[-1])
+    assert (process.returncode, last["event"], last["reason"]) == (0, "stopped before its work began", "SIGTERM")
+
+
+def test_what_a_signal_does_is_as_before_once_a_role_has_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    run_until(CLOSED, monkeypatch, capsys)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def run_as_json(

@@ -13,7 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import anyio
@@ -87,6 +89,7 @@ def run_process(
     is_json, is_prepared = configuration.log.format == "json", False
     if is_json:
         log_uncaught()
+    before = _listen_for_early_end()
     try:
         prepare()
         speaks = os.environ.get("RANK", "0") == "0"  # of several processes that share a model the first one
@@ -109,6 +112,26 @@ def run_process(
             raise
         structlog.get_logger().warning("stopped: interrupted", reason="SIGINT")
         return INTERRUPTED
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _listen_for_early_end() -> Callable[[int, FrameType | None], Any] | int | None:
+    """Let a SIGTERM that comes while the role is imported end the process as one that drains it, with a record: it has nothing
+    to hand back. Returns what SIGTERM did before; None where this is no process of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+
+    def end(number: int, frame: FrameType | None) -> None:
+        """It ends here: code that is imported may catch whatever is raised."""
+        import structlog
+
+        with suppress(RuntimeError):  # from within another record that is being written
+            structlog.get_logger().warning("stopped before its work began", reason="SIGTERM")
+        _exit_at_once(FINISHED)
+
+    return signal.signal(signal.SIGTERM, end)
 
 
 def log_end(error: Exception) -> int:
