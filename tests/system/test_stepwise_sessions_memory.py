@@ -13,7 +13,7 @@ import pytest
 
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryBus
-from fleetbus.client.sessions import Session, SessionFailed
+from fleetbus.client.sessions import Session, SessionFailed, sessions
 from fleetbus.core.episode.journal import Journal
 from fleetbus.errors import LogFull
 from fleetbus.log.actions import LAG_PAUSES_SECONDS
@@ -165,6 +165,24 @@ async def test_a_claim_that_waits_for_a_full_log_keeps_no_journal_and_goes_on_wi
             is_full = False
         assert held == []
         assert [read_text(answer) for answer in answers] == ["1: on"] * 8
+
+
+async def test_a_client_that_looks_for_the_worker_of_a_session_reads_no_whole_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Sequence[str]] = []
+
+    async def history(_: MemoryBus, subjects: Sequence[str]) -> list[StreamEntry]:
+        read.append(subjects)
+        return []
+
+    async with session_fixture() as here:
+        await here.fleet.heard(here.worker("e1", World()), here.worker("e2", World()))
+        async with here.client.open(TASK) as session:
+            await session.reset()
+            with monkeypatch.context() as patched:
+                patched.setattr(MemoryBus, "history", history)
+                async with sessions(here.fleet.bus, here.fleet.subjects) as other:
+                    answer = await other.call(SessionCall(session=session.name, call="state", key="k"), timeout=60)
+    assert (answer.state, answer.refusal, read) == ({"count": 0}, "", [])
 
 
 async def test_a_call_that_has_waited_for_a_slot_finds_what_was_done_elsewhere_meanwhile() -> None:
