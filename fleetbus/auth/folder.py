@@ -16,6 +16,7 @@ from fleetbus.auth.consumer_names import COUNTED, reader_names, secret_names
 from fleetbus.auth.keys import create_seed, public_key
 from fleetbus.auth.leaf_config import leaf_listener
 from fleetbus.auth.server_config import RunAccess, server_config
+from fleetbus.auth.websocket_config import websocket_listener
 from fleetbus.bus.streams import RunPlan
 from fleetbus.errors import UserError
 from fleetbus.secret_files import create_secret_file, lock_folder, replace_secret_file
@@ -103,11 +104,12 @@ def write_folder(
     mounted_at: PurePosixPath | None = None,
     routes: Sequence[str] = (),
     leaf_roles: Sequence[str] = (),
+    websocket: str = "",
 ) -> WriteResult:
     """Make keys and certificates that are missing, and the server's configuration for these runs; raises `UserError`.
 
     ``mounted_at`` is where the server will find the folder, if not here; ``routes`` are a cluster's servers, ``HOST:PORT``;
-    ``leaf_roles``: sites may connect leaf nodes with the keys of these.
+    ``leaf_roles``: sites may connect leaf nodes with the keys of these. ``websocket``: where the servers listen for WebSocket.
     """
     try:
         folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -119,6 +121,7 @@ def write_folder(
             if routes:
                 _write_cluster(folder, routes, where)
             listeners = leaf_listener(where, leaf_roles) if leaf_roles else []
+            listeners += websocket_listener(where, websocket) if websocket else []
             runs = [msgspec.structs.replace(folder.access(plan), leaf_roles=leaf_roles) for plan in plans]
             text = server_config(runs, where, cluster=bool(routes), listeners=listeners)
             replace_secret_file(folder.server_config, text.encode())

@@ -76,6 +76,7 @@ class RunningServers:
         self.processes = processes
         self.auth = auth
         self.replicas = len(processes)
+        self.websockets: Sequence[str] = ()
         self._plans = {plan.run: plan for plan in plans}
         self._lock = threading.Lock()
 
@@ -101,8 +102,9 @@ class RunningServers:
                 return
             self._plans[run] = plan_run(run, lanes=LANES)
             routes = _read_routes(self.auth)
-            write_folder(self.auth, list(self._plans.values()), hosts=["127.0.0.1"], days=1, routes=routes)
-            _write_configs(self.auth, routes)
+            plans, websocket = list(self._plans.values()), next(iter(self.websockets), "")
+            write_folder(self.auth, plans, hosts=["127.0.0.1"], days=1, routes=routes, websocket=websocket)
+            _write_configs(self.auth, routes, websockets=self.websockets)
             for _ in range(RELOADS):
                 for process in self.processes:
                     _reload(process)
@@ -149,10 +151,12 @@ async def running_servers(
     store: Path | None = None,
     leaf_ports: Sequence[int] = (),
     hosts: Sequence[str] = ("127.0.0.1",),
+    websockets: Sequence[str] = (),
     **options: Any,
 ) -> AsyncIterator[RunningServers]:
     """Servers on which these runs may be declared, with keys and, but for ``store``, their stores in ``folder``; ``options`` as
-    `run_one_server`. With ``leaf_ports`` each listens for leaf nodes there; ``hosts`` are the names in their certificate."""
+    `run_one_server`. With ``leaf_ports`` each listens for leaf nodes there, with ``websockets`` for WebSocket at that
+    ``HOST:PORT``; ``hosts`` are the names in their certificate."""
     store = store or folder / "nats"
     if form in ("open", "local"):
         config = write_local_config(store) if form == "local" else None
@@ -161,16 +165,22 @@ async def running_servers(
         return
     auth = AuthFolder(folder / "keys")
     routes = [f"127.0.0.1:{port}" for port in free_ports(3)] if form == "cluster" else []
-    write_folder(auth, plans, hosts=hosts, days=1, routes=routes, leaf_roles=["environment"] if leaf_ports else [])
+    leaf_roles = ["environment"] if leaf_ports else []
+    websocket = next(iter(websockets), "")
+    write_folder(auth, plans, hosts=hosts, days=1, routes=routes, leaf_roles=leaf_roles, websocket=websocket)
     async with AsyncExitStack() as stack:
         processes = []
-        for index, config in enumerate(_write_configs(auth, routes, leaf_ports)):
+        for index, config in enumerate(_write_configs(auth, routes, leaf_ports, websockets)):
             own = store if index == 0 else folder / f"nats{index}"
             processes.append(await stack.enter_async_context(run_one_server(own, config=config, **options)))
-        yield RunningServers(processes, auth, plans)
+        running = RunningServers(processes, auth, plans)
+        running.websockets = websockets
+        yield running
 
 
-def _write_configs(auth: AuthFolder, routes: Sequence[str], leaf_ports: Sequence[int] = ()) -> list[Path]:
+def _write_configs(
+    auth: AuthFolder, routes: Sequence[str], leaf_ports: Sequence[int] = (), websockets: Sequence[str] = ()
+) -> list[Path]:
     """One file per server. Those of a cluster differ in their names and in where they listen for each other."""
     anywhere = f"0.0.0.0:{LEAF_PORT}"
     if not routes:
@@ -184,6 +194,7 @@ def _write_configs(auth: AuthFolder, routes: Sequence[str], leaf_ports: Sequence
         config = auth.path / f"nats-server{index}.conf"
         text = auth.server_config.read_text().replace("./cluster.conf", f"./cluster{index}.conf")
         text = text.replace(anywhere, f"127.0.0.1:{leaf_ports[index]}") if leaf_ports else text
+        text = text.replace(websockets[0], websockets[index]) if websockets else text
         config.write_text(f"server_name: n{index}\n{text}")
         configs.append(config)
     return configs

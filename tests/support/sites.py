@@ -40,8 +40,17 @@ def has_namespaces() -> bool:
     return linked
 
 
+def shuts_out() -> bool:
+    """True if there is a firewall for namespaces."""
+    return shutil.which("iptables") is not None and _run("iptables", "-S")
+
+
 def _ip(*arguments: str) -> bool:
-    return subprocess.run(["ip", *arguments], capture_output=True, check=False).returncode == 0
+    return _run("ip", *arguments)
+
+
+def _run(*command: str) -> bool:
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 class Site:
@@ -103,6 +112,16 @@ class Site:
             yield
         finally:
             _ip("netns", "del", self._namespace)
+
+    def shut_in(self, port: int) -> None:
+        """From now on its processes reach this port of this side, by TCP, and nothing else; of a namespace alone."""
+        outward = ("-p", "tcp", "-d", self.address, "--dport", str(port))
+        inward = ("-p", "tcp", "-s", self.address, "--sport", str(port), "!", "--syn")
+        for rule in (("-A", "OUTPUT", *outward, "-j", "ACCEPT"), ("-A", "INPUT", *inward, "-j", "ACCEPT")):
+            assert _run(*self.command("iptables", *rule))
+        for chain in ("INPUT", "OUTPUT", "FORWARD"):
+            assert _run(*self.command("iptables", "-P", chain, "DROP"))
+            _run(*self.command("ip6tables", "-P", chain, "DROP"))
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:

@@ -23,6 +23,13 @@ from nats.errors import Error as NatsError
 from fleetbus.bus.nats.protocol import header_fields, make_header_block
 from fleetbus.bus.nats.wire import CLOSE_LIMIT_SECONDS, Callback, ErrorCallback, Wire
 
+TRY_SECONDS = 6.0
+"""For one server to let a connection in. nats-py gives a WebSocket no limit of its own: what takes the connection and says
+nothing would hold it for five minutes. Two servers fit into the time that the first connect has."""
+
+TRIES = 1
+"""More than the first, for a client to connect to its server; then the next one makes its own."""
+
 log = logging.getLogger(__name__)
 
 
@@ -97,17 +104,19 @@ class ClientWire(Wire):
         self._lost.set()
 
     async def _open(self) -> None:
-        """Connect until it succeeds, each try with a new client."""
+        """Connect until it succeeds, each try with a new client and, where there are several, the next server."""
         while True:
             self.client, self._lost = Client(), anyio.Event()
+            self._servers = [*self._servers[1:], *self._servers[:1]]
             try:
-                await self.client.connect(
-                    self._servers,
-                    error_cb=self._hear_error,
-                    closed_cb=self._hear_lost(self._lost),
-                    allow_reconnect=False,
-                    **self._options,
-                )
+                with anyio.fail_after(TRY_SECONDS):
+                    await self.client.connect(
+                        self._servers[-1:],
+                        error_cb=self._hear_error,
+                        closed_cb=self._hear_lost(self._lost),
+                        allow_reconnect=False,
+                        **self._options | {"max_reconnect_attempts": TRIES},
+                    )
             except (OSError, NatsError, TimeoutError):
                 if self._has_given_up or not self._reconnects:
                     raise
@@ -116,8 +125,9 @@ class ClientWire(Wire):
             with anyio.move_on_after(CLOSE_LIMIT_SECONDS, shield=True):
                 await self.client.close()
             await anyio.sleep(self._options["reconnect_time_wait"])
-        found = [uri.geturl() for uri in self.client.discovered_servers]
-        self._servers = list(dict.fromkeys([*self._servers, *found]))
+        if "ws" not in self._servers[0].partition("://")[0]:  # those are known from outside by what was given alone
+            found = [uri.geturl() for uri in self.client.discovered_servers]
+            self._servers = list(dict.fromkeys([*self._servers, *found]))
         self._begin()
 
     async def _run(self) -> None:

@@ -12,6 +12,7 @@ from fleetbus.auth.cluster_config import with_port
 from fleetbus.auth.folder import AuthFolder, WriteResult, list_runs_with_keys, write_folder
 from fleetbus.auth.renewal import RenewalStep, renew_certificates
 from fleetbus.auth.rotation import KeyReplaced, revoke_key, rotate_key
+from fleetbus.auth.websocket_config import parse_address
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import MAX_LANES
 from fleetbus.errors import UserError
@@ -54,6 +55,9 @@ def command() -> None:
     default=("environment",),
     help="With --leaf: a role that sites may have; may be repeated [environment]",
 )
+@click.option(
+    "--websocket", metavar="[HOST:]PORT", help="Listen for WebSocket (wss://) as well, on loopback unless HOST is given"
+)
 @json_option("what was written")
 def init(
     folder: Path,
@@ -66,6 +70,7 @@ def init(
     routes: tuple[str, ...],
     leaves: tuple[str, ...],
     leaf_roles: tuple[str, ...],
+    websocket: str | None,
     as_json: bool,
 ) -> None:
     """Write into DIR an nkey per run and user, TLS certificates, and nats-server.conf with an account for each.
@@ -88,11 +93,25 @@ def init(
         every = list(dict.fromkeys((*LOCAL_HOSTS, *hosts)))
         at_sites = list(dict.fromkeys(leaf_roles)) if leaves else []
         written = write_folder(
-            AuthFolder(folder), plans, hosts=every, days=days, mounted_at=where, routes=between, leaf_roles=at_sites
+            AuthFolder(folder),
+            plans,
+            hosts=every,
+            days=days,
+            mounted_at=where,
+            routes=between,
+            leaf_roles=at_sites,
+            websocket=_parse_websocket(websocket),
         )
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install 'fleetbus[auth]'") from error
     _show(written, as_json)
+
+
+def _parse_websocket(address: str | None) -> str:
+    try:
+        return parse_address(address) if address else ""
+    except ValueError as error:
+        raise UserError(f"--websocket {error}") from error
 
 
 def _check_names(names: tuple[str, ...]) -> None:
