@@ -21,19 +21,17 @@ from fleetbus.bus.streams import READER, RunPlan
 DIGEST_BYTES = 15
 """24 letters and digits behind the name."""
 
-
-MAX_READERS = 32
-"""Readers of the log that all who use such a key may have at a time; each page, `top` or exporter has two or three."""
-
-COUNTED = ("monitor", "recorder")
-"""Users whose readers have names that their rights list. All others need as many as there are workers."""
+COUNTED: Mapping[str, int] = {"monitor": 32, "recorder": 16}
+"""Users whose readers have names that their rights list, and how many readers of the log all who use such a key may have at a
+time: each page, `top` or exporter has two or three, a recorder one, and six while it starts. All others need as many as there
+are workers."""
 
 
 def reader_names(run: str, user: str, seed: bytes) -> tuple[str, ...]:
     """The names of the consumers that a user reads by, whose own ``seed`` is; none: it may choose them."""
     if user not in COUNTED:
         return ()
-    return tuple(_secret_name(run, f"{READER}{number}", seed) for number in range(MAX_READERS))
+    return tuple(_secret_name(run, f"{READER}{number}", seed) for number in range(COUNTED[user]))
 
 
 def secret_names(plan: RunPlan, seed: bytes) -> dict[str, str]:

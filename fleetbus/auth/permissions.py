@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from fleetbus.bus.objects import images_bucket, weights_bucket
-from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, work_alias
+from fleetbus.bus.streams import IMPORTED_API, RunPlan, work_alias
 from fleetbus_schemas import ANY_LANE
 from fleetbus_schemas.channels import CHANNELS, ROLES, Channel, Use, Way, covers_log
 
@@ -38,8 +38,8 @@ them. Costs a few milliseconds where a history is rebuilt, and keeps tasks and t
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """Messages on ``subject`` that the run's account takes; ``target`` is their subject there if it is another one.
-    ``streamed``: a question with any number of answers."""
+    """Messages on ``subject`` that the run's account takes, which maps what is below `IMPORTED_API` to JetStream; ``target`` is
+    their subject there if it is another one. ``streamed``: a question with any number of answers."""
 
     subject: str
     target: str = ""
@@ -106,9 +106,7 @@ def _needs(*subjects: str) -> tuple[Need, ...]:
 
 
 def _api(*questions: str, streamed: bool = False) -> tuple[Need, ...]:
-    return tuple(
-        Need(subject=f"{IMPORTED_API}.{question}", target=f"{API}.{question}", streamed=streamed) for question in questions
-    )
+    return tuple(Need(subject=f"{IMPORTED_API}.{question}", streamed=streamed) for question in questions)
 
 
 class _GatheredRights:
@@ -217,7 +215,7 @@ class _GatheredRights:
         for consumer in self._plan.consumers:
             if consumer.name.startswith(channel.consumer.partition("{")[0]) and consumer.name.endswith(f"_{ANY_LANE}"):
                 subject = f"{IMPORTED_API}.CONSUMER.INFO.{work_alias(self._plan.run)}.{consumer.name}"
-                target = f"{API}.CONSUMER.INFO.{self._log}.{self._names.get(consumer.name, consumer.name)}"
+                target = f"{IMPORTED_API}.CONSUMER.INFO.{self._log}.{self._names.get(consumer.name, consumer.name)}"
                 needs.append(Need(subject=subject, target=target))
         return tuple(needs)
 

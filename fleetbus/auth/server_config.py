@@ -13,7 +13,7 @@ import msgspec
 
 from fleetbus.auth.permissions import Need, Rights, build_inbox_prefix, build_rights
 from fleetbus.auth.shared_values import format_sharing
-from fleetbus.bus.streams import API, RunPlan
+from fleetbus.bus.streams import API, IMPORTED_API, RunPlan
 from fleetbus_schemas.channels import ROLES, WORKERS
 
 ANSWER_SECONDS = 60
@@ -108,7 +108,7 @@ def run_accounts(run: RunAccess) -> str:
 
 def parse_runs(text: str) -> list[str]:
     """The runs that a configuration which `server_config` wrote allows."""
-    return re.findall(r'^  "fb_([\w-]+)": \{', text, flags=re.MULTILINE)
+    return re.findall(r'^ *"fb_([\w-]+)": ?\{', text, flags=re.MULTILINE)
 
 
 def parse_policies(text: str) -> list[str]:
@@ -127,6 +127,7 @@ def _build_account(run: RunAccess, user: str, rights: Mapping[str, Rights]) -> d
         "users": [key | ({} if own.everything else {"permissions": build_permissions(user, own)})],
         **({"exports": exports} if exports else {}),
         **({"imports": imports} if imports else {}),
+        **({"mappings": {f"{IMPORTED_API}.>": f"{API}.>"}} if user == "admin" else {}),
     }
 
 
@@ -171,15 +172,20 @@ def _streams_exports(run: RunAccess, rights: Mapping[str, Rights]) -> Iterator[d
 
 def _offer(need: Need, log: str) -> Need:
     """The export that a need is a part of. No two cover the same need, but for those that are spelled as it is: which of them
-    the server would take is not said."""
+    the server would take is not said. It grants nothing: a role may ask what its account imports."""
     subject = need.target or need.subject
-    if not subject.startswith(f"{API}."):
+    kind, *rest = subject.removeprefix(f"{IMPORTED_API}.").split(".")
+    if not subject.startswith(f"{IMPORTED_API}."):
         depth = 3 if subject.startswith("$JS.ACK.") else 2
         subject = ".".join([*subject.split(".")[:depth], ">"])
-    for verb in ("CREATE", "INFO"):
-        asked = f"{API}.CONSUMER.{verb}.{log}."
-        if subject.startswith(asked):
-            subject = f"{asked}*" + (".>" if "." in subject.removeprefix(asked) else "")
+    elif kind == "STREAM":
+        subject = f"{IMPORTED_API}.STREAM.>"
+    elif kind == "CONSUMER":
+        subject = f"{IMPORTED_API}.CONSUMER.{rest[0]}.>"
+    elif need.streamed and len(rest) == 2:  # DIRECT.GET of a stream
+        subject = f"{IMPORTED_API}.DIRECT.GET.*"
+    elif not need.streamed and rest[1] != log:
+        subject = f"{IMPORTED_API}.DIRECT.GET.{rest[1]}.>"
     return Need(subject=subject, streamed=need.streamed)
 
 
@@ -211,5 +217,5 @@ def _from(account: str, subject: str) -> dict[str, str]:
 
 
 def _service(subject: str, accounts: Sequence[str], seconds: int, streamed: bool) -> dict[str, Any]:
-    answers = "stream" if streamed else "singleton"
-    return {"service": subject, "accounts": list(accounts), "response": answers, "threshold": f"{seconds}s"}
+    answers = {"response": "stream"} if streamed else {}  # one answer unless it is said
+    return {"service": subject, "accounts": list(accounts), **answers, "threshold": f"{seconds}s"}

@@ -5,12 +5,15 @@ nats-server reads a variable where it is used, with the value that it had last: 
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-_REFERENCE, _DEFINITION = len("$v99"), len("  v99: \n")
+_REFERENCE, _DEFINITION = len("$A9"), len("A9:\n")
+_LETTERS, _SIGNS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789abcdefghijklmnopqrstuvwxyz"
+"""Names of variables begin with a capital and go on with none: no word of the configuration does."""
 
 
 def format_sharing(values: Mapping[str, Any]) -> list[str]:
@@ -18,8 +21,8 @@ def format_sharing(values: Mapping[str, Any]) -> list[str]:
     text = _Text()
     for value in values.values():
         text.count_parts(value)
-    lines = [f"  {name}: {definition}" for name, definition in text.name_parts()]
-    return [*lines, *(f"  {json.dumps(key)}: {text.shorten(value)}" for key, value in values.items())]
+    lines = [f"{name}:{definition}" for name, definition in text.name_parts()]
+    return [*lines, *(f"{json.dumps(key)}:{text.shorten(value)}" for key, value in values.items())]
 
 
 class _Text:
@@ -44,9 +47,10 @@ class _Text:
         """Variables for the parts that are worth one, and what each stands for; those that it is made of stand before it."""
         counted = self._counted.items()
         worth = [text for text, count in counted if (count - 1) * len(text) > count * _REFERENCE + _DEFINITION]
-        for number, text in enumerate(sorted(worth, key=len)):
-            yield f"v{number}", self.shorten(self._parts[text])
-            self._names[text] = f"$v{number}"
+        names = dict(zip(sorted(worth, key=lambda text: -self._counted[text]), _spell_names(), strict=False))
+        for text in sorted(worth, key=len):
+            yield names[text], self.shorten(self._parts[text])
+            self._names[text] = f"${names[text]}"
 
     def shorten(self, value: Any) -> str:
         """The text with the variables that there are so far."""
@@ -60,7 +64,18 @@ class _Text:
         return self._full[id(value)]
 
 
+def _spell_names() -> Iterator[str]:
+    """Names without end, short ones first."""
+    for length in itertools.count():
+        for signs in itertools.product(_LETTERS, *([_SIGNS] * length)):
+            yield "".join(signs)
+
+
 def _join(value: Any, form: Callable[[Any], str]) -> str:
     if isinstance(value, dict):
-        return f"{{{','.join(f'{key}: {form(each)}' for key, each in value.items())}}}"
+        return f"{{{','.join(f'{_quote(key)}:{form(each)}' for key, each in value.items())}}}"
     return f"[{','.join(map(form, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
+def _quote(key: str) -> str:
+    return key if key.isidentifier() else json.dumps(key)

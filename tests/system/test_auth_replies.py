@@ -17,7 +17,7 @@ from fleetbus.auth.keys import public_key
 from fleetbus.auth.permissions import build_rights
 from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.server import run_server
-from fleetbus.bus.streams import plan_run
+from fleetbus.bus.streams import API, IMPORTED_API, plan_run
 from fleetbus.errors import BusError
 from fleetbus_schemas import EpisodeRequested, OperationRecorded, PolicyPublished, Task, encode
 from fleetbus_schemas.channels import ROLES
@@ -209,7 +209,7 @@ async def test_an_answer_does_not_ack_what_another_worker_was_given(secured: Sec
 async def test_in_one_account_the_same_permissions_do_not_hold(secured: SecuredServer, tmp_path: Path) -> None:
     """What the accounts are for: the monitor's rights as permissions of one account, and one question deletes the log."""
     rights = build_rights("monitor", PLAN)
-    allowed = [need.target or need.subject for need in rights.asks]
+    allowed = [(need.target or need.subject).replace(f"{IMPORTED_API}.", f"{API}.", 1) for need in rights.asks]
     config = tmp_path / "one-account.conf"
     monitor = {"user": "monitor", "password": "m", "permissions": {"publish": {"allow": allowed}, "subscribe": ["_INBOX.>"]}}
     users = [{"user": "admin", "password": "a"}, monitor]
