@@ -25,6 +25,13 @@ HEAD_BYTES = 1 << 20
 CHUNK_BYTES = 1 << 20
 """Compared at a time."""
 
+S3_SECONDS = 15.0
+"""For one answer of a server of S3."""
+
+S3_TRIES = 2
+"""Of a request by botocore, and of that by s3fs: a server that says nothing is left after a minute, and not after six, for
+which a recorder that drains would wait. Its next call tries again."""
+
 COPY_SECONDS = 60.0
 """A call begins no copy later: a recorder that drains waits for the one that is at work."""
 
@@ -34,7 +41,7 @@ class ArchiveStore:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._files: Any = open_filesystem(self.url)
+        self._files: Any = _open_files(self.url)
         self._begins: dict[int, int] = {}
 
     def list_sizes(self) -> dict[str, int]:
@@ -136,3 +143,13 @@ class ArchiveStore:
                 return {}
         sizes = {Path(each["name"]).name: int(each["size"] or 0) for each in found if each["type"] == "file"}
         return {name: size for name, size in sizes.items() if is_segment(name)}
+
+
+def _open_files(url: str) -> Any:
+    """The file system of a place; one of S3 with limits of ours."""
+    if url.partition("://")[0] not in ("s3", "s3a"):
+        return open_filesystem(url)
+    tries = {"total_max_attempts": S3_TRIES, "mode": "standard"}
+    files = open_filesystem(url, config_kwargs={"connect_timeout": S3_SECONDS, "read_timeout": S3_SECONDS, "retries": tries})
+    files.retries = S3_TRIES
+    return files

@@ -93,21 +93,26 @@ def download(uri: str, file: Path) -> None:
 
 @contextmanager
 def raise_os_error(url: str) -> Iterator[None]:
-    """Each of fsspec's implementations raises errors of its own: a server that answers 503 must not end a worker."""
+    """Each of fsspec's implementations raises errors of its own: a server that answers 503 must not end a worker. Those of
+    Python's that s3fs makes of answers do not say whose they are."""
     try:
         yield
-    except (OSError, UserError):
-        raise
+    except (OSError, UserError) as error:
+        if type(error) not in (OSError, PermissionError) or error.filename or url in str(error):  # type: ignore[union-attr]
+            raise
+        named = type(error)(f"{url}: {' '.join(str(error).split())}")
+        named.errno = error.errno  # type: ignore[union-attr]
+        raise named from error
     except Exception as error:  # each store has errors of its own
         raise OSError(f"{url}: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 
-def open_filesystem(url: str) -> Any:
-    """fsspec's file system for a URL; raises `UserError` naming what has to be installed."""
+def open_filesystem(url: str, **options: object) -> Any:
+    """fsspec's file system for a URL, with options of its own; raises `UserError` naming what has to be installed."""
     try:
         from fsspec.core import url_to_fs
 
-        return url_to_fs(url)[0]
+        return url_to_fs(url, **options)[0]
     except ModuleNotFoundError as error:
         raise UserError(f"{url} needs fsspec: pip install 'fleetbus[stores]'") from error
     except (ImportError, ValueError) as error:
