@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.anyio
 RUN = "own"
 
 
-def build_tensors(value: float) -> list[tuple[str, torch.Tensor]]:
+def build_tensors(value: float) -> list[tuple[str, Any]]:
     return [("model.weight", torch.full((2, 3), value)), ("model.bias", torch.zeros(3))]
 
 
