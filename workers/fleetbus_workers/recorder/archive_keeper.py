@@ -177,8 +177,8 @@ def _find_begun(
     now_ns: int,
     read_begin: Callable[[Segment], int],
 ) -> int:
-    """The begin that the note keeps of those ``below``: once they are gone, nothing else tells that a segment began by a clock that was
-    behind."""
+    """The begin that the note keeps of those ``below``: once they are gone, nothing else tells that a segment began by a clock
+    that was behind."""
     leaving = [segment for segment in segments if segment.first < below] if keep.hours > 0 else []
     return find_latest_begin(leaving, noted.begun_ns, now_ns=now_ns, read_begin=read_begin)
 
