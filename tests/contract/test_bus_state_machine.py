@@ -157,7 +157,7 @@ def machine_on(url: str, portal: Any) -> type[RuleBasedStateMachine]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_whatever_is_done_to_both_buses_they_answer_the_same(tmp_path: Path) -> None:
     with start_blocking_portal("asyncio") as portal:
         with portal.wrap_async_context_manager(run_server(tmp_path, monitor_port=None)) as server:
