@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 WORKERS = ("environment-1", "inference-1")
 DOWN_SECONDS = 5.0
+CUT_SECONDS = 12.0
 
 needs_firewall = pytest.mark.skipif(
     not (has_namespaces() and shuts_out()), reason="needs root, network namespaces and iptables on Linux"
@@ -53,7 +54,7 @@ def connects(site: Site, host: str, port: int) -> bool:
 
 
 @needs_firewall
-async def test_a_run_trains_through_one_port_while_workers_are_killed_and_its_server_starts_again(tmp_path: Path) -> None:
+async def test_a_run_trains_through_one_port_beside_kills_a_cut_of_the_link_and_a_restart_of_its_server(tmp_path: Path) -> None:
     results, begun = Results(), time.monotonic()
     async with shut_in(tmp_path) as (servers, site, port), servers.connect(RUN, "monitor-1") as bus, AsyncExitStack() as stack:
         assert servers.auth is not None
@@ -74,6 +75,13 @@ async def test_a_run_trains_through_one_port_while_workers_are_killed_and_its_se
                 await running[killed].wait()
                 running[killed] = await stack.enter_async_context(role(killed, url, keys, tmp_path, before=site.command()))
             await results.until(len(results.finished) + 8, "environment-1")
+            await site.cut()
+            await anyio.sleep(CUT_SECONDS)
+            await site.mend()
+            mended = anyio.current_time()
+            await results.until(1, "environment-1", mended)
+            back = anyio.current_time() - mended
+            await results.until(len(results.finished) + 8, "environment-1")
             await servers.processes[0].kill()
             await anyio.sleep(DOWN_SECONDS)
             await servers.processes[0].restart()
@@ -84,7 +92,8 @@ async def test_a_run_trains_through_one_port_while_workers_are_killed_and_its_se
         report, refused = await audit_run(bus, S), await servers.violations()
         with anyio.fail_after(30):
             assert await learner.wait() == 0
-    print(f"{time.monotonic() - begun:.0f} s: {results.steps} steps, {len(results.finished)} episodes")
+    played = f"{results.steps} steps, {len(results.finished)} episodes"
+    print(f"{time.monotonic() - begun:.0f} s: {played}, back {back:.1f} s after the cut")
     assert report.balanced, report.findings
     assert refused == []
     assert {outcome for _, _, outcome in results.finished} <= {"completed", "cancelled", "stale"}
