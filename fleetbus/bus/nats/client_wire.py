@@ -20,7 +20,9 @@ from nats.aio.subscription import Subscription
 from nats.errors import BadSubscriptionError
 from nats.errors import Error as NatsError
 
+from fleetbus.bus.nats.nats_py import attach_transport
 from fleetbus.bus.nats.protocol import header_fields, make_header_block
+from fleetbus.bus.nats.websocket_transport import WebSocketTransport
 from fleetbus.bus.nats.wire import CLOSE_LIMIT_SECONDS, Callback, ErrorCallback, Wire
 
 TRY_SECONDS = 6.0
@@ -59,6 +61,10 @@ class ClientWire(Wire):
     @property
     def unwritten_bytes(self) -> int:
         return self._queued_bytes + int(self.client.pending_data_size)
+
+    @property
+    def _is_websocket(self) -> bool:
+        return self._servers[0].startswith(("ws://", "wss://"))
 
     async def connect(
         self,
@@ -108,6 +114,8 @@ class ClientWire(Wire):
         while True:
             self.client, self._lost = Client(), anyio.Event()
             self._servers = [*self._servers[1:], *self._servers[:1]]
+            if self._is_websocket:
+                attach_transport(self.client, WebSocketTransport())
             try:
                 with anyio.fail_after(TRY_SECONDS):
                     await self.client.connect(
@@ -125,7 +133,7 @@ class ClientWire(Wire):
             with anyio.move_on_after(CLOSE_LIMIT_SECONDS, shield=True):
                 await self.client.close()
             await anyio.sleep(self._options["reconnect_time_wait"])
-        if "ws" not in self._servers[0].partition("://")[0]:  # those are known from outside by what was given alone
+        if not self._is_websocket:  # those are known from outside by what was given alone
             found = [uri.geturl() for uri in self.client.discovered_servers]
             self._servers = list(dict.fromkeys([*self._servers, *found]))
         self._begin()

@@ -42,7 +42,7 @@ def find_unsupported(url: str) -> str:
     return ""
 
 
-def attach_transport(client: Client, transport: SocketTransport) -> None:
+def attach_transport(client: Client, transport: Transport) -> None:
     """Let a client that is not connected yet use this transport."""
     client._transport = transport
 
