@@ -118,7 +118,7 @@ def _read_model_settings(
         return check_run(loaded, fresh=True)[0], None
     played = load_benchmark(benchmark, loaded.configuration.environment.python)
     loaded = msgspec.structs.replace(loaded, configuration=played.fit(loaded.configuration, loaded.given))
-    configuration, _ = check_run(loaded, fresh=True)
+    configuration, _ = check_run(loaded, fresh=True, local_environment=True)  # it was loaded, and has tasks of its own
     return _fit(played, configuration, loaded.given), played
 
 
