@@ -79,7 +79,7 @@ test-foreign *arguments:
     mkdir -p build/tool_test && git -C "$VERIFIERS_CHECKOUT" archive v0.2.0 environments/tool_test | tar x -C build/tool_test --strip-components=2
     .venv-verifiers-v0/bin/pip install -q 'verifiers==0.3.1' build/tool_test
     test -d .venv-inspect || python3 -m venv .venv-inspect
-    .venv-inspect/bin/pip install -q 'inspect_ai==0.3.285' inspect_evals openai 'pydantic[email]'
+    .venv-inspect/bin/pip install -q 'inspect_ai==0.3.285' 'inspect_evals==0.26.0' openai 'pydantic[email]'
     test -d .venv-bfcl || python3 -m venv .venv-bfcl
     .venv-bfcl/bin/pip install -q --no-deps 'bfcl-eval==2026.3.23' tree-sitter==0.21.3 tree-sitter-java==0.21.0 tree-sitter-javascript==0.21.4
     .venv-bfcl/bin/pip install -q openai mpmath filelock tenacity overrides

@@ -1,4 +1,4 @@
-"""Computes the scores of `inspect_ai` itself: ``python original_scores.py TASK EPISODES PAD``, in its interpreter.
+"""Computes the scores of `inspect_ai` itself: ``python original_scores.py TASK EPISODES PAD PART``, in its interpreter.
 
 EPISODES is a file, ``[[INDEX, [ANSWER, ...]], ...]``, as in original_rewards.py; after its answers an episode is answered with
 PAD, which is JSON. The model is the package's own `mockllm`. Prints a list of scores as numbers, null where an evaluation
@@ -31,7 +31,7 @@ def build_outputs(answers: list[Any], pad: Any) -> Iterator[ModelOutput]:
         yield output
 
 
-def score(task: str, index: int, answers: list[Any], pad: Any, folder: str) -> float | None:
+def score(task: str, index: int, answers: list[Any], pad: Any, part: str, folder: str) -> float | None:
     model = get_model("mockllm/model", custom_outputs=build_outputs(answers, pad), memoize=False)
     [log] = evaluate(
         task, model=model, model_roles={"user": model, "grader": model}, limit=(index, index + 1), epochs=1, display="none",
@@ -39,13 +39,15 @@ def score(task: str, index: int, answers: list[Any], pad: Any, folder: str) -> f
     )  # fmt: skip
     if log.status != "success" or not log.samples or log.samples[0].error:
         return None
-    return float(value_to_float()(next(iter(log.samples[0].scores.values())).value))
+    value = next(iter(log.samples[0].scores.values())).value
+    return float(value_to_float()(value[part] if part else value))
 
 
 def main() -> None:
-    task, episodes, pad = sys.argv[1], json.loads(Path(sys.argv[2]).read_text()), json.loads(sys.argv[3])
+    task, file, pad, part = sys.argv[1:]
+    episodes = json.loads(Path(file).read_text())
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps([score(task, index, answers, pad, folder) for index, answers in episodes]))
+        print(json.dumps([score(task, index, answers, json.loads(pad), part, folder) for index, answers in episodes]))
 
 
 if __name__ == "__main__":

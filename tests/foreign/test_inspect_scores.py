@@ -14,6 +14,7 @@ import anyio
 import pytest
 
 from tests.foreign.playing import play_all
+from tests.groups import lacks_docker
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("INSPECT_PYTHON", str(ROOT / ".venv-inspect/bin/python"))
@@ -24,11 +25,14 @@ pytestmark = [pytest.mark.foreign, pytest.mark.timeout(3600)]
 
 
 class Case(NamedTuple):
-    """``answer`` makes the answers of an episode; ``pad`` is every further one."""
+    """``answer`` makes the answers of an episode; ``pad`` is every further one. ``part``: the one of several of its score.
+    ``in_docker``: its sandbox is a container of an image that is pulled."""
 
     task: str
     answer: Callable[[int, random.Random], list[Any]]
     pad: Any = "done"
+    part: str = ""
+    in_docker: bool = False
 
 
 def answer_sums(index: int, draw: random.Random) -> list[Any]:
@@ -67,8 +71,8 @@ def answer_airline(index: int, draw: random.Random) -> list[Any]:
 CASES = {
     "sums": Case(f"{SMALL}@sums", answer_sums),
     "sums_with_a_tool": Case(f"{SMALL}@sums_with_a_tool", answer_with_tool, [["submit", {"answer": "none"}]]),
-    "agentdojo": Case("inspect_evals/agentdojo", answer_dojo),
-    "mind2web_sc": Case("inspect_evals/mind2web_sc", answer_guard),
+    "agentdojo": Case("inspect_evals/agentdojo", answer_dojo, part="utility"),
+    "mind2web_sc": Case("inspect_evals/mind2web_sc", answer_guard, in_docker=True),
     "tau2_airline": Case("inspect_evals/tau2_airline", answer_airline, "###STOP###"),
 }
 
@@ -76,14 +80,18 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 async def test_scores_are_those_of_the_packages_own_evaluation(name: str, tmp_path: Path) -> None:
     case, draw = CASES[name], random.Random(name)
+    if case.in_docker and lacks_docker():
+        pytest.skip(lacks_docker())
     indexes = [draw.randrange(10) for _ in range(EPISODES)]
     episodes = [(index, case.answer(index, draw)) for index in indexes]
     file = tmp_path / "episodes.json"
     file.write_text(json.dumps(episodes))
     original = str(Path(__file__).with_name("original_scores.py"))
-    command = [PYTHON, original, case.task, str(file), json.dumps(case.pad)]
+    command = [PYTHON, original, case.task, str(file), json.dumps(case.pad), case.part]
     done = await anyio.run_process(command, stderr=subprocess.DEVNULL, cwd=tmp_path)
     theirs = json.loads(done.stdout.splitlines()[-1])
-    ours = await play_all(f"inspect+python={PYTHON}:{case.task}", episodes, pad=case.pad)
+    ours = await play_all(
+        f"inspect+python={PYTHON}:{case.task}{f' part={case.part}' if case.part else ''}", episodes, pad=case.pad
+    )
     print(name, len(ours), "errors", theirs.count(None), "scores", sorted({score for score in ours if score is not None}))
     assert ours == theirs
