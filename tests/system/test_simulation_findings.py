@@ -11,7 +11,7 @@ import anyio
 import msgspec
 import pytest
 
-import fleetbus_workers.environment.stepwise.host as host
+import fleetbus_workers.environment.stepwise.journal_reads as journal_reads
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryBus, MemoryServer
 from fleetbus.bus.streams import plan_run
@@ -355,7 +355,7 @@ async def test_a_session_is_unknown_only_where_no_replica_has_heard_of_it(monkey
         async def lagging(bus: MemoryBus, subjects: Subjects, session: str) -> Journal:
             return Journal() if next(behind, False) else await read(bus, subjects, session)
 
-        monkeypatch.setattr(host, "read_session_journal", lagging)
+        monkeypatch.setattr(journal_reads, "read_session_journal", lagging)
         here.worker("e2", SessionWorld())
         await here.fleet.until(lambda: "e2" in here.fleet.beats and here.fleet.beats["e2"].session_slots > 0)
         reset, subject = SessionCall(session="s", call="reset", key="r"), here.fleet.subjects.rpc("e2", "s")
