@@ -50,11 +50,10 @@ def session_left_open(patch: pytest.MonkeyPatch) -> None:
 
 
 def sessions_without_slots(patch: pytest.MonkeyPatch) -> None:
-    async def faulty(self: host.SessionHost, wait_seconds: float) -> bool:
-        await anyio.lowlevel.checkpoint()
+    def faulty(self: host.SessionHost) -> bool:
         return True
 
-    patch.setattr(host.SessionHost, "_acquire_slot", faulty)
+    patch.setattr(host.SessionHost, "_take_free_slot", faulty)
 
 
 def restored_without_steps(patch: pytest.MonkeyPatch) -> None:
