@@ -95,7 +95,7 @@ test-foreign *arguments:
     test -d build/nemo_gym || .venv/bin/python -m zipfile -e build/nemo_gym-0.7.0-py3-none-any.whl build/nemo_gym
     .venv/bin/pip install -q --upgrade --target build/nemo_gym_needs orjson
     for each in python3.13 ~/.pyenv/versions/3.13*/bin/python3; do test -d .venv-nemo-gym || "$each" -m venv .venv-nemo-gym || true; done
-    .venv-nemo-gym/bin/pip install -q aiohttp fastapi httptools httpx hydra-core itsdangerous mcp mlflow-skinny omegaconf openai orjson pandas psutil pydot python-multipart ray requests rich scipy tqdm uvicorn devtools yappi
+    .venv-nemo-gym/bin/pip install -q aiohttp fastapi httptools httpx hydra-core itsdangerous mcp mlflow-skinny omegaconf openai orjson pandas psutil pydot python-multipart ray requests rich scipy tqdm uvicorn wandb devtools yappi
     PATH=$PWD/.venv-verifiers/bin:$PATH .venv/bin/pytest -n0 -q -s -m foreign tests/foreign {{arguments}}
 
 # The clients of OpenEnv, SkyRL and VAGEN under kills and faults, each from a separate environment; VAGEN's, which is on no
