@@ -90,7 +90,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     new groups. ``engine`` is what an inference worker's engine says of itself. ``pools`` are those that an environment worker
     takes episodes of. ``version`` and ``protocol`` are as in `WorkerStarted`. ``share`` is that of a run in an inference worker
     that serves several; ``slots`` are then those that the run would get at the moment. ``policy`` is what a learner trains,
-    or an inference worker serves.
+    or an inference worker serves. ``takes_ahead``: an inference worker answers turns that are asked for ahead of others.
     """
 
     role: WorkerRole
@@ -111,6 +111,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     protocol: int = 0
     share: SlotShare | None = None
     policy: OptionalName = ""
+    takes_ahead: bool = False
 
 
 class LaneLease(Message, frozen=True, kw_only=True):

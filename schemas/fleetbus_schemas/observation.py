@@ -21,6 +21,10 @@ class Observation(Message, frozen=True, kw_only=True):
     counts those begun, this one included: a worker that has to begin another one gives it that number. ``seat`` is the part of
     the episode that acts next; empty if there is one only. What is sampled for a turn that is not ``trained`` may come without
     log-probabilities.
+
+    ``ahead`` turns before this one had no answer when it was asked for: it stands on none of them, and is sampled beside them.
+    Its Action expects that of the turn before it, of the same attempt, in place of ``action_sequence``; who cannot store it so
+    drops it, for it is asked for again in its turn.
     """
 
     episode_id: Name
@@ -43,3 +47,4 @@ class Observation(Message, frozen=True, kw_only=True):
     segments: int = 1
     seat: str = ""
     trained: bool = True
+    ahead: Count = 0

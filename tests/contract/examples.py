@@ -196,6 +196,7 @@ _EXAMPLES: tuple[Message, ...] = (
         segments=3,
         seat="second",
         trained=False,
+        ahead=2,
     ),
     Action(
         episode_id="s3-g7-k2",
@@ -369,6 +370,7 @@ _EXAMPLES: tuple[Message, ...] = (
         protocol=1,
         share=SlotShare(slots=16, weight=3.0, weights=4.0, quota=12, used_by_others=4),
         policy="main",
+        takes_ahead=True,
     ),
     LaneLease(worker="env-1", nonce="b7d0c1", lease_seconds=10.0),
     EpisodeLabeled(
