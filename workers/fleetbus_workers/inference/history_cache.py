@@ -153,7 +153,8 @@ class HistoryCache:
         raise HistoryMismatch(f"turn {observation.turn} of {episode} refers to a history that is not in the log")
 
     async def _turns_before(self, observation: Observation) -> tuple[Turn, ...] | None:
-        """The turns before the observation's in the log; None if what was read ends before what the observation stands on.
+        """The turns before the observation's in the log; None if what was read ends before what the observation stands on,
+        which is none of the turns that it was asked for ahead of.
 
         Raises `StaleObservation` upon a newer claim or a result only: they stay true, even if a later read shows less.
         """
@@ -165,7 +166,7 @@ class HistoryCache:
         if attempt < observation.attempt:
             return None
         turns = await read_turns(self._bus, self._subjects, episode, episode_state)
-        return turns[: observation.turn] if len(turns) >= observation.turn else None
+        return turns[: observation.turn] if len(turns) >= observation.turn - observation.ahead else None
 
     def put(self, name: str, history: History) -> None:
         """Remember the history after an Action, most recently used last."""

@@ -1,6 +1,7 @@
 """One Observation becomes one Action: history, template delta, sampling, storing (docs/concepts/delivery.md, rules 4, 5, 9).
 
-The Action expects the sequence that its Observation carries, so the server stores one per turn, that of the first to answer.
+The Action expects the sequence that its Observation carries, or that of the turn before it (`TurnOrder`), so the server stores
+one per turn, that of the first to answer.
 The Observation is acked only when an Action for its turn stands in the log, or when no worker waits for one any more.
 """
 
@@ -51,6 +52,7 @@ from fleetbus_workers.inference.history_cache import History, HistoryCache, Hist
 from fleetbus_workers.inference.pinned_versions import HoldsVersions, wait_for_version
 from fleetbus_workers.inference.rendered_history import count_shared
 from fleetbus_workers.inference.stops import end_at_stop
+from fleetbus_workers.inference.turn_order import OutOfTurn, TurnOrder
 from fleetbus_workers.inference.turn_rules import (
     VersionSuperseded,
     check_pinned_version,
@@ -102,6 +104,7 @@ class ObservationHandler:
         self._histories = HistoryCache(bus, subjects, with_messages=template.renders_history)
         self._busy: dict[str, dict[str, Observation]] = {}
         """By turn in work its observations by lease, in order: one, and those that were routed again."""
+        self._order = TurnOrder(bus, self._busy)
         self._expected_sequence = math.inf
         self._version_loaded = anyio.Event()
         self._now = get_clock()
@@ -109,6 +112,12 @@ class ObservationHandler:
         """Of the observations in work; its `Deadlines.run` runs beside them."""
         self.problem = ""
         """Why the engine answered nothing the last time it was asked, in one line; empty if it did."""
+
+    @property
+    def takes_ahead(self) -> bool:
+        """True if it answers turns that are asked for ahead of others. A template that renders whole conversations may begin
+        segments of its own, which those after it do not count."""
+        return not self._template.renders_history
 
     @property
     def turns(self) -> tuple[str, ...]:
@@ -154,6 +163,7 @@ class ObservationHandler:
             log.warning("engine failed; leaving the observation to another worker", reason=str(failed))
         finally:
             del self._busy[turn]
+            self._order.end(turn)
             for lease in waiting:
                 self._leases.take(lease)
             structlog.contextvars.unbind_contextvars("episode", "deadline_ns", "attempt", "turn")  # the task is used again
@@ -179,6 +189,8 @@ class ObservationHandler:
     async def _answer(self, observation: Observation, delivery: Delivery) -> bool:
         """Answer it; False if the log refused the answer. Past the deadline no answer is needed: the episode's worker records
         the timeout. If it asked past the deadline, the server's clock was set, which it does not go by."""
+        if observation.ahead and not self.takes_ahead:
+            return False
         sequence, asked_ns, deadline_ns = delivery.message.sequence, delivery.message.time_ns, observation.deadline_ns
         is_timed = asked_ns < deadline_ns
         remaining_seconds = (deadline_ns - self._bus.now_ns()) / 1e9 if is_timed else LONGEST_ANSWER_SECONDS
@@ -352,11 +364,18 @@ class ObservationHandler:
             payload = encode(self._build_failed_action(observation, "oversized", malformed.reason), subject=subject)
         while True:
             try:
-                await self._bus.publish(subject, payload, expected_last=observation.action_sequence)
+                expected = await self._order.wait(observation, subject) if observation.ahead else observation.action_sequence
+                await self._bus.publish(subject, payload, expected_last=expected)
                 return True
+            except OutOfTurn:
+                self._counters["out_of_turn"] += 1
+                return await self._confirm_stored(subject, action)
             except SequenceConflict:
                 self._counters["refused"] += 1
-                return await self._confirm_stored(subject, action)
+                if await self._confirm_stored(subject, action):
+                    return True
+                if not observation.ahead:
+                    return False
             except (LogFull, PublishUnanswered) as error:  # left to its lease, it would count as an observation that kills
                 log.warning("action publish failed; retrying", reason=str(error))
                 await anyio.sleep(RETRY_SECONDS)

@@ -231,6 +231,7 @@ class InferenceWorker:
             engine=None if self._is_frozen else self._engine_meter.measure(anyio.current_time()),
             share=self._describe_share(),
             policy=self._policy,
+            takes_ahead=self._handler.takes_ahead,
         )
 
     def _count_slots(self) -> int:
