@@ -11,6 +11,7 @@ _PUBLIC = {
     "Environment": ("fleetbus_workers.environment.base", "stable"),
     "Start": ("fleetbus_workers.environment.base", "stable"),
     "Step": ("fleetbus_workers.environment.base", "stable"),
+    "Ahead": ("fleetbus_workers.environment.base", "provisional"),
     "ContextChange": ("fleetbus_schemas", "provisional"),
     "Verdict": ("fleetbus_workers.environment.base", "stable"),
     "EnvironmentFailed": ("fleetbus_workers.environment.base", "stable"),
@@ -48,6 +49,7 @@ added; ``provisional``: it may change in any release, with a line in CHANGELOG.m
 
 __all__ = [
     "Action",
+    "Ahead",
     "BusError",
     "ChatMessage",
     "ContextChange",

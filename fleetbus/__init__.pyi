@@ -29,6 +29,7 @@ from fleetbus_workers.api.reader import open_run as open_run
 from fleetbus_workers.api.run import Run as Run
 from fleetbus_workers.api.run import print_event as print_event
 from fleetbus_workers.api.run import train as train
+from fleetbus_workers.environment.base import Ahead as Ahead
 from fleetbus_workers.environment.base import Environment as Environment
 from fleetbus_workers.environment.base import EnvironmentFailed as EnvironmentFailed
 from fleetbus_workers.environment.base import Start as Start
@@ -44,6 +45,7 @@ _PUBLIC: dict[str, tuple[str, _Stability]]
 
 __all__ = [
     "Action",
+    "Ahead",
     "BusError",
     "ChatMessage",
     "ContextChange",

@@ -21,6 +21,15 @@ class EnvironmentSettings(Settings, frozen=True, kw_only=True):
         str, Meta(description="Pools that a worker takes episodes of, comma separated; empty: all of run.pool")
     ] = ""
     session_slots: Annotated[int, Meta(ge=0, description="Step-wise sessions at a time per worker, besides episodes")] = 64
+    turns_at_once: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Turns of one episode that are sampled at the same time, where they do not stand on each other: "
+            "calls of one agent, seats that act at once; 1: one after another",
+        ),
+    ] = 8
     max_attempts: Annotated[int, Meta(ge=1, description="Attempts lost with their workers before an episode ends as lost")] = 3
     max_hops: Annotated[int, Meta(ge=1, description="Re-routings of one observation before its episode ends")] = 3
     prompt: Annotated[

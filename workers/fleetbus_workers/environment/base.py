@@ -25,6 +25,39 @@ from fleetbus_schemas import (
 )
 
 
+class TurnLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of one answer beside those of its episode: at most ``max_tokens``, ended by any of the texts ``stop``. See
+    docs/decisions/0193."""
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def apply(self, sampling: SamplingSettings) -> SamplingSettings:
+        """The settings of the episode within these limits; its own stops are the first, and may come again."""
+        if self == NO_LIMITS:
+            return sampling
+        tokens = sampling.max_tokens if self.max_tokens is None else min(sampling.max_tokens, self.max_tokens)
+        return msgspec.structs.replace(sampling, max_tokens=tokens, stop=(*sampling.stop, *dict.fromkeys(self.stop)))
+
+
+NO_LIMITS = TurnLimits()
+
+
+class Ahead(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn that a later `Step` will ask for, whatever the policy answers before it: told ahead, it is sampled beside those.
+
+    ``messages``, ``seat``, ``context`` and ``tools`` are those that the step will have; ``context`` begins a new prompt or
+    resumes a segment. It stands in a context of its own: what continues the answer to a turn before it cannot be told ahead.
+    ``limits`` are those of its answer (`LimitsTurns`).
+    """
+
+    messages: tuple[ChatMessage, ...]
+    seat: str = ""
+    context: ContextChange | None = None
+    tools: tuple[ToolSpec, ...] = ()
+    limits: TurnLimits = NO_LIMITS
+
+
 class Start(msgspec.Struct, frozen=True, kw_only=True):
     """The first messages to the policy: the whole prompt (system and user messages) and the tools, if any.
 
@@ -34,7 +67,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
     Where the first ``prompted`` messages tell the policy of its tools, ``offered`` has these tools: for clients of gateways,
     who are shown the environment and not a prompt that was made for a policy. ``seat`` is the part of the episode that acts
-    first, where there are several (docs/environments.md); empty: there is one.
+    first, where there are several (docs/environments.md); empty: there is one. ``ahead`` are turns that follow the first one in
+    any case, in their order.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -44,6 +78,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     prompted: int = 0
     offered: tuple[ToolSpec, ...] = ()
     seat: str = ""
+    ahead: tuple[Ahead, ...] = ()
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +92,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     there is one. ``output``: what the called tool gave, where ``messages`` say it in words for a policy. ``context``: how the
     policy's context continues, if not by growing. ``seat`` is the part of the episode that acts next, in a context of its own;
     empty: the same as before. When a seat acts for the first time, ``messages`` are its whole prompt, and ``tools`` its tools.
+    ``ahead`` are turns that follow the next one in any case, in their order, as far as none was told before.
     """
 
     messages: tuple[ChatMessage, ...] = ()
@@ -72,6 +108,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     unrewarded: str = ""
     seat: str = ""
     tools: tuple[ToolSpec, ...] = ()
+    ahead: tuple[Ahead, ...] = ()
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,24 +199,6 @@ class LivesElsewhere(Protocol):
         """The episode that it is for, and the turns that were played before this attempt. Called once, before `open`."""
 
 
-class TurnLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits of one answer beside those of its episode: at most ``max_tokens``, ended by any of the texts ``stop``. See
-    docs/decisions/0193."""
-
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-
-    def apply(self, sampling: SamplingSettings) -> SamplingSettings:
-        """The settings of the episode within these limits; its own stops are the first, and may come again."""
-        if self == NO_LIMITS:
-            return sampling
-        tokens = sampling.max_tokens if self.max_tokens is None else min(sampling.max_tokens, self.max_tokens)
-        return msgspec.structs.replace(sampling, max_tokens=tokens, stop=(*sampling.stop, *dict.fromkeys(self.stop)))
-
-
-NO_LIMITS = TurnLimits()
-
-
 @runtime_checkable
 class LimitsTurns(Protocol):
     """An environment that limits single answers of the policy, as an agent does in its calls."""
@@ -187,6 +206,18 @@ class LimitsTurns(Protocol):
     @property
     def turn_limits(self) -> TurnLimits:
         """The limits of the answer that comes next."""
+
+
+@runtime_checkable
+class AsksAhead(Protocol):
+    """An environment that learns of later turns while the policy is asked, as of the calls of an agent's sub-agents."""
+
+    asks_ahead: bool
+    """True if `ask_ahead` is to be called."""
+
+    async def ask_ahead(self) -> Ahead | None:
+        """Wait for the next turn that follows those known so far in any case; None if there will be none before the next step.
+        Cancelled when the policy has answered: a turn that was not returned then is asked for by a step alone."""
 
 
 @runtime_checkable

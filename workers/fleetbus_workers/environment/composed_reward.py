@@ -15,6 +15,8 @@ from fleetbus_schemas import Action, ChatMessage, EpisodeRequested, Task, Untrai
 from fleetbus_workers.environment.adapter_context import EnvironmentFactory
 from fleetbus_workers.environment.base import (
     NO_LIMITS,
+    Ahead,
+    AsksAhead,
     Environment,
     HoldsElsewhere,
     LimitsTurns,
@@ -96,6 +98,16 @@ class ComposedRewardEnvironment:
     def turn_limits(self) -> TurnLimits:
         """See `LimitsTurns`."""
         return self._inner.turn_limits if isinstance(self._inner, LimitsTurns) else NO_LIMITS
+
+    @property
+    def asks_ahead(self) -> bool:
+        """See `AsksAhead`."""
+        return isinstance(self._inner, AsksAhead) and self._inner.asks_ahead
+
+    async def ask_ahead(self) -> Ahead | None:
+        """See `AsksAhead`."""
+        ahead: Ahead | None = await self._inner.ask_ahead()
+        return ahead
 
     async def wait_to_start(self) -> None:
         """See `StartsInTurn`."""

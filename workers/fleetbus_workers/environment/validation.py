@@ -15,7 +15,7 @@ from fleetbus_schemas import ChatMessage, ContextChange, ToolSpec
 from fleetbus_schemas.chat import Role
 from fleetbus_schemas.seat import MAX_SEATS
 from fleetbus_schemas.subjects import is_name
-from fleetbus_workers.environment.base import Start, Step, Verdict
+from fleetbus_workers.environment.base import Ahead, Start, Step, Verdict
 from fleetbus_workers.environment.failure_location import locate_method
 from fleetbus_workers.environment.normalization import to_plain_number
 
@@ -78,11 +78,13 @@ def _validate(kind: type[T], value: object, call: str) -> T:
                 "offered": _check_tools(value.offered, "Start.offered"),
                 "prompted": _check_count(value.prompted, "Start.prompted"),
                 "seat": _check_seat(value.seat, "Start.seat"),
+                "ahead": _check_ahead(value.ahead, "Start.ahead"),
             }
             _check_info(value.info, "Start.info")
         case Step():
             messages = check_messages(value.messages, "Step.messages")
-            if value.context is None and not value.seat and messages is value.messages and _has_plain_fields(value):
+            is_told = value.context is not None or value.seat or value.ahead
+            if not is_told and messages is value.messages and _has_plain_fields(value):
                 return cast("T", value)
             changed = {
                 "messages": messages,
@@ -93,6 +95,7 @@ def _validate(kind: type[T], value: object, call: str) -> T:
                 "tool_errors": _check_count(value.tool_errors, "Step.tool_errors"),
                 "seat": _check_seat(value.seat, "Step.seat"),
                 "tools": _check_tools(value.tools, "Step.tools"),
+                "ahead": _check_ahead(value.ahead, "Step.ahead"),
             }
             _check_info(value.info, "Step.info")
             if value.context is not None:
@@ -164,6 +167,20 @@ def _check_context(change: object, step: Step) -> None:
         raise InvalidReturn("Step.context.tools come with a new prompt only: keep_turns = 0, and no resume")
     if begins_prompt and not (step.messages or step.terminated or step.truncated):
         raise InvalidReturn("Step.context begins a new prompt, and Step.messages are empty")
+
+
+def _check_ahead(ahead: object, where: str) -> tuple[Ahead, ...]:
+    if isinstance(ahead, (str, bytes, Mapping)) or not isinstance(ahead, Iterable):
+        raise InvalidReturn(f"{where} must be a tuple of Ahead, not {_describe(ahead)}")
+    checked = []
+    for index, told in enumerate(ahead):
+        if not isinstance(told, Ahead):
+            raise InvalidReturn(f"{where}[{index}] must be an Ahead, not {_describe(told)}")
+        place = f"{where}[{index}]"
+        _check_seat(told.seat, f"{place}.seat")
+        messages, tools = check_messages(told.messages, f"{place}.messages"), _check_tools(told.tools, f"{place}.tools")
+        checked.append(msgspec.structs.replace(told, messages=messages, tools=tools))
+    return tuple(checked)
 
 
 def _check_number(value: Any, where: str) -> float:

@@ -29,6 +29,8 @@ class _LaneState(NamedTuple):
     at: float
     is_draining: bool
     is_full: bool
+    takes_ahead: bool
+    policy: str
 
 
 class LaneStatus:
@@ -54,6 +56,16 @@ class LaneStatus:
         state = self._find_state(lane)
         return state is not None and state.is_full and self._has_room_beside(lane)
 
+    def takes_ahead(self, lane: str, policy: str) -> bool:
+        """True if whoever takes an observation of this policy from the lane answers turns that are asked for ahead of others;
+        of any lane, if all of whom was heard lately do."""
+        if lane != ANY_LANE:
+            state = self._find_state(lane)
+            return state is not None and state.takes_ahead
+        oldest = anyio.current_time() - LOST_AFTER_SECONDS
+        told = [state.takes_ahead for state in self._states.values() if state.at >= oldest and state.policy in ("", policy)]
+        return bool(told) and all(told)
+
     async def run(self) -> None:
         """Follow the heartbeats of inference workers until cancelled."""
         async with self._bus.listen(self._subjects.heartbeat("inference", "*")) as heartbeats:
@@ -72,7 +84,9 @@ class LaneStatus:
         self._forget(worker)
         self._forget(self._workers.get(lane, ""))
         is_full = heartbeat.in_flight >= heartbeat.slots
-        self._states[worker] = _LaneState(lane, anyio.current_time(), heartbeat.draining, is_full)
+        self._states[worker] = _LaneState(
+            lane, anyio.current_time(), heartbeat.draining, is_full, heartbeat.takes_ahead, heartbeat.policy
+        )
         self._workers[lane] = worker
         if len(self._states) > MOST_WORKERS:
             self._forget(next(iter(self._states)))

@@ -1,5 +1,7 @@
-"""One episode's exchange with the policy: an Observation out, its Action back, strictly one turn after another.
+"""One episode's exchange with the policy: an Observation out, its Action back, one turn after another.
 
+Turns that do not stand on the one that is waited for may be sent ahead; their Actions come after its own, and wait here. One
+that does not come is asked for again when its turn has come, as any other.
 Sticky: after its first Action an episode's observations go to that inference worker's lane. When an Action is late the log is
 read first - result, newest claim, the Action itself - and only then is the observation sent again, to any worker (hop + 1).
 What was sent to any worker waits its turn there, and is sent again when the log has lost it or its consumer calls it acked.
@@ -22,10 +24,11 @@ from fleetbus.errors import BusClosed, BusError
 from fleetbus.log.episodes import decode_entries, read_episode_state, store_message
 from fleetbus_schemas import ANY_LANE, Action, AttemptStarted, ChatMessage, EpisodeRequested, Observation, ToolSpec
 from fleetbus_schemas.tokens import EMPTY_HISTORY
-from fleetbus_workers.environment.base import LimitsTurns
+from fleetbus_workers.environment.base import Ahead, LimitsTurns
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
 from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats
 from fleetbus_workers.environment.episode.segments import FIRST, Placement
+from fleetbus_workers.environment.episode.sent_ahead import SentAhead, SentTurn
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Superseded
 from fleetbus_workers.environment.worker_context import WorkerContext
 
@@ -69,6 +72,7 @@ class PolicyClient:
         "_lane_status",
         "_observation_sequence",
         "_request",
+        "_sent",
         "_wakeup",
         "_worker",
         "lane_in_use",
@@ -107,14 +111,20 @@ class PolicyClient:
         self._check_at = math.inf
         self._checks = 0
         self._observation_sequence = 0
+        self._sent: SentAhead | None = None
+        """None as long as no turn was sent ahead."""
         self.lane_in_use = ANY_LANE
         self.limited_by: LimitsTurns | None = None
 
     def deliver(self, sequence: int, action: Action) -> None:
         """An Action of this episode was read; anything but the awaited one is a repetition or from another attempt."""
-        if self._answer is None and (action.attempt, action.turn) == (self._claim.attempt, self._expected):
+        if action.attempt != self._claim.attempt:
+            return
+        if action.turn == self._expected and self._answer is None:
             self._answer = Turn(sequence=sequence, lane=self._claim.lane, action=action)
             self._wakeup.set()
+        elif self._sent is not None:
+            self._sent.deliver(Turn(sequence=sequence, lane=self._claim.lane, action=action))
 
     def recheck(self) -> None:
         """Look at once whether the awaited Action is still to be expected from where it was asked for."""
@@ -186,7 +196,71 @@ class PolicyClient:
 
         Raises `Superseded`, or `EpisodeEnded` when the observation went round too often.
         """
-        self._expected, self._answer = turn, None
+        self._expected = turn
+        observation = self._build(turn, messages, tools, tokens_left, placement, seats)
+        sent, self._answer = self._sent.take(observation) if self._sent is not None else (None, None)
+        if sent is None:
+            return self._await_answer(observation, self._choose_lane())
+        if sent.lane != ANY_LANE:
+            self._lane, self._worker = sent.lane, sent.worker
+        if self._answer is None and Placement.of(observation) != Placement.of(sent.observation):
+            # a segment began that nobody foresaw
+            return self._await_answer(msgspec.structs.replace(observation, hop=1), self._choose_lane())
+        return self._await_answer(observation, sent.lane, sent.sequence)
+
+    async def send(
+        self,
+        turn: int,
+        messages: tuple[ChatMessage, ...],
+        tools: tuple[ToolSpec, ...],
+        *,
+        tokens_left: int,
+        placement: Placement,
+        seats: EpisodeSeats,
+        ahead: Ahead | None = None,
+    ) -> None:
+        """Publish the observation of ``turn`` before it is asked for. One that was told ``ahead`` follows the turn that is
+        waited for, and has a seat and limits of its own."""
+        observation = self._build(turn, messages, tools, tokens_left, placement, seats)
+        if ahead is not None:
+            observation = msgspec.structs.replace(
+                observation,
+                seat=ahead.seat,
+                sampling=ahead.limits.apply(self._request.sampling),
+                tokens_left=tokens_left,
+                ahead=turn - self._expected,
+            )
+        if self._sent is None:
+            self._sent = SentAhead()
+        sent = SentTurn(observation, self._choose_lane(), self._worker)
+        self._sent.note(sent)
+        subject = self._context.subjects.observation(observation.policy, sent.lane, observation.episode_id)
+        sequence = await store_message(self._context.bus, subject, observation)
+        if turn in self._sent:
+            self._sent.note(sent._replace(sequence=sequence))
+
+    def has_sent(self, turn: int) -> bool:
+        """True if that turn was sent, and not asked for yet."""
+        return self._sent is not None and turn in self._sent
+
+    @property
+    def takes_ahead(self) -> bool:
+        """True if whoever is asked next answers turns that are sent ahead."""
+        return self._lane_status.takes_ahead(self._choose_lane(), self.policy)
+
+    def _choose_lane(self) -> str:
+        is_free = self._lane_status.is_usable(self._lane) and not self._lane_status.is_full(self._lane)
+        return self._lane if is_free else ANY_LANE
+
+    def _build(
+        self,
+        turn: int,
+        messages: tuple[ChatMessage, ...],
+        tools: tuple[ToolSpec, ...],
+        tokens_left: int,
+        placement: Placement,
+        seats: EpisodeSeats,
+    ) -> Observation:
         request, other, frozen = self._request, seats.other, seats.frozen
         policy = request.policy if other is None else other.policy
         if policy != self.policy:
@@ -197,7 +271,7 @@ class PolicyClient:
         if self.limited_by and frozen is None:
             sampling = self.limited_by.turn_limits.apply(sampling)
         stands_on = placement.segment if placement.origin is None else placement.origin.parent
-        observation = Observation(
+        return Observation(
             episode_id=request.episode_id,
             attempt=self._claim.attempt,
             turn=turn,
@@ -218,8 +292,6 @@ class PolicyClient:
             seat=seats.current,
             trained=frozen is None,
         )
-        lane = self._lane if self._lane_status.is_usable(self._lane) and not self._lane_status.is_full(self._lane) else ANY_LANE
-        return self._await_answer(observation, lane)
 
     def _turn_to(self, policy: str) -> None:
         """Each policy is answered from lanes of its own."""
@@ -228,8 +300,13 @@ class PolicyClient:
         self._lane, self._worker = self._elsewhere.get(policy, (ANY_LANE, ""))
         self.policy = policy
 
-    async def _await_answer(self, observation: Observation, lane: str) -> Turn:
-        await self._send(observation, lane)
+    async def _await_answer(self, observation: Observation, lane: str, sequence: int = 0) -> Turn:
+        """``sequence``: where it stands, if it was sent before."""
+        if sequence:
+            self.lane_in_use, self._observation_sequence = lane, sequence
+            self._wakeup.is_set = self._answer is not None
+        else:
+            await self._send(observation, lane)
         self._checks = 0
         while True:
             self._plan_check()
@@ -282,13 +359,18 @@ class PolicyClient:
     async def _read_entries(self) -> LateFacts:
         bus, subjects, episode_id = self._context.bus, self._context.subjects, self._request.episode_id
         episode_state = await read_episode_state(bus, subjects, episode_id)
-        stored = await bus.last(subjects.action(self._claim.lane, episode_id))
-        for entry, action in decode_entries(Action, [stored] if stored is not None else []):
+        subject = subjects.action(self._claim.lane, episode_id)
+        if self._sent is None:
+            stored = await bus.last(subject)
+            entries = [stored] if stored is not None else []
+        else:  # there may be answers to later turns behind the one that is missed
+            entries = await bus.history([subject])
+        for entry, action in decode_entries(Action, entries):
             self.deliver(entry.sequence, action)
         return LateFacts(
             is_superseded=episode_state.ends(self._claim),
             is_answered=self._answer is not None,
-            action_sequence=stored.sequence if stored is not None else self._action_sequence,
+            action_sequence=entries[-1].sequence if entries else self._action_sequence,
         )
 
     async def _add_whereabouts(self, facts: LateFacts) -> LateFacts:

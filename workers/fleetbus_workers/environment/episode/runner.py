@@ -6,7 +6,7 @@ verify and close run before the result exists. What is not the policy's doing ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 
 import msgspec
@@ -31,7 +31,17 @@ from fleetbus_schemas import (
 )
 from fleetbus_schemas.seat import map_by_seat
 from fleetbus_schemas.tokens import count_tokens, pack_mask
-from fleetbus_workers.environment.base import Environment, ReportsUntrained, ShowsWhole, Start, StartsInTurn, Step, Verdict
+from fleetbus_workers.environment.base import (
+    Ahead,
+    Environment,
+    ReportsUntrained,
+    ShowsWhole,
+    Start,
+    StartsInTurn,
+    Step,
+    Verdict,
+)
+from fleetbus_workers.environment.episode.ahead import AheadTurns, asks_ahead, goes_side_by_side
 from fleetbus_workers.environment.episode.conclusion import (
     TIMED_OUT,
     Conclusion,
@@ -62,6 +72,7 @@ class EpisodeRunner:
     they answered."""
 
     __slots__ = (
+        "_asked",
         "_claim",
         "_clips",
         "_context",
@@ -109,6 +120,8 @@ class EpisodeRunner:
         self._clips = not (isinstance(environment, ShowsWhole) and environment.shows_whole)
         self._examples = examples
         self._policy_client = policy_client
+        self._asked: PolicyClient | AheadTurns = policy_client
+        """Who is asked for turns: one after another, or side by side where the environment tells them ahead."""
         self._recorded = recorded
         self._observed = observed
         self._deadline = deadline
@@ -176,11 +189,11 @@ class EpisodeRunner:
             tokens_left = self._request.max_tokens - self._context.tokens + self._seats.other_tokens
             if turn is None and tokens_left > 0 and not self._seats.is_at_limit():
                 with self._limit_answer():
-                    turn = await self._policy_client.ask(
+                    turn = await self._asked.ask(
                         self.turn, messages, tools, tokens_left=tokens_left, placement=placement, seats=self._seats
                     )
                 turn = self._check_answer(turn)
-            if turn is None:
+            if turn is None or self._is_beyond(turn, tokens_left):
                 return conclude_without_room(self._turns, self._request, self._seats, tokens_left, self._lack_of_room)
             self._append_turn(turn, messages)
             if self._unread is not None:
@@ -193,6 +206,20 @@ class EpisodeRunner:
                 return Conclusion(outcome="truncated", error_class="environment")
             messages, tools, placement = self._plan_turn(step)
         return Conclusion(outcome="truncated", error_class="turns")
+
+    def _is_beyond(self, turn: Turn, tokens_left: int) -> bool:
+        """True if a turn adds more than the episode may have, which one that was sent ahead is not told exactly."""
+        if not isinstance(self._asked, AheadTurns) or self._seats.frozen is not None:
+            return False
+        return count_tokens(turn.action.prompt_delta) + count_tokens(turn.action.sampled) > tokens_left
+
+    def _tell_ahead(self, told: Sequence[Ahead]) -> None:
+        if self._asked is self._policy_client and goes_side_by_side(self._settings):
+            clip = self._settings.observation_bytes if self._clips else 0
+            most = self._settings.turns_at_once
+            self._asked = AheadTurns(self._environment, self._policy_client, self._request, most=most, clip=clip)
+        if isinstance(self._asked, AheadTurns):
+            self._asked.tell(told, self.turn)
 
     async def _begin(self) -> tuple[tuple[ChatMessage, ...], tuple[ToolSpec, ...]]:
         """The messages that the policy sees first."""
@@ -208,6 +235,8 @@ class EpisodeRunner:
         messages = start.messages
         if self._clips:  # tools are described whole
             messages = clip_messages(messages, self._settings.observation_bytes, whole=start.prompted)
+        if start.ahead or asks_ahead(self._environment):
+            self._tell_ahead(start.ahead)
         return insert_examples(messages, () if self._seats.frozen else self._examples), start.tools
 
     def _append_status(self, messages: tuple[ChatMessage, ...], placement: Placement) -> tuple[ChatMessage, ...]:
@@ -221,6 +250,8 @@ class EpisodeRunner:
     def _plan_turn(self, step: Step) -> tuple[tuple[ChatMessage, ...], tuple[ToolSpec, ...], Placement]:
         """The messages that the policy sees next, and their segment."""
         messages, context = step.messages, self._context
+        if step.ahead:
+            self._tell_ahead(step.ahead)
         if step.seat or step.context is not None:
             try:
                 change = self._seats.take(step) or step.context

@@ -15,7 +15,7 @@ import msgspec
 from fleetbus.core.episode.history import Turn, list_versions
 from fleetbus_schemas import ContextChange, EpisodeSeat, SeatLimit, SeatPolicy, UntrainedTurn
 from fleetbus_schemas.seat import MAX_SEATS, SHARED
-from fleetbus_workers.environment.base import Step
+from fleetbus_workers.environment.base import Ahead, Step
 from fleetbus_workers.environment.episode.stages import EpisodeEnded
 
 UNNAMED = "Verdict.seats has no reward for it"
@@ -151,6 +151,19 @@ class EpisodeSeats:
         if not step.messages:
             raise SeatError(f"the seat {seat} acts for the first time, and Step.messages are empty: they are its whole prompt")
         return ContextChange(reason="seat", tools=step.tools)
+
+    def foresee(self, told: Ahead) -> ContextChange | None:
+        """The change of context with which a turn begins that was told ahead; None if it has to wait for its turn: another
+        policy plays its seat, the seat has limits of its own, or nothing says where it stands."""
+        if self.other is not None or told.seat in self._others or told.seat in self._limits:
+            return None
+        if bool(told.seat) != bool(self.current):
+            return None
+        if told.context is not None or not told.seat:
+            return told.context
+        if told.seat in self._segments:
+            return ContextChange(resume=self._segments[told.seat])
+        return ContextChange(reason="seat", tools=told.tools) if told.seat != self.current else None
 
     def describe(self, rewards: Mapping[str, float | None], shared: float | None) -> tuple[EpisodeSeat, ...]:
         """The seats as a graded result carries them, in the order in which they first acted. Where none is named, all have the

@@ -39,6 +39,17 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         return cls(segment=observation.segment, origin=observation.origin, segments=observation.segments)
 
 
+    def foresee(self, wanted: ContextChange) -> Placement | None:
+        """The placement of the turn after one that is placed so; None if that depends on what is answered before."""
+        if wanted.resume is not None:
+            is_known = 0 <= wanted.resume < self.segments
+            return Placement(segment=wanted.resume, segments=self.segments) if is_known else None
+        if wanted.keep_turns:
+            return None
+        origin = SegmentOrigin(parent=NEW_ROOT, kept=0, reason=wanted.reason)
+        return Placement(segment=self.segments, origin=origin, segments=self.segments + 1)
+
+
 FIRST = Placement()
 
 UNUSED_ESTIMATE = TokenEstimate()

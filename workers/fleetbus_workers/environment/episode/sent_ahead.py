@@ -1,0 +1,52 @@
+"""The turns of one attempt that were sent before it was their turn, and the answers to them that came early. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fleetbus.core.episode.history import Turn
+from fleetbus_schemas import Observation
+from fleetbus_workers.environment.episode.stages import EpisodeEnded
+
+
+class SentTurn(NamedTuple):
+    """What was asked, on which lane, of which worker, and at which position of the log it stands (0: not known yet)."""
+
+    observation: Observation
+    lane: str
+    worker: str
+    sequence: int = 0
+
+
+class SentAhead:
+    """By turn, as long as nobody waits for it."""
+
+    __slots__ = ("_early", "_sent")
+
+    def __init__(self) -> None:
+        self._sent: dict[int, SentTurn] = {}
+        self._early: dict[int, Turn] = {}
+
+    def __contains__(self, turn: int) -> bool:
+        return turn in self._sent
+
+    def note(self, sent: SentTurn) -> None:
+        self._sent[sent.observation.turn] = sent
+
+    def deliver(self, answer: Turn) -> None:
+        """Keep an answer until its turn; the first counts, and none that nobody asked for."""
+        if answer.action.turn in self._sent:
+            self._early.setdefault(answer.action.turn, answer)
+
+    def take(self, observation: Observation) -> tuple[SentTurn | None, Turn | None]:
+        """A turn as it was sent, and the answer to it, as far as there are any: it is waited for from now on, as
+        ``observation`` asks for it. Raises `EpisodeEnded` if that is something else."""
+        sent, answer = self._sent.pop(observation.turn, None), self._early.pop(observation.turn, None)
+        if sent is not None and _list_asked(sent.observation) != _list_asked(observation):
+            raise EpisodeEnded("env_failed", "told_ahead", f"turn {observation.turn} shows something else than was told ahead")
+        return sent, answer
+
+
+def _list_asked(observation: Observation) -> tuple[object, ...]:
+    """What an environment says of a turn."""
+    return observation.messages, observation.tools, observation.seat, observation.sampling
