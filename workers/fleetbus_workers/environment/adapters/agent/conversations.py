@@ -1,12 +1,17 @@
 """The turns of one agent: which call is played next, where it belongs, what the policy's action answers.
 
+Calls that come while another is in play are attached at once, unless they continue a conversation that has no answer yet, and
+told ahead: they are sampled beside it, and played in the order in which they came.
+
 Above it are the environments of agents that are started here and of those that run elsewhere; below it the calls of a session
 and the paths of its conversations.
 """
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import structlog
@@ -23,19 +28,35 @@ from fleetbus_workers.environment.adapters.agent.models import OTHER_SEAT, UNTRA
 from fleetbus_workers.environment.adapters.agent.paths import Attachment, Paths, identify
 from fleetbus_workers.environment.adapters.agent.sessions import AgentEnded, AgentSession, PendingCall
 from fleetbus_workers.environment.adapters.agent.side_calls import Line, describe_line, find_side_turns, is_probe
-from fleetbus_workers.environment.base import NO_LIMITS, TurnLimits
+from fleetbus_workers.environment.base import NO_LIMITS, Ahead, TurnLimits
 
 log = structlog.get_logger(__name__)
 
 
+class _Call(NamedTuple):
+    """A call with its place, before it is in play."""
+
+    pending: PendingCall
+    attached: Attachment
+    seat: str
+
+    @property
+    def limits(self) -> TurnLimits:
+        return TurnLimits(max_tokens=self.pending.call.max_tokens, stop=self.pending.call.stop)
+
+
 class Conversations:
-    """All that one agent said and was answered; strictly a call, then its answer."""
+    """All that one agent said and was answered; one call in play at a time, and its answer."""
 
     def __init__(self, session: AgentSession, *, trains_side_calls: bool = False) -> None:
         self._session = session
         self._trains_side_calls = trains_side_calls
         self._lines: dict[int, Line] = {}
         self._paths = Paths()
+        self._next: deque[_Call] = deque()
+        """Calls that were told ahead, in the order in which they will be in play."""
+        self._held: PendingCall | None = None
+        """A call that came after those, and has to wait for an answer to one of them."""
         self._pending: PendingCall | None = None
         self._attached: Attachment | None = None
         self._tools: dict[int, tuple[ToolSpec, ...]] = {}
@@ -76,22 +97,55 @@ class Conversations:
 
     async def receive_call(self) -> Attachment | None:
         """The next call that can be played; others are refused. Answer it with `answer`. None when the agent has ended."""
+        call = self._next.popleft() if self._next else await self._next_call()
+        if call is None:
+            return None
+        pending = call.pending
+        self._pending, self._formats, self.seat = pending, pending.call.formats, call.seat
+        self.turn_limits = call.limits
+        self._enter(call.attached, pending.call.max_tokens)
+        return call.attached
+
+    async def receive_ahead(self) -> Ahead | None:
+        """The next call that comes while another is in play, if it stands on none that has no answer; None if there is none
+        before that one is answered."""
+        if self._held is not None:
+            return None
+        call = await self._next_call(is_ahead=True)
+        if call is None:
+            return None
+        self._next.append(call)
+        attached = call.attached
+        if attached.reason is not None:
+            change = ContextChange(reason=attached.reason, tools=attached.tools)
+        else:
+            change = ContextChange(resume=attached.segment)
+        return Ahead(messages=attached.messages, seat=call.seat, context=change, tools=attached.tools, limits=call.limits)
+
+    async def _next_call(self, *, is_ahead: bool = False) -> _Call | None:
+        """The next call with its place; None when the agent has ended, or, ahead of others, for one that has to wait."""
         while True:
             try:
-                pending = await self._session.next_call()
+                pending = await self._take_call()
             except AgentEnded:
                 return None
             try:
                 seat = self._choose_seat(pending.call.model)
+                if is_ahead and self._paths.continues_open(pending.call.messages, pending.call.tools, seat):
+                    self._held = pending
+                    return None
                 attached = self._paths.attach(pending.call.messages, pending.call.tools, seat)
             except InvalidCall as invalid:
                 log.warning("agent call is invalid; refusing it", reason=str(invalid))
                 pending.set_answer(invalid)
                 continue
-            self._pending, self._formats, self.seat = pending, pending.call.formats, seat
-            self.turn_limits = TurnLimits(max_tokens=pending.call.max_tokens, stop=pending.call.stop)
-            self._enter(attached, pending.call.max_tokens)
-            return attached
+            self._seats.add(seat)
+            return _Call(pending, attached, seat)
+
+    async def _take_call(self) -> PendingCall:
+        """Raises `AgentEnded`."""
+        held, self._held = self._held, None
+        return held if held is not None and not self._session.concluded.is_set() else await self._session.next_call()
 
     def restore_call(self, observed: Observation, *, own_stops: Sequence[str] = ()) -> Attachment:
         """The same for a call of which only the log is left: it is where its observation says. ``own_stops`` are the episode's:

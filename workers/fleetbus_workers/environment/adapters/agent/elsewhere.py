@@ -14,7 +14,16 @@ from fleetbus_schemas import Action, EpisodeRequested, Task, UntrainedTurn
 from fleetbus_workers.environment.adapters.agent.conversations import Conversations
 from fleetbus_workers.environment.adapters.agent.paths import Attachment
 from fleetbus_workers.environment.adapters.agent.sessions import AgentSession
-from fleetbus_workers.environment.base import NO_LIMITS, EnvironmentFailed, RecordedTurn, Start, Step, TurnLimits, Verdict
+from fleetbus_workers.environment.base import (
+    NO_LIMITS,
+    Ahead,
+    EnvironmentFailed,
+    RecordedTurn,
+    Start,
+    Step,
+    TurnLimits,
+    Verdict,
+)
 from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
 
 
@@ -36,6 +45,7 @@ class ElsewhereEnvironment:
 
     replayable = True
     shows_whole = True
+    asks_ahead = True
 
     def __init__(
         self, registry: SessionRegistry, *, grader: Grader, reward_seconds: float, settings: EnvironmentSettings | None = None
@@ -94,6 +104,11 @@ class ElsewhereEnvironment:
             self._known = True
             self._registry.admit_calls(self._session, self._request, is_new=self._is_new)
         return await self._conversations.receive_call()
+
+    async def ask_ahead(self) -> Ahead | None:
+        """A further call of the agent."""
+        assert self._conversations is not None
+        return await self._conversations.receive_ahead()
 
     @property
     def turn_limits(self) -> TurnLimits:

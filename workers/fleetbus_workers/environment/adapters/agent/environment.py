@@ -25,7 +25,7 @@ from fleetbus_workers.environment.adapters.agent.host import AgentHost
 from fleetbus_workers.environment.adapters.agent.process import AgentProcess
 from fleetbus_workers.environment.adapters.agent.sessions import AgentSession
 from fleetbus_workers.environment.adapters.common.fresh_python import CALL, FRESH, FreshPython
-from fleetbus_workers.environment.base import NO_LIMITS, EnvironmentFailed, Start, Step, TurnLimits, Verdict
+from fleetbus_workers.environment.base import NO_LIMITS, Ahead, EnvironmentFailed, Start, Step, TurnLimits, Verdict
 from fleetbus_workers.environment.isolation.foreign_files import find_outside, read_regular_file
 from fleetbus_workers.environment.isolation.sandbox import IsolationUnavailable
 from fleetbus_workers.environment.isolation.verifier.base import Grader, grade
@@ -46,6 +46,7 @@ class AgentEnvironment:
     """One episode of an agent that ``host`` starts. ``replayable``: it asks the same again where it is answered the same."""
 
     shows_whole = True
+    asks_ahead = True
 
     def __init__(
         self,
@@ -147,6 +148,11 @@ class AgentEnvironment:
             raise EnvironmentFailed(ended)
         self._fault_reward = float(self._settings.agent_crash_reward)
         return {"agent_failed_on_answer": fault | {"ended": ended}}
+
+    async def ask_ahead(self) -> Ahead | None:
+        """A further call of the agent."""
+        assert self._conversations is not None
+        return await self._conversations.receive_ahead()
 
     @property
     def turn_limits(self) -> TurnLimits:

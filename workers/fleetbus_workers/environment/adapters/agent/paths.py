@@ -50,29 +50,34 @@ class Paths:
 
     def __init__(self) -> None:
         self._paths: list[_Path] = []
-        self._open: list[bytes] = []
+        self._open: dict[int, list[bytes]] = {}
+        """By segment the conversations that were attached and have no answer yet."""
         self._last_said: tuple[Sequence[ChatMessage], list[bytes]] = ((), [])
         self.extended = 0
         self.reasons: dict[str, int] = {}
 
     def attach(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], seat: str = "") -> Attachment:
-        """The longest path of this seat that the conversation begins with, or a new one. Follow it with `add_answer`. Raises
-        `InvalidCall`, with nothing changed, for more than a turn can hold."""
+        """The longest path of this seat that the conversation begins with, or a new one. Follow it with `add_answer`, before
+        the next one that continues it. Raises `InvalidCall`, with nothing changed, for more than a turn can hold."""
         said, offered = self._identify_all(messages), digest_tools(tools)
         segment = self._find_path(said, offered, seat)
         known = 0 if segment is None else len(self._paths[segment].messages)
         check_size(messages[known:], () if segment is not None else tools)
         if segment is not None:
             self.extended += 1
-            self._open = said
+            self._open[segment] = said
             return Attachment(segment=segment, messages=tuple(messages[known:]))
         task = count_task(messages)
         reason = self._explain_new_path(said, offered, task, seat) if self._paths else None
         if reason is not None:
             self.reasons[reason] = self.reasons.get(reason, 0) + 1
         self._paths.append(_Path(tools=offered, messages=[], task=task, seat=seat))
-        self._open = said
+        self._open[len(self._paths) - 1] = said
         return Attachment(segment=len(self._paths) - 1, messages=tuple(messages), tools=tuple(tools), reason=reason)
+
+    def continues_open(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec], seat: str = "") -> bool:
+        """True if the conversation continues one whose last call has no answer yet: its place is known with that answer."""
+        return self._find_path(self._identify_all(messages), digest_tools(tools), seat) in self._open
 
     def _identify_all(self, messages: Sequence[ChatMessage]) -> list[bytes]:
         """Mostly what was said in the call before, and a little more; calls are compared by what JSON distinguishes, as 1 and
@@ -91,16 +96,17 @@ class Paths:
         said = [identify(message) for message in attached.messages]
         if attached.segment < len(self._paths):
             self.extended += 1
-            self._open = [*self._paths[attached.segment].messages, *said]
+            self._open[attached.segment] = [*self._paths[attached.segment].messages, *said]
             return
         if attached.reason is not None:
             self.reasons[attached.reason] = self.reasons.get(attached.reason, 0) + 1
         self._paths.append(_Path(tools=digest_tools(tools), messages=[], task=count_task(attached.messages), seat=seat))
-        self._open = said
+        self._open[attached.segment] = said
 
     def add_answer(self, segment: int, answer: ChatMessage) -> str:
-        """The policy's answer to the call that was attached last; what that call asked, as `digest_question` names it."""
-        path, asked = self._paths[segment], self._open
+        """The policy's answer to the call that was attached to ``segment``; what that call asked, as `digest_question` names
+        it."""
+        path, asked = self._paths[segment], self._open.pop(segment)
         path.messages = [*asked, identify(answer)]
         return _name_question(asked, path.tools, path.seat)
 
@@ -121,6 +127,7 @@ class Paths:
         paths = [path for path in reversed(self._paths) if path.seat == seat]
         if not paths:
             return "seat"
+        paths = [path for path in paths if path.messages]
         for path in paths:
             same = path.messages == said[: len(path.messages)] and len(path.messages) < len(said)
             if same and path.tools != offered:

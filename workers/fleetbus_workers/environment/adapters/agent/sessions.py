@@ -163,7 +163,8 @@ class AgentSession:
         self._changed = Wakeup()
         self._remembered: OrderedDict[str, PendingCall] = OrderedDict()
         self._restored: dict[str, PendingCall] = {}
-        self._taken: PendingCall | None = None
+        self._taken: list[PendingCall] = []
+        """Those that were taken and had no answer then."""
 
     def remember(self, asked: str) -> PendingCall:
         """A call that another process has taken, for repetitions of what was asked (`digest_question`)."""
@@ -226,7 +227,7 @@ class AgentSession:
                 continue
             pending = self._waiting.popleft()
             if pending.waiters:
-                self._taken = pending
+                self._taken = [*(taken for taken in self._taken if taken.answer is None), pending]
                 return pending
             if self._remembered.get(pending.digest) is pending:
                 del self._remembered[pending.digest]  # a repetition of it would wait for ever
@@ -275,8 +276,8 @@ class AgentSession:
             self._answer_all(SessionMoved(MOVED))
 
     def _answer_all(self, answer: Answer | SessionMoved) -> None:
-        if self._taken is not None:
-            self._taken.set_answer(answer)
+        for taken in self._taken:
+            taken.set_answer(answer)
         while self._waiting:
             self._waiting.popleft().set_answer(answer)
 
