@@ -15,7 +15,7 @@ from fleetbus_schemas import Message
 from fleetbus_schemas.tokens import unpack_ids, unpack_logprobs
 
 VOLATILE: Mapping[str, frozenset[str]] = {
-    "Observation": frozenset({"attempt", "hop", "environment_lane", "action_sequence"}),
+    "Observation": frozenset({"attempt", "hop", "environment_lane", "action_sequence", "ahead"}),
     "EpisodeFinished": frozenset(
         {"attempt", "attempts", "worker", "timings", "actions.lane", "error_location", "note", "opens", "traceback"}
     ),

@@ -112,6 +112,8 @@ class EnvironmentDriver(Driver):
         position = self.environment.recorded_positions.get(observation.request_sequence, 0)
         observation = msgspec.structs.replace(observation, request_sequence=position)
         recorded_turn = episode.turns[turn]
+        if recorded_turn.observation.ahead or observation.ahead:  # what turns before it would add was not known exactly
+            observation = msgspec.structs.replace(observation, tokens_left=recorded_turn.observation.tokens_left)
         name = f"Observation of turn {turn}"
         compared = self._describe_compared(episode, name, recorded_turn.observation_entry)
         return self.compare(recorded_turn.observation, observation, compared, entry.subject)

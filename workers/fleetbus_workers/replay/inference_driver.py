@@ -203,6 +203,7 @@ class InferenceDriver(Driver):
             action_sequence=self.environment.last_sequence_on(subjects.action(LANE, observation.episode_id)),
             request_sequence=0,
             pinned_version=None,
+            ahead=0,
         )
         subject = subjects.observation(observation.policy, ANY_LANE, observation.episode_id)
         self.store(subject, observation, turn.observation_entry)

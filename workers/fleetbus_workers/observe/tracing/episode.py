@@ -66,6 +66,8 @@ class EpisodeTrace(Trace):
         self._claimed_ns = self._claim_sequence = 0
         self._is_released = False
         self._turn: _Turn | None = None
+        self._ahead: dict[int, tuple[StreamEntry, Observation]] = {}
+        """By turn what was sent before the turns before it had their actions."""
 
     # What happens
 
@@ -82,7 +84,7 @@ class EpisodeTrace(Trace):
             path = f"queue/{claim.attempt}"
             yield self._span("queue", path, ROOT, self._waiting_ns, entry.time_ns, worker=claim.worker, about=about)
         self._claim, self._claimed_ns, self._claim_sequence = claim, entry.time_ns, entry.sequence
-        self._is_released, self._turn, self._seen_ns = False, None, entry.time_ns
+        self._is_released, self._turn, self._seen_ns, self._ahead = False, None, entry.time_ns, {}
 
     def apply_release(self, entry: StreamEntry, release: AttemptReleased) -> Iterator[Span]:
         """A draining worker hands the episode back."""
@@ -100,17 +102,29 @@ class EpisodeTrace(Trace):
         if turn is not None and observation.turn <= turn.number:
             turn.record_reroute(entry, observation)
             return
+        if turn is not None and observation.ahead and (turn.action is None or observation.turn > turn.number + 1):
+            self._ahead.setdefault(observation.turn, (entry, observation))
+            return
         self._sequence, self._seen_ns = entry.sequence, entry.time_ns
         if turn is None:
             yield self._build_attempt_span("open", self._claimed_ns, entry.time_ns)
         else:
             yield from self._end_turn(turn, entry.time_ns, results=observation.messages)
+        self._begin_turn(entry, observation)
+
+    def _begin_turn(self, entry: StreamEntry, observation: Observation) -> None:
+        self._ahead.pop(observation.turn, None)
         self._turn = _Turn(entry, observation)
         if self._with_content:
             self._note_content(self._turn, observation)
 
     def apply_action(self, entry: StreamEntry, action: Action) -> Iterator[Span]:
-        """The policy's part of a turn is over."""
+        """The policy's part of a turn is over; that of one that was sent ahead began beside those before it."""
+        before = self._turn
+        if before is not None and before.action is not None and before.is_followed_by(action) and action.turn in self._ahead:
+            observed = self._ahead[action.turn]
+            yield from self._end_turn(before, before.acted_ns, results=observed[1].messages)
+            self._begin_turn(*observed)
         turn, claim = self._turn, self._claim
         if turn is None or claim is None or turn.action is not None or (action.attempt, action.turn) != turn.key:
             return
@@ -272,6 +286,10 @@ class _Turn:
             "fleetbus.turn": observation.turn,
             "fleetbus.observation.sequence": entry.sequence,
         }
+
+    def is_followed_by(self, action: Action) -> bool:
+        """True for the Action of the turn after it."""
+        return (action.attempt, action.turn - 1) == self.key
 
     def record_reroute(self, entry: StreamEntry, observation: Observation) -> None:
         """To another engine: it still waits for the same action."""
