@@ -210,6 +210,7 @@ class Deployment:
                 replayable=self._scenario.replayable,
                 work=1.0 if is_session else self._scenario.pace.work,
                 segments=self._scenario.segments,
+                ahead=0.0 if is_session else self._scenario.ahead,
                 seats=0 if is_session else self._scenario.seats,
                 other_seat=OTHER_SEAT if self._scenario.other_seat else "",
                 is_other_trained=self._scenario.trained_seat,

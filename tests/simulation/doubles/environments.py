@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ import msgspec
 import structlog
 
 from fleetbus_schemas import Action, ChatMessage, ContextChange, Task
-from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.base import Ahead, EnvironmentFailed, Start, Step, Verdict
 from tests.simulation.observer import Observer
 from tests.simulation.platform.process import Process
 from tests.simulation.scenario.shape import CALM, FaultProfile
@@ -84,7 +85,8 @@ def compute_seat_reward(seat: str, seen: str) -> float | None:
 class SimulatedEnvironment:
     """One episode's world, or one of a step-wise ``session``; ``draw`` decides what goes wrong with this very instance,
     ``register`` hears when it is opened. After the share ``segments`` of its steps the policy's context changes. With ``seats``
-    what it shows decides which of so many acts next; another policy plays ``other_seat``. Steps take ``work`` times as long."""
+    what it shows decides which of so many acts next; another policy plays ``other_seat``. After the share ``ahead`` of its
+    steps it tells turns ahead: of its other seats, or of sub-agents. Steps take ``work`` times as long."""
 
     def __init__(
         self,
@@ -93,6 +95,7 @@ class SimulatedEnvironment:
         *,
         replayable: bool,
         segments: float,
+        ahead: float,
         seats: int,
         other_seat: str,
         is_other_trained: bool = False,
@@ -113,6 +116,9 @@ class SimulatedEnvironment:
         self.replayable = replayable
         self._fault_profile = fault_profile
         self._segments = segments
+        self._ahead = ahead
+        self._told: deque[Ahead] = deque()
+        self._seat = ""
         self._seats = seats
         self._other_seat = other_seat
         self._frozen_seat = "" if is_other_trained else other_seat
@@ -139,21 +145,46 @@ class SimulatedEnvironment:
 
     async def reset(self) -> Start:
         await self._work("reset", 0.1)
-        return Start(messages=(ChatMessage(role="user", content=self._render()),), seat=self._choose_seat())
+        self._seat = self._choose_seat()
+        return Start(messages=(ChatMessage(role="user", content=self._render()),), seat=self._seat, ahead=self._tell_ahead())
 
     async def step(self, action: Action) -> Step:
         await self._work("step", 0.4)
         if is_selected(f"{self._seed}/poison/{self.environment_record.episode}", self._mischief.poison_episode):
             await self._kill_worker()
-        acted = self._choose_seat()
+        acted = self._seat
         self.environment_record.acted.append(acted)
         self._sampled.append(action.sampled or action.text.encode())
         failed = is_selected(self._render(), self._mischief.tool_error)
         if len(self._sampled) >= self._turns:
             return Step(terminated=True, tool_calls=1, tool_errors=int(failed))
-        shown, seat = ChatMessage(role="tool", content=self._render()), self._choose_seat()
-        reward, change = self._compute_turn_reward(), self._choose_context() if seat == acted else None
-        return Step(messages=(shown,), reward=reward, tool_calls=1, tool_errors=int(failed), context=change, seat=seat)
+        step = Step(reward=self._compute_turn_reward(), tool_calls=1, tool_errors=int(failed))
+        if self._told:
+            told = self._told.popleft()
+            self._seat = told.seat
+            return msgspec.structs.replace(step, messages=told.messages, context=told.context, seat=told.seat)
+        shown, self._seat = ChatMessage(role="tool", content=self._render()), self._choose_seat()
+        change = self._choose_context() if self._seat == acted else None
+        return msgspec.structs.replace(
+            step, messages=(shown,), context=change, seat=self._seat, ahead=self._tell_ahead()
+        )
+
+    def _tell_ahead(self) -> tuple[Ahead, ...]:
+        """The same after the same actions: each other seat, or two sub-agents and the first context again."""
+        if self._seat == self._other_seat != "" or not is_selected(f"ahead/{self._seed}/{self._render()}", self._ahead):
+            return ()
+        if self._seats:
+            names = [f"seat-{number}" for number in range(self._seats)]
+            seats = [name for name in names if name not in (self._seat, self._other_seat)]
+            told = [Ahead(messages=self._show_ahead(seat), seat=seat) for seat in seats]
+        else:
+            changes = (ContextChange(reason="sub_agent"), ContextChange(reason="sub_agent"), ContextChange(resume=0))
+            told = [Ahead(messages=self._show_ahead(str(number)), context=each) for number, each in enumerate(changes)]
+        self._told.extend(told)
+        return tuple(told)
+
+    def _show_ahead(self, name: str) -> tuple[ChatMessage, ...]:
+        return (ChatMessage(role="user", content=f"{self._render()}{name}"),)
 
     def _choose_seat(self) -> str:
         """The same after the same actions. Another policy never begins: an episode of one turn would train nothing."""

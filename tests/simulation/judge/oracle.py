@@ -285,11 +285,13 @@ class FaultOracle:
             self._enter_ack(worker, message, record)
 
     def _enter_ack(self, worker: str, message: StreamEntry, record: EpisodeRecord) -> None:
-        """An observation that can no more be answered may be acked, too: the server would refuse its action."""
+        """An observation that can no more be answered may be acked, too: the server would refuse its action; and one that was
+        sent ahead of others, which is sent again in its turn."""
         observation = decode(Observation, message.payload, subject=message.subject)
         answered = (observation.attempt, observation.turn) in record.turns
         is_stale = record.result is not None or len(record.claims) > observation.attempt
         is_outdated = record.last_actions.get(observation.environment_lane, 0) != observation.action_sequence
+        is_outdated = is_outdated or observation.ahead > 0
         right = answered or is_stale or is_outdated or self._is_expired(record)
         self._observer.require(right, "an observation is acked after its action", f"{record.request.episode_id} {worker}")
 

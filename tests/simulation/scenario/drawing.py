@@ -25,6 +25,10 @@ from tests.simulation.scenario.shape import (
 FAULT_WINDOW_SECONDS = 120.0
 """Timed faults begin in this many first seconds; a run without faults takes about as long."""
 
+LAST_SEED_BEFORE_AHEAD = 40
+"""Up to here no environment tells turns ahead, beyond it every second one does: most planted faults are known by the seeds that
+found them before."""
+
 OTHER_SEAT_SHARE = 0.5
 """Of the worlds with seats."""
 
@@ -133,6 +137,7 @@ def _draw_usual(seed: int) -> Scenario:
         segments=contexts.choice((0.0, 0.0, 0.2, 0.5)),
         compaction=contexts.choice(("off", "off", "off", "drop", "summarise")),
         seats=random.Random(f"seats/{seed}").choice((0, 0, 2, 3)),
+        ahead=random.Random(f"ahead/{seed}").choice((0.4, 0.8)) if seed > LAST_SEED_BEFORE_AHEAD and seed % 2 == 0 else 0.0,
     )
     is_other = scenario.seats > 0 and random.Random(f"other seat/{seed}").random() < OTHER_SEAT_SHARE
     is_trained = is_other and random.Random(f"learner of a seat/{seed}").random() < TRAINED_SEAT_SHARE

@@ -200,6 +200,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     fault_profile: FaultProfile = FaultProfile()
     fault_schedule: tuple[ScheduledFault, ...] = ()
     segments: float = 0.0
+    ahead: float = 0.0
+    """Share of steps after which an environment tells turns ahead, which are sampled side by side."""
     seats: int = 0
     other_seat: bool = False
     """Another policy, of two more inference workers, plays one of them."""
