@@ -11,7 +11,8 @@ import pytest
 
 from fleetbus.audit.run import audit_run
 from fleetbus.config.settings import Configuration, EnvironmentSettings, LimitSettings
-from fleetbus_schemas import Action, ChatMessage, EpisodeFinished, Observation, SamplingSettings, Task
+from fleetbus_schemas import NEW_ROOT, Action, ChatMessage, EpisodeFinished, Observation, SamplingSettings, SegmentOrigin, Task
+from fleetbus_schemas.chat import Role
 from fleetbus_workers.environment.adapters.agent.conversations import Conversations
 from fleetbus_workers.environment.adapters.agent.dialects.base import AgentCall, Answer
 from fleetbus_workers.environment.adapters.agent.sessions import AgentSession, PendingCall
@@ -26,7 +27,7 @@ CALLS = 4
 
 
 def ask(session: AgentSession, *said: str, seat: str = "") -> PendingCall:
-    roles = ("user", "assistant")
+    roles: tuple[Role, Role] = ("user", "assistant")
     messages = tuple(ChatMessage(role=roles[place % 2], content=text) for place, text in enumerate(said))
     model = f"policy:seat:{seat}" if seat else "policy"
     return session.enter(AgentCall(messages=messages, model=model), f"{said}{seat}{session.requests}", repetition=False)
@@ -114,6 +115,38 @@ async def test_two_calls_that_say_the_same_are_two_conversations() -> None:
         assert [get_text(call) for call in calls] == ["answer 0", "answer 1"]
 
 
+async def test_a_takeover_gives_each_call_that_was_under_way_its_own_answer_once() -> None:
+    """Two of three were stored before the worker died; their clients, and that of the third, ask again."""
+    session = AgentSession(key="k")
+    conversations = Conversations(session)
+    for turn in range(2):
+        origin = SegmentOrigin(parent=NEW_ROOT, kept=0, reason="sub_agent") if turn else None
+        observed = Observation(
+            episode_id="e",
+            attempt=1,
+            turn=turn,
+            policy="p",
+            messages=(ChatMessage(role="user", content=f"task {turn}"),),
+            tokens_left=9,
+            environment_lane="e0",
+            deadline_ns=1,
+            segment=turn,
+            origin=origin,
+            ahead=turn,
+        )
+        conversations.restore_call(observed)
+        conversations.answer(act(turn))
+    async with anyio.create_task_group() as group:
+        calls = [ask(session, f"task {number}") for number in (2, 1, 0)]
+        for call in calls:
+            await hold(call, group)
+        assert [get_text(call) for call in calls[1:]] == ["answer 1", "answer 0"], "they are known by what they ask"
+        attached = await conversations.receive_call()
+        assert attached is not None and (attached.segment, attached.messages[0].content) == (2, "task 2")
+        conversations.answer(act(2))
+        assert get_text(calls[0]) == "answer 2"
+
+
 @pytest.mark.parametrize("is_moved", [False, True])
 async def test_the_end_of_a_session_answers_the_calls_that_were_told_ahead_too(is_moved: bool) -> None:
     session = AgentSession(key="k")
@@ -127,12 +160,14 @@ async def test_the_end_of_a_session_answers_the_calls_that_were_told_ahead_too(i
     assert all(call.answer is not None for call in calls)
 
 
-async def play(config: dict[str, object], **settings: int) -> tuple[EpisodeFinished, list[Observation], list[Action]]:
+async def play(config: dict[str, object], *, turns_at_once: int = 8) -> tuple[EpisodeFinished, list[Observation], list[Action]]:
     environment = EnvironmentSettings(agent_reward_url=True)
     make = build_environment_factory(
-        f"agent:{sys.executable} {AGENT}", verifier=None, configuration=Configuration(environment=environment)
+        f"agent:{sys.executable} {AGENT}",
+        verifier=None,  # type: ignore[arg-type]
+        configuration=Configuration(environment=environment),
     )
-    configuration = build_configuration(limits=LIMITS, environment=EnvironmentSettings(slots=8, **settings))
+    configuration = build_configuration(limits=LIMITS, environment=EnvironmentSettings(slots=8, turns_at_once=turns_at_once))
     with anyio.fail_after(90):
         async with make.run(), small_deployment(configuration) as fleet:
             members = [fleet.inference("i1", sampler=ScriptedSampler(delay=lambda _: ANSWER_SECONDS))]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 import fleetbus_workers.environment.episode.runner as runner
 from fleetbus.core.episode.history import Turn
-from fleetbus_schemas import ChatMessage, Observation
+from fleetbus_schemas import Action, ChatMessage, Observation
 from fleetbus_workers.environment.episode.segments import Placement
 from fleetbus_workers.environment.episode.sent_ahead import SentAhead, SentTurn
+from fleetbus_workers.inference.observation_handler import ObservationHandler
 from fleetbus_workers.inference.turn_order import TurnOrder
 
 
@@ -22,6 +24,20 @@ def answers_exchanged(patch: pytest.MonkeyPatch) -> None:
         return sent, answer if answer is None else latest
 
     patch.setattr(SentAhead, "take", faulty)
+
+
+def tokens_of_another_turn(patch: pytest.MonkeyPatch) -> None:
+    """A turn that was sent ahead is stored with what the turn before it was answered."""
+    store, stored = ObservationHandler._store_action, dict[tuple[str, int, int], Action]()
+
+    async def faulty(self: ObservationHandler, observation: Observation, action: Action) -> bool:
+        stored[action.episode_id, action.attempt, action.turn] = action
+        before = stored.get((action.episode_id, action.attempt, action.turn - 1))
+        if observation.ahead and before is not None:
+            action = msgspec.structs.replace(action, sampled=before.sampled, text=before.text)
+        return await store(self, observation, action)
+
+    patch.setattr(ObservationHandler, "_store_action", faulty)
 
 
 def answer_lost_in_a_takeover(patch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import fleetbus_workers.learner.journal as book
 from tests.simulation.run import Report, run_seed
 from tests.simulation.scenario.shape import FaultSet, Scenario, ScheduledFault
 from tests.simulation.seed_pool import run_safely
+from tests.support import planted_in_ahead as ahead
 from tests.support import planted_in_episodes as episodes
 from tests.support import planted_in_learners as learners
 from tests.support import planted_in_retention as retention
@@ -104,6 +105,10 @@ PLANTS: dict[Plant, Found] = {
     segments.leaf_lost_in_a_takeover: Found(5, "every sampled token is trained", "usual"),
     segments.reward_counted_per_leaf: Found(1, "an episode's reward is counted once", "usual"),
     segments.segment_begun_upon_its_own_hash: Found(1, "every failure has a cause", "usual"),
+    ahead.tokens_of_another_turn: Found(42, "tokens are sampled upon the recorded history", "usual"),
+    ahead.answers_exchanged: Found(42, "a result refers to the history of its claims", "usual"),
+    ahead.answer_lost_in_a_takeover: Found(50, "a result refers to the history of its claims", "usual"),
+    ahead.turn_before_not_awaited: Found(42, "an action stands on all turns before it", "usual"),
     sessions.call_among_restored_ones: Found(2, "a session fails by its end in the log only"),
     sessions.answer_not_recorded: Found(1, "an answer is recorded before it is given"),
     sessions.repeated_call_executed_again: Found(2, "a call of a session is executed once"),
@@ -131,6 +136,8 @@ SAMPLE: tuple[Plant, ...] = (
     learners.turns_of_both_policies_trained,
     learners.reward_of_the_other_policy,
     learners.retention_by_one_of_two_policies,
+    ahead.tokens_of_another_turn,
+    ahead.answers_exchanged,
     seats.rewards_exchanged,
     seats.seat_in_the_context_of_another,
     seats.seat_of_another_policy_rewarded,

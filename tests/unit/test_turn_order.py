@@ -9,9 +9,9 @@ import pytest
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
-from fleetbus.bus.streams import StreamPlan
 from fleetbus_schemas import Action, Observation, Subjects, encode
 from fleetbus_workers.inference.turn_order import LONGEST_WAIT_SECONDS, OutOfTurn, TurnOrder, find_place
+from fleetbus_workers.up.process_plans import build_stream_plan
 from tests.support.small_deployment import build_configuration
 from tests.support.virtual_time import virtual_time
 
@@ -55,10 +55,7 @@ def test_an_action_of_an_earlier_attempt_says_nothing_of_the_turn_before() -> No
 
 
 async def declare(bus: MemoryBus) -> None:
-    from fleetbus_workers.up.process_plans import build_stream_plan
-
-    plan: StreamPlan = build_stream_plan(build_configuration())
-    await bus.declare(plan)
+    await bus.declare(build_stream_plan(build_configuration()))
 
 
 async def test_it_waits_for_a_turn_in_work_however_long_that_takes_and_takes_its_sequence() -> None:

@@ -165,9 +165,7 @@ class SimulatedEnvironment:
             return msgspec.structs.replace(step, messages=told.messages, context=told.context, seat=told.seat)
         shown, self._seat = ChatMessage(role="tool", content=self._render()), self._choose_seat()
         change = self._choose_context() if self._seat == acted else None
-        return msgspec.structs.replace(
-            step, messages=(shown,), context=change, seat=self._seat, ahead=self._tell_ahead()
-        )
+        return msgspec.structs.replace(step, messages=(shown,), context=change, seat=self._seat, ahead=self._tell_ahead())
 
     def _tell_ahead(self) -> tuple[Ahead, ...]:
         """The same after the same actions: each other seat, or two sub-agents and the first context again."""

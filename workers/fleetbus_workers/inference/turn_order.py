@@ -19,7 +19,8 @@ from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import Action, Observation
 
 LONGEST_WAIT_SECONDS = 60.0
-"""For a turn before that nobody samples here: another worker may take as long, and the slot that is kept may be what it needs."""
+"""For a turn before that nobody samples here: another worker may take so long, and the slot that is kept may be what it
+needs."""
 
 PAUSE_SECONDS = 0.1
 """Between looks for it."""

@@ -27,7 +27,9 @@ from fleetbus_workers.environment.episode.segments import Placement
 from fleetbus_workers.environment.normalization import clip_messages
 
 TEMPLATE_TOKENS = 256
-"""More than a template writes around the messages of a turn."""
+KNOWN_TEMPLATE_TOKENS = 64
+"""More than a template writes around the messages of a turn; where prompts of the episode were seen, most of it is in their
+rate."""
 
 MARGIN = 1.25
 """By so much more tokens a turn may have for its length than those before it."""
@@ -146,8 +148,10 @@ class AheadTurns:
 
     def _bound(self, messages: tuple[ChatMessage, ...], tools: tuple[ToolSpec, ...], limits: TurnLimits) -> int:
         """More tokens than a turn adds, in all likelihood: turns side by side share those of the episode."""
-        prompt = min(self._rate * MARGIN, 1.0) * len(_encode((messages, tools)))
-        return math.ceil(prompt) + TEMPLATE_TOKENS + limits.apply(self._request.sampling).max_tokens
+        is_known = self._rate < math.inf
+        rate, around = (self._rate * MARGIN, KNOWN_TEMPLATE_TOKENS) if is_known else (1.0, TEMPLATE_TOKENS)
+        prompt = math.ceil(rate * len(_encode((messages, tools))))
+        return prompt + around + limits.apply(self._request.sampling).max_tokens
 
     def _learn(self, messages: tuple[ChatMessage, ...], tools: tuple[ToolSpec, ...], turn: Turn) -> None:
         rate = count_tokens(turn.action.prompt_delta) / len(_encode((messages, tools)))

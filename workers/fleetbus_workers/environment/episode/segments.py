@@ -38,7 +38,6 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         """The placement of a recorded turn."""
         return cls(segment=observation.segment, origin=observation.origin, segments=observation.segments)
 
-
     def foresee(self, wanted: ContextChange) -> Placement | None:
         """The placement of the turn after one that is placed so; None if that depends on what is answered before."""
         if wanted.resume is not None:
