@@ -158,7 +158,7 @@ class AheadTurns:
         self._rate = rate if self._rate == math.inf else max(self._rate, rate)
 
     def _drop_played(self, turn: int) -> None:
-        """What was told is the present turn, or one before it."""
+        """Forget those told turns that are the present one, or before it."""
         while self._told and self._first <= turn:
             self._told.popleft()
             self._first += 1

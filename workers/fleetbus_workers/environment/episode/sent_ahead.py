@@ -10,7 +10,7 @@ from fleetbus_workers.environment.episode.stages import EpisodeEnded
 
 
 class SentTurn(NamedTuple):
-    """What was asked, on which lane, of which worker, and at which position of the log it stands (0: not known yet)."""
+    """The question, its lane and worker, and the position in the log at which it stands (0: not known yet)."""
 
     observation: Observation
     lane: str
@@ -48,5 +48,5 @@ class SentAhead:
 
 
 def _list_asked(observation: Observation) -> tuple[object, ...]:
-    """What an environment says of a turn."""
+    """The part of an observation that its environment says."""
     return observation.messages, observation.tools, observation.seat, observation.sampling
