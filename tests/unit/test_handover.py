@@ -39,7 +39,7 @@ def build_sequence(advantages: list[float], episode: str = "e0") -> TrainingSequ
     )
 
 
-FILLER = build_filler(build_sequence([1.0]))
+FILLER = build_filler([*build_rows([build_sequence([1.0])])])
 
 
 def build_batch(rows: int) -> list[Row]:
@@ -85,6 +85,14 @@ def test_a_batch_ends_with_a_step_and_fillers_stand_between_its_rows(handover: H
     rows = take_all(handover)
     assert [row.is_filler for row in rows] == [False, False, False, True, False, False, False, True]
     assert [row.episode_id for row in rows if not row.is_filler] == [f"e{index}" for index in range(6)]
+
+
+def test_a_filler_is_a_token_that_was_sampled_with_as_few_before_it_as_there_are() -> None:
+    short = build_sequence([1.0, 1.0], "short")
+    long = msgspec.structs.replace(build_sequence([1.0] * 3, "long"), loss_mask=np.array([False] * 4 + [True]))
+    filler = build_filler([*build_rows([long, short])])
+    assert (filler.episode_id, filler.ids.tolist(), filler.loss_mask.tolist()) == ("short", [0, 1, 2], [False, False, True])
+    assert (filler.logprobs[-1], filler.advantage) == (-0.5, 0.0)
 
 
 def test_a_batch_without_a_row_takes_a_step_of_fillers(handover: Handover) -> None:
@@ -134,6 +142,32 @@ def test_the_last_batch_is_followed_by_what_the_trainer_takes_ahead_and_ends_it(
     assert handover.is_complete
 
 
+def test_the_checkpoint_before_the_last_one_is_found_by_who_asks_late_for_it(handover: Handover, tmp_path: Path) -> None:
+    first = handover.give(build_batch(ROWS), FILLER, is_last=False)
+    handover.request_save(first)
+    last = handover.give(build_batch(ROWS), FILLER, is_last=True)
+    for batch in (first, last):
+        assert handover.end_step().save
+        handover.save(tmp_path / f"checkpoint-{batch}")
+    with in_thread(handover.wait_saved, first) as waiting:
+        try:
+            assert waiting.result(5) == tmp_path / f"checkpoint-{first}"
+        finally:
+            handover.close("the test has ended")
+
+
+def test_a_checkpoint_of_a_later_step_is_not_taken_for_that_of_the_batch_before_it(handover: Handover, tmp_path: Path) -> None:
+    first = handover.give(build_batch(ROWS), FILLER, is_last=False)
+    handover.request_save(first)
+    handover.give(build_batch(2 * ROWS), FILLER, is_last=False)
+    handover.end_step()
+    handover.save(tmp_path / "checkpoint-1")
+    handover.request_save(first)  # once more, after the disk was full
+    handover.end_step()
+    handover.save(tmp_path / "checkpoint-2")
+    assert handover.wait_saved(first) == tmp_path / "checkpoint-1"
+
+
 def test_fillers_stand_for_a_batch_that_does_not_come_and_the_next_one_begins_behind_them(
     handover: Handover, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +197,13 @@ def test_who_waits_is_told_that_the_trainer_has_ended(handover: Handover) -> Non
         handover.give(build_batch(ROWS), FILLER, is_last=False)
 
 
+def test_who_takes_rows_is_not_left_waiting_when_no_more_is_trained(handover: Handover) -> None:
+    with in_thread(handover.take, None) as waiting:
+        handover.close("it was interrupted")
+        with pytest.raises(queue.Empty):
+            waiting.result(5)
+
+
 def test_a_row_that_does_not_come_is_an_empty_queue(handover: Handover) -> None:
     with pytest.raises(queue.Empty):
         handover.take(0.01)
@@ -185,6 +226,12 @@ def test_a_step_returns_when_the_batch_before_is_trained_and_the_last_one_when_i
             training.result(0.05)
         handover.end_step()
         assert training.result(5)["tokens"] == ROWS  # type: ignore[index]
+
+
+def test_a_batch_of_which_nothing_is_trained_is_a_step_too(handover: Handover, trainer: HandoverTrainer) -> None:
+    handover.begin(0)
+    assert trainer.train([], version=0, progress=0.0)["tokens"] == 0
+    assert {(row.is_filler, *row.ids) for row in take_all(handover)} == {(True, 0, 0)}
 
 
 def write_state(folder: Path, checkpoint: Path) -> None:
@@ -228,6 +275,13 @@ def test_a_checkpoint_of_the_trainers_that_is_not_as_it_was_stored_is_named(tmp_
         read_state(tmp_path / "state")
 
 
+def test_parts_of_a_sharded_checkpoint_are_checked_like_its_files(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-7"
+    (checkpoint / "optimizer_0").mkdir(parents=True)
+    (checkpoint / "optimizer_0/__0_0.distcp").write_bytes(b"moments")
+    assert list(hash_files(checkpoint)) == ["optimizer_0/__0_0.distcp"]
+
+
 def test_the_model_is_saved_without_what_training_needs(handover: Handover, trainer: HandoverTrainer, tmp_path: Path) -> None:
     write_state(tmp_path / "state", tmp_path / "checkpoint-7")
     handover.begin(7)
@@ -262,11 +316,19 @@ def test_weights_of_another_shape_than_before_are_refused(tmp_path: Path) -> Non
         sent.write([("a", torch.zeros(3))])
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+def test_what_killed_processes_left_is_removed_once_a_version_is_published_and_not_before(tmp_path: Path) -> None:
+    """Until then a learner that was not replaced may need it: one that is refused must not end it."""
     torch = pytest.importorskip("torch")
-    (tmp_path / ".sent-0.safetensors").write_bytes(b"")
-    SentWeights(tmp_path).write([("a", torch.zeros(2))])
-    assert len([*tmp_path.iterdir()]) == 1
+    left = [tmp_path / ".sent-0.safetensors", tmp_path / "..sent-1.safetensors.2"]  # whole, and half written
+    for file in left:
+        file.write_bytes(b"")
+    sent = SentWeights(tmp_path)
+    sent.write([("a", torch.zeros(2))])
+    assert all(file.exists() for file in left)
+    sent.save_weights(tmp_path / "l1-v000000.safetensors")
+    assert not any(file.exists() for file in left)
+    sent.clear()
+    assert [file.name for file in tmp_path.iterdir()] == ["l1-v000000.safetensors"]
 
 
 def test_rows_come_as_soon_as_they_are_given(handover: Handover) -> None:

@@ -54,7 +54,9 @@ class Handover:
         self._steps = 0
         self._trained = 0
         self._wanted: set[int] = set()
-        self._saved: tuple[int, Path] | None = None
+        self._saving = 0
+        """The batch that ended with the step that is to be followed by a checkpoint."""
+        self._saved: dict[int, Path] = {}
         self._began: int | None = None
         self._closed = ""
         self.metrics: dict[str, float] = {}
@@ -64,7 +66,7 @@ class Handover:
     def is_complete(self) -> bool:
         """True once the last batch is trained and saved."""
         with self._changed:
-            return self._last > 0 and self._saved is not None and self._saved[0] == self._last
+            return self._last in self._saved
 
     # The learner's side: every wait raises `TrainerEnded`.
 
@@ -98,11 +100,9 @@ class Handover:
         release_at = time.monotonic() + RELEASE_SECONDS
 
         def find() -> Path | None:
-            if self._saved is not None and self._saved[0] == batch:
-                return self._saved[1]
-            if time.monotonic() >= release_at and self._batch == batch > self._released:
+            if batch not in self._saved and time.monotonic() >= release_at and self._batch == batch > self._released:
                 self._release()
-            return None
+            return self._saved.get(batch)
 
         return self._wait(find)
 
@@ -119,9 +119,10 @@ class Handover:
             self._changed.notify_all()
 
     def take(self, timeout: float | None) -> Row:
-        """The next row. Raises `queue.Empty`."""
+        """The next row. Raises `queue.Empty`, at once where no more is trained."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._rows, timeout):
+            self._changed.wait_for(lambda: self._rows or self._closed, timeout)
+            if not self._rows:
                 raise queue.Empty
             return self._rows.popleft()
 
@@ -139,14 +140,17 @@ class Handover:
             is_end = self._trained > before
             self._changed.notify_all()
             is_last = is_end and self._trained == self._last
-            return StepEnd(save=is_last or (is_end and self._trained in self._wanted), stop=is_last)
+            is_saved = is_last or (is_end and self._trained in self._wanted)
+            self._saving = self._trained if is_saved else 0
+            return StepEnd(save=is_saved, stop=is_last)
 
     def save(self, folder: Path) -> None:
-        """Say that the trainer's state is in ``folder``. After a step that ended no batch nobody asked for it."""
+        """Say that the trainer's state is in ``folder``. After other steps than those that `end_step` said nobody asked."""
         with self._changed:
-            if self._trained in self._wanted or self._trained == self._last:
-                self._wanted.discard(self._trained)
-                self._saved = self._trained, folder
+            if self._saving:
+                self._wanted.discard(self._saving)
+                self._saved = dict([*self._saved.items(), (self._saving, folder)][-2:])  # the last comes beside one before it
+                self._saving = 0
                 self._changed.notify_all()
 
     def close(self, reason: str) -> None:

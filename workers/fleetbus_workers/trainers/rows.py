@@ -39,16 +39,26 @@ def build_rows(batch: Sequence[TrainingSequence]) -> Iterator[Row]:
             )
 
 
-def build_filler(sequence: TrainingSequence) -> Row:
-    """One token without an advantage: its gradient is zero."""
-    mask = np.zeros(len(sequence.ids), np.bool_)
-    mask[-1] = True
+def build_filler(rows: Sequence[Row]) -> Row:
+    """One token without an advantage: its gradient is zero. It is a sampled one, so that it moves no mean of log-probabilities
+    away, and the one that the fewest tokens stand before; where nothing was sampled, one that every model has."""
+    if not rows:
+        return Row(
+            episode_id="",
+            group_id="",
+            ids=np.zeros(2, np.int32),
+            loss_mask=np.array([False, True]),
+            logprobs=np.zeros(2, np.float32),
+            advantage=0.0,
+            is_filler=True,
+        )
+    place, row = min(((int(row.loss_mask.argmax()), row) for row in rows), key=lambda each: each[0])
     return Row(
-        episode_id=sequence.episode_id,
-        group_id=sequence.group_id,
-        ids=sequence.ids,
-        loss_mask=mask,
-        logprobs=sequence.logprobs,
+        episode_id=row.episode_id,
+        group_id=row.group_id,
+        ids=row.ids[: place + 1],
+        loss_mask=np.arange(place + 1) == place,
+        logprobs=row.logprobs[: place + 1],
         advantage=0.0,
         is_filler=True,
     )

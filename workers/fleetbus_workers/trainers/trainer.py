@@ -63,7 +63,7 @@ class HandoverTrainer:
         done = round(progress * self._steps) + 1
         is_last = done >= self._steps
         rows = list(build_rows(batch))
-        self._given = self._handover.give(rows, build_filler(batch[0]), is_last=is_last)
+        self._given = self._handover.give(rows, build_filler(rows), is_last=is_last)
         self._handover.wait_trained(self._given if is_last else self._given - 1)
         unknown = dict.fromkeys(("loss", "grad_norm", "entropy", "clip_fraction"), math.nan)
         tokens = float(sum(int(row.loss_mask.sum()) for row in rows))
@@ -88,10 +88,9 @@ class HandoverTrainer:
         self._handover.request_save(batch)
 
         def finish() -> None:
-            saved = self._handover.wait_saved(batch)
+            self._saved_folder = saved = self._handover.wait_saved(batch)
             state = TrainerState(folder=str(saved), step=read_step(saved), sha256=hash_files(saved))
             (folder / STATE).write_bytes(msgspec.json.encode(state))
-            self._saved_folder = saved
 
         return finish
 
@@ -131,12 +130,14 @@ def read_state(folder: Path) -> TrainerState:
 
 
 def hash_files(folder: Path) -> dict[str, str]:
-    """The SHA-256 of each file of a folder by name. Blocking; raises `OSError`."""
+    """The SHA-256 of each file of a folder by its path in it; parts of sharded models stand deeper. Blocking; raises
+    `OSError`."""
     found = {}
-    for file in sorted(folder.iterdir()):
+    folder.stat()  # of one that is not there nothing would be listed
+    for file in sorted(folder.rglob("*")):
         if file.is_file():
             with file.open("rb") as stream:
-                found[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
+                found[file.relative_to(folder).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
     return found
 
 

@@ -21,20 +21,20 @@ class SentWeights:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._owner = uuid4().hex
         self._layout: list[tuple[str, tuple[int, ...], torch.dtype]] = []
         self._lock = threading.Lock()
         self._newest: tuple[Path, tuple[TensorEntry, ...]] | None = None
+        self._is_published = False
 
     def write(self, tensors: Iterable[tuple[str, "torch.Tensor"]]) -> None:
-        """Keep these instead of those before. The first time all are held at once, for their shapes; later one at a time.
-        Raises `OSError`, or `ValueError` if names or shapes have changed."""
+        """Keep these instead of those before. The first time all are held at once, in this machine's memory, for their shapes;
+        later one at a time. Raises `OSError`, or `ValueError` if names or shapes have changed."""
         if not self._layout:
             self._folder.mkdir(parents=True, exist_ok=True)
-            for left in self._folder.glob(f"{_PREFIX}*"):  # a killed process left them
-                left.unlink(missing_ok=True)
-            tensors = list(tensors)
+            tensors = [(name, tensor.detach().cpu()) for name, tensor in tensors]
             self._layout = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
-        file = self._folder / f"{_PREFIX}{uuid4().hex}.safetensors"
+        file = self._folder / f"{_PREFIX}{self._owner}-{uuid4().hex}.safetensors"
         manifest = stream_weights(file, self._layout, tensors)
         with self._lock:
             before, self._newest = self._newest, (file, manifest)
@@ -43,6 +43,9 @@ class SentWeights:
 
     def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
         """See `SavesWeights.save_weights`: the newest get a second name. Raises `OSError`."""
+        if not self._is_published:  # whoever published before is refused by now
+            self._is_published = True
+            self._remove_left()
         with self._lock:
             if self._newest is None:
                 raise FileNotFoundError("the trainer has sent no weights")
@@ -51,6 +54,12 @@ class SentWeights:
             os.link(newest, temporary)
         temporary.replace(file)
         return manifest
+
+    def _remove_left(self) -> None:
+        """Remove what killed processes left, half written too."""
+        for left in (*self._folder.glob(f"{_PREFIX}*"), *self._folder.glob(f".{_PREFIX}*")):
+            if self._owner not in left.name:
+                left.unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Remove what is kept; published versions stay."""
