@@ -104,7 +104,7 @@ def main() -> None:
             gradient_accumulation_steps=chosen.accumulate,
             learning_rate=3e-4,
             save_strategy="no",
-            save_total_limit=3,
+            save_total_limit=4,
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,

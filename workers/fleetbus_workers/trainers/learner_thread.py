@@ -14,7 +14,7 @@ from anyio.from_thread import start_blocking_portal
 from fleetbus.bus.base import Bus
 from fleetbus.config.run_folder import policy_folder
 from fleetbus.config.settings import Configuration
-from fleetbus.errors import TakenOver, find_leaf
+from fleetbus.errors import TakenOver, UserError, find_leaf
 from fleetbus.files import create_folder
 from fleetbus.logs.setup import configure_logs_if_unset
 from fleetbus_workers.assembly.learner_parts import build_curriculum, open_group_judge
@@ -27,7 +27,8 @@ log = structlog.get_logger()
 
 
 class LearnerThread:
-    """The role ``learner`` with a trainer that is given. `start`, then `check`, then `finish` or `cancel`, from any thread."""
+    """The role ``learner`` with a trainer that is given. `start`, then `check` and `finish`, then `cancel`, from any
+    thread."""
 
     def __init__(self, configuration: Configuration) -> None:
         self._configuration = configuration
@@ -42,22 +43,23 @@ class LearnerThread:
         self._future = portal.start_task_soon(self._serve, trainer, url)
 
     def check(self) -> None:
-        """Raise what ended the learner, if it has ended: nothing that is trained now would count."""
-        if self._future is None or not self._future.done():
+        """Raise what ended the learner, if it does not run: nothing that is trained now would count."""
+        if self._future is None:
+            raise RuntimeError("the learner does not run; it is started once")
+        if not self._future.done():
             return
         if error := self._future.exception():
+            if refused := find_leaf(error, UserError):
+                raise UserError(str(refused)) from error
             if taken_over := find_leaf(error, TakenOver):
                 raise RuntimeError(f"another learner has taken over the run: {taken_over}") from error
             raise RuntimeError("the learner has ended; its log says why") from error
         raise RuntimeError("the learner has ended: the run is finished, or was drained")
 
     def finish(self) -> None:
-        """Return once the learner has ended. Raises what ended it."""
+        """Return once the learner has ended by itself. Raises what ended it."""
         assert self._future is not None
-        try:
-            self._future.result()
-        finally:
-            self._stack.close()
+        self._future.result()
 
     def cancel(self) -> None:
         """Stop at once: the run goes on from the last checkpoint. Whatever ended the learner is in its log."""

@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import msgspec
 import numpy as np
+from anyio.from_thread import start_blocking_portal
 
 from fleetbus.auth.access import build_access
 from fleetbus.bus.nats import connect
@@ -81,10 +83,11 @@ class TrlRollouts:
 
     @property
     def dataset(self) -> Any:
-        """One empty prompt: TRL asks for a dataset, and the tasks are the run's."""
+        """One empty prompt: TRL asks for a dataset, and the tasks are the run's. It has no length, so that no number of passes
+        over it ends training."""
         from datasets import Dataset
 
-        return Dataset.from_dict({"prompt": [""]})
+        return Dataset.from_dict({"prompt": [""]}).to_iterable_dataset()
 
     @property
     def handover(self) -> Handover:
@@ -95,15 +98,11 @@ class TrlRollouts:
     def attach(self, trainer: Any) -> None:
         """Check the trainer's settings against the run's, and follow its steps; in every process. Raises `UserError`."""
         arguments, processes = trainer.args, trainer.accelerator.num_processes
-        sampled = self.configuration.episode.temperature
-        if arguments.token_budget is None or arguments.token_budget > 0:
-            raise UserError(
-                "AsyncGRPOConfig(token_budget=0): a step has a fixed number of rows, so that batches end with steps"
-            )
-        if arguments.weight_sync_steps != 1:
-            raise UserError("AsyncGRPOConfig(weight_sync_steps=1): a batch is trained once its weights are sent")
-        if not math.isclose(arguments.temperature, sampled):
-            raise UserError(f"AsyncGRPOConfig(temperature={arguments.temperature}), but the run samples at {sampled}")
+        check_arguments(arguments, self.configuration)
+        given = trainer.rollout_worker, trainer.weight_transfer
+        if trainer.accelerator.is_main_process and given != (self, self.weight_transfer):
+            raise UserError("AsyncGRPOTrainer(rollout_worker=rollouts, weight_transfer=rollouts.weight_transfer)")
+        self._learner = LearnerThread(record_optimizer(arguments, self.configuration))
         rows = arguments.per_device_train_batch_size * processes
         self._handover = Handover(rows_per_step=rows * arguments.gradient_accumulation_steps, rows_ahead=rows)
         trainer.add_callback(build_callback(self._handover, trainer.accelerator))
@@ -111,7 +110,8 @@ class TrlRollouts:
     def find_checkpoint(self) -> str | None:
         """The checkpoint of TRL's that the run goes on from, for ``resume_from_checkpoint``; None at the start. Raises
         `UserError` if it is not whole, or if the run has finished."""
-        return anyio.run(self._find_checkpoint)
+        with start_blocking_portal() as portal:  # a notebook's thread has a loop already
+            return portal.call(self._find_checkpoint)
 
     async def _find_checkpoint(self) -> str | None:
         configuration = self.configuration
@@ -139,13 +139,12 @@ class TrlRollouts:
 
     def stop(self) -> None:
         """After the last batch wait for what the learner still does; else end it: the run goes on from its last checkpoint."""
-        if self._handover is None:
-            return
         try:
-            if self._handover.is_complete:
+            if self._handover is not None and self._handover.is_complete:
                 self._learner.finish()
         finally:
-            self._handover.close("the trainer has ended before the run's last step")
+            if self._handover is not None:
+                self._handover.close("the trainer has ended before the run's last step")
             self._learner.cancel()
             self._weights.clear()
 
@@ -204,6 +203,31 @@ class _WeightTransfer:
         """Nothing is held."""
 
 
+def check_arguments(arguments: Any, configuration: Configuration) -> None:
+    """Raise `UserError` if an ``AsyncGRPOConfig`` does not go with the run's settings."""
+    sampled, kept, limit = configuration.episode.temperature, configuration.learner.keep_checkpoints, arguments.save_total_limit
+    if arguments.token_budget is None or arguments.token_budget > 0:
+        raise UserError("AsyncGRPOConfig(token_budget=0): a step has a fixed number of rows, so that batches end with steps")
+    if arguments.weight_sync_steps != 1:
+        raise UserError("AsyncGRPOConfig(weight_sync_steps=1): a batch is trained once its weights are sent")
+    if not math.isclose(arguments.temperature, sampled):
+        raise UserError(f"AsyncGRPOConfig(temperature={arguments.temperature}), but the run samples at {sampled}")
+    if arguments.save_strategy != "no" or arguments.save_only_model:
+        raise UserError('AsyncGRPOConfig(save_strategy="no", save_only_model=False): learner.checkpoint_every says when')
+    if limit is not None and 0 < limit <= kept:
+        raise UserError(
+            f"AsyncGRPOConfig(save_total_limit={limit}) removes what a checkpoint of the run names: give more than "
+            f"learner.keep_checkpoints = {kept}"
+        )
+
+
+def record_optimizer(arguments: Any, configuration: Configuration) -> Configuration:
+    """The settings with TRL's bounds in the place of ours: the run's log, and `fleetbus diagnose`, say what trained."""
+    bounds = {"learning_rate": arguments.learning_rate, "max_grad_norm": arguments.max_grad_norm}
+    learner = msgspec.structs.replace(configuration.learner, **{name: bound for name, bound in bounds.items() if bound > 0})
+    return msgspec.structs.replace(configuration, learner=learner)
+
+
 def build_callback(handover: Handover, accelerator: Any) -> Any:
     """Tells the handover of steps and checkpoints, and TRL of what the learner asks for; the last of the trainer's callbacks,
     so that weights are sent before. The first process decides for all."""
@@ -219,11 +243,19 @@ def build_callback(handover: Handover, accelerator: Any) -> Any:
             shared = accelerator.reduce(torch.tensor(decided, dtype=torch.int32, device=accelerator.device), reduction="sum")
             control.should_save, stop = bool(shared[0]), bool(shared[1])
             control.should_training_stop = control.should_training_stop or stop
+            if state.global_step >= state.max_steps and not stop:
+                raise UserError(
+                    f"AsyncGRPOConfig(max_steps={state.max_steps}) is reached before the run's last batch: give more; the run "
+                    "goes on from its last checkpoint"
+                )
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            accelerator.wait_for_everyone()  # each process writes a file of its own
             handover.save(Path(args.output_dir).absolute() / f"checkpoint-{state.global_step}")
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-            handover.metrics = {METRICS[name]: float(value) for name, value in (logs or {}).items() if name in METRICS}
+            found = {METRICS[name]: value for name, value in (logs or {}).items() if name in METRICS}
+            found = {name: float(value) for name, value in found.items() if value is not None}  # what was NaN throughout
+            handover.metrics = found or handover.metrics
 
     return Callback()
