@@ -187,6 +187,24 @@ def test_fillers_stand_for_a_batch_that_does_not_come_and_the_next_one_begins_be
     handover.wait_trained(second)
 
 
+def test_no_fillers_come_while_there_are_rows_to_train(
+    handover: Handover, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step may take minutes, and the next batch be there before it has ended."""
+    monkeypatch.setattr(module, "RELEASE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "CHECK_SECONDS", 0.01)
+    first = handover.give(build_batch(ROWS), FILLER, is_last=False)
+    handover.request_save(first)
+    with in_thread(handover.wait_saved, first) as waiting:
+        with pytest.raises(TimeoutError):
+            waiting.result(0.1)
+        handover.give(build_batch(ROWS), FILLER, is_last=False)
+        assert not any(row.is_filler for row in take_all(handover))
+        handover.end_step()
+        handover.save(tmp_path)
+        assert waiting.result(5) == tmp_path
+
+
 def test_who_waits_is_told_that_the_trainer_has_ended(handover: Handover) -> None:
     batch = handover.give(build_batch(ROWS), FILLER, is_last=False)
     with in_thread(handover.wait_trained, batch) as waiting:

@@ -18,7 +18,7 @@ from fleetbus_workers.trainers.rows import Row, spread_fillers
 T = TypeVar("T")
 
 RELEASE_SECONDS = 30.0
-"""How long a checkpoint waits for the batch after its own before fillers stand for it."""
+"""How long a checkpoint waits for the batch after its own, with no row left to train, before fillers stand for it."""
 CHECK_SECONDS = 1.0
 
 
@@ -100,7 +100,10 @@ class Handover:
         release_at = time.monotonic() + RELEASE_SECONDS
 
         def find() -> Path | None:
-            if batch not in self._saved and time.monotonic() >= release_at and self._batch == batch > self._released:
+            nonlocal release_at
+            if self._rows:
+                release_at = time.monotonic() + RELEASE_SECONDS
+            elif batch not in self._saved and time.monotonic() >= release_at and self._batch == batch > self._released:
                 self._release()
             return self._saved.get(batch)
 
