@@ -67,8 +67,17 @@ class Deployment:
         self._stack.callback(process.kill)
         return process
 
-    def train(self) -> subprocess.Popen[bytes]:
-        return self.spawn([sys.executable, str(SCRIPT), str(STARTER), "out", "--rows", "8"], "trl")
+    def train(self, processes: int = 1) -> subprocess.Popen[bytes]:
+        """Steps have the same number of rows however many processes there are."""
+        program = [str(SCRIPT), str(STARTER), "out", "--rows", str(8 // processes)]
+        if processes > 1:
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+            return self.spawn([sys.executable, *launch, *program], "trl")
+        return self.spawn([sys.executable, *program], "trl")
+
+    def change(self, **settings: str) -> None:
+        """For programs that are started from now on."""
+        self._environment |= {f"FLEETBUS_{name}": value for name, value in settings.items()}
 
     def replace(self, index: int) -> None:
         """``kill -9`` of one role, and another in its place."""
@@ -134,6 +143,16 @@ async def test_trl_trains_a_run_to_its_end_and_each_episode_once(tmp_path: Path)
         books = await check_each_trained_once(deployment)
         assert books["requested"] == 4 * GROUPS * GROUP_SIZE
         assert (tmp_path / "run/trl/model/model.safetensors").exists()
+
+
+async def test_two_processes_train_each_episode_once_and_go_on_from_their_checkpoint(tmp_path: Path) -> None:
+    async with deployed(tmp_path, LEARNER_STEPS="2", LEARNER_CHECKPOINT_EVERY="1") as deployment:
+        await deployment.wait_for_end(deployment.train(processes=2))
+        deployment.change(LEARNER_STEPS="4")
+        await deployment.wait_for_end(deployment.train(processes=2))
+        books = await check_each_trained_once(deployment)
+        assert books["requested"] == 4 * GROUPS * GROUP_SIZE
+        assert {line["began"] for line in deployment.read_trained()} == {0, 2}
 
 
 async def test_killed_in_the_middle_trl_goes_on_from_its_checkpoint_and_no_task_is_asked_for_twice(tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ class Journal(TrainerCallback):  # type: ignore[misc]
         self._began = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not state.is_world_process_zero:
+            return
         start = (state.global_step - self._began - 1) * self._rows
         episodes = sorted({*self._rollouts.taken[start : start + self._rows]} - {""})
         line = {"process": os.getpid(), "began": self._began, "step": state.global_step, "episodes": episodes}
@@ -94,6 +96,7 @@ def main() -> None:
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
     rollouts = RecordingRollouts()
     chosen.output.mkdir(parents=True, exist_ok=True)
+    rows = chosen.rows * chosen.accumulate * int(os.environ.get("WORLD_SIZE", "1"))
     trainer = AsyncGRPOTrainer(
         model=chosen.model,
         args=AsyncGRPOConfig(
@@ -114,7 +117,7 @@ def main() -> None:
         train_dataset=rollouts.dataset,
         rollout_worker=rollouts,
         weight_transfer=rollouts.weight_transfer,
-        callbacks=[Journal(chosen.output / "trained.jsonl", rollouts, chosen.rows * chosen.accumulate)],
+        callbacks=[Journal(chosen.output / "trained.jsonl", rollouts, rows)],
     )
     rollouts.attach(trainer)
     trainer.train(resume_from_checkpoint=rollouts.find_checkpoint())
