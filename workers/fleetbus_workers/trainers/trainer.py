@@ -28,6 +28,8 @@ from fleetbus_workers.trainers.weights import SentWeights
 _OF_TRAINING = ("optimizer", "scheduler", "rng_state", "scaler", "trainer_state", "training_args")
 """How the files of a checkpoint begin that are not the model's."""
 
+_ELSEWHERE = "restore it, or begin elsewhere with learner.restart_from"
+
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True, tag="handover"):
     """A checkpoint's state: the folder of the other trainer's own checkpoint, its optimizer steps, and the SHA-256 of its files
@@ -123,9 +125,10 @@ def read_state(folder: Path) -> TrainerState:
     try:
         found = hash_files(Path(state.folder))
     except OSError as error:
-        raise UserError(f"the trainer's checkpoint {state.folder} cannot be read: {error}") from error
+        raise UserError(f"the trainer's checkpoint {state.folder} cannot be read: {error}; {_ELSEWHERE}") from error
     if broken := [name for name, digest in state.sha256.items() if found.get(name) != digest]:
-        raise UserError(f"the trainer's checkpoint {state.folder} is not as it was stored: {', '.join(sorted(broken))}")
+        names = ", ".join(sorted(broken))
+        raise UserError(f"the trainer's checkpoint {state.folder} is not as it was stored: {names}; {_ELSEWHERE}")
     return state
 
 

@@ -37,6 +37,7 @@ from fleetbus.config.run_folder import policy_folder
 from fleetbus.errors import UserError
 from fleetbus_schemas import Subjects
 from fleetbus_workers.api.arguments import parse_arguments
+from fleetbus_workers.learner.checkpoints import find_origin
 from fleetbus_workers.learner.resume import wait_for_resume_point
 from fleetbus_workers.run_access.server_address import generate_worker_name, resolve_server_url
 from fleetbus_workers.trainers.handover import Handover
@@ -121,7 +122,8 @@ class TrlRollouts:
             point = await wait_for_resume_point(bus, Subjects(run), configuration, anyio.Event(), Runtime())
         if point is None:
             raise UserError(f"run {run} has finished: give more steps, or another name")
-        return None if point.checkpoint_path is None else read_state(point.checkpoint_path).folder
+        begin = point.checkpoint_path or find_origin(configuration.learner.begin_with)
+        return None if begin is None else read_state(begin).folder
 
     # What TRL calls, in this order.
 
