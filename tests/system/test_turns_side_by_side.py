@@ -4,7 +4,7 @@ is killed when: what is trained in the end is what is trained of turns that were
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,30 @@ import pytest
 
 from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import StreamEntry
-from fleetbus.config.settings import EnvironmentSettings
+from fleetbus.config.settings import EnvironmentSettings, EpisodeSettings, EvaluationSettings, LearnerSettings, RunSettings
 from fleetbus.core.training.groups import Group
-from fleetbus_schemas import Action, ChatMessage, ContextChange, EpisodeFinished, SamplingSettings, Task
+from fleetbus.log.stored_entries import read_stored
+from fleetbus_schemas import (
+    Action,
+    ChatMessage,
+    ContextChange,
+    EpisodeFinished,
+    Observation,
+    SamplingSettings,
+    StepTrained,
+    Task,
+    decode,
+    encode,
+)
+from fleetbus_schemas.message import M
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Ahead, Start, Step, Verdict
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.batches import CreditPlan, read_sequences
+from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.digest_audit import DigestReport, audit_digests
+from fleetbus_workers.learner.scripted import ScriptedTrainer
 from tests.support.interrupted_deployment import PATIENT, check_one_action_per_turn
 from tests.support.servers import connect, run_server
 from tests.support.small_deployment import RUN, Connect, build_configuration, small_deployment
@@ -268,3 +284,48 @@ async def test_a_kill_on_a_real_server_leaves_each_turn_its_own_answer(role: str
     assert killer.killed.startswith(role)
     assert disturbed.result.outcome == "completed", disturbed.result.error
     assert len(set(disturbed.environments[-1].moves)) == TURNS, "each turn has an answer of its own"
+
+
+async def test_what_was_trained_of_them_is_proved_by_the_deep_audit(tmp_path: Path) -> None:
+    """Also of an answer that is put where that of another turn belongs."""
+    configuration = build_configuration(
+        limits=PATIENT,
+        run=RunSettings(name=RUN, folder=str(tmp_path)),
+        learner=LearnerSettings(steps=2, groups=2, group_size=2),
+        episode=EpisodeSettings(max_turns=TURNS),
+        evaluation=EvaluationSettings(episodes=0),
+    )
+    tasks = [Task(key=f"task-{number}", prompt="play", config={"turns": TURNS}) for number in range(2)]
+    async with small_deployment(configuration) as fleet:
+        workers = [fleet.environment(name, make=Round) for name in ENVIRONMENTS]
+        workers += [fleet.inference(name, sampler=Slow()) for name in ENGINES]
+        await fleet.heard(*workers)
+        await anyio.sleep(5)
+        learner = fleet.learner("learner-0", trainer=ScriptedTrainer(), curriculum=Curriculum(tasks, tasks, seed=1))
+        await learner.ended.wait()
+        assert learner.failure() is None
+        await fleet.drain_members(workers)
+        assert (await audit_run(fleet.bus, fleet.subjects)).balanced
+        entries = [entry async for entry in fleet.bus.scan([fleet.subjects.log])]
+    assert sum(observation.ahead > 0 for observation in decode_all(Observation, entries)) > TURNS
+    report = await audit_log(entries)
+    assert report.proven == 2 * 2 * 2 and not report.findings, report.findings
+    trained = {episode for step in decode_all(StepTrained, entries) for episode in step.episodes}
+    acts = [number for number, entry in enumerate(entries) if entry.subject.split(".")[2] == "act"]
+    acts = [number for number in acts if entries[number].subject.rpartition(".")[2] == min(trained)]
+    first, second = (decode(Action, entries[number].payload, subject="") for number in acts[1:3])
+    exchanged = msgspec.structs.replace(first, sampled=second.sampled, logprobs=second.logprobs)
+    entries[acts[1]] = msgspec.structs.replace(entries[acts[1]], payload=encode(exchanged))
+    assert (await audit_log(entries)).findings
+
+
+def decode_all(kind: type[M], entries: list[StreamEntry]) -> list[M]:
+    return [message for entry in entries if isinstance(message := read_stored(entry), kind)]
+
+
+async def audit_log(entries: list[StreamEntry]) -> DigestReport:
+    async def scan() -> AsyncIterator[StreamEntry]:
+        for entry in entries:
+            yield entry
+
+    return await audit_digests(scan, last_sequence=entries[-1].sequence)
