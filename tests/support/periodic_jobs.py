@@ -49,6 +49,7 @@ RETRIES = frozenset(
         "fleetbus_workers.gateway.gym_service:_open_calls",  # on a bus in memory, which has no rights
         "fleetbus_workers.gateway.gym_service:send_heartbeats",
         "fleetbus_workers.inference.history_cache:_rebuild",
+        "fleetbus_workers.inference.turn_order:wait",
         "fleetbus_workers.inference.openai.pool:watch",  # asks engines over HTTP, and no bus
         "fleetbus_workers.judge.client:_ask_in_time",
         "fleetbus_workers.learner.joint_progress:_tell_of_silence",  # logs who is not heard of, and calls no bus

@@ -12,7 +12,7 @@ from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_faults import NO_PUBLISH_FAULT, Faults, PublishFault
 from fleetbus.bus.streams import TASK_LEASE_SECONDS, plan_run
 from fleetbus.config.settings import LimitSettings
-from fleetbus.delivery.lanes import LEASE_SECONDS, LaneLost, NoLaneFree, claim_lane
+from fleetbus.delivery.lanes import LEASE_SECONDS, RENEWED_SECONDS, LaneLost, NoLaneFree, claim_lane
 from fleetbus.delivery.leases import Leases
 from fleetbus_schemas import Action, Subjects, Task, decode
 from fleetbus_schemas.lifecycle import LaneLease
@@ -336,7 +336,7 @@ async def test_a_lane_has_one_holder_and_is_free_again_when_its_lease_runs_out_o
         for _ in range(4):  # renewed, a lane outlives its lease
             await anyio.sleep(LEASE_SECONDS / 2)
             await second.renew(bus)
-        third = await claim("c")
+        third = await claim("c", RENEWED_SECONDS + 1.5)
         assert third.name == "e0"
         with pytest.raises(LaneLost):
             await first.renew(bus)
